@@ -10,7 +10,9 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-import fuseplan.planner.graph.merged_linear  # noqa: F401  (an op that graphs may hold: it registers it)
+# Ops that graphs may hold, which register themselves:
+import fuseplan.planner.graph.decode_attention
+import fuseplan.planner.graph.merged_linear  # noqa: F401
 from fuseplan.planner.errors import ShapeError, UnknownOpError
 from fuseplan.planner.graph.dataflow import OpNode, Ref
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,6 +12,7 @@ from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.gathers import index_limits, tables
 from fuseplan.kernels.ir.ir import Buffer, KernelIR
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
+from fuseplan.planner.graph.execute import bind_call
 
 #: Rows of a table that are made at least. More would only take memory: whatever a kernel looks up lies in these.
 MOST_TABLE_ROWS = 8192
@@ -35,6 +37,7 @@ _PACKED = {"bitwise_right_shift": 0, "__rshift__": 0}
 _PLACES = {"index_copy_": 1}
 #: Operand that masks attention, and the share of the keys, the last, that such masks hide.
 _MASKS, _HIDDEN_SHARE = {"scaled_dot_product_attention": 3}, 8
+_DECODE_ATTENTION = "fuseplan.decode_attention.default"
 #: Types that hold any index; bytes have all their numbers.
 _INDEX_TYPES = (torch.int32, torch.int64)
 
@@ -48,7 +51,8 @@ def sample_inputs(
     logarithm of something that could be negative. Integers are 0 to 7, or what a lookup by them can find; words that
     the chain takes apart have random bits. Masks that all heads share are as those of prompts and caches: they hide
     some last keys and change no score; one index alone is that of the last key shown. A table that is only looked up
-    has at most ``MOST_TABLE_ROWS`` rows. Integers are below ``most``, too; where that is 1, floats are equal as well.
+    has at most ``MOST_TABLE_ROWS`` rows; of the pages of a cache there are as many as are read, each once, in no order.
+    Integers are below ``most``, too; where that is 1, floats are equal as well.
 
     ``nodes`` are the chain of ops that the kernel stands for, ``names`` its inputs in order. Tensors are made on the
     generator's device.
@@ -57,10 +61,15 @@ def sample_inputs(
     divisors, packed, places, masks = (_flowing_into(nodes, one) for one in (_DIVISORS, _PACKED, _PLACES, _MASKS))
     limits = {number: min(limit, MOST_TABLE_ROWS) for number, limit in index_limits(ir).items()}
     short = {buffer for buffer, rows in tables(ir).items() if rows > MOST_TABLE_ROWS}
+    pools = _pools(nodes, dict(zip(names, ir.inputs, strict=True)))
+    masks |= {pool.mask for pool in pools if pool.mask is not None}
     made = []
     for number, (name, buffer) in enumerate(zip(names, ir.inputs, strict=True)):
         if number in short:
             buffer = replace(buffer, shape=(MOST_TABLE_ROWS, *buffer.shape[1:]))
+        for pool in pools:
+            if name in pool.pages:
+                buffer = replace(buffer, shape=(pool.count, *buffer.shape[1:]))
         below = None if name in packed else limits.get(number, _INTEGERS_BELOW)
         if below is not None and most is not None:
             below = min(below, most)
@@ -69,12 +78,37 @@ def sample_inputs(
         if name in places and number in limits:  # different numbers; more than there are of them are repeated
             order = torch.randperm(limits[number], generator=generator, device=generator.device)
             tensor.copy_(order.repeat(-(-len(tensor) // len(order)))[: len(tensor)])
+        for pool in pools:
+            if name == pool.table:
+                order = torch.randperm(pool.count, generator=generator, device=generator.device)
+                tensor.copy_(order.repeat(-(-tensor.numel() // len(order)))[: tensor.numel()].view(tensor.shape))
         if number in limits and below is not None and tensor.numel() == 1 and tensor.dtype in _INDEX_TYPES:
             tensor.fill_(below - 1 - below // _HIDDEN_SHARE)  # as far as masks show keys
         if name in masks and (tensor.dim() < 3 or tensor.shape[-3] == 1):
             _hide_last(tensor)
         made.append(tensor)
     return made
+
+
+@dataclass(frozen=True)
+class _Pool:
+    """The pages of a cache: their names, how many of them are read at most, and what lists and what masks them."""
+
+    pages: tuple[str, str]
+    count: int
+    table: str
+    mask: str | None
+
+
+def _pools(nodes: Sequence[OpNode], buffers: Mapping[str, Buffer]) -> list[_Pool]:
+    found = []
+    for node in nodes:
+        if node.op == _DECODE_ATTENTION:
+            _, key, value, table, mask = bind_call(node, node.inputs)[0]
+            if table in buffers and key in buffers:
+                most = math.prod(map(int, buffers[table].shape))
+                found.append(_Pool((key, value), min(int(buffers[key].shape[0]), most), table, mask))
+    return found
 
 
 def _hide_last(mask: torch.Tensor) -> None:

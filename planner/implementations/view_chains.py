@@ -30,7 +30,7 @@ from fuseplan.planner.rewrites.trace_edit import is_pure, is_written, operands_w
 #: Library calls whose result is certainly row-major.
 _PRODUCTS = frozenset({
     "aten.linear.default", "aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default",
-    "fuseplan.merged_linear.default",
+    "fuseplan.merged_linear.default", "fuseplan.decode_attention.default",
 })
 #: Of the ops that run as several others, those that return new memory all the same.
 _MAKES_NEW = frozenset({

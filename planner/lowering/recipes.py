@@ -28,7 +28,8 @@ OpKind: TypeAlias = Literal["view", "compute", "anchor", "opaque"]
 #: Ops with an inner dimension of their own (ATen's overloads left off).
 ANCHORS = frozenset({
     "aten.linear", "aten.matmul", "aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", "aten.conv1d", "aten.conv2d",
-    "aten.conv3d", "aten.convolution", "aten.scaled_dot_product_attention", "fuseplan.merged_linear",
+    "aten.conv3d", "aten.convolution", "aten.scaled_dot_product_attention", "fuseplan.decode_attention",
+    "fuseplan.merged_linear",
 })
 
 RECIPES: dict[str, Recipe] = {

@@ -26,7 +26,7 @@ _MAKES_NEW = frozenset({
     "aten.linear.default", "aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default",
     "aten.matmul.default", "aten.scaled_dot_product_attention.default", "aten.embedding.default",
     "aten.convolution.default", "aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default",
-    "fuseplan.merged_linear.default",
+    "fuseplan.merged_linear.default", "fuseplan.decode_attention.default",
 })
 #: Calls that read no memory, besides ops with a schema.
 _HARMLESS = (operator.getitem, *MODE_SWITCHES)

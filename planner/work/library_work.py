@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.index import evaluate_all
 from fuseplan.kernels.ir.ir import ITEMSIZE
+from fuseplan.kernels.ir.ops import op_spec
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
 
 #: Positions of the two operands whose product an op is; the length that is summed over is the last of the first.
@@ -19,8 +20,12 @@ _FACTORS: Mapping[str, int] = {
     "aten.addmm.default": 1, "aten.baddbmm.default": 1, "fuseplan.merged_linear.default": 0,
 }
 _ATTENTION = "aten.scaled_dot_product_attention.default"
+#: Attention of one query position, whose keys may lie in pages.
+_DECODE_ATTENTION = "fuseplan.decode_attention.default"
 #: Ops that write some rows of their first operand and leave the others alone.
 _ROW_WRITES = frozenset({"index_copy_", "index_put_", "copy_", "scatter_", "index_add_"})
+#: Special functions in a hyperbolic tangent.
+_TANH = op_spec("tanh").flops
 _UNITS = {"bfloat16": "bf16_matmul", "float16": "fp16_matmul", "float64": "fp64"}
 
 
@@ -55,7 +60,24 @@ def _flops(node: OpNode, specs: Mapping[str, TensorSpec]) -> dict[str, float]:
         heads = math.prod(shapes[0][:-2])
         pairs = float(heads * _seen(node, positions, shapes[1][-2]))
         return {unit: 2.0 * pairs * (width + shapes[2][-1]), "sfu": pairs}
+    if node.op == _DECODE_ATTENTION:
+        rows, width = math.prod(shapes[0][:-1]), shapes[0][-1]
+        pairs = float(rows * _keys(node, specs))
+        capped = node.attrs.get("cap") is not None  # by a hyperbolic tangent
+        return {unit: 2.0 * pairs * (width + shapes[2][-1]), "sfu": pairs * (1 + _TANH * capped)}
     return {}
+
+
+def _keys(node: OpNode, specs: Mapping[str, TensorSpec]) -> int:
+    """Keys of a sequence in attention of one query position."""
+    rows = _shape(specs[node.inputs[1]])[2]
+    table = _table(node)
+    return rows if table is None else rows * _shape(specs[table])[1]
+
+
+def _table(node: OpNode) -> str | None:
+    """The block table of attention over pages; None where there is none."""
+    return node.inputs[3] if node.op == _DECODE_ATTENTION and "block_table" not in node.attrs else None
 
 
 def _seen(node: OpNode, positions: int, keys: int) -> int:
@@ -67,7 +89,11 @@ def _seen(node: OpNode, positions: int, keys: int) -> int:
 
 
 def _read_bytes(value: str, node: OpNode, specs: Mapping[str, TensorSpec]) -> float:
-    """Bytes of an operand; of keys and values after the last position that sees them, none."""
+    """Bytes of an operand; of keys and values after the last position that sees them, none. Of pages those in use."""
+    table = _table(node)
+    if table is not None and value in node.inputs[1:3]:
+        pages = _shape(specs[value])[0]
+        return _bytes(specs[value]) * min(pages, math.prod(_shape(specs[table]))) / max(pages, 1)
     if node.op == _ATTENTION and node.attrs.get("is_causal") and value in node.inputs[1:3]:
         keys, positions = _shape(specs[value])[-2], _shape(specs[node.inputs[0]])[-2]
         return _bytes(specs[value]) * min(keys, positions) / max(keys, 1)

@@ -53,7 +53,7 @@ def errors(dtype: torch.dtype, device: str) -> Iterator[dict[str, Any]]:
             call = SplitAttention().build(group)
             wide = [value.double() if value.is_floating_point() else value for value in given.values()]
             wanted = torch.nn.functional.scaled_dot_product_attention(*wide, enable_gqa=True).nan_to_num(0.0)
-            inputs = [_placed(b.tensors[value], device) for value in group.inputs]
+            inputs = [placed(b.tensors[value], device) for value in group.inputs]
             first, second = call(*inputs), call(*inputs)
             error = float((first.cpu().double() - wanted).abs().max())
             # Scores far below zero are rounded, in eager too.
@@ -61,16 +61,16 @@ def errors(dtype: torch.dtype, device: str) -> Iterator[dict[str, Any]]:
             yield {
                 "sizes": (batch, heads, shared, keys, width), "mask": name, "dtype": str(dtype), "error": error,
                 "right": error <= allowed, "same": bool(torch.equal(first, second)),
-                "strides": _walked(first) == _walked(b.tensors[out]),
+                "strides": walked(first) == walked(b.tensors[out]),
             }
 
 
-def _placed(tensor: torch.Tensor, device: str) -> torch.Tensor:
+def placed(tensor: torch.Tensor, device: str) -> torch.Tensor:
     """A copy with the same strides, which ``to`` gives up for part of a cache."""
     copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return copy.copy_(tensor)
 
 
-def _walked(tensor: torch.Tensor) -> list[int]:
+def walked(tensor: torch.Tensor) -> list[int]:
     """Strides of the dimensions that have several elements."""
     return [stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True) if extent > 1]

@@ -228,3 +228,25 @@ def test_one_index_alone_is_within_its_table(dtype: torch.dtype, rows: int) -> N
     assert 0 <= int(place) < rows
     if dtype != torch.uint8:  # bytes have all their numbers
         assert int(place) == rows - 1 - rows // 8
+
+
+@pytest.mark.parametrize(("count", "table"), [(40, (2, 4)), (5, (2, 4)), (8, (2, 4)), (2, (1, 1))])
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_pages_of_a_cache_are_each_read_once(count: int, table: tuple[int, int], masked: bool) -> None:
+    """A pool may be larger than what a call reads; more pages than it has are read twice."""
+    batch, blocks = table
+    pages = {name: torch.randn(count, 4, 2, 8).transpose(1, 2) for name in ("k", "v")}
+    mask = {"m": torch.ones(batch, 1, 1, 4 * blocks, dtype=torch.bool)} if masked else {}
+    b = Builder(q=torch.randn(batch, 2, 1, 8), **pages, t=torch.zeros(table, dtype=torch.int32), **mask)
+    out = b("fuseplan.decode_attention.default", "q", "k", "v", "t", *mask, **({} if mask else {"attn_mask": None}))
+    graph = b.graph(out)
+    subject = op_subject(graph, op_group(graph, [node.name for node in graph], [out], "cpu"), "key")
+    made = dict(zip(subject.inputs, subject.make_inputs(0, "cpu"), strict=True))
+    read = min(count, batch * blocks)
+    assert made["k"].shape == made["v"].shape == (read, 2, 4, 8) and made["k"].stride() == pages["k"].stride()
+    assert made["t"].unique().tolist() == list(range(read)) and made["t"].dtype == torch.int32
+    if masked:
+        hidden = 4 * blocks // 8
+        assert made["m"].sum(-1).flatten().tolist() == [4 * blocks - hidden] * batch
+    inputs = [made[name] for name in subject.inputs]
+    torch.testing.assert_close(subject.eager(*inputs)[0].double(), subject.reference(*inputs)[0], rtol=1e-5, atol=1e-5)

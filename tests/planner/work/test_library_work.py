@@ -107,3 +107,27 @@ def test_weights_are_cold_and_what_was_just_made_is_not() -> None:
     nodes = [OpNode("aten.neg.default", ("x",), ("a",)), OpNode("aten.linear.default", ("a", "w"), ("out",))]
     found = op_work(DataflowGraph(nodes, specs, ["x", "w"], ["out"]), "out")
     assert found.cold_bytes == 16 * 8 * 2
+
+
+@pytest.mark.parametrize(("count", "blocks", "read"), [(20, 4, 8), (5, 4, 5), (1, 1, 1)])
+@pytest.mark.parametrize("cap", [None, 30.0])
+def test_attention_reads_the_pages_of_its_table_once(count: int, blocks: int, read: int, cap: float | None) -> None:
+    """However many pages the pool has: ``read`` of them, of keys and of values. None where they are copied first."""
+    query, pages = spec((2, 6, 1, 8)), spec((count, 3, 16, 8), strides=(384, 8, 24, 1))
+    table, mask = spec((2, blocks), "int32"), spec((2, 1, 1, 16 * blocks), "bool")
+    inputs = {"q": query, "k": pages, "v": pages, "t": table, "m": mask}
+    found = work_of("fuseplan.decode_attention.default", inputs, query, cap=cap)
+    pairs = 2 * 6 * 16 * blocks
+    assert found.flops["bf16_matmul"] == 2.0 * pairs * 16
+    assert found.flops["sfu"] == (pairs if cap is None else 4.0 * pairs)
+    page_bytes = 3 * 16 * 8 * 2
+    assert found.dram_bytes == 2 * read * page_bytes + 2 * 2 * 6 * 8 * 2 + 2 * blocks * 4 + 2 * 16 * blocks
+    assert found.launches == 1 and found.call == "fuseplan.decode_attention.default.bfloat16"
+
+
+def test_attention_of_a_static_cache_is_the_work_of_pytorchs() -> None:
+    query, key = spec((2, 4, 1, 8)), spec((2, 2, 5, 8))
+    inputs = {"q": query, "k": key, "v": key}
+    found = work_of("fuseplan.decode_attention.default", inputs, query, block_table=None, attn_mask=None)
+    pytorch = work_of(SDPA, inputs, query, enable_gqa=True)
+    assert (found.flops, found.dram_bytes) == (pytorch.flops, pytorch.dram_bytes)

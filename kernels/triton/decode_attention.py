@@ -3,7 +3,8 @@
 The query heads that share keys are rows of one tile, so keys and values are read once. Each split keeps its own maximum
 and sum (Flash-Decoding, Dao et al. 2023). Partial results are combined in the order of the splits, whoever is last: the
 same call gives the same bits. Keys before the first and behind the last that a mask shows are not read; the others
-are shared evenly. A mask that shows all between them is not looked at again.
+are shared evenly. A mask that shows all between them is not looked at again. Keys may lie in pages, which a block table
+lists for each sequence, and scores may be capped.
 """
 
 from __future__ import annotations
@@ -17,23 +18,30 @@ TILE_HEADS = 16
 _LOG2_E = tl.constexpr(1.4426950408889634)
 #: What PyTorch adds, at most, to the scores of keys that are masked: nothing is left of their weights beside others.
 _HIDDEN = tl.constexpr(-65504.0)
+#: A number that no score changes, and that float32 can hold.
+_LEAST = tl.constexpr(-3e38)
 #: Keys whose mask is looked at in one step, and numbers that are combined in one.
 _SCANNED, _COMBINED = tl.constexpr(1024), tl.constexpr(8192)
+#: Pages that a block of keys may touch whose numbers are loaded one by one.
+_FEW_PAGES = tl.constexpr(8)
 
 
 @triton.jit
 def attend(
-    query, key, value, mask, out, partial, counters, length: tl.constexpr, scale: tl.constexpr,
+    query, key, value, mask, out, partial, counters, table, length: tl.constexpr, scale: tl.constexpr,
     query_batch: tl.constexpr, query_head: tl.constexpr, key_batch: tl.constexpr, key_head: tl.constexpr,
     key_row: tl.constexpr, value_batch: tl.constexpr, value_head: tl.constexpr, value_row: tl.constexpr,
     mask_batch: tl.constexpr, mask_head: tl.constexpr, mask_row: tl.constexpr, out_batch: tl.constexpr,
     out_head: tl.constexpr, pairs: tl.constexpr, group: tl.constexpr, lanes: tl.constexpr, width: tl.constexpr,
     rows: tl.constexpr, splits: tl.constexpr, key_heads: tl.constexpr, mask_kind: tl.constexpr,
     mask_heads: tl.constexpr, wide: tl.constexpr, overlapped: tl.constexpr, stages: tl.constexpr,
+    page: tl.constexpr, pages: tl.constexpr, table_batch: tl.constexpr, table_block: tl.constexpr, cap: tl.constexpr,
 ):
     """``mask_kind``: 0 none, 1 boolean, 2 numbers; ``mask_heads``: heads have masks of their own.
 
-    ``group`` query heads, of ``lanes`` lanes, share a key; ``pairs`` are the heads of keys in the whole batch.
+    ``group`` query heads, of ``lanes`` lanes, share a key; ``pairs`` are the heads of keys in the whole batch. Where
+    ``page`` is not 0, keys and values lie in ``pages`` pages of so many keys: strides along the batch are then those
+    along pages, and the table says which page each block of a sequence is. ``cap``: 0 for none.
     """
     program = tl.program_id(0)
     pair = program % pairs
@@ -51,8 +59,14 @@ def attend(
     q = tl.load(query + at, mask=real[:, None], other=0.0)
     if wide:
         q = q.to(tl.float32)
-    keys = key + batch * key_batch + shared * key_head
-    values = value + batch * value_batch + shared * value_head
+    if page == 0:
+        keys = key + batch * key_batch + shared * key_head
+        values = value + batch * value_batch + shared * value_head
+        listed = table
+    else:
+        keys = key + shared * key_head
+        values = value + shared * value_head
+        listed = table + batch * table_batch
     given = mask + batch * mask_batch
     first = 0
     last = length
@@ -66,15 +80,17 @@ def attend(
     end = block + tl.minimum(split * each + each, blocks)
     if plain:
         most, total, found = _attended(
-            q, keys, values, given, own, real, start, end, first, last, scale, key_row, value_row, mask_head, mask_row,
-            lanes, width, rows, 0, mask_heads, wide, stages)
+            q, keys, values, given, listed, own, real, start, end, first, last, scale, key_batch, key_row, value_batch,
+            value_row, mask_head, mask_row, lanes, width, rows, 0, mask_heads, wide, stages, page, pages, table_block,
+            cap)
     else:
         most, total, found = _attended(
-            q, keys, values, given, own, real, start, end, first, last, scale, key_row, value_row, mask_head, mask_row,
-            lanes, width, rows, mask_kind, mask_heads, wide, stages)
+            q, keys, values, given, listed, own, real, start, end, first, last, scale, key_batch, key_row, value_batch,
+            value_row, mask_head, mask_row, lanes, width, rows, mask_kind, mask_heads, wide, stages, page, pages,
+            table_block, cap)
     place = batch * out_batch + own[:, None] * out_head + column[None, :]
     if splits == 1:
-        result = found / tl.where(total == 0.0, 1.0, total)[:, None]
+        result = _divided(found, total, cap)
         tl.store(out + place, result.to(out.dtype.element_ty), mask=real[:, None])
     else:
         sums = partial + pairs * splits * group * width
@@ -87,14 +103,16 @@ def attend(
         if arrived == splits - 1:
             tl.store(counters + pair, 0)
             first_head = out + batch * out_batch + shared * group * out_head
-            _combine(partial, sums, pair, first_head, out_head, group, triton.next_power_of_2(group), width, splits)
+            _combine(
+                partial, sums, pair, first_head, out_head, group, triton.next_power_of_2(group), width, splits, cap)
 
 
 @triton.jit
 def _attended(
-    q, keys, values, mask, own, real, start, end, first, last, scale, key_row, value_row, mask_head, mask_row,
-    lanes: tl.constexpr, width: tl.constexpr, rows: tl.constexpr, mask_kind: tl.constexpr, mask_heads: tl.constexpr,
-    wide: tl.constexpr, stages: tl.constexpr,
+    q, keys, values, mask, listed, own, real, start, end, first, last, scale, key_page, key_row, value_page, value_row,
+    mask_head, mask_row, lanes: tl.constexpr, width: tl.constexpr, rows: tl.constexpr, mask_kind: tl.constexpr,
+    mask_heads: tl.constexpr, wide: tl.constexpr, stages: tl.constexpr, page: tl.constexpr, pages: tl.constexpr,
+    table_block: tl.constexpr, cap: tl.constexpr,
 ):
     """Maximum, sum and weighted values of some blocks of keys: [lanes], [lanes], [lanes, width]."""
     column = tl.arange(0, width)
@@ -104,12 +122,24 @@ def _attended(
     for block in tl.range(start, end, num_stages=stages):
         row = block * rows + tl.arange(0, rows)
         inside = (row >= first) & (row < last)
-        k = tl.load(keys + row[:, None] * key_row + column[None, :], mask=inside[:, None], other=0.0)
-        v = tl.load(values + row[:, None] * value_row + column[None, :], mask=inside[:, None], other=0.0)
+        if page == 0:
+            k = tl.load(keys + row[:, None] * key_row + column[None, :], mask=inside[:, None], other=0.0)
+            v = tl.load(values + row[:, None] * value_row + column[None, :], mask=inside[:, None], other=0.0)
+        else:
+            number = _page_of(listed, block, row, inside, last, rows, page, pages, table_block)
+            there = tl.where((number >= 0) & (number < pages), inside, False)
+            within = row % page
+            own_keys = keys + number * key_page + within * key_row
+            own_values = values + number * value_page + within * value_row
+            k = tl.load(own_keys[:, None] + column[None, :], mask=there[:, None], other=0.0)
+            v = tl.load(own_values[:, None] + column[None, :], mask=there[:, None], other=0.0)
         if wide:
             k = k.to(tl.float32)
             v = v.to(tl.float32)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * _LOG2_E)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scores = scores * (scale * _LOG2_E) if cap == 0 else _tanh(scores * (scale / cap)) * (cap * _LOG2_E)
+        if page != 0:  # a page that does not exist must not go unnoticed: ATen's ops raise
+            scores = tl.where((inside & (there == 0))[None, :], float("nan"), scores)
         if mask_kind != 0:
             if mask_heads:
                 place = own[:, None] * mask_head + row[None, :] * mask_row
@@ -119,7 +149,10 @@ def _attended(
             if mask_kind == 1:
                 scores = tl.where(given != 0, scores, float("-inf"))
             else:
-                scores += given.to(tl.float32) * _LOG2_E
+                added = given.to(tl.float32) * _LOG2_E
+                if cap != 0:  # the least finite number stays finite: a row of nothing else is the mean of all values
+                    added = tl.where((added < _LEAST) & (given.to(tl.float32) != float("-inf")), _LEAST, added)
+                scores += added
         scores = tl.where(inside[None, :], scores, float("-inf"))
         larger = tl.maximum(most, tl.max(scores, 1))
         # Nothing but -inf so far: what is subtracted must be a number.
@@ -130,6 +163,44 @@ def _attended(
         found = tl.dot(weight.to(v.dtype), v, found * kept[:, None], input_precision="ieee")
         most = larger
     return most, total, found
+
+
+@triton.jit
+def _page_of(
+    listed, block, row, inside, last, rows: tl.constexpr, page: tl.constexpr, pages: tl.constexpr,
+    table_block: tl.constexpr,
+):
+    """The page of each row of a block, one number where the block lies in one page. Negative ones count from the end.
+
+    A few numbers are loaded one by one: a block of them would be copied ahead like keys, which then wait for it.
+    """
+    touched: tl.constexpr = 1 if page % rows == 0 else rows // page if rows % page == 0 else (rows - 2) // page + 2
+    if touched <= _FEW_PAGES:
+        first = block * rows // page
+        number = tl.load(listed + first * table_block)
+        for one in tl.static_range(1, touched):
+            following = tl.load(listed + (first + one) * table_block, mask=(first + one) * page < last, other=0)
+            number = tl.where(row // page == first + one, following, number)
+    else:
+        number = tl.load(listed + (row // page) * table_block, mask=inside, other=0)
+    number = number.to(tl.int64)
+    return tl.where(number < 0, number + pages, number)
+
+
+@triton.jit
+def _tanh(x):
+    """Hyperbolic tangent: within a unit in the last place of one, which is enough for scores."""
+    return 1.0 - 2.0 / (tl.exp2(x * (2.0 * _LOG2_E)) + 1.0)
+
+
+@triton.jit
+def _divided(found, total, cap: tl.constexpr):
+    """Weighted values by their weights. Where all is hidden PyTorch's attention gives 0, and the chain of ops that caps
+    scores NaN.
+    """
+    if cap == 0:
+        total = tl.where(total == 0.0, 1.0, total)
+    return found / total[:, None]
 
 
 @triton.jit
@@ -173,7 +244,7 @@ def _is_shown(given, mask_kind: tl.constexpr):
 @triton.jit
 def _combine(
     partial, sums, pair, out, out_head, group: tl.constexpr, heads: tl.constexpr, width: tl.constexpr,
-    splits: tl.constexpr,
+    splits: tl.constexpr, cap: tl.constexpr,
 ):
     """Store the result of all splits of a pair's heads."""
     head = tl.arange(0, heads)
@@ -196,6 +267,6 @@ def _combine(
         total = total * kept + tl.sum(added * taken, 0)
         found = found * kept[:, None] + tl.sum(part * taken[:, :, None], 0)
         most = larger
-    result = found / tl.where(total == 0.0, 1.0, total)[:, None]
+    result = _divided(found, total, cap)
     place = head[:, None] * out_head + column[None, :]
     tl.store(out + place, result.to(out.dtype.element_ty), mask=real[:, None])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from dataclasses import dataclass
 
 import torch
@@ -15,11 +16,13 @@ from fuseplan.kernels.ir.backend import SM90, Target
 from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.ir import ITEMSIZE
 from fuseplan.kernels.registry import local_target
+from fuseplan.planner.graph.dataflow import TensorSpec
 from fuseplan.planner.graph.execute import bind_call
 from fuseplan.planner.libraries.attention_calls import parsed
 from fuseplan.planner.libraries.library_call import Call, OpGroup
 from fuseplan.planner.rewrites.attention_backends import Attention, whole_numbers
 
+_OP = "fuseplan.decode_attention.default"
 #: Shared memory for blocks of keys and values that are on their way.
 _SHARED_BYTES = 200 * 2**10
 _WIDTHS = (16, 32, 64, 128, 256)
@@ -32,6 +35,28 @@ _STRIDES = (
     "query_batch", "query_head", "key_batch", "key_head", "key_row", "value_batch", "value_head", "value_row",
     "mask_batch", "mask_head", "mask_row", "out_batch", "out_head",
 )
+
+
+@dataclass(frozen=True)
+class Pages:
+    """How many pages there are, of how many keys each; type and strides of the block table, ``[batch, blocks]``."""
+
+    count: int
+    rows: int
+    dtype: str
+    strides: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Attention of one query position as the kernel computes it.
+
+    Keys and values in ``pages`` are as if each sequence had its own: their first stride is that of pages.
+    """
+
+    call: Attention
+    pages: Pages | None = None
+    cap: float | None = None
 
 
 @dataclass(frozen=True)
@@ -50,34 +75,37 @@ class SplitAttention:
     def refuse(self, group: OpGroup) -> str | None:
         if group.device_type != "cuda" and not interpreter_is_on():
             return "it runs on CUDA devices only"
-        call = parsed(group)
-        if isinstance(call, str):
-            return call
+        found = decode_of(group)
+        if isinstance(found, str):
+            return found
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed"
-        return _refused(call)
+        return _refused(found.call)
 
     def build(self, group: OpGroup) -> Call:
         """The call; ValueError where the group is none that it takes."""
-        call = parsed(group)
-        if isinstance(call, str) or _refused(call):
-            raise ValueError(f"{self.name} cannot run {group.outputs}: {call}")
-        names = bind_call(group.node, group.node.inputs)[0][:4]
-        first, second, third, *last = (group.inputs.index(name) for name in names if name is not None)
+        found = decode_of(group)
+        if isinstance(found, str) or _refused(found.call):
+            raise ValueError(f"{self.name} cannot run {group.outputs}: {found}")
+        names = _operands(group)
+        at = [None if name is None else group.inputs.index(name) for name in names]
         result = group.specs[group.outputs[0]]
         shape, strides = whole_numbers(result.shape), whole_numbers(result.strides)
         target = local_target("cuda") if torch.cuda.is_available() else SM90
-        fixed, numbers = self.kernel(call, (strides[0], strides[1]), target)
-        inputs, pairs = len(group.inputs), call.sizes[0] * int(call.key.shape[1])
+        fixed, numbers = self.kernel(found, (strides[0], strides[1]), target)
+        inputs, pairs = len(group.inputs), found.call.sizes[0] * int(found.call.key.shape[1])
         # An address that is not read is the query's. Behind the inputs: numbers, counters and the output.
-        places = (first, second, third, *(last or (first,)), inputs + 2, inputs, inputs + 1)
+        query, key, value, table, mask = (at[0] if one is None else one for one in at)
+        assert query is not None and key is not None and value is not None and table is not None and mask is not None
+        places = (query, key, value, mask, inputs + 2, inputs, inputs + 1, table)
         layout = shape, strides, torch_dtype(result.dtype)
         return fixed.call(places, inputs, layout, (numbers, pairs), target)
 
-    def kernel(self, call: Attention, out_strides: tuple[int, int], target: Target) -> tuple[FixedFunction, int]:
+    def kernel(self, decode: Decode, out_strides: tuple[int, int], target: Target) -> tuple[FixedFunction, int]:
         """The kernel for these sizes, and how many float32 numbers of its own it takes."""
         from fuseplan.kernels.triton.decode_attention import TILE_HEADS, attend
 
+        call, pages = decode.call, decode.pages
         batch, heads, _, length = call.sizes
         shared, width = (int(call.key.shape[dim]) for dim in (1, 3))
         group, pairs = heads // shared, batch * shared
@@ -100,11 +128,13 @@ class SplitAttention:
             "lanes": max(TILE_HEADS, next_power_of_2(group)), "width": width, "rows": self.rows, "splits": splits,
             "key_heads": shared, "mask_kind": 0 if call.mask is None else 1 if call.mask.dtype == "bool" else 2,
             "mask_heads": masked[1] != 0, "wide": wide or interpreter_is_on(), "overlapped": overlapped,
-            "stages": stages,
+            "stages": stages, "page": pages.rows if pages else 0, "pages": pages.count if pages else 0,
+            "table_batch": pages.strides[0] if pages else 0, "table_block": pages.strides[1] if pages else 0,
+            "cap": decode.cap or 0.0,
         }
         mask = dtype if call.mask is None else call.mask.dtype
         pointers = {"query": dtype, "key": dtype, "value": dtype, "mask": mask, "out": dtype, "partial": "float32",
-                    "counters": "int32"}
+                    "counters": "int32", "table": pages.dtype if pages else dtype}
         # More threads for what tensor cores do not multiply, and where each program has a multiprocessor to itself.
         alone = splits == 1 and pairs <= target.cores
         warps = self.warps * (4 if wide else 2 if alone else 1)
@@ -121,6 +151,40 @@ class SplitAttention:
         blocks = -(-length // self.rows)
         splits = next_power_of_2(min(wanted, blocks) // 2 + 1)
         return 2 * splits if splits > 1 and 2 * splits <= blocks <= _FEW_BLOCKS * splits else splits
+
+
+def decode_of(group: OpGroup) -> Decode | str:
+    """What the kernel is to compute for a group, or why that is nothing of its own."""
+    if group.node.op != _OP:
+        call = parsed(group)
+        return call if isinstance(call, str) else Decode(call)
+    if not all(group.specs[name].is_static for name in (*group.inputs, *group.outputs)):
+        return "its sizes are not static"
+    query, key, value, table, mask = (None if name is None else group.specs[name] for name in _operands(group))
+    assert query is not None and key is not None and value is not None
+    kwargs = bind_call(group.node, group.node.inputs)[1]
+    scale, cap = kwargs.get("scale"), kwargs.get("cap")
+    if not all(one is None or 0 < one < math.inf for one in (scale, cap)):
+        return "its scale or cap is not positive"
+    pages = None
+    if table is not None:
+        if table.dtype not in ("int32", "int64") or key.shape != value.shape or len(key.shape) != 4:
+            return "its pages are not listed by integers, or differ in shape"
+        (batch, blocks), strides = whole_numbers(table.shape), whole_numbers(table.strides)
+        count, rows = (int(key.shape[dim]) for dim in (0, 2))
+        pages = Pages(count, rows, table.dtype, (strides[0], strides[1]))
+        # As they would lie if all of a sequence's pages followed one another; only the first stride is that of pages.
+        shape = batch, key.shape[1], blocks * rows, key.shape[3]
+        key, value = (TensorSpec(shape, one.dtype, one.strides) for one in (key, value))
+    call = Attention(query, key, value, mask, False, scale, True, group.device_type)
+    return call.why_not_plain() or Decode(call, pages, cap)
+
+
+def _operands(group: OpGroup) -> tuple[str | None, str | None, str | None, str | None, str | None]:
+    """Names of query, keys, values, block table and mask."""
+    args = bind_call(group.node, group.node.inputs)[0]
+    query, key, value, table, mask = args if group.node.op == _OP else (*args[:3], None, args[3])
+    return query, key, value, table, mask
 
 
 def _refused(call: Attention) -> str | None:

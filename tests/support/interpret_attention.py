@@ -1,6 +1,6 @@
 """Run our attention of one query position under Triton's interpreter and print how wrong it is, as JSON.
 
-A program of its own, as :mod:`interpret_kernels` is.
+A program of its own, as :mod:`interpret_kernels` is. ``python interpret_attention.py paged`` runs it over pages.
 """
 
 from __future__ import annotations
@@ -12,9 +12,14 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from decode_attention_samples import errors
+import decode_attention_samples as static
+import paged_attention_samples as paged
 from interpret_kernels import round_to_nearest
 
 if __name__ == "__main__":
     round_to_nearest()
-    print(json.dumps([one for dtype in (torch.float32, torch.bfloat16) for one in errors(dtype, "cpu")]))
+    if sys.argv[1:] == ["paged"]:
+        found = [*paged.errors("cpu"), *paged.missing_pages("cpu")]
+    else:
+        found = [one for dtype in (torch.float32, torch.bfloat16) for one in static.errors(dtype, "cpu")]
+    print(json.dumps(found))

@@ -20,22 +20,21 @@ from fuseplan.kernels.gpu.direct import ptx_parameter_bits
 from fuseplan.kernels.gpu.launch import Variant
 from fuseplan.kernels.ir.backend import SM90, Resources
 from fuseplan.planner.implementations.subject import op_group
-from fuseplan.planner.libraries.attention_calls import parsed
-from fuseplan.planner.libraries.decode_attention import SplitAttention
-from fuseplan.planner.rewrites.attention_backends import Attention
+from fuseplan.planner.libraries.decode_attention import Decode, SplitAttention, decode_of
 
 SUPPORT = Path(__file__).parents[2] / "support"
 ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
-def test_it_is_right_under_the_interpreter_and_repeats_itself() -> None:
+@pytest.mark.parametrize(("samples", "count"), [("static", 72), ("paged", 78)])
+def test_it_is_right_under_the_interpreter_and_repeats_itself(samples: str, count: int) -> None:
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])}
-    command = [sys.executable, "-W", "ignore", str(SUPPORT / "interpret_attention.py")]
+    command = [sys.executable, "-W", "ignore", str(SUPPORT / "interpret_attention.py"), samples]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
-    assert len(found) == 72
+    assert len(found) == count
     wrong = [one for one in found if not (one["right"] and one["same"] and one["strides"])]
     assert not wrong, wrong[:5]
 
@@ -61,9 +60,9 @@ def test_it_takes_addresses_alone_and_keeps_its_numbers_in_registers(batch: int,
     mask = {} if kind is None else {"mask": torch.ones(batch, 1, 1, 1024, dtype=kind)}
     b = Builder(q=torch.empty(batch, 32, 1, 128, dtype=torch.bfloat16), **caches, **mask)
     graph = b.graph(b(ATTENTION, "q", *caches, *mask, enable_gqa=True))
-    call = parsed(op_group(graph, [node.name for node in graph], graph.outputs, "cuda"))
-    assert isinstance(call, Attention)
-    fixed, numbers = SplitAttention().kernel(call, (32 * 128, 128), SM90)
+    found = decode_of(op_group(graph, [node.name for node in graph], graph.outputs, "cuda"))
+    assert isinstance(found, Decode)
+    fixed, numbers = SplitAttention().kernel(found, (32 * 128, 128), SM90)
     compiled = fixed.compiled(SM90, Variant())
     assert ptx_parameter_bits(compiled.asm["ptx"])[:7] == (64,) * 7
     if kind is None:  # a mask that is no range is looked at in a loop of its own, which spills a little

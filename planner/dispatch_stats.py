@@ -42,6 +42,7 @@ class CompileStats:
         grouped_queries: Attention calls that read keys and values without a copy for every query head.
         dropped_masks: Attention calls whose mask is constant, and causal or true everywhere: it is not computed.
         added_masks: Attention calls that take their boolean mask as numbers, computed once for all of them.
+        paged_attention: Attention calls that read the pages of a cache where they lie, without a copy of them.
         merged_projections: Groups of linear ops that read one value and run as one, on packed weights.
         fallbacks: Groups (or whole graphs) that run unfused, by reason.
         notes: What was asked for and is not done although kernels run (a CUDA graph, a direct launch), by reason.
@@ -64,6 +65,7 @@ class CompileStats:
     grouped_queries: int = 0
     dropped_masks: int = 0
     added_masks: int = 0
+    paged_attention: int = 0
     merged_projections: int = 0
     fallbacks: Mapping[str, int] = field(default_factory=dict)
     notes: Mapping[str, int] = field(default_factory=dict)
@@ -82,6 +84,7 @@ _WORDS = {
     "grouped_queries": "attention calls without a copy of keys for every query head",
     "dropped_masks": "attention calls without their mask, which is constant",
     "added_masks": "attention calls with numbers for a mask, computed once",
+    "paged_attention": "attention calls that read the pages of a cache where they lie",
     "merged_projections": "groups of linear ops as one, on packed weights",
     "recordings": "CUDA graphs recorded",
 }

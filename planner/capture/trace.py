@@ -48,12 +48,12 @@ COMPOSED: tuple[torch._ops.OpOverload, ...] = (
 
 def trace_predispatch(
     module: fx.GraphModule, example_inputs: Sequence[Any], grouped_queries: bool | None = None,
-    attention_masks: bool = True
+    attention_masks: bool = True, decode_attention: bool | None = None
 ) -> fx.GraphModule:
     """The pre-dispatch ATen trace of a Dynamo graph. Call it inside a ``torch.compile`` back end.
 
     No functionalisation, and no decomposition but of ops that only rearrange elements (``COMPOSED``).
-    :func:`~fuseplan.planner.rewrites.attention.rewrite_attention` takes the other two arguments; what it did is
+    :func:`~fuseplan.planner.rewrites.attention.rewrite_attention` takes the other arguments; what it did is
     ``meta["attention"]`` of the result.
 
     Raises:
@@ -70,7 +70,7 @@ def trace_predispatch(
             plain = without_transforms(module, fakes)
             trace = make_fx(plain, {op: op.decompose for op in COMPOSED}, pre_dispatch=True)(*fakes)
         correct_layouts(trace)
-        trace.meta["attention"] = rewrite_attention(trace, grouped_queries, attention_masks)
+        trace.meta["attention"] = rewrite_attention(trace, grouped_queries, attention_masks, decode_attention)
     except Exception as error:
         raise CaptureError(f"tracing to ATen ops failed: {in_words(error)}") from error
     return trace

@@ -1,7 +1,9 @@
 """Attention in a pre-dispatch trace, before it is planned: what PyTorch would compute again in every call is left out.
 
-Attention itself stays PyTorch's. What a trace asks of it costs more than it needs to, in three ways:
+What a trace asks of it costs more than it needs to, in four ways:
 
+* The pages of a cache are copied to where PyTorch's attention can read them
+  (:mod:`~fuseplan.planner.rewrites.paged_cache`).
 * Keys and values that query heads share are copied for every head (:mod:`~fuseplan.planner.rewrites.grouped_queries`).
 * **Constant masks.** A model that is traced cannot look at numbers, so it hands over a mask where eagerly it would have
   seen that it is causal, and skipped it. A mask that is computed from nothing but constants (positions from ``arange``)
@@ -20,6 +22,7 @@ from torch import fx
 
 from fuseplan.planner.rewrites.attention_call import ATTENTION, arguments_of, change_call, fake_arguments, masked_number
 from fuseplan.planner.rewrites.grouped_queries import fold_grouped_queries
+from fuseplan.planner.rewrites.paged_cache import read_pages
 from fuseplan.planner.rewrites.trace_edit import (
     ancestors,
     between,
@@ -42,28 +45,33 @@ class AttentionRewrites:
     """How many attention calls of a trace were rewritten.
 
     ``grouped_queries`` read keys and values without a copy for every query head; ``dropped_masks`` had a mask that is
-    constant, and causal or true everywhere; ``added_masks`` take their boolean mask as numbers.
+    constant, and causal or true everywhere; ``added_masks`` take their boolean mask as numbers. ``paged_attention``
+    reads the pages of a cache.
     """
 
     grouped_queries: int = 0
     dropped_masks: int = 0
     added_masks: int = 0
+    paged_attention: int = 0
 
 
 def rewrite_attention(
-    module: fx.GraphModule, grouped_queries: bool | None = None, masks: bool = True
+    module: fx.GraphModule, grouped_queries: bool | None = None, masks: bool = True,
+    decode_attention: bool | None = None,
 ) -> AttentionRewrites:
     """Rewrite every attention call of a trace with fake values in ``meta["val"]``; the masks only with ``masks``.
 
-    ``grouped_queries`` is as :func:`~fuseplan.planner.rewrites.grouped_queries.fold_grouped_queries` takes it.
+    ``grouped_queries`` is as :func:`~fuseplan.planner.rewrites.grouped_queries.fold_grouped_queries` takes it,
+    ``decode_attention`` as :func:`~fuseplan.planner.rewrites.paged_cache.read_pages` does.
     """
     dropped = _drop_constant_masks(module.graph) if masks else 0
+    paged = read_pages(module, decode_attention)
     grouped = fold_grouped_queries(module, grouped_queries)
     added = _add_boolean_masks(module.graph) if masks else 0
-    if dropped or grouped or added:
+    if dropped or paged or grouped or added:
         module.graph.lint()
         module.recompile()
-    return AttentionRewrites(grouped, dropped, added)
+    return AttentionRewrites(grouped, dropped, added, paged)
 
 
 def _drop_constant_masks(graph: fx.Graph) -> int:

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from fuseplan.planner.graph.decode_attention import DECODE_ATTENTION
 from fuseplan.planner.graph.merged_linear import MERGED
 from fuseplan.planner.rewrites.attention_call import ATTENTION
 from fuseplan.planner.rewrites.trace_edit import (
@@ -33,8 +34,8 @@ _aten = torch.ops.aten
 _LINEAR = _aten.linear.default
 #: Ops with work of their own. Linear ops on both sides of one stay apart: results would be kept until the last is read.
 _ANCHORS = frozenset({
-    _LINEAR, ATTENTION, _aten.matmul.default, _aten.mm.default, _aten.bmm.default, _aten.addmm.default,
-    _aten.baddbmm.default, _aten.convolution.default, _aten.conv1d.default, _aten.conv2d.default,
+    _LINEAR, ATTENTION, DECODE_ATTENTION, _aten.matmul.default, _aten.mm.default, _aten.bmm.default,
+    _aten.addmm.default, _aten.baddbmm.default, _aten.convolution.default, _aten.conv1d.default, _aten.conv2d.default,
 })
 
 #: ``pack(weights, biases)``: makes arguments of the trace, given by position, lie side by side; or why it cannot.

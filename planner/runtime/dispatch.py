@@ -72,7 +72,8 @@ def compile_graph(
         RefusedError: The graph must run unfused.
         FuseplanError: The graph cannot be traced, or the device not be used.
     """
-    module = trace_predispatch(gm, example_inputs, options.grouped_queries, options.attention_masks)
+    module = trace_predispatch(
+        gm, example_inputs, options.grouped_queries, options.attention_masks, options.decode_attention)
     for name, number in asdict(module.meta["attention"]).items():
         tally.count(name, number)
     if options.pack_weights:

@@ -47,6 +47,9 @@ class DispatchOptions:
             and in decoding on CPUs; True: in decoding on GPUs without such a back end, too; False: nowhere.
         attention_masks: Let attention go without a mask that is constant and hides nothing, be causal where it says
             just that, and on GPUs turn a boolean mask into numbers once instead of in every call.
+        decode_attention: Let attention of one token read the pages of a cache where they lie, in the place of a copy
+            that the model gathers by a block table. None: on GPUs, which have a kernel for it; True: on CPUs, too;
+            False: nowhere.
         pack_weights: Let linear ops that read one value (queries, keys and values; gate and up) be one op. It moves
             their parameters side by side in memory, each a view of it; what cannot be moved stays apart, counted in
             ``stats().notes``. Such graphs have plans of their own: ``plan tune --pack-weights``.
@@ -62,6 +65,7 @@ class DispatchOptions:
     in_place: bool = True
     grouped_queries: bool | None = None
     attention_masks: bool = True
+    decode_attention: bool | None = None
     pack_weights: bool = False
     debug: bool = False
 
@@ -103,8 +107,9 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) ->
     for name in (field.name for field in fields(DispatchOptions) if field.type == "bool"):
         if not isinstance(given.get(name, False), bool):
             raise ConfigError(f"option {name!r} cannot be {given[name]!r}; it is True or False")
-    if given.get("grouped_queries") not in (None, True, False):
-        raise ConfigError(f"option 'grouped_queries' cannot be {given['grouped_queries']!r}; it is True, False or None")
+    for name in ("grouped_queries", "decode_attention"):
+        if given.get(name) not in (None, True, False):
+            raise ConfigError(f"option {name!r} cannot be {given[name]!r}; it is True, False or None")
     return DispatchOptions(**given)
 
 

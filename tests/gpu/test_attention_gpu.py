@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from dispatch_samples import fresh_start
+from paged_attention_samples import errors, exact, missing_pages, one_after_another, pool
 from torch.nn.functional import scaled_dot_product_attention
 
 import fuseplan.planner
@@ -98,3 +99,40 @@ def test_a_constant_causal_mask(length: int, tmp_path: Path) -> None:
     eager, exact = attend(*args), double(attend, *args)
     assert (result - exact).abs().max().item() <= 2 * (eager - exact).abs().max().item() + 1e-3
     assert fuseplan.planner.stats().dropped_masks == 1
+
+
+def test_our_kernel_reads_pages_of_all_sizes() -> None:
+    pytest.importorskip("triton")
+    found = [*errors("cuda"), *missing_pages("cuda")]
+    wrong = [one for one in found if not (one["right"] and one["same"] and one["strides"])]
+    assert found and not wrong, wrong[:5]
+
+
+@pytest.mark.parametrize(("page", "rows_first"), [(16, False), (64, True), (48, False)])
+@pytest.mark.parametrize("options", [{}, {"cuda_graphs": True}, {"on_miss": "tune"}], ids=["model", "graph", "tune"])
+def test_gathered_pages_are_read_where_they_lie(
+    page: int, rows_first: bool, options: dict[str, Any], tmp_path: Path
+) -> None:
+    blocks, batch = 6, 3
+
+    def attend(query: torch.Tensor, key: Any, value: Any, table: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        found = []
+        for pages in (key, value):
+            copied = pages[table]
+            copied = copied.flatten(1, 2).transpose(1, 2) if rows_first else copied.transpose(1, 2).flatten(2, 3)
+            found.append(repeated(copied))
+        seen = torch.arange(blocks * page, device="cuda") < length[:, None]
+        return scaled_dot_product_attention(query, *found, seen[:, None, None]).transpose(1, 2).flatten(2) * 2
+
+    key, value, table = (one.cuda() for one in pool(batch, KV_HEADS, blocks, page, WIDTH))
+    key, value, query = key.bfloat16(), value.bfloat16(), rand(batch, HEADS, 1, WIDTH)
+    laid_out = [one.transpose(1, 2).contiguous() if rows_first else one for one in (key, value)]
+    run = torch.compile(attend, backend="fuseplan", options={"db": str(tmp_path / "tuning.db"), **options})
+    for lengths in ((1, page, blocks * page), (page + 1, 7, 2 * page), (blocks * page, 2, 3)):
+        length = torch.tensor(lengths, device="cuda")
+        seen = (torch.arange(blocks * page, device="cuda") < length[:, None])[:, None, None]
+        wanted = exact(query, one_after_another(key, table), one_after_another(value, table), seen)
+        result = run(query, *laid_out, table, length)
+        assert (result - wanted.transpose(1, 2).flatten(2) * 2).abs().max().item() <= 3e-2
+    done = fuseplan.planner.stats()
+    assert done.paged_attention == 1 and not done.fallbacks, done

@@ -12,18 +12,22 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import Builder
+from graphs import Builder, spec_of
 
 from fuseplan.kernels.gpu import fixed as fixed_functions
 from fuseplan.kernels.gpu.build import read_resources
 from fuseplan.kernels.gpu.direct import ptx_parameter_bits
 from fuseplan.kernels.gpu.launch import Variant
 from fuseplan.kernels.ir.backend import SM90, Resources
+from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.implementations.subject import op_group
+from fuseplan.planner.libraries.attention_calls import ATTENTION_CALLS
 from fuseplan.planner.libraries.decode_attention import Decode, SplitAttention, decode_of
+from fuseplan.planner.libraries.library_call import OpGroup
 
 SUPPORT = Path(__file__).parents[2] / "support"
 ATTENTION = "aten.scaled_dot_product_attention.default"
+DECODE_ATTENTION = "fuseplan.decode_attention.default"
 
 
 @pytest.mark.parametrize(("samples", "count"), [("static", 72), ("paged", 78)])
@@ -80,11 +84,52 @@ def test_its_blocks_fit_a_multiprocessor(dtype: torch.dtype, width: int, kind: t
     mask = {} if kind is None else {"mask": torch.ones(1, 1, 1, 640, dtype=kind)}
     b = Builder(q=torch.empty(1, 4, 1, width, dtype=dtype), k=torch.empty(1, 2, 640, width, dtype=dtype), **mask)
     graph = b.graph(b(ATTENTION, "q", "k", "k", *mask, enable_gqa=True))
-    call = parsed(op_group(graph, [node.name for node in graph], graph.outputs, "cuda"))
-    assert isinstance(call, Attention)
-    compiled = SplitAttention().kernel(call, (4 * width, width), SM90)[0].compiled(SM90, Variant())
+    found = decode_of(op_group(graph, [node.name for node in graph], graph.outputs, "cuda"))
+    assert isinstance(found, Decode)
+    compiled = SplitAttention().kernel(found, (4 * width, width), SM90)[0].compiled(SM90, Variant())
     # What one program of compute capability 9.0 can have (CUDA C++ Programming Guide, technical specifications).
     assert compiled.metadata.shared <= 227 * 2**10
+
+
+def paged(page: int, mask: bool = False, cap: float | None = None, **changes: Any) -> OpGroup:
+    """A call over pages that lie row by row; ``changes`` are those of its sizes and type."""
+    sizes = {"batch": 16, "blocks": 1024 // page, "heads": 32, "width": 128, "dtype": torch.bfloat16, **changes}
+    batch, blocks, heads, width = (sizes[name] for name in ("batch", "blocks", "heads", "width"))
+    rows = torch.empty(batch * blocks, page, 8, width, dtype=sizes["dtype"]).transpose(1, 2)
+    given = {
+        "q": torch.zeros(batch, heads, 1, width, dtype=sizes["dtype"]), "k": rows, "v": rows.clone(),
+        "t": torch.zeros(batch, blocks, dtype=sizes.get("index", torch.int32)),
+    } | ({"m": torch.ones(batch, 1, 1, blocks * page, dtype=torch.bool)} if mask else {})
+    specs = {name: spec_of(one) for name, one in given.items()} | {"out": spec_of(given["q"])}
+    attrs = {"scale": sizes.get("scale"), "cap": cap, **({} if mask else {"attn_mask": None})}
+    return OpGroup(OpNode(DECODE_ATTENTION, tuple(given), ("out",), attrs), tuple(given), ("out",), specs, "cuda")
+
+
+@pytest.mark.parametrize("page", [1, 16, 32, 48, 64, 256])
+@pytest.mark.parametrize("batch", [4, 16, 64])
+def test_pages_of_all_sizes_are_read_ahead(page: int, batch: int) -> None:
+    """Blocks of keys are on their way while others are multiplied, wherever they lie, and nothing spills."""
+    pytest.importorskip("triton")
+    found = decode_of(paged(page, batch=batch))
+    assert isinstance(found, Decode)
+    compiled = SplitAttention().kernel(found, (32 * 128, 128), SM90)[0].compiled(SM90, Variant())
+    assert ptx_parameter_bits(compiled.asm["ptx"])[:8] == (64,) * 8
+    resources = read_resources(compiled)
+    assert resources.spill_bytes == 0
+    block_bytes = 64 * 128 * 2
+    # Numbers of pages that are a block of their own are copied ahead as well, which takes stages from the keys.
+    assert resources.shared_bytes >= (2 if page == 1 else 6) * block_bytes
+
+
+@pytest.mark.parametrize(("changed", "reason"), [
+    ({"width": 24}, "heads are not of"), ({"dtype": torch.float64}, "float64"), ({"scale": -1.0}, "not positive"),
+    ({"cap": 0.0}, "not positive"), ({"index": torch.int16}, "not listed by integers"),
+])
+def test_pages_that_it_does_not_read_are_refused(changed: dict[str, Any], reason: str) -> None:
+    assert reason in (SplitAttention().refuse(paged(16, **changed)) or "")
+    assert SplitAttention().refuse(paged(16, mask=True, cap=50.0)) is None
+    for call in ATTENTION_CALLS:
+        assert call.refuse(paged(16)) == "it is no call of attention"
 
 
 def test_layers_share_a_kernel_and_no_counters(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,8 +113,11 @@ class SplitAttention:
         dtype = call.query.dtype
         masked = _mask_strides(call)
         wide = dtype == "float32"
-        # In float32 the loops with and without a look at the mask have shared memory of their own.
-        loops = 2 if wide and call.mask is not None else 1
+        # More threads for what tensor cores do not multiply, and where each program has a multiprocessor to itself.
+        alone = splits == 1 and pairs <= target.cores
+        warps = self.warps * (4 if wide else 2 if alone else 1)
+        # With more than the usual threads the loops with and without a look at the mask have memory of their own.
+        loops = 2 if warps > self.warps and call.mask is not None else 1
         block_bytes = loops * 2 * self.rows * width * ITEMSIZE[dtype]
         stages = 1 + max(1, min(self.stages - 1, _SHARED_BYTES // block_bytes))
         overlapped = not interpreter_is_on() and can_overlap(target)
@@ -135,9 +138,6 @@ class SplitAttention:
         mask = dtype if call.mask is None else call.mask.dtype
         pointers = {"query": dtype, "key": dtype, "value": dtype, "mask": mask, "out": dtype, "partial": "float32",
                     "counters": "int32", "table": pages.dtype if pages else dtype}
-        # More threads for what tensor cores do not multiply, and where each program has a multiprocessor to itself.
-        alone = splits == 1 and pairs <= target.cores
-        warps = self.warps * (4 if wide else 2 if alone else 1)
         fixed = FixedFunction(
             attend, tuple(pointers.items()), tuple(constants.items()), pairs * splits, warps, overlapped)
         return fixed, pairs * splits * group * (width + 2) if splits > 1 else 1

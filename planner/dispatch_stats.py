@@ -43,6 +43,7 @@ class CompileStats:
         dropped_masks: Attention calls whose mask is constant, and causal or true everywhere: it is not computed.
         added_masks: Attention calls that take their boolean mask as numbers, computed once for all of them.
         paged_attention: Attention calls that read the pages of a cache where they lie, without a copy of them.
+        capped_attention: Attention calls with capped scores that were ops between two matmuls.
         merged_projections: Groups of linear ops that read one value and run as one, on packed weights.
         fallbacks: Groups (or whole graphs) that run unfused, by reason.
         notes: What was asked for and is not done although kernels run (a CUDA graph, a direct launch), by reason.
@@ -66,6 +67,7 @@ class CompileStats:
     dropped_masks: int = 0
     added_masks: int = 0
     paged_attention: int = 0
+    capped_attention: int = 0
     merged_projections: int = 0
     fallbacks: Mapping[str, int] = field(default_factory=dict)
     notes: Mapping[str, int] = field(default_factory=dict)
@@ -85,6 +87,7 @@ _WORDS = {
     "dropped_masks": "attention calls without their mask, which is constant",
     "added_masks": "attention calls with numbers for a mask, computed once",
     "paged_attention": "attention calls that read the pages of a cache where they lie",
+    "capped_attention": "attention calls with capped scores as one op",
     "merged_projections": "groups of linear ops as one, on packed weights",
     "recordings": "CUDA graphs recorded",
 }

@@ -28,6 +28,8 @@ class LibraryOp:
         operands = book.graph.op(group.ops[0]).inputs
         if len(set(operands)) < len(operands):
             return "an operand is given twice"
+        if book.numerics == "eager" and book.graph.op(group.ops[0]).attrs.get("cap") is not None:
+            return "it does not round where the ops that cap scores do"
         return self.call.refuse(book.op_group(group))
 
     def work(self, book: GroupBook, group: Candidate) -> Work:

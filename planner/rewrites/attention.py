@@ -1,9 +1,10 @@
 """Attention in a pre-dispatch trace, before it is planned: what PyTorch would compute again in every call is left out.
 
-What a trace asks of it costs more than it needs to, in four ways:
+What a trace asks of it costs more than it needs to, in five ways:
 
 * The pages of a cache are copied to where PyTorch's attention can read them
   (:mod:`~fuseplan.planner.rewrites.paged_cache`).
+* Scores that are capped take many small ops (:mod:`~fuseplan.planner.rewrites.capped_attention`).
 * Keys and values that query heads share are copied for every head (:mod:`~fuseplan.planner.rewrites.grouped_queries`).
 * **Constant masks.** A model that is traced cannot look at numbers, so it hands over a mask where eagerly it would have
   seen that it is causal, and skipped it. A mask that is computed from nothing but constants (positions from ``arange``)
@@ -21,6 +22,7 @@ import torch
 from torch import fx
 
 from fuseplan.planner.rewrites.attention_call import ATTENTION, arguments_of, change_call, fake_arguments, masked_number
+from fuseplan.planner.rewrites.capped_attention import cap_scores
 from fuseplan.planner.rewrites.grouped_queries import fold_grouped_queries
 from fuseplan.planner.rewrites.paged_cache import read_pages
 from fuseplan.planner.rewrites.trace_edit import (
@@ -46,13 +48,14 @@ class AttentionRewrites:
 
     ``grouped_queries`` read keys and values without a copy for every query head; ``dropped_masks`` had a mask that is
     constant, and causal or true everywhere; ``added_masks`` take their boolean mask as numbers. ``paged_attention``
-    reads the pages of a cache.
+    reads the pages of a cache; ``capped_attention`` was a chain of ops that cap scores.
     """
 
     grouped_queries: int = 0
     dropped_masks: int = 0
     added_masks: int = 0
     paged_attention: int = 0
+    capped_attention: int = 0
 
 
 def rewrite_attention(
@@ -66,12 +69,13 @@ def rewrite_attention(
     """
     dropped = _drop_constant_masks(module.graph) if masks else 0
     paged = read_pages(module, decode_attention)
+    capped = cap_scores(module, decode_attention)
     grouped = fold_grouped_queries(module, grouped_queries)
     added = _add_boolean_masks(module.graph) if masks else 0
-    if dropped or paged or grouped or added:
+    if dropped or paged or capped or grouped or added:
         module.graph.lint()
         module.recompile()
-    return AttentionRewrites(grouped, dropped, added, paged)
+    return AttentionRewrites(grouped, dropped, added, paged, capped)
 
 
 def _drop_constant_masks(graph: fx.Graph) -> int:

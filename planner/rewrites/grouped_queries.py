@@ -48,7 +48,7 @@ _MERGES = (_aten.reshape.default, _aten.view.default, _aten._unsafe_view.default
 MEASURED = frozenset({"cpu"})
 
 
-class _Shared(NamedTuple):
+class SharedHeads(NamedTuple):
     """A key or value that groups of query heads share: before it is repeated, ``[batch, kv, length, width]``.
 
     From ``copied``, the node that copies it, to attention its memory must not change; None where nothing does.
@@ -79,7 +79,7 @@ def _share(graph: fx.Graph, node: fx.Node) -> bool:
     call = arguments_of(node)
     if call["enable_gqa"]:
         return False
-    key, value = _shared(call["key"], False), _shared(call["value"], False)
+    key, value = shared_heads(call["key"], False), shared_heads(call["value"], False)
     if key is None or value is None or _written_between((key, value), node):
         return False
     query, keys, values = (sizes_of(one) for one in (call["query"], key.base, value.base))
@@ -115,7 +115,7 @@ def _fold(graph: fx.Graph, node: fx.Node) -> bool:
     rows = () if mask is None else sizes_of(mask)
     if rows is None or (mask is not None and not 2 <= len(rows) <= 4) or any(size != 1 for size in rows[-3:-1]):
         return False  # heads have masks of their own
-    shared = [_shared(call[name], bool(call["enable_gqa"])) for name in ("key", "value")]
+    shared = [shared_heads(call[name], bool(call["enable_gqa"])) for name in ("key", "value")]
     key, value = (one.base if one is not None else None for one in shared)
     key_sizes, value_sizes = sizes_of(key), sizes_of(value)
     if key is None or value is None or key_sizes is None or value_sizes is None:
@@ -160,21 +160,21 @@ def _is_merely_read(node: fx.Node) -> bool:
     return not shares_memory(output, readers) and not any(may_write(one, readers) for one in between(node, output))
 
 
-def _shared(node: Any, grouped: bool) -> _Shared | None:
+def shared_heads(node: Any, grouped: bool) -> SharedHeads | None:
     """What a key or value is a repetition of: ``repeat_interleave`` over heads, or a new dimension that is expanded
     and merged; with ``grouped`` the node itself."""
     sizes = sizes_of(node)
     if sizes is None or len(sizes) != 4:
         return None
     if grouped:
-        return _Shared(node, None)
+        return SharedHeads(node, None)
     if node.target is _aten.repeat_interleave.self_int:
         call = dict(zip(("self", "repeats", "dim"), node.args, strict=False)) | dict(node.kwargs)
         times, short = call["repeats"], sizes_of(call["self"])
         if not isinstance(times, int) or short is None or call.get("dim") not in (1, -3):
             return None
         if sizes == (short[0], short[1] * times, *short[2:]):
-            return _Shared(call["self"], node)
+            return SharedHeads(call["self"], node)
         return None
     if node.target not in _MERGES or not isinstance(expand := node.args[0], fx.Node):
         return None
@@ -190,7 +190,7 @@ def _shared(node: Any, grouped: bool) -> _Shared | None:
         return None
     if sizes_of(insert) != (batch, heads, 1, length, width) or sizes != (batch, heads * times, length, width):
         return None
-    return _Shared(base, node)
+    return SharedHeads(base, node)
 
 
 def _whole(node: Any) -> Any:
@@ -200,7 +200,7 @@ def _whole(node: Any) -> Any:
     return node
 
 
-def _written_between(read: Iterable[_Shared | None], node: fx.Node) -> bool:
+def _written_between(read: Iterable[SharedHeads | None], node: fx.Node) -> bool:
     """Whether something may write to a key or value, or to its copy, after it was copied and before attention."""
     return any(
         may_write(call, [one.base, one.copied])

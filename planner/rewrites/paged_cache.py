@@ -49,7 +49,7 @@ KERNELS_ON = frozenset({"cuda", "meta"})
 
 
 @dataclass(frozen=True)
-class _Gathered:
+class GatheredPages:
     """Keys or values that are gathered: ``[batch, kv heads * group, blocks * rows, width]``.
 
     Attributes:
@@ -85,8 +85,8 @@ def _read(graph: fx.Graph, node: fx.Node) -> bool:
     query, mask = static_sizes(call["query"]), call["attn_mask"]
     if query is None or len(query) != 4 or query[2] != 1 or call["dropout_p"] != 0.0 or call["is_causal"]:
         return False
-    key, value = _gathered(call["key"], node), _gathered(call["value"], node)
-    if key is None or value is None or key.sizes != value.sizes or not _is_same(key.table, value.table):
+    key, value = gathered_pages(call["key"], node), gathered_pages(call["value"], node)
+    if key is None or value is None or not has_same_table(key, value):
         return False
     sizes, rows = static_sizes(call["key"]), key.sizes[1]
     assert sizes is not None
@@ -96,13 +96,13 @@ def _read(graph: fx.Graph, node: fx.Node) -> bool:
     if query[1] != heads and (not call["enable_gqa"] or query[1] % heads):
         return False
     types = {one.dtype for name in ("query", "key", "value") if (one := value_of(call[name])) is not None}
-    if len(types) != 1 or not _is_positive(call["scale"]) or not _fits(mask, (query[0], query[1], 1, length)):
+    if len(types) != 1 or not _is_positive(call["scale"]) or not fits_scores(mask, (query[0], query[1], 1, length)):
         return False
     if _is_written(key, value, node):
         return False
     with graph.inserting_before(node):
-        table = _shaped(graph, key.table, (batch, length // rows))
-        keys, values = _laid_out(graph, key), _laid_out(graph, value)
+        table = viewed(graph, key.table, (batch, length // rows))
+        keys, values = in_order(graph, key), in_order(graph, value)
         made = [one for one in (keys, values, table) if one is not None]
         if len(made) == 3:
             scale = {} if call["scale"] is None else {"scale": call["scale"]}
@@ -120,7 +120,7 @@ def _read(graph: fx.Graph, node: fx.Node) -> bool:
     return after is not None
 
 
-def _gathered(node: Any, reader: fx.Node) -> _Gathered | None:
+def gathered_pages(node: Any, reader: fx.Node) -> GatheredPages | None:
     """The pages that a key or value is gathered from, if all that is done to them is to put them in order."""
     sizes = static_sizes(node)
     path = moved_from(node, _GATHERS) if sizes is not None and len(sizes) == 4 and 0 not in sizes else None
@@ -141,7 +141,7 @@ def _gathered(node: Any, reader: fx.Node) -> _Gathered | None:
     order = _order(where.plain(), sizes, shape[1:])
     if order is None or math.prod(static_sizes(table) or ()) * order[0][1] != sizes[0] * sizes[2]:
         return None  # not all that is gathered is read
-    return _Gathered(pages, table, tuple(path), *order)
+    return GatheredPages(pages, table, tuple(path), *order)
 
 
 def _lookup(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -162,12 +162,8 @@ def _lookup(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     return (pages, table) if value.dtype in _INDEX_TYPES and static_sizes(table) is not None else None
 
 
-def _is_written(key: _Gathered, value: _Gathered, reader: fx.Node) -> bool:
+def _is_written(key: GatheredPages, value: GatheredPages, reader: fx.Node) -> bool:
     """Whether something may write to what is gathered, or to what says which, before attention reads it."""
-    if key.table is not value.table:  # equal as long as nothing writes to what they are made of
-        made = ancestors(key.table)
-        if any(may_write(one, made) for one in reader.graph.nodes):
-            return True
     return any(
         may_write(one, (whole.pages, whole.table, *whole.path))
         for whole in (key, value) for one in between(whole.path[0], reader)
@@ -210,14 +206,14 @@ def _digits(extents: Sequence[int], order: Sequence[int]) -> list[Digit]:
     return list(zip(extents, strides, strict=True))
 
 
-def _laid_out(graph: fx.Graph, whole: _Gathered) -> fx.Node | None:
+def in_order(graph: fx.Graph, whole: GatheredPages) -> fx.Node | None:
     """Pages as ``[pages, kv heads, rows, width]``, a view put into the graph; None where there is no such view."""
-    pages = _shaped(graph, whole.pages, (-1, *(whole.sizes[one] for one in whole.order)))
+    pages = viewed(graph, whole.pages, (-1, *(whole.sizes[one] for one in whole.order)))
     dims = [0, *(1 + whole.order.index(dim) for dim in range(3))]
     return pages if pages is None or dims == [0, 1, 2, 3] else insert_call(graph, _aten.permute.default, (pages, dims))
 
 
-def _shaped(graph: fx.Graph, node: fx.Node, shape: Sequence[int]) -> fx.Node | None:
+def viewed(graph: fx.Graph, node: fx.Node, shape: Sequence[int]) -> fx.Node | None:
     """A view of another shape put into the graph, the node itself if it has it; None where there is no such view."""
     sizes = static_sizes(node)
     if sizes is not None and sizes[1:] == tuple(shape[1:]) and len(sizes) == len(shape):
@@ -230,8 +226,19 @@ def _shaped(graph: fx.Graph, node: fx.Node, shape: Sequence[int]) -> fx.Node | N
     return insert_call(graph, _aten.view.default, args)
 
 
+def has_same_table(key: GatheredPages, value: GatheredPages) -> bool:
+    """Whether keys and values are in pages of one size, and one block table says which.
+
+    Models convert a table twice. The two are equal if nothing writes to what they are made of.
+    """
+    if key.sizes != value.sizes or not _is_same(key.table, value.table):
+        return False
+    made = ancestors(key.table) if key.table is not value.table else []
+    return not any(may_write(one, made) for one in key.table.graph.nodes)
+
+
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether two operands are equal: one node, or equal calls of it (a block table is often converted twice)."""
+    """Whether two operands are one node, or equal calls."""
     if one is other:
         return True
     if isinstance(one, fx.Node) and isinstance(other, fx.Node):
@@ -250,7 +257,7 @@ def _is_positive(scale: Any) -> bool:
     return scale is None or (isinstance(scale, int | float) and 0 < scale < math.inf)
 
 
-def _fits(mask: Any, scores: Sequence[int]) -> bool:
+def fits_scores(mask: Any, scores: Sequence[int]) -> bool:
     """Whether a mask says something of each score, and no more is broadcast than batches and heads."""
     if mask is None:
         return True

@@ -48,8 +48,8 @@ class DispatchOptions:
         attention_masks: Let attention go without a mask that is constant and hides nothing, be causal where it says
             just that, and on GPUs turn a boolean mask into numbers once instead of in every call.
         decode_attention: Let attention of one token read the pages of a cache where they lie, in the place of a copy
-            that the model gathers by a block table. None: on GPUs, which have a kernel for it; True: on CPUs, too;
-            False: nowhere.
+            that the model gathers by a block table, and be one op where its scores are capped between two matmuls.
+            None: on GPUs, which have a kernel for both; True: on CPUs, too; False: nowhere.
         pack_weights: Let linear ops that read one value (queries, keys and values; gate and up) be one op. It moves
             their parameters side by side in memory, each a view of it; what cannot be moved stays apart, counted in
             ``stats().notes``. Such graphs have plans of their own: ``plan tune --pack-weights``.

@@ -136,3 +136,25 @@ def test_gathered_pages_are_read_where_they_lie(
         assert (result - wanted.transpose(1, 2).flatten(2) * 2).abs().max().item() <= 3e-2
     done = fuseplan.planner.stats()
     assert done.paged_attention == 1 and not done.fallbacks, done
+
+
+@pytest.mark.parametrize("options", [{}, {"cuda_graphs": True}, {"on_miss": "tune"}], ids=["model", "graph", "tune"])
+@pytest.mark.parametrize("hidden", [-torch.inf, torch.finfo(torch.bfloat16).min], ids=["infinity", "least number"])
+def test_capped_scores(options: dict[str, Any], hidden: float, tmp_path: Path) -> None:
+    """Gemma 2's attention of one token; the second sequence sees nothing, which is as in the chain."""
+    cap, length = 30.0, 300
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        scores = torch.tanh(torch.matmul(query, repeated(key).transpose(2, 3)) * 0.125 / cap) * cap + mask
+        weights = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
+        return torch.matmul(weights, repeated(value)).transpose(1, 2).flatten(2) * 2
+
+    args = 4.0 * rand(3, HEADS, 1, WIDTH), rand(3, KV_HEADS, length, WIDTH), rand(3, KV_HEADS, length, WIDTH)
+    mask = torch.zeros(3, 1, 1, length, device="cuda", dtype=torch.bfloat16)
+    mask[0, ..., 200:], mask[1], mask[2, ..., :50] = hidden, hidden, hidden
+    run = torch.compile(attend, backend="fuseplan", options={"db": str(tmp_path / "tuning.db"), **options})
+    wanted = exact(*args, mask, cap, 0.125).transpose(1, 2).flatten(2) * 2
+    for _ in range(3):
+        torch.testing.assert_close(run(*args, mask).double(), wanted, rtol=3e-2, atol=3e-2, equal_nan=True)
+    done = fuseplan.planner.stats()
+    assert done.capped_attention == 1 and not done.fallbacks, done

@@ -19,7 +19,11 @@ from fuseplan.kernels.gpu.build import read_resources
 from fuseplan.kernels.gpu.direct import ptx_parameter_bits
 from fuseplan.kernels.gpu.launch import Variant
 from fuseplan.kernels.ir.backend import SM90, Resources
-from fuseplan.planner.graph.dataflow import OpNode
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
+from fuseplan.planner.groups.candidates import single_candidates
+from fuseplan.planner.groups.regions import find_regions
+from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.library_op import LibraryOp
 from fuseplan.planner.implementations.subject import op_group
 from fuseplan.planner.libraries.attention_calls import ATTENTION_CALLS
 from fuseplan.planner.libraries.decode_attention import Decode, SplitAttention, decode_of
@@ -148,6 +152,18 @@ def test_pages_that_it_does_not_read_are_refused(changed: dict[str, Any], reason
     assert SplitAttention().refuse(paged(16, mask=True, cap=50.0)) is None
     for call in ATTENTION_CALLS:
         assert call.refuse(paged(16)) == "it is no call of attention"
+
+
+@pytest.mark.parametrize("numerics", ["fp32", "eager"])
+@pytest.mark.parametrize("cap", [None, 50.0])
+def test_capped_scores_are_not_rounded_on_the_way(numerics: str, cap: float | None) -> None:
+    """Where every rounding of ATen's ops is asked for, they run a chain that caps scores."""
+    group = paged(16, cap=cap)
+    book = GroupBook(DataflowGraph([group.node], group.specs, group.inputs, group.outputs), numerics, "cuda")
+    (region,) = find_regions(book.graph)
+    (candidate,) = single_candidates(book.graph, region)
+    reason = LibraryOp(SplitAttention(), SplitAttention().name).refuse(book, candidate)
+    assert (reason is None) == (cap is None or numerics == "fp32"), reason
 
 
 def test_layers_share_a_kernel_and_no_counters(monkeypatch: pytest.MonkeyPatch) -> None:

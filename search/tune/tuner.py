@@ -76,6 +76,8 @@ class Tuner:
         self._owns_executor = executor is None
         #: Subjects that were not minor: whatever came of it, they are searched once.
         self._searched: set[RecordKey] = set()
+        #: By the op's key: runs of it beside libraries' calls.
+        self._contests: dict[str, list[jobs.Calls]] = {}
         timer = timer or timer_for(target.device_type, regime)
         self._resources = TuningResources(
             database, self.backends, jobs.Bench(target, timer, seed, budget.screen_s, budget.decide_s),
@@ -137,7 +139,10 @@ class Tuner:
         return None if stored is None or reservations(stored, self.versions, self._resources.since) else stored
 
     def time_unfused(self, subject: Subject) -> Measurement:
-        """Time of the unfused chain alone, kept as a trial without a back end; :class:`SubjectError` where it fails."""
+        """Time of the unfused chain alone, kept as a trial without a back end; :class:`SubjectError` where it fails.
+
+        An op that was timed beside libraries' calls is not timed again.
+        """
         key = self.key(subject)
         stored = self._current(key)
         if stored is not None:
@@ -145,6 +150,8 @@ class Tuner:
         for trial in self._resources.trials(key):
             if not trial.backend and trial.median_us is not None:
                 return Measurement(trial.median_us, 0.0, 1, 0, self.regime)
+        for known in self._contests.get(subject.key, ()):
+            return known.contest.time(jobs.UNFUSED)
         outcome = self._resources.call(TIMING_OPS, jobs.time_unfused, subject)
         if not outcome.ok:
             raise SubjectError(f"{subject.label}: cannot be timed: {outcome.failure}")
@@ -154,10 +161,22 @@ class Tuner:
 
     def contest_calls(self, plain: Subject, calls: Mapping[str, Subject]) -> Callable[[], jobs.Calls | None]:
         """Libraries' calls by name, checked, beside the ops that they stand for in one interleaved run, made when the
-        measuring process has nothing else to do; None when that run fails. Nothing is stored.
+        measuring process has nothing else to do; None when that run fails. Nothing is stored, but an op that was timed
+        beside all of these calls is not timed again.
         """
+        known = self._contests.setdefault(plain.key, [])
+        for one in known:
+            if calls.keys() <= one.contest.samples.keys() | one.failed.keys():
+                return lambda: one
         run = self._resources.later(PLAYING_OFF, jobs.contest_calls, plain, dict(calls))
-        return lambda: run().value
+
+        def result() -> jobs.Calls | None:
+            found: jobs.Calls | None = run().value
+            if found is not None:
+                known.append(found)
+            return found
+
+        return result
 
     def screen(self, subject: Subject) -> Trial:
         """The default configuration alone, compiled, checked and timed shortly: what ranks groups before a tune.

@@ -20,6 +20,7 @@ from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import RecordKey, Versions
 from fuseplan.search.tune.trials import SubjectRun
 from fuseplan.search.tune.tuner import Budget, Tuner
+from fuseplan.search.workers.jobs import UNFUSED
 from fuseplan.search.workers.worker import Outcome
 
 
@@ -159,25 +160,44 @@ def test_the_time_budget_ends_the_search_after_a_first_batch(db: Database) -> No
 # -- ranking before a tune --------------------------------------------------------------------------------
 
 
+class Counting(InlineExecutor):
+    """Names the jobs that it ran."""
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+
+    def call(self, function: Any, *args: Any, limit_s: float) -> Outcome:
+        self.ran.append(function.__name__)
+        return super().call(function, *args, limit_s=limit_s)
+
+
 def test_the_unfused_chain_is_timed_once(db: Database) -> None:
-    calls: list[str] = []
-
-    class Counting(InlineExecutor):
-        def call(self, function: Any, *args: Any, limit_s: float) -> Outcome:
-            calls.append(function.__name__)
-            return super().call(function, *args, limit_s=limit_s)
-
-    shared = tuner(db, executor=Counting())
+    executor = Counting()
+    shared = tuner(db, executor=executor)
     assert shared.time_unfused(SUBJECT).median_us == pytest.approx(100.0)
     assert shared.time_unfused(SUBJECT).median_us == pytest.approx(100.0)
-    assert calls.count("time_unfused") == 1
+    assert executor.ran.count("time_unfused") == 1
     tuned = FakeSubject(key="tuned", eager_us=70.0)
     shared.tune(tuned)
-    before = len(calls)
+    before = len(executor.ran)
     assert shared.time_unfused(tuned).median_us == pytest.approx(70.0)
-    assert len(calls) == before
+    assert len(executor.ran) == before
     with pytest.raises(SubjectError, match="cannot be timed"):
         shared.time_unfused(FakeSubject(key="broken", broken="eager"))
+
+
+def test_an_op_timed_beside_all_calls_of_libraries_is_not_timed_again(db: Database) -> None:
+    executor = Counting()
+    tune = tuner(db, executor=executor)
+    fast, slow = (FakeSubject(eager_us=us) for us in (50.0, 70.0))
+    first = tune.contest_calls(SUBJECT, {"fast": fast, "slow": slow})()
+    assert first is not None and first.contest.gain("fast", "slow") == pytest.approx(2 / 7)
+    assert tune.contest_calls(SUBJECT, {"slow": slow})() == first
+    assert tune.time_unfused(SUBJECT) == first.contest.time(UNFUSED)
+    assert executor.ran == ["contest_calls"]
+    assert tune.contest_calls(SUBJECT, {"slow": slow, "other": fast})() != first
+    assert tune.time_unfused(FakeSubject(key="another", eager_us=30.0)).median_us == pytest.approx(30.0)
+    assert executor.ran == ["contest_calls", "contest_calls", "time_unfused"]
 
 
 def test_an_unfused_chain_is_timed_without_a_reference(db: Database) -> None:

@@ -98,19 +98,26 @@ class GroupSubject:
         return [*operands[:first], *operands[first].split(rows), *operands[first + 1 :]]
 
     def _finds_all(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """Whether every index exists: asked on the CPU, since a GPU that misses one answers nothing any more."""
-        chain = chain_module(self.nodes, self.inputs, self.outputs, "cpu")
+        """Whether every index exists: asked on the CPU, since a GPU that misses one answers nothing any more.
+
+        Only what integers are made of is computed; where others are read or written, memory of their shape will do.
+        """
+        nodes, wanted = _integers_alone(self.nodes, self.specs)
+        given = dict(zip(self.inputs, inputs, strict=True))
+        made = tuple(value for node in nodes for value in node.outputs)
+        names = [value for value in dict.fromkeys(v for node in nodes for v in node.inputs) if value not in made]
+        operands = [
+            given[name].cpu() if name in wanted else torch.empty_like(given[name], device="cpu") if name in given
+            else _empty(self.specs[name], "cpu") for name in names
+        ]
         try:
-            chain.forward(*(tensor.cpu() for tensor in inputs))
+            chain_module(nodes, names, made, "cpu").forward(*operands)
         except (IndexError, RuntimeError) as error:
             return not (isinstance(error, IndexError) or "out of bounds" in str(error))
         return True
 
     def allocate_outputs(self, device: str) -> list[torch.Tensor]:
-        return [
-            torch.empty_strided(spec.shape, spec.strides, dtype=torch_dtype(spec.dtype), device=device)
-            for spec in (self.specs[value] for value in self.outputs)
-        ]
+        return [_empty(self.specs[value], device) for value in self.outputs]
 
     @cached_property
     def chain(self) -> fx.GraphModule:
@@ -138,6 +145,25 @@ class GroupSubject:
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name not in ("chain", "_call")}
+
+
+def _empty(spec: TensorSpec, device: str) -> torch.Tensor:
+    return torch.empty_strided(spec.shape, spec.strides, dtype=torch_dtype(spec.dtype), device=device)
+
+
+def _integers_alone(
+    nodes: Sequence[OpNode], specs: Mapping[str, TensorSpec]
+) -> tuple[list[OpNode], set[str]]:
+    """The ops of a chain that read integers or that these are made by, and the values that it takes to compute them."""
+    kept: list[OpNode] = []
+    wanted: set[str] = set()
+    for node in reversed(nodes):
+        integers = {value for value in node.inputs if specs[value].dtype.startswith(("int", "uint"))}
+        makes = not wanted.isdisjoint(node.outputs)
+        if integers or makes:
+            kept.append(node)
+            wanted |= set(node.inputs) if makes else integers
+    return kept[::-1], wanted
 
 
 def _widened(node: OpNode) -> OpNode:

@@ -11,6 +11,7 @@ from kernel_reference import run_reference
 from lower_oracle import compute_ops, rms_norm
 from reference_backend import ReferenceBackend
 from scripted_tuner import TARGET
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.groups.candidates import enumerate_candidates, single_candidates
@@ -173,6 +174,33 @@ def test_whether_computed_indices_exist_is_asked_once_for_each_seed(monkeypatch:
     assert len(asked) == count
     subject.make_inputs(4, "cpu")
     assert len(asked) > count
+
+
+class Recorded(TorchDispatchMode):
+    """Names the ops that are run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(func.name().split("::")[1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("offset", "exists"), [(0, True), (3, True), (4, False)])
+def test_no_matmul_is_run_to_see_whether_a_cache_has_the_places_that_are_written(offset: int, exists: bool) -> None:
+    b = Builder(cache=torch.zeros(2, 9, 4), x=torch.randn(2, 6, 3), w=torch.randn(4, 3), start=torch.zeros(1).long())
+    places = b("aten.add.Tensor", b("aten.arange.default", end=6, dtype="int64"), "start")
+    written = b("aten.linear.default", "x", "w", bias=None)
+    graph = b.graph(b("aten.index_copy_.default", "cache", places, written, dim=1))
+    subject = group_subject(graph, compute_ops(graph), "key")
+    given = {"start": torch.tensor([offset])}
+    inputs = [given.get(name, torch.zeros_like(b.tensors[name])) for name in subject.inputs]
+    with Recorded() as recorded:
+        assert subject._finds_all(inputs) is exists
+    assert "index_copy_" in recorded.ops and not {"linear", "mm", "addmm", "matmul"} & set(recorded.ops)
+    assert all(not one.any() for name, one in zip(subject.inputs, inputs, strict=True) if name != "start")
 
 
 def test_single_elements_have_plain_strides_in_what_a_library_call_is_timed_on() -> None:

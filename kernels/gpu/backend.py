@@ -30,6 +30,12 @@ from fuseplan.kernels.ir.in_place import Execution, Reuse, WritesInPlace
 from fuseplan.kernels.ir.ir import KernelIR
 
 
+@functools.cache
+def _is_installed(package: str) -> bool:
+    """Planning asks for every group, and to look takes as long as to price one."""
+    return importlib.util.find_spec(package) is not None
+
+
 class GpuBackend(Backend, WritesInPlace):
     """A back end whose kernels run on CUDA devices, compiled by Triton.
 
@@ -45,7 +51,7 @@ class GpuBackend(Backend, WritesInPlace):
         self.store = ModuleStore(self.name, cache_dir)
 
     def unavailable(self) -> str | None:
-        missing = next((package for package in self.packages if importlib.util.find_spec(package) is None), None)
+        missing = next((package for package in self.packages if not _is_installed(package)), None)
         return None if missing is None else f"{missing} is not installed: pip install {missing} (Linux)"
 
     def prepare(self, ir: KernelIR, config: Config, target: Target) -> Resources:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from fuseplan.kernels.ir.backend import Config
 from fuseplan.kernels.ir.index import Size, evaluate, is_static, product
@@ -151,8 +152,8 @@ def live_words(segment: Segment, in_place: bool = False) -> int:
             return 0
         return 2 if instr.dtype in ("float64", "int64") else 1
 
-    peak = 0
-    for now in range(len(body)):
-        first = now + 1 if in_place else now
-        peak = max(peak, sum(words(value) for value in range(now + 1) if last_use.get(value, -1) >= first))
-    return peak
+    changes = [0] * (len(body) + 2)
+    for value, last in last_use.items():
+        changes[value] += words(value)
+        changes[max(value, last + 1 - in_place)] -= words(value)
+    return max(accumulate(changes))

@@ -324,6 +324,10 @@ class KernelIR:
     buffers: tuple[Buffer, ...]
     segments: tuple[Segment, ...]
 
+    def __hash__(self) -> int:
+        """Without the bodies, which are long: buffers and sizes tell nearly all kernels apart."""
+        return hash((self.buffers, tuple((one.rows, one.cols, len(one.body)) for one in self.segments)))
+
     @property
     def inputs(self) -> tuple[Buffer, ...]:
         return tuple(buffer for buffer in self.buffers if not buffer.is_output)
@@ -343,7 +347,7 @@ class KernelIR:
         """For positions among the outputs, the position of the input that each lies over."""
         return {number: one.over for number, one in enumerate(self.outputs) if one.over is not None}
 
-    @property
+    @cached_property
     def symbols(self) -> tuple[str, ...]:
         """Names of the dynamic sizes, sorted: the trailing integer arguments of the kernel."""
         sizes = [size for buffer in self.buffers for size in (*buffer.shape, *buffer.strides)]

@@ -93,6 +93,7 @@ class DataflowGraph:
         self.outputs = tuple(outputs)
         self.symbols = dict(symbols or {})
         self.derived = dict(derived or {})
+        self._ops: dict[str, OpNode] = {}
         self._producer: dict[str, str] = {}
         self._position: dict[str, int] = {}
         for node in nodes:
@@ -106,6 +107,7 @@ class DataflowGraph:
         if name in self.graph:
             raise ValueError(f"value {name} is produced twice")
         self.graph.add_node(name, op=node)
+        self._ops[name] = node
         self._position[name] = len(self._position)
         for value in node.outputs:
             self._producer[value] = name
@@ -127,9 +129,7 @@ class DataflowGraph:
             yield self.op(name)
 
     def op(self, name: str) -> OpNode:
-        node = self.graph.nodes[name]["op"]
-        assert isinstance(node, OpNode)
-        return node
+        return self._ops[name]
 
     def position(self, name: str) -> int:
         """Rank of an op in capture order."""

@@ -89,7 +89,8 @@ class GroupBook:
         """Work of the group as one kernel."""
         if group.ops not in self._works:
             lowered = self.lowered(group)
-            self._works[group.ops] = kernel_work(lowered.ir, hot_inputs(self.graph, lowered.inputs))
+            hot = hot_inputs(self.graph, lowered.inputs)
+            self._works[group.ops] = kernel_work(lowered.ir, hot, self.device_type)
         return self._works[group.ops]
 
     def backend_for(self, group: Candidate, backends: Sequence[Backend], target: Target) -> Backend | None:

@@ -259,7 +259,7 @@ def group_subject(
         key=key,
         label=group_label(graph, ops, lowered.outputs),
         ir=lowered.ir,
-        work=kernel_work(lowered.ir, hot),
+        work=kernel_work(lowered.ir, hot, device),
         hot_inputs=hot,
         nodes=nodes,
         inputs=lowered.inputs,

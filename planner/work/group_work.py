@@ -28,7 +28,7 @@ from fuseplan.planner.work.kernel_overheads import (
 from fuseplan.planner.work.library_work import library_work
 
 
-def kernel_work(ir: KernelIR, hot: Sequence[bool] | None = None) -> Work:
+def kernel_work(ir: KernelIR, hot: Sequence[bool] | None = None, device_type: str = "cpu") -> Work:
     """Work of one launch of a static kernel; ``hot`` says per input whether it was just produced (None: all of them).
 
     ``dram_bytes`` counts each distinct element once however often the body reads it; ``l2_bytes`` counts what later
@@ -63,7 +63,7 @@ def kernel_work(ir: KernelIR, hot: Sequence[bool] | None = None) -> Work:
         )),
         traffic=_traffic(ir) if len(ir.segments) > 1 else (),
         elements=float(sum(math.prod(segment.extents()) for segment in ir.segments)),
-        lanes=lanes(ir),
+        lanes=lanes(ir) if device_type == "cpu" else 0.0,
         threads=threads(ir),
         more_results=max(0, len(ir.outputs) - len(ir.overwritten) - 1),
     )

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
+from typing import TypeAlias
+from weakref import WeakKeyDictionary
 
+from fuseplan.planner.cost.prices import ModelPrices
 from fuseplan.planner.graph.dataflow import Region
 from fuseplan.planner.groups.anchored import anchored_candidates
 from fuseplan.planner.groups.candidates import (
@@ -20,10 +24,11 @@ from fuseplan.planner.groups.candidates import (
     single_candidates,
 )
 from fuseplan.planner.groups.regions import is_anchor, region_parts
-from fuseplan.planner.implementations.choices import Choice, RegionProblem
+from fuseplan.planner.implementations.choices import Choice, RegionProblem, region_problem
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.implementations.implementations import Implementations
 from fuseplan.planner.partition.by_measurement import MeasuredRegion
+from fuseplan.planner.partition.guided_loop import predicted_partition
 from fuseplan.planner.partition.plan_record import PlanWriter
 from fuseplan.planner.partition.whole_region import gain_on_parts
 from fuseplan.search.store.record import PlanRecord
@@ -31,39 +36,73 @@ from fuseplan.search.store.record import PlanRecord
 #: Choices measured beyond a region's usual ones where groups hold matmuls: bounds tell kernels with the same weights
 #: hardly apart.
 MEASURED_AROUND_ANCHORS = 24
+#: The groups of a region's islands, and those around its matmuls.
+_Around: TypeAlias = tuple[list[Candidate], list[Candidate]]
 
 
-def joint_problem(
-    book: GroupBook, region: Region, plans: Sequence[tuple[Region, PlanRecord]], ways: Implementations,
-    limits: CandidateLimits,
-) -> RegionProblem | None:
-    """The choices of a region whose parts have plans; None where no kernel can hold a matmul."""
-    graph, kernel = book.graph, ways.kernel
-    enumerated, anchored = groups_around_anchors(book, region, ways, limits)
-    if not anchored:
-        return None
-    chosen: list[tuple[Candidate, str]] = []
-    for part, record in plans:
-        groups = placed_candidates(graph, part, [group.ops for group in record.groups])
-        chosen += zip(groups, (group.implementation for group in record.groups), strict=True)
-    kernels = [group for group, name in chosen if len(group.ops) > 1 or not _is_call(ways, name)]
-    libraries = [
-        Choice(group, ways.named(name)) for group, name in chosen if group not in kernels and name != ways.aten.name
-    ]
-    singles = single_candidates(graph, region)
-    wanted = [*kernels, *_left_over(kernels, anchored, enumerated), *anchored]
-    choices = (
-        *(Choice(single, ways.aten) for single in singles), *libraries,
-        *(Choice(group, kernel) for group in sorted(dict.fromkeys(wanted), key=lambda group: len(group.ops))),
-    )
-    edges = region_dependencies(graph, region).edges()
-    won = frozenset(range(len(singles), len(singles) + len(libraries)))
-    return RegionProblem(tuple(single.ops[0] for single in singles), choices, edges, won)
+class JointProblems:
+    """The problems of whole regions. Two threads may ask: the first one looks for the groups around a region's matmuls.
+    """
+
+    def __init__(self, ways: Implementations, limits: CandidateLimits) -> None:
+        self._ways = ways
+        self._limits = limits
+        self._around: WeakKeyDictionary[GroupBook, dict[Region, Future[_Around]]] = WeakKeyDictionary()
+
+    def planned(
+        self, book: GroupBook, region: Region, plans: Sequence[tuple[Region, PlanRecord]]
+    ) -> RegionProblem | None:
+        """The choices of a region whose parts have plans; None where no kernel can hold a matmul."""
+        chosen: list[tuple[Candidate, str]] = []
+        for part, record in plans:
+            groups = placed_candidates(book.graph, part, [group.ops for group in record.groups])
+            chosen += zip(groups, (group.implementation for group in record.groups), strict=True)
+        return self._problem(book, region, chosen)
+
+    def nominal(self, book: GroupBook, region: Region) -> RegionProblem | None:
+        """The choices should the plans of its islands be their nominal covers, and ATen run the rest."""
+        chosen: list[tuple[Candidate, str]] = []
+        for part in (part for part in region_parts(book.graph, region) if not is_anchor(book.graph, part)):
+            problem = region_problem(book.graph, part, book.enumerated(part, self._limits), self._ways, book)
+            cover = predicted_partition(problem, ModelPrices(book, None, part).nominal_s).chosen
+            chosen += [(one.choice.group, one.choice.implementation.name) for one in cover]
+        return self._problem(book, region, chosen)
+
+    def _problem(
+        self, book: GroupBook, region: Region, chosen: Sequence[tuple[Candidate, str]]
+    ) -> RegionProblem | None:
+        """``chosen`` are the groups of its parts' plans with the names of what runs them."""
+        graph, ways, (enumerated, anchored) = book.graph, self._ways, self._groups_around(book, region)
+        if not anchored:
+            return None
+        kernels = [group for group, name in chosen if len(group.ops) > 1 or not _is_call(ways, name)]
+        libraries = [
+            Choice(group, ways.named(name)) for group, name in chosen if group not in kernels and name != ways.aten.name
+        ]
+        singles = single_candidates(graph, region)
+        wanted = [*kernels, *_left_over(kernels, anchored, enumerated), *anchored]
+        choices = (
+            *(Choice(single, ways.aten) for single in singles), *libraries,
+            *(Choice(group, ways.kernel) for group in sorted(dict.fromkeys(wanted), key=lambda group: len(group.ops))),
+        )
+        edges = region_dependencies(graph, region).edges()
+        won = frozenset(range(len(singles), len(singles) + len(libraries)))
+        return RegionProblem(tuple(single.ops[0] for single in singles), choices, edges, won)
+
+    def _groups_around(self, book: GroupBook, region: Region) -> _Around:
+        mine: Future[_Around] = Future()
+        found = self._around.setdefault(book, {}).setdefault(region, mine)
+        if found is mine:
+            try:
+                mine.set_result(groups_around_anchors(book, region, self._ways, self._limits))
+            except BaseException as error:
+                mine.set_exception(error)
+        return found.result()
 
 
 def groups_around_anchors(
     book: GroupBook, region: Region, ways: Implementations, limits: CandidateLimits
-) -> tuple[list[Candidate], list[Candidate]]:
+) -> _Around:
     """The groups of a region's islands, and those around its matmuls that can be kernels."""
     graph = book.graph
     islands = [part for part in region_parts(graph, region) if not is_anchor(graph, part)]

@@ -13,10 +13,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from fuseplan.planner.cost.prices import ModelPrices
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
-from fuseplan.planner.groups.candidates import Candidate
 from fuseplan.planner.groups.regions import is_anchor, region_parts
 from fuseplan.planner.implementations.choices import Choice, RegionProblem
 from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.subject import GroupSubject
 from fuseplan.planner.partition.guided_loop import Prices, predicted_partition
 from fuseplan.search.tune.tuner import Tuner
 
@@ -35,9 +35,9 @@ class Lookahead:
 
     def __init__(
         self, make_problem: Callable[[GroupBook, Region], RegionProblem],
-        make_prices: Callable[[GroupBook, Region], ModelPrices], make_book: Callable[[DataflowGraph], GroupBook],
+        make_prices: Callable[[GroupBook, Region | None], ModelPrices], make_book: Callable[[DataflowGraph], GroupBook],
         search: Callable[[RegionProblem, Prices], object], tuner: Tuner, is_minor: Callable[[GroupBook, Region], bool],
-        around_anchors: Callable[[GroupBook, Region], Sequence[Candidate]],
+        make_joint: Callable[[GroupBook, Region], RegionProblem | None],
     ) -> None:
         self._make_problem = make_problem
         self._make_prices = make_prices
@@ -45,10 +45,12 @@ class Lookahead:
         self._search = search
         self._tuner = tuner
         self._is_minor = is_minor
-        self._around_anchors = around_anchors
+        self._make_joint = make_joint
         self._books: dict[int, GroupBook] = {}
         self._problems: dict[Region, Future[RegionProblem]] = {}
         self._sent: set[str] = set()
+        #: The kernels of nominal covers of whole regions.
+        self._wanted: dict[Region, list[GroupSubject]] = {}
         self._stop = threading.Event()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="lookahead")
 
@@ -78,9 +80,15 @@ class Lookahead:
                 self._pool.submit(self._prepare, graph, part, self._problems[part])
 
     def send_whole(self, graph: DataflowGraph, regions: Iterable[Region]) -> None:
-        """Compile the groups around matmuls of these regions, after what was sent before."""
+        """Compile kernels around matmuls of these regions, after what was sent before."""
         for region in regions:
             self._pool.submit(self._quietly, self._compile_around_anchors, self.book(graph), region)
+
+    def remind(self, region: Region) -> None:
+        """Compile what is best known by now of kernels around a region's matmuls: kernels alike may have been searched
+        since it was sent.
+        """
+        self._tuner.prefetch(self._wanted.pop(region, ()))
 
     def problem(self, region: Region) -> RegionProblem | None:
         """The prepared problem of exactly this part, or what its enumeration raised; waits for one under way.
@@ -99,7 +107,7 @@ class Lookahead:
         result.set_result(problem)
         self._quietly(self._compile_ahead, problem, self.book(graph), region)
 
-    def _quietly(self, compile_ahead: Callable[..., None], *args: object) -> None:
+    def _quietly(self, compile_ahead: Callable[..., object], *args: object) -> None:
         """A tune without it is only slower."""
         if self._stop.is_set():
             return
@@ -109,24 +117,32 @@ class Lookahead:
             _log.warning("the kernels of a region are not compiled ahead: %s: %s", type(error).__name__, error)
 
     def _compile_around_anchors(self, book: GroupBook, region: Region) -> None:
-        """The largest first: they leave the fewest bytes to pass between kernels, and are measured first."""
-        groups = sorted(self._around_anchors(book, region), key=lambda group: -len(group.ops))
-        self._tuner.prefetch_default(map(book.subject, groups))
+        """First the nominal cover's: those will be searched. Of the others any may be measured."""
+        problem = self._make_joint(book, region)
+        if problem is not None:
+            self._wanted[region] = self._compile_cover(problem, book, self._make_prices(book, None))
+            groups = sorted((one.group for one in problem.choices if one.implementation.searches),
+                            key=lambda group: -len(group.ops))
+            self._tuner.prefetch_default(map(book.subject, groups))
 
     def _compile_ahead(self, problem: RegionProblem, book: GroupBook, region: Region) -> None:
-        prices = self._make_prices(book, region)
-        cover = predicted_partition(problem, prices.nominal_s)
-        if self._stop.is_set():  # in the meantime
-            return
-        minor = self._is_minor(book, region)
-        asked: list[Choice] = []
+        prices, minor = self._make_prices(book, region), self._is_minor(book, region)
+        self._compile_cover(problem, book, prices, minor)
         if not minor:  # else nothing is measured beside the cover
             rehearsal = _Rehearsal(prices)
             self._search(problem, rehearsal)
-            asked = rehearsal.asked
-        kernels = (one.choice.group for one in cover.chosen if one.choice.implementation.searches)
-        self._tuner.prefetch(map(book.subject, kernels), minor)
-        self._tuner.prefetch_default(book.subject(choice.group) for choice in asked)
+            self._tuner.prefetch_default(book.subject(choice.group) for choice in rehearsal.asked)
+
+    def _compile_cover(
+        self, problem: RegionProblem, book: GroupBook, prices: ModelPrices, minor: bool = False
+    ) -> list[GroupSubject]:
+        """Compile what will be tried of the kernels of the nominal cover, and give them."""
+        cover = predicted_partition(problem, prices.nominal_s)
+        if self._stop.is_set():  # in the meantime
+            return []
+        kernels = [book.subject(one.choice.group) for one in cover.chosen if one.choice.implementation.searches]
+        self._tuner.prefetch(kernels, minor, spare=True)
+        return kernels
 
 
 class _Rehearsal:

@@ -15,7 +15,7 @@ from fuseplan.planner.cost.prices import MeasuredPrices, ModelPrices, part_share
 from fuseplan.planner.cost.running_calibration import RunningCalibration
 from fuseplan.planner.cost.samples import region_samples, store_samples
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
-from fuseplan.planner.groups.candidates import Candidate, Enumeration, enumerate_parts
+from fuseplan.planner.groups.candidates import Enumeration, enumerate_parts
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import find_regions, is_anchor, region_parts, unique_regions
 from fuseplan.planner.implementations.choices import RegionProblem, region_problem
@@ -23,8 +23,7 @@ from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.implementations.implementations import Implementations, implementations_for
 from fuseplan.planner.partition.across_anchors import (
     MEASURED_AROUND_ANCHORS,
-    groups_around_anchors,
-    joint_problem,
+    JointProblems,
     plan_across_anchors,
 )
 from fuseplan.planner.partition.by_measurement import MeasuredRegion
@@ -43,6 +42,7 @@ from fuseplan.search.tune.tuner import Tuner
 __all__ = ["GraphPlan", "PlanSettings", "Planner", "RegionPlan"]
 
 logger = logging.getLogger("fuseplan")
+
 
 class Planner:
     """Plans graphs for one device.
@@ -87,6 +87,7 @@ class Planner:
         #: What was measured by this planner, by key: a part is decided once for all regions that have it.
         self._decided: dict[str, PlanRecord] = {}
         self._shares: WeakKeyDictionary[GroupBook, Mapping[str, float]] = WeakKeyDictionary()
+        self._joint = JointProblems(self.implementations, self.settings.limits)
 
     @property
     def spec(self) -> DeviceSpec | None:
@@ -102,7 +103,7 @@ class Planner:
         if self.tuner is None or self.target.device_type == "cpu":
             return None
         return Lookahead(self._problem, lambda book, part: ModelPrices(book, self.spec, part), self._book,
-                         self._rehearse, self.tuner, self._is_minor, self._around_anchors)
+                         self._rehearse, self.tuner, self._is_minor, self._nominal_joint)
 
     def _rehearse(self, problem: RegionProblem, prices: Prices) -> None:
         guided_partition(problem, prices, self.settings.tolerance, self._margin, self._limit(problem))
@@ -280,6 +281,8 @@ class Planner:
         While the islands are planned, the calls of matmuls and attention are timed.
         """
         began = time.monotonic()
+        if lookahead is not None:
+            lookahead.remind(region)
         stored = self._find_all(book, parts)
         known = {part.key: self._decided.get(part.key) or stored[part.key].hit for part in parts}
         fresh = {part.key: part for part in reversed(parts) if known[part.key] is None}
@@ -309,7 +312,7 @@ class Planner:
         """
         if all(self._is_minor(book, part) for part, _ in plans):
             return None
-        problem = joint_problem(book, region, plans, self.implementations, self.settings.limits)
+        problem = self._joint.planned(book, region, plans)
         if problem is None:
             return None
         prices = MeasuredPrices(book, self.spec, tuner, self.learner)
@@ -317,11 +320,11 @@ class Planner:
         decided = MeasuredRegion(problem, prices, self.settings.tolerance, self._margin, limit)
         return plan_across_anchors(decided, plans, self.implementations, self._writer(book, region))
 
-    def _around_anchors(self, book: GroupBook, region: Region) -> list[Candidate]:
-        """The groups with matmuls inside that a region's plan may have; none where it takes too little time."""
+    def _nominal_joint(self, book: GroupBook, region: Region) -> RegionProblem | None:
+        """The problem across a region's matmuls as far as it is known by now; None where it takes too little time."""
         if all(self._is_minor(book, part) for part in region_parts(book.graph, region)):
-            return []
-        return groups_around_anchors(book, region, self.implementations, self.settings.limits)[1]
+            return None
+        return self._joint.nominal(book, region)
 
     def _finished(
         self, book: GroupBook, region: Region, plans: Sequence[tuple[Region, PlanRecord]],

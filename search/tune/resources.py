@@ -100,6 +100,8 @@ class TuningResources:
     refusals: dict[tuple[str, KernelIR], str | None] = field(default_factory=dict)
     #: By back end and likeness of the kernels: configurations of one that was searched, fastest first.
     rankings: dict[tuple[str, Hashable], list[Config]] = field(default_factory=dict)
+    #: By the same, the key of the first subject that was sent to the compilers.
+    first_alike: dict[tuple[str, Hashable], str] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -134,6 +136,17 @@ class TuningResources:
         if backend is None:
             return []
         return [(backend, subject.ir, backend.default_config(subject.ir, self.target), self.target)]
+
+    def searches(self, subject: Subject) -> bool:
+        """Whether it is known what a tune of a subject tries: not where it is alike another that was sent to the
+        compilers before it, and not searched yet.
+        """
+        for backend in self.backends:
+            if (likeness := backend.likeness(subject.ir)) is not None:
+                alike = (backend.name, likeness)
+                if alike not in self.rankings and self.first_alike.setdefault(alike, subject.key) != subject.key:
+                    return False
+        return True
 
     def call(self, what: str, function: Callable[..., object], *args: object) -> Outcome:
         """Run a job at the bench, in the measuring process; its time is booked as ``what``. Raises
@@ -180,7 +193,7 @@ class TuningResources:
         return outcomes
 
     def compile_ahead(self, arguments: Sequence[Compilation], spare: bool = False) -> None:
-        """Compile into the cache, some time; ``spare``: when nothing else is to be compiled ahead.
+        """Compile into the cache, some time; ``spare``: once nothing else is to be compiled ahead.
 
         On a CPU nothing happens: compilers would take the cores away from what is measured.
         """

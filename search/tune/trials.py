@@ -87,10 +87,10 @@ class SubjectRun:
         self._event("done")
         return replace(record, evidence=replace(record.evidence, elapsed_s=round(time.monotonic() - start, 3)))
 
-    def ahead(self) -> tuple[list[Compilation], list[Compilation]]:
-        """What :meth:`execute` would compile first, and what it may want to compile after that."""
+    def ahead(self) -> list[Compilation]:
+        """What :meth:`execute` will compile whatever it finds, in order."""
         first = self._compilations(self._next_batch(0.0))
-        return first, self._prospects()
+        return [*first, *self._prospects()] if self._steep else first
 
     def _prospects(self) -> list[Compilation]:
         later = [(entry, position) for entry in self._entries for position in entry.strategy.prospects()]
@@ -134,6 +134,7 @@ class SubjectRun:
         refusals = {backend.name: resources.refusal(backend, self._subject) for backend in resources.backends}
         self._refusals = {name: reason for name, reason in refusals.items() if reason is not None}
         willing = [backend for backend in resources.backends if backend.name not in self._refusals]
+        self._steep = False
         seed = resources.bench.seed
         if not whole:
             alone = [Space((), (dict(backend.default_config(ir, resources.target)),)) for backend in willing]
@@ -141,9 +142,9 @@ class SubjectRun:
             return [_Entry(backend, space, make_strategy(space, 1, seed)) for backend, space in pairs]
         willing = willing[: resources.budget.backends]
         entries = []
-        steep = any(backend.likeness(ir) is not None for backend in willing)
+        self._steep = any(backend.likeness(ir) is not None for backend in willing)
         # A quarter for each but the preferred one, to show what it can do.
-        trials = resources.budget.steep_trials if steep else resources.budget.trials
+        trials = resources.budget.steep_trials if self._steep else resources.budget.trials
         others = [max(1, trials // 4)] * (len(willing) - 1)
         for backend, share in zip(willing, [max(1, trials - sum(others)), *others], strict=False):
             space = resources.space(backend, ir)

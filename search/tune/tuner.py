@@ -239,22 +239,24 @@ class Tuner:
         budget = self.budget.minor() if minor else self.budget
         return replace(self._resources, budget=budget, bench=replace(self._resources.bench, decide_s=budget.decide_s))
 
-    def prefetch(self, subjects: Iterable[Subject], minor: bool = False) -> None:
-        """Compile what tunes of these subjects will try first, beside whatever else goes on. Safe from any thread.
+    def prefetch(self, subjects: Iterable[Subject], minor: bool = False, spare: bool = False) -> None:
+        """Compile what tunes of these subjects will try in any case, beside whatever else goes on. Safe from any
+        thread; ``spare`` ones wait until there is nothing else to compile.
 
-        What they may try next is compiled when nothing else is left to do. On a CPU nothing happens: compilers would
-        take the cores away from what is measured.
+        Of kernels alike one will be searched, and the first that was asked for is taken for it; of the others the
+        default is compiled until then. On a CPU nothing happens: compilers would take the cores away from what is
+        measured.
         """
         if self.target.device_type == "cpu":
             return
         for subject in subjects:
             default = self._resources.default_of(subject)
-            self._resources.compile_ahead(default)  # at once: to enumerate the others takes a while
-            first, later = SubjectRun(self._resources_for(minor), subject, self.key(subject), ()).ahead()
-            self._resources.compile_ahead([one for one in first if one not in default])
-            self._resources.compile_ahead(later, spare=True)
+            self._resources.compile_ahead(default, spare)  # at once: to enumerate the others takes a while
+            if self._resources.searches(subject):
+                run = SubjectRun(self._resources_for(minor), subject, self.key(subject), ())
+                self._resources.compile_ahead([one for one in run.ahead() if one not in default], spare)
 
     def prefetch_default(self, subjects: Iterable[Subject]) -> None:
-        """Compile what :meth:`screen` will want of these subjects, as :meth:`prefetch` does."""
+        """Compile what :meth:`screen` will want of these subjects, as a spare :meth:`prefetch` does."""
         for subject in subjects:
-            self._resources.compile_ahead(self._resources.default_of(subject))
+            self._resources.compile_ahead(self._resources.default_of(subject), spare=True)

@@ -71,7 +71,7 @@ class ScriptedTuner:
     def precompile(self, subjects: Iterable[GroupSubject]) -> None:
         """There is nothing to compile."""
 
-    def prefetch(self, subjects: Iterable[GroupSubject], minor: bool = False) -> None:
+    def prefetch(self, subjects: Iterable[GroupSubject], minor: bool = False, spare: bool = False) -> None:
         self.prefetched.extend(subject.label for subject in subjects)
 
     def prefetch_default(self, subjects: Iterable[GroupSubject]) -> None:

@@ -137,7 +137,7 @@ def test_leaving_ends_the_thread_and_a_failure_reaches_who_asks(tmp_path: Path) 
 
     with Lookahead(
         broken, lambda book, part: ModelPrices(book, ahead.spec, part), ahead._book,  # type: ignore[arg-type]
-        ahead._rehearse, tuner, ahead._is_minor, ahead._around_anchors,
+        ahead._rehearse, tuner, ahead._is_minor, ahead._nominal_joint,
     ) as lookahead:
         lookahead.send(graph, regions)
         with pytest.raises(RuntimeError, match="no candidates today"):

@@ -92,11 +92,10 @@ def test_of_kernels_alike_one_is_searched(db: Database, trials: int, measured: i
     assert shared.tune(FakeSubject(key="wider", cols=SUBJECT.cols + 1)).measured == first.measured
 
 
-def test_what_else_a_whole_search_tries_is_compiled_while_its_first_batch_is_timed(db: Database) -> None:
+def test_all_that_a_whole_search_tries_is_compiled_ahead(db: Database) -> None:
     run = SubjectRun(tuner(db, Alike())._resources, SUBJECT, RecordKey("w", "cpu-test", "eager", "fp32"), ())
-    first, later = run.ahead()
-    configs = [config_key(config) for _, _, config, _ in (*first, *later)]
-    assert len(first) == 1 and len(set(configs)) == len(configs) == 19
+    configs = [config_key(config) for _, _, config, _ in run.ahead()]
+    assert len(set(configs)) == len(configs) == 19
 
 
 def test_many_neighbours_leave_trials_for_the_search(db: Database) -> None:
@@ -254,16 +253,39 @@ def test_looking_ahead_compiles_the_default_first_and_everything_once(db: Databa
     ahead = Tuner(db, replace(CPU, device_type="cuda"), (GpuBackend(),), "gpu-test", BUDGET, executor=executor,
                   timer=ShortTimer())
     ahead.prefetch_default([SUBJECT])
-    assert executor.ahead == [("tile=16,unroll=1", False)]
-    ahead.prefetch([SUBJECT])
-    listed = executor.ahead[1:]
-    assert listed[0] == ("tile=16,unroll=1", False)
-    assert len({key for key, _ in listed}) == len(listed) >= 1
+    assert executor.ahead == [("tile=16,unroll=1", True)]
+    for spare in (False, True):
+        executor.ahead.clear()
+        ahead.prefetch([SUBJECT], spare=spare)
+        assert executor.ahead[0] == ("tile=16,unroll=1", spare) and {one for _, one in executor.ahead} == {spare}
+        assert len({key for key, _ in executor.ahead}) == len(executor.ahead) >= 1
     on_cpu = Recording()
     alone = tuner(db, executor=on_cpu)
     alone.prefetch([SUBJECT])
     alone.prefetch_default([SUBJECT])
     assert not on_cpu.ahead
+
+
+class AlikeOnGpu(Alike):
+    device_type = "cuda"
+
+
+def test_of_kernels_alike_the_first_is_compiled_ahead_and_others_once_it_was_searched(db: Database) -> None:
+    executor, default = Recording(), "tile=16,unroll=1"
+    ahead = Tuner(db, replace(CPU, device_type="cuda"), (AlikeOnGpu(),), "gpu-test", BUDGET, executor=executor,
+                  timer=ShortTimer())
+    first, second = SUBJECT, FakeSubject(key="alike", rows=SUBJECT.rows + 1)
+
+    def sent(*subjects: FakeSubject) -> set[str]:
+        executor.ahead.clear()
+        ahead.prefetch(subjects)
+        return {key for key, _ in executor.ahead}
+
+    assert len(sent(first)) == 19 and sent(second) == {default}
+    assert len(sent(second, first)) == 19
+    ranked: list[Config] = [{"tile": tile, "unroll": 4} for tile in (256, 128, 64)]
+    ahead._resources.rankings["fake", AlikeOnGpu().likeness(first.ir)] = ranked
+    assert sent(second) == {default, *map(config_key, ranked)}
 
 
 def test_screening_tries_the_default_once_and_a_tune_starts_from_it(db: Database, tmp_path: Path) -> None:

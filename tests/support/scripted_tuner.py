@@ -52,6 +52,7 @@ class ScriptedTuner:
     play_offs: list[tuple[int, ...]] = field(default_factory=list)
     kept: list[tuple[str, ...]] = field(default_factory=list)
     prefetched: list[str] = field(default_factory=list)
+    soon: list[str] = field(default_factory=list)
     account: TimeAccount = field(default_factory=TimeAccount)
 
     def time_unfused(self, subject: GroupSubject) -> Measurement:
@@ -72,7 +73,7 @@ class ScriptedTuner:
         """There is nothing to compile."""
 
     def prefetch(self, subjects: Iterable[GroupSubject], minor: bool = False, spare: bool = False) -> None:
-        self.prefetched.extend(subject.label for subject in subjects)
+        (self.prefetched if spare else self.soon).extend(subject.label for subject in subjects)
 
     def prefetch_default(self, subjects: Iterable[GroupSubject]) -> None:
         self.prefetched.extend(subject.label for subject in subjects)

@@ -12,7 +12,7 @@ from fuseplan.kernels.gpu.overlap import plainly
 from fuseplan.kernels.gpu.tile import live_words, programs, tile_of
 from fuseplan.kernels.ir.backend import SM90, Config, Target
 from fuseplan.kernels.ir.index import Coord, Index
-from fuseplan.kernels.ir.ir import Apply, Buffer, Const, Gather, KernelIR, Load, Segment, Store
+from fuseplan.kernels.ir.ir import Apply, Buffer, Const, Gather, Iota, KernelIR, Load, Segment, Store, operands
 from fuseplan.kernels.triton.backend import TritonBackend
 from fuseplan.kernels.triton.config import default_config, full_tile, infeasible, tunables
 from fuseplan.kernels.triton.emitter import emit_triton
@@ -223,3 +223,23 @@ def test_a_softmax_held_in_registers_needs_one_word_an_element() -> None:
     held = {**default_config(ir, SM90), "block_cols": 32768, "num_warps": 32}
     assert infeasible(ir, held, SM90) is None
     assert infeasible(ir, {**held, "num_warps": 4}, SM90) is not None
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("sample", samples.static_samples(), ids=samples.label)
+def test_words_are_live_from_where_they_are_made_to_their_last_use(sample: samples.Sample, in_place: bool) -> None:
+    for segment in sample.ir.bodies:
+        readers = [(at, operands(instr)) for at, instr in enumerate(segment.body)]
+        readers.append((len(segment.body), tuple(store.value for store in segment.stores)))
+
+        def words(value: int, segment: Segment = segment) -> int:
+            instr = segment.body[value]
+            once = segment.per_row[value] or isinstance(instr, Const | Iota)
+            return 0 if once else 2 if instr.dtype in ("float64", "int64") else 1
+
+        live = [
+            sum(words(value) for value in range(now + 1)
+                if any(value in read for at, read in readers if at >= now + in_place))
+            for now in range(len(segment.body))
+        ]
+        assert live_words(segment, in_place) == max(live, default=0)

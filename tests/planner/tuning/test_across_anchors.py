@@ -26,6 +26,8 @@ from fuseplan.planner.groups.candidates import Candidate, CandidateLimits
 from fuseplan.planner.groups.regions import find_regions, is_anchor, region_parts
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.lowering.recipes_matmul import MATMULS
+from fuseplan.planner.partition import across_anchors
+from fuseplan.planner.partition.across_anchors import groups_around_anchors
 from fuseplan.planner.tuning.planner import Planner, PlanSettings
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import Versions
@@ -141,7 +143,14 @@ def test_a_group_with_matmuls_has_to_beat_the_plans_of_the_parts(tmp_path: Path,
     assert found.source == "database" and found.record.groups == plan.record.groups
 
 
-def test_groups_with_matmuls_are_compiled_before_they_are_measured(tmp_path: Path) -> None:
+def test_groups_with_matmuls_are_compiled_before_they_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[str] = []
+    monkeypatch.setattr(
+        across_anchors, "groups_around_anchors",
+        lambda book, region, *rest: (looked.append(region.key), groups_around_anchors(book, region, *rest))[1],
+    )
     graph, on_gpu = block(), replace(TARGET, device_type="cuda")
 
     class AnyDevice(ReferenceBackend):
@@ -156,10 +165,13 @@ def test_groups_with_matmuls_are_compiled_before_they_are_measured(tmp_path: Pat
         parts = [part for part in region_parts(graph, find_regions(graph)[0]) if not is_anchor(graph, part)]
         lookahead.send(graph, parts)
         assert lookahead.problem(parts[0]) is not None  # one after the other
-    prefetched = set(tuner.prefetched)
-    planner.plan_graph(graph)
+        prefetched = set(tuner.prefetched)
+        planner.plan_graph(graph, lookahead)
     screened = {label for label in tuner.screened if "linear" in label}
     assert screened and screened <= prefetched
+    assert len(looked) == len(set(looked)) == 1
+    nominal = next(label for label in tuner.prefetched if "linear" in label)
+    assert nominal in tuner.soon[:2]  # again when its region's turn comes, with the sum that is left of the cover
 
 
 def test_dispatch_runs_a_group_with_matmuls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,12 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fuseplan.kernels.gpu.direct import find_launcher
 from fuseplan.planner.dispatch_stats import Tally
@@ -25,7 +27,8 @@ logger = logging.getLogger("fuseplan")
 
 #: Recordings that one graph keeps; the least recently used one goes.
 KEPT_RECORDINGS = 8
-#: Calls of a kind that must have been seen before a recording takes another one's place: a recording costs some calls.
+#: Calls of a kind that must have been seen before a recording takes the place of one that may still be wanted: a
+#: recording costs some calls.
 PATIENCE = 8
 #: Kinds of calls that are remembered while they are counted.
 _REMEMBERED = 64
@@ -37,6 +40,18 @@ _Kind: TypeAlias = tuple[tuple[Any, ...], Hashable]
 AddressReader: TypeAlias = Callable[[tuple[Any, ...]], Hashable]
 #: Replays a recording for the arguments of a call: its results.
 _Replay: TypeAlias = Callable[[Sequence[Any]], Any]
+
+
+@dataclass(frozen=True)
+class _Recording:
+    """``replay``, and the memory of the arguments that it uses where they lie."""
+
+    replay: _Replay
+    memory: tuple[StorageWeakRef, ...]
+
+    def is_orphaned(self) -> bool:
+        """Whether some of that memory was given up: ``generate()`` makes a static cache for each call."""
+        return any(one.expired() for one in self.memory)
 
 
 def graphed(
@@ -85,7 +100,7 @@ class GraphedCall:
         self._keep = keep
         self._read_addresses = read_addresses or address_reader(roles)
         self._plain = False
-        self._recordings: OrderedDict[_Kind, _Replay] = OrderedDict()
+        self._recordings: OrderedDict[_Kind, _Recording] = OrderedDict()
         self._seen: OrderedDict[_Kind, int] = OrderedDict()
 
     def __call__(self, *args: Any) -> Any:
@@ -97,19 +112,19 @@ class GraphedCall:
             return self._function(*args)
         with self._recorder.turn():
             try:
-                replay = self._recordings.get(kind) or self._record(kind, args)
+                recording = self._recordings.get(kind) or self._record(kind, args)
             except NotRecordable as error:
                 self._plain = True
                 self._recordings.clear()
                 note_plain(self._tally, str(error))
             else:
                 self._recordings.move_to_end(kind)
-                return replay(args)
+                return recording.replay(args)
         return self._function(*args)
 
     def _is_due(self, kind: _Kind) -> bool:
         """Count a plain call; True when the next thing to do with its kind is to record it."""
-        needed = 1 if len(self._recordings) < self._keep else PATIENCE
+        needed = 1 if len(self._recordings) < self._keep or self._orphaned() is not None else PATIENCE
         before = self._seen.pop(kind, 0)
         if before >= needed:
             return True
@@ -118,7 +133,11 @@ class GraphedCall:
             self._seen.popitem(last=False)
         return False
 
-    def _record(self, kind: _Kind, args: Sequence[Any]) -> _Replay:
+    def _orphaned(self) -> _Kind | None:
+        """The least recently used recording whose memory was given up."""
+        return next((kind for kind, one in self._recordings.items() if one.is_orphaned()), None)
+
+    def _record(self, kind: _Kind, args: Sequence[Any]) -> _Recording:
         statics = StaticInputs(args, self._roles)
         statics.fill(args)
         replaced = statics.replace(args)
@@ -130,11 +149,13 @@ class GraphedCall:
             launch()
             return results.make(args)
 
-        self._recordings[kind] = replay
-        if len(self._recordings) > self._keep:
-            self._recordings.popitem(last=False)  # recording has waited for the device, so nothing runs in it
+        made = _Recording(replay, tuple(StorageWeakRef(args[at].untyped_storage()) for at in self._roles.kept))
+        if len(self._recordings) >= self._keep:
+            # Recording has waited for the device, so nothing runs in the one that goes.
+            self._recordings.pop(self._orphaned() or next(iter(self._recordings)))
+        self._recordings[kind] = made
         self._tally.count("recordings")
-        return replay
+        return made
 
 
 def address_reader(roles: Roles) -> AddressReader:

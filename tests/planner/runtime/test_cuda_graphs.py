@@ -135,6 +135,28 @@ def test_a_bounded_number_of_recordings_is_kept_and_the_oldest_goes() -> None:
     assert run(2, 1) == 1
 
 
+def test_recordings_for_caches_that_are_gone_make_room_at_once() -> None:
+    """As ``generate()`` makes them: a cache for each call, dropped at its end."""
+    call, recorder, _ = graphed(step, STEP, keep=2)
+    lasting, at = torch.zeros(4, 3), torch.tensor([1])
+    for _ in range(3):
+        call(torch.ones(3), lasting, at)
+    assert recorder.recorded == 1
+    taken = []  # memory that was a cache's stays taken, so that the next one lies elsewhere
+    for number in range(2, 7):
+        cache = torch.zeros(4, 3)
+        taken.append(torch.empty(4, 3))
+        for _ in range(3):
+            found, _ = call(torch.ones(3), cache, at)
+        assert recorder.recorded == number and torch.equal(found, cache.sum(0) + 1)
+        recorder.seen[-1] = ()  # it holds what it was given
+        del cache, found
+        gc.collect()
+        taken.append(torch.empty(4, 3))
+    call(torch.ones(3), lasting, at)
+    assert recorder.recorded == 6  # what still lives was not thrown out
+
+
 def test_a_long_cycle_of_sizes_does_not_record_all_the_time() -> None:
     call, recorder, _ = graphed(lambda n, x: (x * n,), Roles(copied=(1,), sizes=(0,)), keep=4)
     calls = 40 * 16

@@ -75,6 +75,8 @@ def resolve(session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tall
         plans += _plans_on_miss(session, static, left, on_miss, tally)
     for reason in planner.refused.values():
         tally.quarantine(f"a stored plan is not used: {reason}")
+    for names in planner.outdated.values():
+        tally.note(f"a stored plan is of another version of {' and '.join(names)}: plan tune measures it again")
     if graph.symbols and on_miss != "unfused":
         plans = _dynamic_plans(planner, graph, static, regions, plans)
     resolved = _resolved(session, graph, plans, tally)

@@ -57,16 +57,9 @@ class Planner:
     """
 
     def __init__(
-        self,
-        store: Database | LayeredDatabase,
-        spec: DeviceSpec | None,
-        device: str,
-        target: Target,
-        backends: Sequence[Backend],
-        settings: PlanSettings | None = None,
-        tuner: Tuner | None = None,
-        on_region: Callable[[str, int, int], None] | None = None,
-        learner: RunningCalibration | None = None,
+        self, store: Database | LayeredDatabase, spec: DeviceSpec | None, device: str, target: Target,
+        backends: Sequence[Backend], settings: PlanSettings | None = None, tuner: Tuner | None = None,
+        on_region: Callable[[str, int, int], None] | None = None, learner: RunningCalibration | None = None,
     ) -> None:
         self.store = store
         self.learner = learner if learner is not None else RunningCalibration(spec)
@@ -82,6 +75,8 @@ class Planner:
         self.unmeasured = replace(self.implementations, libraries=())
         #: Why stored plans are not used although they were found, by region key.
         self.refused: dict[str, str] = {}
+        #: Which versions differ from those that the user's plans were measured with, by region key.
+        self.outdated: dict[str, tuple[str, ...]] = {}
         #: Stored plans that were checked, and what was accepted of them, by region key.
         self._sound: dict[str, tuple[PlanRecord, PlanRecord]] = {}
         #: What was measured by this planner, by key: a part is decided once for all regions that have it.
@@ -221,6 +216,9 @@ class Planner:
     def _checked(self, book: GroupBook, region: Region, lookup: Lookup[PlanRecord]) -> Lookup[PlanRecord]:
         """The look-up, or one that found nothing where a hit cannot be the region's plan."""
         if lookup.hit is None:
+            names = tuple(one for one in lookup.mismatch if one != "undecided")
+            if names and not lookup.shipped:
+                self.outdated[region.key] = names
             return lookup
         stored, accepted = self._sound.get(region.key, (None, None))
         if stored == lookup.hit:

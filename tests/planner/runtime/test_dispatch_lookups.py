@@ -72,7 +72,10 @@ def test_plans_by_other_versions_are_misses(db: Path, kernels: ReferenceBackend,
     store_plans(swiglu, (x, x), db, ({},))
     monkeypatch.setattr("fuseplan.search.store.record._version", lambda package: "0.0.1")
     compiled(swiglu, db)(x, x)
-    assert fuseplan.planner.stats().misses == 1
+    done = fuseplan.planner.stats()
+    assert done.misses == 1
+    ((reason, count),) = done.notes.items()
+    assert "another version of fuseplan and torch" in reason and count == 1
 
 
 @pytest.mark.parametrize(("tuned", "served"), [((8, 64), True), ((16, 32), True), ((8,), False), ((32, 64), False),

@@ -10,7 +10,7 @@ import torch
 
 from fuseplan.kernels.ir.backend import CompiledKernel
 
-_torch: Any = torch._C
+_internals: Any = torch._C
 #: Counters kept ready for streams that record CUDA graphs, where nothing can be zeroed once for all replays.
 _SPARE = 4
 
@@ -31,7 +31,8 @@ class Counters:
         """Those for a launch on the current stream of a tensor's device."""
         number, stream, recording = beside.get_device(), 0, False  # -1 on a CPU
         if number >= 0:  # in every call: PyTorch's own wrappers make objects that nobody wants
-            stream, recording = _torch._cuda_getCurrentRawStream(number), _torch._cuda_isCurrentStreamCapturing()
+            stream = _internals._cuda_getCurrentRawStream(number)
+            recording = _internals._cuda_isCurrentStreamCapturing()
         key = number, stream, recording
         if key not in self._known:
             device = beside.device

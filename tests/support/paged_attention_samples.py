@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from decode_attention_samples import TOLERANCE, masks, placed, walked
+from decode_attention_samples import TOLERANCE, called_twice, masks, placed, walked
 from graphs import Builder
 
 from fuseplan.planner.implementations.subject import op_group
@@ -115,14 +115,7 @@ def missing_pages(device: str) -> Iterator[dict[str, Any]]:
 def _judged(given: dict[str, torch.Tensor], attrs: dict[str, Any], wanted: torch.Tensor, device: str) -> dict[str, Any]:
     b = Builder(**given)
     out = b(DECODE_ATTENTION, *given, **attrs)
-    graph = b.graph(out)
-    group = op_group(graph, [node.name for node in graph], [out], device)
-    refusal = SplitAttention().refuse(group)
-    if refusal is not None:
-        raise SystemExit(refusal)
-    call = SplitAttention().build(group)
-    inputs = [placed(b.tensors[value], device) for value in group.inputs]
-    first, second = call(*inputs), call(*inputs)
+    first, second = called_twice(b, out, device)
     if attrs["cap"] is None:
         wanted = wanted.nan_to_num(0.0)
     result, eager = first.cpu().double(), b.tensors[out]

@@ -110,15 +110,15 @@ class Generation:
         shape = (self.sizes.batch, self.sizes.prompt)
         # The same prompt for everyone, in every process.
         ids = torch.randint(0, words, shape, generator=torch.Generator().manual_seed(0))
-        self._ids = ids.to(self.module.device)
-        self._mask = torch.ones_like(self._ids)
+        self.ids = ids.to(self.module.device)
+        self._mask = torch.ones_like(self.ids)
 
     def __call__(self, new: int | None = None, streamer: Any = None) -> torch.Tensor:
         """Token ids [batch, new] of one call; :class:`PeerError` where it made fewer, or compiled nothing."""
         new = self.sizes.new if new is None else new
         with quiet():
             found: torch.Tensor = self.model.generate(
-                self._ids, attention_mask=self._mask, max_new_tokens=new, do_sample=False,
+                self.ids, attention_mask=self._mask, max_new_tokens=new, do_sample=False,
                 cache_implementation="static", streamer=streamer, **self.how,
             )
         tokens = found[:, self.sizes.prompt :]

@@ -68,7 +68,7 @@ class GpuBackend(Backend, WritesInPlace):
     def load(self, ir: KernelIR, config: Config, target: Target) -> CompiledKernel:
         if interpreter_is_on():
             config = plainly(config)
-            function, programs = self._function(ir, config), functools.partial(self._programs, ir, config)
+            function, programs = self._function(ir, config), functools.partial(self._programs, ir, config, target)
             interpreted = InterpretedKernel(
                 function, programs, ir.symbols, self._arguments(ir, config), self._buffer_count(ir, config))
             return self._with_scratch(interpreted, ir, config)
@@ -77,7 +77,7 @@ class GpuBackend(Backend, WritesInPlace):
         resources = self.prepare(ir, config, target)
         kernel = GpuKernel(
             functools.partial(self._compile, ir, config, target, known=resources),
-            lambda sizes: Geometry(self._programs(ir, config, sizes), needs_int64(ir, sizes)),
+            lambda sizes: Geometry(self._programs(ir, config, target, sizes), needs_int64(ir, sizes)),
             ir.symbols, self._arguments(ir, config), self._buffer_count(ir, config), resources, find_launcher(),
         )
         return self._with_scratch(kernel, ir, config)
@@ -112,7 +112,7 @@ class GpuBackend(Backend, WritesInPlace):
         """What the compiler needs beside that function."""
 
     @abstractmethod
-    def _programs(self, ir: KernelIR, config: Config, sizes: Mapping[str, int]) -> int:
+    def _programs(self, ir: KernelIR, config: Config, target: Target, sizes: Mapping[str, int]) -> int:
         """Programs of a launch, for given dynamic sizes."""
 
     @abstractmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import logging
 from collections.abc import Callable, Mapping
@@ -167,7 +168,12 @@ class _Loader:
         compiled, entry = self._binaries[key]
         # Triton's compiled launcher takes addresses as integers, and skips the inspection of arguments.
         stream = torch.cuda.current_stream(key[0]).cuda_stream
-        compiled.run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+        given = (compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+        run = functools.partial(compiled.run, programs, 1, 1, stream, *given)
+        if getattr(compiled.metadata, "global_scratch_size", 0):
+            contextvars.copy_context().run(_with_memory, run, key[0])
+        else:
+            run()
         if direct is not None and entry is not None:
             direct.add_binary(*key, *entry)
 
@@ -178,6 +184,19 @@ class _Loader:
         except BuildError as error:
             logger.info("a kernel goes through Triton's launcher: %s", error)
             return None
+
+
+def _with_memory(run: Callable[[], None], device: int) -> None:
+    """A launch of a kernel that asks for memory of its own, such as for descriptors. Whoever calls keeps a context of
+    its own, in which Triton's allocator stays what it was.
+    """
+    import triton
+
+    def allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", device))
+
+    triton.set_allocator(allocate)
+    run()
 
 
 def interpreter_is_on() -> bool:

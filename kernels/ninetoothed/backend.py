@@ -110,7 +110,7 @@ class NinetoothedBackend(GpuBackend):
         aligned = [name for name, offset in addresses.items() if variant.aligned and offset % 16 == 0]
         return KernelSpec(signature, aligned, int(config["num_warps"]), 1, constants, is_overlapped(config))
 
-    def _programs(self, ir: KernelIR, config: Config, sizes: Mapping[str, int]) -> int:
+    def _programs(self, ir: KernelIR, config: Config, target: Target, sizes: Mapping[str, int]) -> int:
         """Segments share programs, so the longest decides."""
         return max(segment_programs(segment, config, sizes) for segment in ir.segments)
 

@@ -19,6 +19,7 @@ from fuseplan.kernels.triton.emitter import KERNEL_NAME, buffer_names, emit_trit
 from fuseplan.kernels.triton.index import symbol_argument
 from fuseplan.kernels.triton.split_sums import COUNTERS, PARTIALS, scratch
 from fuseplan.kernels.triton.suggestions import suggestions
+from fuseplan.kernels.triton.tiles import FEW_ROWS, is_tiled, persistent_programs
 
 
 class TritonBackend(GpuBackend):
@@ -67,6 +68,8 @@ class TritonBackend(GpuBackend):
         return getattr(self.store.load(emit_triton(ir, config, wide or needs_int64(ir))), KERNEL_NAME)
 
     def _spec(self, ir: KernelIR, config: Config, variant: Variant) -> KernelSpec:
+        if not variant.aligned and contracts(ir) and is_tiled(ir):
+            raise BuildError(f"a matmul of more than {FEW_ROWS} rows reads tensors at multiples of 16 bytes")
         names = buffer_names(ir)
         pointers = {name: POINTER_TYPES[buffer.dtype] for name, buffer in zip(names, ir.buffers, strict=True)}
         if any(self.scratch(ir, config)):
@@ -76,7 +79,9 @@ class TritonBackend(GpuBackend):
         aligned = tuple(pointers) if variant.aligned else ()
         return KernelSpec({**pointers, **sizes}, aligned, warps, stages, overlapped=is_overlapped(config))
 
-    def _programs(self, ir: KernelIR, config: Config, sizes: Mapping[str, int]) -> int:
+    def _programs(self, ir: KernelIR, config: Config, target: Target, sizes: Mapping[str, int]) -> int:
+        if contracts(ir) and is_tiled(ir):
+            return persistent_programs(ir, config, target)
         return programs(ir, config, sizes)
 
     def scratch(self, ir: KernelIR, config: Config) -> tuple[int, int]:

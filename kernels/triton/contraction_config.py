@@ -3,7 +3,7 @@
 One row is a matter of bytes on their way: each thread loads its share of whole rows of weights. More rows are tiles of
 tensor cores, with blocks of the inner dimension in shared memory ahead of their use. So is one row where neighbours
 among the weights belong to different columns (``x @ w``): of whole rows of weights, each number would lie in a line of
-its own.
+its own. Many rows (:mod:`~fuseplan.kernels.triton.tiles`) are a matter of tiles as large as the registers.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from fuseplan.kernels.ir.backend import MAX_REGISTERS, REGISTER_FILE, Config, Ta
 from fuseplan.kernels.ir.gathers import footprint
 from fuseplan.kernels.ir.index import Coord, Index, Mod, evaluate, product
 from fuseplan.kernels.ir.ir import ITEMSIZE, Dot, KernelIR, Reduce, Segment
+from fuseplan.kernels.triton import tiles
 from fuseplan.kernels.triton.split_sums import unsplittable
 
 #: Registers for addresses, masks and the like, whatever the tile.
@@ -29,8 +30,10 @@ _LEAST_ROWS, _MOST_ROWS, _TILED_ROWS = 8, 32, 64
 _MOST_PROGRAMS, _LEAST_BLOCKS, _STAGES = 2, 4, 4
 #: Bytes of memory that come together.
 _LINE_BYTES = 32
-#: Rows of the left side above which libraries have better tiles.
-MAX_ROWS = 128
+#: Rows of a block of the left side at most.
+_MOST_BLOCK_ROWS = 128
+#: Of many rows: sums that a thread holds, fewest and most, and elements of the inner dimension in a block.
+_TILE_SUMS, _TILE_INNER = (64, 128), 64
 #: What one program of an H100 or H200 can have, less what the compiler takes.
 _SHARED_BYTES = 224 * 2**10
 
@@ -49,6 +52,15 @@ def tunables(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
     """
     rows, inner = _rows(ir), next_power_of_2(_inner(ir))
     overlap = tuple(Tunable(one.name, one.choices[:1]) for one in overlap_tunables(target))
+    if tiles.is_tiled(ir):
+        return (
+            *overlap,
+            Tunable("block_rows", (_MOST_BLOCK_ROWS,)),
+            Tunable("block_cols", (64, 128, 256)),
+            Tunable("block_inner", (_TILE_INNER,)),
+            Tunable("num_warps", (4, 8)),
+            Tunable("num_stages", (3, 4)),
+        )
     if rows == 1 and not _lie_across(ir):
         return (
             *overlap,
@@ -75,6 +87,8 @@ def tunables(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
 
 def infeasible(ir: KernelIR, config: Config, target: Target) -> str | None:
     """Why ``config`` is not worth compiling, or None."""
+    if tiles.is_tiled(ir):
+        return _infeasible_tiles(ir, config, target)
     rows, cols, inner = (int(config[name]) for name in ("block_rows", "block_cols", "block_inner"))
     threads, stages = 32 * int(config["num_warps"]), int(config["num_stages"])
     limit = min(MAX_REGISTERS, REGISTER_FILE // threads) - _BASE_REGISTERS
@@ -104,6 +118,24 @@ def infeasible(ir: KernelIR, config: Config, target: Target) -> str | None:
     return _pointless_splits(ir, config, count, target) if splits > 1 else None
 
 
+def _infeasible_tiles(ir: KernelIR, config: Config, target: Target) -> str | None:
+    rows, cols, threads = int(config["block_rows"]), int(config["block_cols"]), 32 * int(config["num_warps"])
+    (segment,) = ir.segments
+    sums, wide = _sums(segment), len(segment.products)
+    each, (fewest, most) = sums * rows * cols / threads, _TILE_SUMS
+    if not fewest <= each <= most:
+        return f"{each:g} sums for each thread"
+    held = int(config["num_stages"]) * int(config["block_inner"]) * (rows + wide * cols) * 2
+    if held > _SHARED_BYTES:
+        return f"{held} bytes of blocks on their way do not fit shared memory"
+    if cols > next_power_of_2(evaluate(segment.cols, {})):
+        return f"{cols} columns are more than there are"
+    across, along = tiles.tiles(segment, config)
+    if across * along < target.cores // 2:
+        return f"{across * along} tiles leave most of {target.cores} multiprocessors idle"
+    return None
+
+
 def _pointless_splits(ir: KernelIR, config: Config, count: int, target: Target) -> str | None:
     splits, inner = int(config["splits"]), int(config["block_inner"])
     for segment in ir.segments:
@@ -120,6 +152,8 @@ def _pointless_splits(ir: KernelIR, config: Config, count: int, target: Target) 
 
 def default_config(ir: KernelIR, target: Target) -> Config:
     """A configuration that is good without tuning."""
+    if tiles.is_tiled(ir):
+        return _default_tiles(ir, target)
     anchored = [segment for segment in ir.segments if segment.products]
     rows, sums = _rows(ir), max(map(_sums, anchored))
     each = max(_weight_bytes(ir, segment) for segment in anchored)
@@ -141,9 +175,19 @@ def default_config(ir: KernelIR, target: Target) -> Config:
     return _tiled(ir, default, sums, target) if rows >= _TILED_ROWS else default
 
 
+def _default_tiles(ir: KernelIR, target: Target) -> Config:
+    """The largest tiles that leave no multiprocessor idle."""
+    fixed = {"block_rows": _MOST_BLOCK_ROWS, "block_inner": _TILE_INNER}
+    found = [
+        {**default_overlap(target), **fixed, "block_cols": cols, "num_warps": warps, "num_stages": stages}
+        for cols in (256, 128, 64) for warps in (8, 4) for stages in (4, 3)
+    ]
+    return next((one for one in found if _infeasible_tiles(ir, one, target) is None), found[-1])
+
+
 def _tiled(ir: KernelIR, default: Config, sums: int, target: Target) -> Config:
     """The default for many rows: all of them in a block, and as many programs for each tile as there is work for."""
-    rows = min(MAX_ROWS, next_power_of_2(_rows(ir)))
+    rows = min(_MOST_BLOCK_ROWS, next_power_of_2(_rows(ir)))
     shape = {"block_cols": 64, "block_inner": 64, "num_warps": 4} if sums > 1 else {
         "block_cols": 128, "block_inner": 128, "num_warps": 8}
     found = ({**default, **shape, "block_rows": rows, "splits": splits} for splits in (4, 2, 1))
@@ -181,9 +225,7 @@ def refuse(ir: KernelIR) -> str | None:
     """Why no kernel is built around the matmuls of ``ir``, None where one can be."""
     if ir.symbols:
         return f"a matmul with dynamic sizes ({', '.join(ir.symbols)})"
-    if _rows(ir) > MAX_ROWS:
-        return f"a matmul of {_rows(ir)} rows: above {MAX_ROWS} it is a library's"
-    return None
+    return tiles.refuse(ir) if tiles.is_tiled(ir) else None
 
 
 def _rows(ir: KernelIR) -> int:

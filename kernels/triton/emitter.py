@@ -19,6 +19,7 @@ from fuseplan.kernels.triton.helpers import helper_sources
 from fuseplan.kernels.triton.index import symbol_argument, triton_size
 from fuseplan.kernels.triton.segment import SegmentEmitter
 from fuseplan.kernels.triton.split_sums import COUNTERS, PARTIALS, shares, unsplittable
+from fuseplan.kernels.triton.tiles import TileEmitter, is_tiled
 
 #: Name of the kernel in a generated module.
 KERNEL_NAME = "fused"
@@ -62,6 +63,8 @@ def _body(ir: KernelIR, number: int, config: Config, arguments: str, helpers: li
     segment = ir.segments[number]
     if not segment.products:
         return SegmentEmitter(ir.buffers, buffer_names(ir), segment, config).lines()
+    if is_tiled(ir):
+        return TileEmitter(ir.buffers, buffer_names(ir), segment, config).lines()
     share = shares(ir, config)[number]
     if share.splits > 1 and (reason := unsplittable(segment)) is not None:
         raise ValueError(reason)

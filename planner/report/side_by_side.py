@@ -18,7 +18,7 @@ from typing import TypeAlias
 import networkx as nx
 import pandas as pd
 
-from fuseplan.kernels.triton.contraction_config import MAX_ROWS
+from fuseplan.kernels.triton.tiles import FEW_ROWS
 from fuseplan.planner.report.frames import how_it_runs
 from fuseplan.planner.tuning.summary import RegionSummary
 from fuseplan.search.store.record import ATEN, GroupChoice, PlanRecord
@@ -162,8 +162,8 @@ def _otherwise(region: RegionSummary, plan: PlanRecord, positions: Sequence[int]
         covered = {position for ops in apart for position in ops} == set(best.ops)
         apart_us = f", apart {math.fsum(map(_time_us, apart.values())):.2f} us" if covered else ""
         return f"as one kernel, {_held(region, best.ops)}, {time_us:.2f} us{apart_us}"
-    if alone and matmul and rows > MAX_ROWS:
-        return f"no kernel with more was measured: they have matmuls of at most {MAX_ROWS} rows"
+    if alone and matmul and rows > FEW_ROWS:
+        return f"no kernel with more was measured: above {FEW_ROWS} rows it holds what follows one matmul, or a pair"
     single = [(time_us, one) for time_us, one in timed if not _held(region, one.ops)]
     each = [min((pair for pair in single if at in pair[1].ops), key=lambda pair: pair[0], default=None)
             for at in positions]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from quantised_groups import FORMATS, quantised
 
+from fuseplan.kernels.ir.backend import SM90
 from fuseplan.kernels.triton.backend import TritonBackend
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -33,6 +34,38 @@ def test_linears_of_narrow_weights_are_right(tmp_path: Path, name: str) -> None:
     given = [(name, quantised(name, rows, 512, 2048, torch.bfloat16), ()) for rows in (1, 16, 128)]
     found = list(matmul_groups.errors(TritonBackend(tmp_path), torch.bfloat16, "cuda", given))
     assert found and not [one for one in found if not matmul_groups.is_right(one)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_tiles_of_many_rows_are_right(tmp_path: Path, dtype: torch.dtype) -> None:
+    large = [
+        (f"{made.__name__} of {rows} rows", *made(rows, 1280, 1088, dtype))
+        for made in (matmul_groups.residual, matmul_groups.activated, matmul_groups.halved, matmul_groups.biased)
+        for rows in (192, 2049)
+    ]
+    given = [*matmul_groups.tiled_groups(dtype), *large]
+    found = list(matmul_groups.errors(TritonBackend(tmp_path), dtype, "cuda", given))
+    assert found and not [one for one in found if not matmul_groups.is_right(one)]
+
+
+def test_tiles_share_the_device_with_recordings_and_kernels_that_start_early(tmp_path: Path) -> None:
+    """Memory for descriptors is taken anew in each launch: two kernels one after another must not share it too soon."""
+    b, outputs = matmul_groups.activated(3072, 1024, 512, torch.bfloat16)
+    lowered, _ = matmul_groups.lowered_whole(b, *outputs)
+    backend = TritonBackend(tmp_path)
+    kernel = backend.fused_callable(lowered.ir, backend.default_config(lowered.ir, SM90), SM90)
+    inputs = [value.cuda() for value in b.values(lowered.inputs)]
+    others = [torch.randn_like(value) for value in inputs]
+    first, second = kernel(*inputs), kernel(*others)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = [kernel(*given) for _ in range(4) for given in (inputs, others)]
+    for _ in range(3):
+        for one in recorded:
+            one.zero_()
+        graph.replay()
+        assert all(torch.equal(one, (first, second)[at % 2]) for at, one in enumerate(recorded))
+        assert torch.equal(kernel(*inputs), first)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

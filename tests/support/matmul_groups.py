@@ -15,6 +15,7 @@ from fuseplan.kernels.ir.backend import SM90, Config
 from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.kernels.triton.backend import TritonBackend
 from fuseplan.kernels.triton.split_sums import unsplittable
+from fuseplan.kernels.triton.tiles import is_tiled
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.implementations.subject import _widened, chain_module
 from fuseplan.planner.lowering.lower import Lowered, group_nodes
@@ -114,6 +115,38 @@ def one_row_for_all(dtype: torch.dtype) -> tuple[Builder, tuple[str, ...]]:
     return b, (b("aten.add.Tensor", "residual", made),)
 
 
+def activated(rows: int, width: int, inner: int, dtype: torch.dtype) -> tuple[Builder, tuple[str, ...]]:
+    """SwiGLU of two projections of one value."""
+    given = weights("gate", "up", width=width, inner=inner, dtype=dtype)
+    b = Builder(x=hidden(rows // 3, 3, inner=inner, dtype=dtype), **given)
+    gate, up = (b("aten.linear.default", "x", name) for name in ("gate", "up"))
+    return b, (b("aten.mul.Tensor", b("aten.silu.default", gate), up),)
+
+
+def halved(rows: int, width: int, inner: int, dtype: torch.dtype) -> tuple[Builder, tuple[str, ...]]:
+    """SwiGLU of the halves of one projection, whose rows of weights do not begin at a block."""
+    b = Builder(x=hidden(rows, inner=inner, dtype=dtype), **weights("w", width=2 * width, inner=inner, dtype=dtype))
+    made = b("aten.linear.default", "x", "w")
+    gate, up = (b("aten.slice.Tensor", made, dim=1, start=at, end=at + width) for at in (0, width))
+    return b, (b("aten.mul.Tensor", b("aten.silu.default", gate), up),)
+
+
+def biased(rows: int, width: int, inner: int, dtype: torch.dtype) -> tuple[Builder, tuple[str, ...]]:
+    """A projection of a part of wider rows with a bias, and GELU; the sum is a result, too."""
+    wide = hidden(rows, inner=2 * inner, dtype=dtype)
+    b = Builder(x=wide, bias=scales(width, dtype), **weights("w", width=width, inner=inner, dtype=dtype))
+    part = b("aten.slice.Tensor", "x", dim=1, start=inner, end=2 * inner)
+    made = b("aten.linear.default", part, "w", "bias")
+    return b, (b("aten.gelu.default", made, approximate="tanh"), made)
+
+
+def tiled_groups(dtype: torch.dtype) -> Iterator[tuple[str, Builder, tuple[str, ...]]]:
+    """Groups of more rows than blocks have, in sizes that no block divides."""
+    for rows, width, inner in ((129, 72, 8), (387, 136, 72), (1200, 65, 200)):
+        for made in (residual, activated, halved, biased):
+            yield f"{made.__name__} {rows} {width} {inner}", *made(rows, width, inner, dtype)
+
+
 def plain_groups(dtype: torch.dtype) -> Iterator[tuple[str, Builder, tuple[str, ...]]]:
     """Groups of odd sizes by name, with weights as they are multiplied."""
     for rows in (1, 3, 17):
@@ -138,6 +171,10 @@ TOLERANCE = {"torch.bfloat16": 1.2e-2, "torch.float16": 1.5e-3, "torch.float32":
 def configs(backend: TritonBackend, ir: KernelIR, rows: int) -> Iterator[Config]:
     """The default, and blocks that end before, at and behind the last row, column and inner element."""
     yield backend.default_config(ir, SM90)
+    if is_tiled(ir):
+        for cols, warps in ((64, 4), (128, 8)):
+            yield {"block_rows": 128, "block_cols": cols, "block_inner": 64, "num_warps": warps, "num_stages": 3}
+        return
     for height, cols, inner in ((1, 1, 64), (1, 8, 16), (16, 16, 32)) if rows == 1 else ((16, 16, 16), (16, 32, 64)):
         yield {"block_rows": height, "block_cols": cols, "block_inner": inner, "num_warps": 1}
     splittable = all(unsplittable(segment) is None for segment in ir.segments)

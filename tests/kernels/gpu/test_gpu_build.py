@@ -95,7 +95,7 @@ def recording(launches: list[tuple[Any, ...]]) -> Callable[[Variant], Any]:
         def run(*args: Any) -> None:
             launches.append((variant, args[0], args[3], args[9:]))
 
-        return SimpleNamespace(run=run, function=1, packed_metadata=())
+        return SimpleNamespace(run=run, function=1, packed_metadata=(), metadata=None)
 
     return compile_variant
 

@@ -12,19 +12,21 @@ import torch.nn.functional as F
 from dispatch_samples import Block, compiled
 from graphs import Builder
 from lower_oracle import rms_norm
-from matmul_groups import hidden
+from matmul_groups import gated, hidden
 from quantised_groups import FORMATS, Written, quantised
 from reference_backend import ReferenceBackend
 from scripted_tuner import TARGET, ScriptedTuner
 
 import fuseplan.planner
-from fuseplan.kernels.ir.backend import Target
+from fuseplan.kernels.ir.backend import SM90, Target
 from fuseplan.kernels.ir.ir import KernelIR
+from fuseplan.kernels.triton.backend import TritonBackend
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.anchored import anchored_candidates
 from fuseplan.planner.groups.candidates import Candidate, CandidateLimits
 from fuseplan.planner.groups.regions import find_regions, is_anchor, region_parts
 from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.implementations import implementations_for
 from fuseplan.planner.lowering.recipes_matmul import MATMULS
 from fuseplan.planner.partition import across_anchors
 from fuseplan.planner.partition.across_anchors import groups_around_anchors
@@ -59,6 +61,16 @@ def test_groups_around_matmuls_reach_from_the_norm_to_the_activation() -> None:
     held = [names(graph, one.ops) for one in found]
     assert any(one.count("linear") == 2 and {"rsqrt", "silu"} <= set(one) for one in held)
     assert all(book.legal(one.ops) is None for one in found)
+
+
+def test_many_rows_keep_what_follows_a_pair_of_matmuls_and_leave_the_norm_apart(tmp_path: Path) -> None:
+    b, outputs = gated(2048, 512, 64, torch.bfloat16)
+    graph = b.graph(*outputs)
+    (region,) = find_regions(graph)
+    ways = implementations_for("graph", (TritonBackend(tmp_path),), SM90)
+    _, found = groups_around_anchors(GroupBook(graph, "fp32", "cuda"), region, ways, CandidateLimits())
+    held = [names(graph, one.ops) for one in found]
+    assert ["linear", "linear", "mul", "silu"] in held and not any("rsqrt" in one for one in held)
 
 
 def widest(graph: DataflowGraph) -> Candidate:

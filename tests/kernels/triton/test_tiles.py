@@ -1,0 +1,116 @@
+"""Matmuls of many rows as tiles that persistent programs walk: right under the interpreter, compiled for no GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from contextvars import copy_context
+from pathlib import Path
+
+import pytest
+import torch
+from graphs import Builder
+from matmul_groups import (
+    activated,
+    attention_inputs,
+    biased,
+    gated,
+    halved,
+    hidden,
+    is_right,
+    lowered_whole,
+    residual,
+    weights,
+)
+from ptx_paths import ptx_of
+
+from fuseplan.kernels.gpu.launch import Variant, _with_memory
+from fuseplan.kernels.ir.backend import SM90, BuildError
+from fuseplan.kernels.triton.backend import TritonBackend
+from fuseplan.kernels.triton.tiles import persistent_programs
+
+pytest.importorskip("triton")
+SUPPORT = Path(__file__).parents[2] / "support"
+
+
+def test_tiles_are_right_under_the_interpreter(tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])}
+    command = [sys.executable, "-W", "ignore", str(SUPPORT / "interpret_matmuls.py"), str(tmp_path), "tiles"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    wrong = [one for one in found if not is_right(one)]
+    assert not wrong, wrong[:5]
+    assert len({one["group"] for one in found}) == 12
+
+
+@pytest.mark.parametrize("made", [residual, activated, halved, biased])
+def test_tiles_are_copied_ahead_and_multiplied_by_tensor_cores_without_spills(
+    tmp_path: Path, made: Callable[..., tuple[Builder, tuple[str, ...]]]
+) -> None:
+    backend, (lowered, _) = TritonBackend(tmp_path), lowered_whole(*unpacked(made(1536, 2048, 64, torch.bfloat16)))
+    assert backend.refuse(lowered.ir, SM90) is None
+    config = backend.default_config(lowered.ir, SM90)
+    assert backend.infeasible(lowered.ir, config, SM90) is None
+    assert backend.prepare(lowered.ir, config, SM90).spill_bytes == 0
+    ptx = ptx_of(backend, lowered.ir, config)
+    assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
+    assert not re.search(r"ld\.global\S* [^;]*;\s*st\.shared", ptx)
+
+
+def unpacked(built: tuple[Builder, tuple[str, ...]]) -> tuple[Builder, *tuple[str, ...]]:
+    return built[0], *built[1]
+
+
+def test_each_multiprocessor_has_one_program_at_most(tmp_path: Path) -> None:
+    backend = TritonBackend(tmp_path)
+    for rows, width, programs in ((129, 64, 2), (4097, 512, 132)):
+        lowered, _ = lowered_whole(*unpacked(residual(rows, width, 64, torch.bfloat16)))
+        config = {**backend.default_config(lowered.ir, SM90), "block_cols": 64}
+        assert persistent_programs(lowered.ir, config, SM90) == programs
+
+
+def cut(stride: int, first: int = 0) -> tuple[Builder, tuple[str, ...]]:
+    """A projection of 16 columns of rows of ``stride``, from column ``first`` on."""
+    b = Builder(x=hidden(200, inner=stride), residual=hidden(200, inner=24), **weights("w"))
+    part = b("aten.slice.Tensor", "x", dim=1, start=first, end=first + 16)
+    return b, (b("aten.add.Tensor", "residual", b("aten.linear.default", part, "w")),)
+
+
+def transposed() -> tuple[Builder, tuple[str, ...]]:
+    b = Builder(x=torch.randn(16, 200).bfloat16().t(), residual=hidden(200, inner=24), **weights("w"))
+    return b, (b("aten.add.Tensor", "residual", b("aten.linear.default", "x", "w")),)
+
+
+@pytest.mark.parametrize(("built", "reason"), [
+    (lambda: gated(200, 64, 64, torch.bfloat16), "computed"),
+    (lambda: residual(200, 64, 64, torch.float32), "float32"),
+    (lambda: attention_inputs(200, 64, torch.bfloat16), "3 parts"),
+    (lambda: cut(20), "multiples of 16 bytes"),
+    (lambda: cut(24, 4), "multiples of 16 bytes"),
+    (transposed, "does not lie in rows"),
+])
+def test_what_the_accelerator_cannot_copy_is_refused(
+    tmp_path: Path, built: Callable[[], tuple[Builder, tuple[str, ...]]], reason: str
+) -> None:
+    lowered, _ = lowered_whole(*unpacked(built()))
+    refused = TritonBackend(tmp_path).refuse(lowered.ir, SM90)
+    assert refused is not None and reason in refused
+
+
+def test_memory_at_odd_addresses_is_said_and_not_copied_wrongly(tmp_path: Path) -> None:
+    backend, (lowered, _) = TritonBackend(tmp_path), lowered_whole(*unpacked(residual(200, 64, 64, torch.bfloat16)))
+    with pytest.raises(BuildError, match="multiples of 16 bytes"):
+        backend._spec(lowered.ir, backend.default_config(lowered.ir, SM90), Variant(aligned=False))
+
+
+def test_memory_for_a_launch_leaves_the_caller_his_allocator() -> None:
+    from triton.runtime import _allocation
+
+    before, during = _allocation._allocator.get(), []
+    copy_context().run(_with_memory, lambda: during.append(_allocation._allocator.get()), 0)
+    assert _allocation._allocator.get() is before and during[0] is not before

@@ -68,9 +68,10 @@ class GpuBackend(Backend, WritesInPlace):
     def load(self, ir: KernelIR, config: Config, target: Target) -> CompiledKernel:
         if interpreter_is_on():
             config = plainly(config)
-            function, programs = self._function(ir, config), functools.partial(self._programs, ir, config, target)
             interpreted = InterpretedKernel(
-                function, programs, ir.symbols, self._arguments(ir, config), self._buffer_count(ir, config))
+                self._function(ir, config, Variant()), functools.partial(self._programs, ir, config, target),
+                ir.symbols, self._arguments(ir, config), self._buffer_count(ir, config),
+            )
             return self._with_scratch(interpreted, ir, config)
         if not torch.cuda.is_available():
             raise BuildError(f"{self.name}: no CUDA device is visible to load a kernel on; prepare() needs none")
@@ -97,15 +98,15 @@ class GpuBackend(Backend, WritesInPlace):
         self, ir: KernelIR, config: Config, target: Target, variant: Variant, known: Resources | None = None
     ) -> Any:
         """Triton's ``CompiledKernel``."""
-        return compile_kernel(self._function(ir, config, variant.wide), self._spec(ir, config, variant), target, known)
+        return compile_kernel(self._function(ir, config, variant), self._spec(ir, config, variant), target, known)
 
     @abstractmethod
     def versions(self) -> str:
         """Versions of what a binary depends on beside its source."""
 
     @abstractmethod
-    def _function(self, ir: KernelIR, config: Config, wide: bool = False) -> Any:
-        """The generated ``@triton.jit`` function; with ``wide`` its index arithmetic is in 64 bits."""
+    def _function(self, ir: KernelIR, config: Config, variant: Variant) -> Any:
+        """The generated ``@triton.jit`` function."""
 
     @abstractmethod
     def _spec(self, ir: KernelIR, config: Config, variant: Variant) -> KernelSpec:

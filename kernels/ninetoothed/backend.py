@@ -88,7 +88,7 @@ class NinetoothedBackend(GpuBackend):
 
         return f"{triton.__version__}|{_version()}"
 
-    def _function(self, ir: KernelIR, config: Config, wide: bool = False) -> Any:
+    def _function(self, ir: KernelIR, config: Config, variant: Variant) -> Any:
         """The Triton function that ninetoothed generates; what needs wide indices was refused."""
         source, folder = self.source(ir, config), self.store.folder
         try:
@@ -128,7 +128,7 @@ class NinetoothedBackend(GpuBackend):
             known[f"ninetoothed_{view.name}_pointer"] = (view, None)
             for dimension in range(len(view.shape)):
                 known[f"ninetoothed_{view.name}_stride_{dimension}"] = (view, dimension)
-        for name in self._function(ir, config).arg_names:
+        for name in self._function(ir, config, Variant()).arg_names:
             if name not in known:
                 raise BuildError(f"ninetoothed generated a parameter '{name}' that no argument explains")
             yield name, *known[name]

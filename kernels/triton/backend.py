@@ -19,7 +19,7 @@ from fuseplan.kernels.triton.emitter import KERNEL_NAME, buffer_names, emit_trit
 from fuseplan.kernels.triton.index import symbol_argument
 from fuseplan.kernels.triton.split_sums import COUNTERS, PARTIALS, scratch
 from fuseplan.kernels.triton.suggestions import suggestions
-from fuseplan.kernels.triton.tiles import FEW_ROWS, is_tiled, persistent_programs
+from fuseplan.kernels.triton.tiles import is_tiled, persistent_programs
 
 
 class TritonBackend(GpuBackend):
@@ -31,7 +31,7 @@ class TritonBackend(GpuBackend):
     def refuse(self, ir: KernelIR, target: Target) -> str | None:
         if target.device_type != "cuda":
             return f"triton kernels run on CUDA devices, not on '{target.device_type}'"
-        if contracts(ir) and (reason := contraction_config.refuse(ir)) is not None:
+        if contracts(ir) and (reason := contraction_config.refuse(ir, target)) is not None:
             return reason
         if not ir.symbols:  # only a dynamic size can be one that cannot be written
             return None
@@ -64,12 +64,11 @@ class TritonBackend(GpuBackend):
 
         return str(triton.__version__)
 
-    def _function(self, ir: KernelIR, config: Config, wide: bool = False) -> Any:
-        return getattr(self.store.load(emit_triton(ir, config, wide or needs_int64(ir))), KERNEL_NAME)
+    def _function(self, ir: KernelIR, config: Config, variant: Variant) -> Any:
+        source = emit_triton(ir, config, variant.wide or needs_int64(ir), variant.aligned)
+        return getattr(self.store.load(source), KERNEL_NAME)
 
     def _spec(self, ir: KernelIR, config: Config, variant: Variant) -> KernelSpec:
-        if not variant.aligned and contracts(ir) and is_tiled(ir):
-            raise BuildError(f"a matmul of more than {FEW_ROWS} rows reads tensors at multiples of 16 bytes")
         names = buffer_names(ir)
         pointers = {name: POINTER_TYPES[buffer.dtype] for name, buffer in zip(names, ir.buffers, strict=True)}
         if any(self.scratch(ir, config)):

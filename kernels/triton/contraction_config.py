@@ -26,7 +26,7 @@ _LEAST_EACH, _MOST_EACH = 8, 128
 #: Rows of weights that a warp multiplies at least, and at most; more from so many rows of the left side on.
 _LEAST_ROWS, _MOST_ROWS, _TILED_ROWS = 8, 32, 64
 #: Where programs share a tile: how many for each multiprocessor at most, the blocks of the inner dimension for each at
-#: least, and how many of these are on their way, there and where rows are many.
+#: least, and how many of these are on their way, there and from ``_TILED_ROWS`` rows on.
 _MOST_PROGRAMS, _LEAST_BLOCKS, _STAGES = 2, 4, 4
 #: Bytes of memory that come together.
 _LINE_BYTES = 32
@@ -59,7 +59,7 @@ def tunables(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
             Tunable("block_cols", (64, 128, 256)),
             Tunable("block_inner", (_TILE_INNER,)),
             Tunable("num_warps", (4, 8)),
-            Tunable("num_stages", (3, 4)),
+            Tunable("num_stages", (_STAGES,)),
         )
     if rows == 1 and not _lie_across(ir):
         return (
@@ -177,10 +177,10 @@ def default_config(ir: KernelIR, target: Target) -> Config:
 
 def _default_tiles(ir: KernelIR, target: Target) -> Config:
     """The largest tiles that leave no multiprocessor idle."""
-    fixed = {"block_rows": _MOST_BLOCK_ROWS, "block_inner": _TILE_INNER}
+    fixed = {"block_rows": _MOST_BLOCK_ROWS, "block_inner": _TILE_INNER, "num_stages": _STAGES}
     found = [
-        {**default_overlap(target), **fixed, "block_cols": cols, "num_warps": warps, "num_stages": stages}
-        for cols in (256, 128, 64) for warps in (8, 4) for stages in (4, 3)
+        {**default_overlap(target), **fixed, "block_cols": cols, "num_warps": warps}
+        for cols in (256, 128, 64) for warps in (8, 4)
     ]
     return next((one for one in found if _infeasible_tiles(ir, one, target) is None), found[-1])
 
@@ -221,11 +221,11 @@ def likeness(ir: KernelIR) -> tuple[tuple[object, ...], ...]:
     ))
 
 
-def refuse(ir: KernelIR) -> str | None:
+def refuse(ir: KernelIR, target: Target) -> str | None:
     """Why no kernel is built around the matmuls of ``ir``, None where one can be."""
     if ir.symbols:
         return f"a matmul with dynamic sizes ({', '.join(ir.symbols)})"
-    return tiles.refuse(ir) if tiles.is_tiled(ir) else None
+    return tiles.refuse(ir, target) if tiles.is_tiled(ir) else None
 
 
 def _rows(ir: KernelIR) -> int:

@@ -32,18 +32,18 @@ def buffer_names(ir: KernelIR) -> tuple[str, ...]:
     return tuple(f"out{n - count}" if buffer.is_output else f"in{n}" for n, buffer in enumerate(ir.buffers))
 
 
-def emit_triton(ir: KernelIR, config: Config, wide: bool = False) -> str:
+def emit_triton(ir: KernelIR, config: Config, wide: bool = False, aligned: bool = True) -> str:
     """Source of a Triton module whose function ``fused(*buffers, *dynamic sizes)`` computes ``ir``.
 
-    With ``wide`` its index arithmetic is in 64 bits. BuildError where a size is no integer arithmetic, or the config
-    holds what no kernel has.
+    With ``wide`` its index arithmetic is in 64 bits; ``aligned`` buffers begin at multiples of 16 bytes. BuildError
+    where a size is no integer arithmetic, or the config holds what no kernel has.
     """
     config = checked(config, PARAMETERS)
     scratch = (PARTIALS, COUNTERS) if any(splits_of(segment, config) > 1 for segment in ir.segments) else ()
     signature = ", ".join([*buffer_names(ir), *scratch, *(symbol_argument(name) for name in ir.symbols)])
     helpers: list[Function] = []
     try:
-        bodies = [_body(ir, number, config, signature, helpers) for number in range(len(ir.segments))]
+        bodies = [_body(ir, number, config, signature, helpers, aligned) for number in range(len(ir.segments))]
         counts = [_program_count(segment, config) for segment in ir.segments]
     except ValueError as error:
         raise BuildError(f"triton: {error}") from error
@@ -58,13 +58,15 @@ def emit_triton(ir: KernelIR, config: Config, wide: bool = False) -> str:
     return "\n\n\n".join([_header(ir, config), *helper_sources(code), code]) + "\n"
 
 
-def _body(ir: KernelIR, number: int, config: Config, arguments: str, helpers: list[Function]) -> list[str]:
+def _body(
+    ir: KernelIR, number: int, config: Config, arguments: str, helpers: list[Function], aligned: bool
+) -> list[str]:
     """The statements of a segment; functions that they call are added to ``helpers``."""
     segment = ir.segments[number]
     if not segment.products:
         return SegmentEmitter(ir.buffers, buffer_names(ir), segment, config).lines()
     if is_tiled(ir):
-        return TileEmitter(ir.buffers, buffer_names(ir), segment, config).lines()
+        return TileEmitter(ir.buffers, buffer_names(ir), segment, config, aligned).lines()
     share = shares(ir, config)[number]
     if share.splits > 1 and (reason := unsplittable(segment)) is not None:
         raise ValueError(reason)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fuseplan.kernels.gpu.launch import interpreter_is_on
-from fuseplan.kernels.gpu.overlap import overlapped
+from fuseplan.kernels.gpu.overlap import can_overlap, overlapped
 from fuseplan.kernels.gpu.tile import tile_of
 from fuseplan.kernels.ir.backend import Config, Target
 from fuseplan.kernels.ir.index import Coord, evaluate, is_static
@@ -45,13 +45,20 @@ class Matrix:
     stride: int
 
 
+def has_accelerator(target: Target) -> bool:
+    """Whether the device has a tensor memory accelerator: from Hopper on, as is programmatic dependent launch."""
+    return can_overlap(target)
+
+
 def is_tiled(ir: KernelIR) -> bool:
     """Whether a kernel has a matmul of so many rows that its tiles are walked by persistent programs."""
     return any(segment.products and evaluate(segment.num_rows, {}) > FEW_ROWS for segment in ir.segments)
 
 
-def refuse(ir: KernelIR) -> str | None:
+def refuse(ir: KernelIR, target: Target) -> str | None:
     """Why no program can walk the tiles of ``ir``, whose sizes are static; None where one can."""
+    if not has_accelerator(target):
+        return f"a matmul of more than {FEW_ROWS} rows, on a device without a tensor memory accelerator"
     if len(ir.segments) != 1:
         return f"a matmul of more than {FEW_ROWS} rows in a kernel of {len(ir.segments)} parts"
     (segment,) = ir.segments
@@ -110,11 +117,16 @@ def persistent_programs(ir: KernelIR, config: Config, target: Target) -> int:
 
 
 class TileEmitter(SegmentEmitter):
-    """Emits a segment with products whose tiles persistent programs walk."""
+    """Emits a segment with products whose tiles persistent programs walk.
 
-    def __init__(self, buffers: Sequence[Buffer], names: Sequence[str], segment: Segment, config: Config) -> None:
+    Threads read what the accelerator cannot: sides in memory that is not ``aligned``.
+    """
+
+    def __init__(
+        self, buffers: Sequence[Buffer], names: Sequence[str], segment: Segment, config: Config, aligned: bool
+    ) -> None:
         super().__init__(buffers, names, segment, config)
-        self.block = int(config["block_inner"])
+        self.block, self.aligned = int(config["block_inner"]), aligned
         live = ancestors(segment.body, (value for store in segment.stores for value in store.values))
         self.dots = list(dict.fromkeys(one for one in map(segment.body.__getitem__, live) if isinstance(one, Dot)))
         #: Each matrix once, with the rows of a block of it.
@@ -130,8 +142,11 @@ class TileEmitter(SegmentEmitter):
         walked = [*self._order(), *self._geometry("\n".join(body)), *body]
         rows, cols = tiles(self.segment, self.config)
         head = f"for tile in tl.range(pid, {rows * cols}, tl.num_programs(0)):"
-        lines = [*self._descriptors(), head, *(f"{_INDENT}{line}".replace("\n", f"\n{_INDENT}") for line in walked)]
-        return overlapped(_statements(lines), self.config, "tl.make_tensor_descriptor(", "tl.store(")
+        lines = [head, *(f"{_INDENT}{line}".replace("\n", f"\n{_INDENT}") for line in walked)]
+        if self.aligned:
+            lines = [*self._descriptors(), *lines]
+        first = "tl.make_tensor_descriptor(" if self.aligned else "tl.load("
+        return overlapped(_statements(lines), self.config, first, "tl.store(")
 
     def _matrix(self, side: Segment, value: int) -> Matrix:
         found = matrix_of(self.buffers, side, value)
@@ -175,13 +190,22 @@ class TileEmitter(SegmentEmitter):
                 for key in ((left, rows), (right, picked))
             )
             lines.append(f"dot{at} = tl.dot({one}, {other}.T, dot{at})")
-        read = (f"{name} = side{side}.load([({row}).to(tl.int32), start])" for (side, row), name in loads.items())
+        read = (f"{name} = {self._read(side, row)}" for (side, row), name in loads.items())
         inner, stages = max(matrix.inner for matrix in self.matrices), self.config["num_stages"]
         return [
             *(f"dot{at} = tl.zeros(({self.tile.rows}, {self.tile.cols}), tl.float32)" for at in range(len(self.dots))),
             f"for start in tl.range(0, {inner}, {self.block}, num_stages={stages}):",
             *(_INDENT + line for line in (*read, *lines)),
         ]
+
+    def _read(self, side: int, first: str) -> str:
+        """A block of a side from a row on, with zeros behind the end of its rows and of the inner dimension."""
+        if self.aligned:
+            return f"side{side}.load([({first}).to(tl.int32), start])"
+        matrix, rows = list(self.matrices.items())[side]
+        row, col = f"({first} + tl.arange(0, {rows}))[:, None]", f"(start + tl.arange(0, {self.block}))[None, :]"
+        pointer = f"{self.names[matrix.buffer]} + {matrix.offset} + {row} * {matrix.stride} + {col}"
+        return f"tl.load({pointer}, mask=({row} < {matrix.rows}) & ({col} < {matrix.inner}), other=0.0)"
 
     def _taken(self, name: str, product: Product) -> str:
         # Triton's interpreter multiplies the bits of bfloat16 numbers.

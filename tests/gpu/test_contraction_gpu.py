@@ -68,6 +68,18 @@ def test_tiles_share_the_device_with_recordings_and_kernels_that_start_early(tmp
         assert torch.equal(kernel(*inputs), first)
 
 
+def test_tiles_of_memory_at_odd_addresses(tmp_path: Path) -> None:
+    b, outputs = matmul_groups.activated(1536, 1024, 520, torch.bfloat16)
+    lowered, (expected,) = matmul_groups.lowered_whole(b, *outputs)
+    backend = TritonBackend(tmp_path)
+    kernel = backend.fused_callable(lowered.ir, backend.default_config(lowered.ir, SM90), SM90)
+    inputs = [value.cuda() for value in b.values(lowered.inputs)]
+    room = [torch.empty(value.numel() + 1, dtype=value.dtype, device="cuda") for value in inputs]
+    moved = [one[1:].view(value.shape).copy_(value) for one, value in zip(room, inputs, strict=True)]
+    for given in (inputs, moved, inputs):
+        torch.testing.assert_close(kernel(*given).cpu().double(), expected, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_of_one_position_is_right(dtype: torch.dtype) -> None:
     found = list(decode_attention_samples.errors(dtype, "cuda"))

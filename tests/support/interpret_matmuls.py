@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,15 +18,26 @@ sys.path.insert(0, str(Path(__file__).parent))
 from interpret_kernels import round_to_nearest
 from matmul_groups import errors, groups, tiled_groups
 
+from fuseplan.kernels.gpu.launch import Variant
+from fuseplan.kernels.ir.backend import Config
+from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.kernels.triton.backend import TritonBackend
+
+
+class Misaligned(TritonBackend):
+    """Kernels as for memory that begins at any address."""
+
+    def _function(self, ir: KernelIR, config: Config, variant: Variant) -> Any:
+        return super()._function(ir, config, replace(variant, aligned=False))
 
 
 def main(cache_dir: str, which: str = "") -> None:
     round_to_nearest()
     backend, halves = TritonBackend(cache_dir), (torch.bfloat16, torch.float16)
-    given = [(dtype, tiled_groups(dtype)) for dtype in halves] if which == "tiles" else [
-        (dtype, groups(dtype)) for dtype in (*halves, torch.float32)]
-    print(json.dumps([one for dtype, several in given for one in errors(backend, dtype, "cpu", several)]))
+    given = [(backend, dtype, groups(dtype)) for dtype in (*halves, torch.float32)]
+    if which == "tiles":
+        given = [(made, dtype, tiled_groups(dtype)) for made in (backend, Misaligned(cache_dir)) for dtype in halves]
+    print(json.dumps([one for made, dtype, several in given for one in errors(made, dtype, "cpu", several)]))
 
 
 if __name__ == "__main__":

@@ -166,7 +166,7 @@ def test_the_path_check_sees_a_branch_around_the_wait() -> None:
 
 def test_the_generated_ninetoothed_module_can_be_read(tmp_path: Path) -> None:
     backend, ir = NinetoothedBackend(tmp_path), samples.swiglu(5, 256, "bfloat16").ir
-    function = backend._function(ir, backend.default_config(ir, IN_GRAPH))
+    function = backend._function(ir, backend.default_config(ir, IN_GRAPH), Variant())
     lines = [line.strip() for line in Path(inspect.getfile(function.fn)).read_text().splitlines()]
     assert lines[0].startswith("from triton.language.extra.cuda import")
     assert lines.count("gdc_wait()") == 1

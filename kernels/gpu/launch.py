@@ -187,8 +187,9 @@ class _Loader:
 
 
 def _with_memory(run: Callable[[], None], device: int) -> None:
-    """A launch of a kernel that asks for memory of its own, such as for descriptors. Whoever calls keeps a context of
-    its own, in which Triton's allocator stays what it was.
+    """Launch a kernel that asks for memory, such as for descriptors.
+
+    To be run in a copy of the context: it sets Triton's allocator there, and the caller's stays what it was.
     """
     import triton
 

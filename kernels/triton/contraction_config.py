@@ -24,9 +24,9 @@ _BASE_REGISTERS = 32
 #: Elements of weights that a thread has on their way at least, and at most.
 _LEAST_EACH, _MOST_EACH = 8, 128
 #: Rows of weights that a warp multiplies at least, and at most; more from so many rows of the left side on.
-_LEAST_ROWS, _MOST_ROWS, _TILED_ROWS = 8, 32, 64
+_LEAST_ROWS, _MOST_ROWS, _WHOLE_ROWS = 8, 32, 64
 #: Where programs share a tile: how many for each multiprocessor at most, the blocks of the inner dimension for each at
-#: least, and how many of these are on their way, there and from ``_TILED_ROWS`` rows on.
+#: least, and how many of these are on their way, there and from ``_WHOLE_ROWS`` rows on.
 _MOST_PROGRAMS, _LEAST_BLOCKS, _STAGES = 2, 4, 4
 #: Bytes of memory that come together.
 _LINE_BYTES = 32
@@ -44,7 +44,7 @@ def contracts(ir: KernelIR) -> bool:
 
 
 def tunables(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
-    """``block_rows``, ``block_cols`` (of the epilogue), ``block_inner``, ``num_warps`` and ``num_stages``; for several
+    """``block_rows``, ``block_cols`` (of the epilogue), ``block_inner``, ``num_warps`` and ``num_stages``; for 2 to 128
     rows ``splits``, the programs that share the inner dimension of a tile.
 
     On devices that can, ``overlap`` comes first; it has one choice, for the others gain nothing where most of a
@@ -77,10 +77,10 @@ def tunables(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
         Tunable("block_rows", covering),
         Tunable("block_cols", (16, 32, 64, 128)),
         Tunable("block_inner", tuple(
-            size for size in ((64, 128) if rows >= _TILED_ROWS else (128, 256)) if size <= inner
+            size for size in ((64, 128) if rows >= _WHOLE_ROWS else (128, 256)) if size <= inner
         ) or (max(inner, 16),)),
         Tunable("num_warps", (2, 4, 8)),
-        Tunable("num_stages", (_STAGES,) if rows >= _TILED_ROWS else (3, 4, 5)),
+        Tunable("num_stages", (_STAGES,) if rows >= _WHOLE_ROWS else (3, 4, 5)),
         Tunable("splits", (1, 2, 4)),
     )
 
@@ -107,7 +107,7 @@ def infeasible(ir: KernelIR, config: Config, target: Target) -> str | None:
         if sums * rows * cols / threads > limit:
             return f"{sums} sums of {rows}x{cols} do not fit the registers of {threads} threads"
         each = sums * cols / int(config["num_warps"])
-        if not _LEAST_ROWS <= each <= _MOST_ROWS * (1 + (_rows(ir) >= _TILED_ROWS)):
+        if not _LEAST_ROWS <= each <= _MOST_ROWS * (1 + (_rows(ir) >= _WHOLE_ROWS)):
             return f"{each:g} rows of weights for each warp"
         held = stages * inner * (sums * cols * _weight_bytes(ir, segment) + rows * 2)
         if held > _SHARED_BYTES:
@@ -121,18 +121,18 @@ def infeasible(ir: KernelIR, config: Config, target: Target) -> str | None:
 def _infeasible_tiles(ir: KernelIR, config: Config, target: Target) -> str | None:
     rows, cols, threads = int(config["block_rows"]), int(config["block_cols"]), 32 * int(config["num_warps"])
     (segment,) = ir.segments
-    sums, wide = _sums(segment), len(segment.products)
-    each, (fewest, most) = sums * rows * cols / threads, _TILE_SUMS
+    each, (fewest, most) = _sums(segment) * rows * cols / threads, _TILE_SUMS
     if not fewest <= each <= most:
         return f"{each:g} sums for each thread"
-    held = int(config["num_stages"]) * int(config["block_inner"]) * (rows + wide * cols) * 2
+    brought = tiles.rows_on_their_way(ir.buffers, segment, config)
+    held = int(config["num_stages"]) * int(config["block_inner"]) * brought * 2
     if held > _SHARED_BYTES:
         return f"{held} bytes of blocks on their way do not fit shared memory"
     if cols > next_power_of_2(evaluate(segment.cols, {})):
         return f"{cols} columns are more than there are"
-    across, along = tiles.tiles(segment, config)
-    if across * along < target.cores // 2:
-        return f"{across * along} tiles leave most of {target.cores} multiprocessors idle"
+    row_blocks, col_blocks = tiles.tiles(segment, config)
+    if row_blocks * col_blocks < target.cores // 2:
+        return f"{row_blocks * col_blocks} tiles leave most of {target.cores} multiprocessors idle"
     return None
 
 
@@ -157,7 +157,7 @@ def default_config(ir: KernelIR, target: Target) -> Config:
     anchored = [segment for segment in ir.segments if segment.products]
     rows, sums = _rows(ir), max(map(_sums, anchored))
     each = max(_weight_bytes(ir, segment) for segment in anchored)
-    wide = rows >= _TILED_ROWS or each > 2.5
+    wide = rows >= _WHOLE_ROWS or each > 2.5
     # The narrower weights are, the more of them make the same bytes on their way.
     several = min(8, next_power_of_2(round(2 / each)))
     if rows == 1 and not _lie_across(ir):
@@ -172,20 +172,21 @@ def default_config(ir: KernelIR, target: Target) -> Config:
     default = {**default_overlap(target), **chosen}
     if _lie_across(ir):
         return _across(ir, default, target)
-    return _tiled(ir, default, sums, target) if rows >= _TILED_ROWS else default
+    return _all_rows(ir, default, sums, target) if rows >= _WHOLE_ROWS else default
 
 
 def _default_tiles(ir: KernelIR, target: Target) -> Config:
-    """The largest tiles that leave no multiprocessor idle."""
+    """The largest tiles that leave few multiprocessors idle; where none does, those of the fewest sums a thread."""
     fixed = {"block_rows": _MOST_BLOCK_ROWS, "block_inner": _TILE_INNER, "num_stages": _STAGES}
     found = [
         {**default_overlap(target), **fixed, "block_cols": cols, "num_warps": warps}
         for cols in (256, 128, 64) for warps in (8, 4)
     ]
-    return next((one for one in found if _infeasible_tiles(ir, one, target) is None), found[-1])
+    smallest = {**found[-1], "num_warps": 8}
+    return next((one for one in found if _infeasible_tiles(ir, one, target) is None), smallest)
 
 
-def _tiled(ir: KernelIR, default: Config, sums: int, target: Target) -> Config:
+def _all_rows(ir: KernelIR, default: Config, sums: int, target: Target) -> Config:
     """The default for many rows: all of them in a block, and as many programs for each tile as there is work for."""
     rows = min(_MOST_BLOCK_ROWS, next_power_of_2(_rows(ir)))
     shape = {"block_cols": 64, "block_inner": 64, "num_warps": 4} if sums > 1 else {

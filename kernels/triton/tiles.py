@@ -16,7 +16,7 @@ from fuseplan.kernels.gpu.overlap import can_overlap, overlapped
 from fuseplan.kernels.gpu.tile import tile_of
 from fuseplan.kernels.ir.backend import Config, Target
 from fuseplan.kernels.ir.index import Coord, evaluate, is_static
-from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, Dot, Instr, KernelIR, Load, Product, Segment, ancestors
+from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, Dot, Instr, KernelIR, Load, Product, RowValue, Segment, ancestors
 from fuseplan.kernels.triton.segment import SegmentEmitter, _statements
 from fuseplan.kernels.triton.values import tl_type
 
@@ -63,17 +63,25 @@ def refuse(ir: KernelIR, target: Target) -> str | None:
         return f"a matmul of more than {FEW_ROWS} rows in a kernel of {len(ir.segments)} parts"
     (segment,) = ir.segments
     for one in segment.products:
-        for side, value in ((one.left, one.left_value), (one.right, one.right_value)):
-            if isinstance(found := matrix_of(ir.buffers, side, value), str):
-                return f"a matmul of more than {FEW_ROWS} rows, {found}"
+        sides = [matrix_of(ir.buffers, *side) for side in _sides(one)]
+        dtypes = {ir.buffers[side.buffer].dtype for side in sides if isinstance(side, Matrix)}
+        reasons = [side for side in sides if isinstance(side, str)]
+        if reasons or len(dtypes) > 1:
+            return f"a matmul of more than {FEW_ROWS} rows, {reasons[0] if reasons else 'of two types'}"
     for instr in segment.body:
+        if isinstance(instr, RowValue):
+            return f"a matmul of more than {FEW_ROWS} rows, with a factor for each row of its left side"
         if isinstance(instr, Dot) and _first_row(segment, instr) is None:
             return f"a matmul of more than {FEW_ROWS} rows whose results are not read in the order of its weights"
     return None
 
 
+def _sides(product: Product) -> tuple[tuple[Segment, int], tuple[Segment, int]]:
+    return (product.left, product.left_value), (product.right, product.right_value)
+
+
 def matrix_of(buffers: Sequence[Buffer], side: Segment, value: int) -> Matrix | str:
-    """The memory that is a side of a product, or why it is not memory as it lies."""
+    """The memory that a side of a product reads, or why the side is not simply memory."""
     instr = side.body[value]
     if not isinstance(instr, Load) or instr.mask is not None or instr.gather is not None:
         return "one of whose sides is computed"
@@ -92,7 +100,9 @@ def matrix_of(buffers: Sequence[Buffer], side: Segment, value: int) -> Matrix | 
             return "one of whose sides has rows at several distances"
         below *= rows[axis]
     multiple = _ALIGNMENT // ITEMSIZE[dtype]
-    if not stride or stride % multiple or index.const % multiple:
+    if not stride:
+        return "one of whose sides has the same memory for all rows"
+    if stride % multiple or index.const % multiple:
         return f"one of whose sides has rows that do not begin at multiples of {_ALIGNMENT} bytes"
     return Matrix(instr.buffer, int(index.const), below, inner, stride)
 
@@ -101,6 +111,40 @@ def _first_row(segment: Segment, dot: Dot) -> int | None:
     """The row of the weights that column 0 picks, where the columns pick one after another; else None."""
     column = ((Coord(segment.col_axis, segment.cols), 1),)
     return int(dot.index.const) if dot.index.terms == column and is_static(dot.index.const) else None
+
+
+@dataclass(frozen=True)
+class Block:
+    """``rows`` rows of a matrix and a part of the inner dimension: what a step of the loop over that brings.
+
+    The rows are those of a tile of the left side; of the right side those that the tile's columns pick, of which column
+    0 picks number ``first``.
+    """
+
+    matrix: Matrix
+    rows: int
+    first: int | None = None
+
+
+def steps(buffers: Sequence[Buffer], segment: Segment, config: Config) -> tuple[tuple[Dot, Block, Block], ...]:
+    """Each sum that is needed, and the blocks of both sides whose product a step adds to it.
+
+    ValueError where a side is not simply memory.
+    """
+    tile = tile_of(segment, config)
+    live = ancestors(segment.body, (value for store in segment.stores for value in store.values))
+    found = []
+    for dot in dict.fromkeys(one for one in map(segment.body.__getitem__, live) if isinstance(one, Dot)):
+        left, right = (matrix_of(buffers, *side) for side in _sides(segment.products[dot.product]))
+        if isinstance(left, str) or isinstance(right, str):
+            raise ValueError(f"a matmul {left if isinstance(left, str) else right}")
+        found.append((dot, Block(left, tile.rows), Block(right, tile.cols, _first_row(segment, dot))))
+    return tuple(found)
+
+
+def rows_on_their_way(buffers: Sequence[Buffer], segment: Segment, config: Config) -> int:
+    """Rows of all blocks that a step brings, each block once."""
+    return sum(one.rows for one in {one for _, *sides in steps(buffers, segment, config) for one in sides})
 
 
 def tiles(segment: Segment, config: Config) -> tuple[int, int]:
@@ -127,18 +171,15 @@ class TileEmitter(SegmentEmitter):
     ) -> None:
         super().__init__(buffers, names, segment, config)
         self.block, self.aligned = int(config["block_inner"]), aligned
-        live = ancestors(segment.body, (value for store in segment.stores for value in store.values))
-        self.dots = list(dict.fromkeys(one for one in map(segment.body.__getitem__, live) if isinstance(one, Dot)))
-        #: Each matrix once, with the rows of a block of it.
-        self.matrices: dict[Matrix, int] = {}
-        for dot in self.dots:
-            product = segment.products[dot.product]
-            self.matrices.setdefault(self._matrix(product.left, product.left_value), self.tile.rows)
-            self.matrices.setdefault(self._matrix(product.right, product.right_value), self.tile.cols)
+        self.steps = steps(buffers, segment, config)
+        self.dots = [dot for dot, *_ in self.steps]
+        self.blocks = list(dict.fromkeys(one for _, *sides in self.steps for one in sides))
+        #: What descriptors are of: a matrix, and the rows of a block.
+        self.described = list(dict.fromkeys((one.matrix, one.rows) for one in self.blocks))
 
     def lines(self) -> list[str]:
-        body = [line for dot in self.dots[:1] for line in self._sums()] + self.single_pass()
-        body = [*self.coordinates.definitions(), *body]
+        sums_and_rest = [*(self._sums() if self.dots else []), *self.single_pass()]
+        body = [*self.coordinates.definitions(), *sums_and_rest]
         walked = [*self._order(), *self._geometry("\n".join(body)), *body]
         rows, cols = tiles(self.segment, self.config)
         head = f"for tile in tl.range(pid, {rows * cols}, tl.num_programs(0)):"
@@ -148,17 +189,11 @@ class TileEmitter(SegmentEmitter):
         first = "tl.make_tensor_descriptor(" if self.aligned else "tl.load("
         return overlapped(_statements(lines), self.config, first, "tl.store(")
 
-    def _matrix(self, side: Segment, value: int) -> Matrix:
-        found = matrix_of(self.buffers, side, value)
-        if isinstance(found, str):
-            raise ValueError(f"a matmul {found}")
-        return found
-
     def _descriptors(self) -> list[str]:
         return [
             f"side{number} = tl.make_tensor_descriptor({self.names[one.buffer]} + {one.offset}, "
             f"[{one.rows}, {one.inner}], [{one.stride}, 1], [{rows}, {self.block}])"
-            for number, (one, rows) in enumerate(self.matrices.items())
+            for number, (one, rows) in enumerate(self.described)
         ]
 
     def _order(self) -> list[str]:
@@ -176,40 +211,35 @@ class TileEmitter(SegmentEmitter):
 
     def _sums(self) -> list[str]:
         """The loop over the inner dimension."""
-        number = {matrix: at for at, matrix in enumerate(self.matrices)}
-        loads, lines = dict[tuple[int, str], str](), []
-        for at, dot in enumerate(self.dots):
-            product = self.segment.products[dot.product]
-            left = number[self._matrix(product.left, product.left_value)]
-            right = number[self._matrix(product.right, product.right_value)]
-            first = _first_row(self.segment, dot)
-            rows = f"row_block * {self.tile.rows}"
-            picked = f"col_block * {self.tile.cols}" + (f" + {first}" if first else "")
-            one, other = (
-                self._taken(loads.setdefault(key, f"block{len(loads)}"), product)
-                for key in ((left, rows), (right, picked))
-            )
-            lines.append(f"dot{at} = tl.dot({one}, {other}.T, dot{at})")
-        read = (f"{name} = {self._read(side, row)}" for (side, row), name in loads.items())
-        inner, stages = max(matrix.inner for matrix in self.matrices), self.config["num_stages"]
+        name = {block: f"block{number}" for number, block in enumerate(self.blocks)}
+        read = [f"{name[block]} = {self._read(block)}" for block in self.blocks]
+        added = [
+            f"dot{number} = tl.dot({self._taken(left, name[left])}, {self._taken(right, name[right])}.T, dot{number})"
+            for number, (_, left, right) in enumerate(self.steps)
+        ]
+        inner, stages = max(block.matrix.inner for block in self.blocks), self.config["num_stages"]
+        shape = f"({self.tile.rows}, {self.tile.cols})"
         return [
-            *(f"dot{at} = tl.zeros(({self.tile.rows}, {self.tile.cols}), tl.float32)" for at in range(len(self.dots))),
+            *(f"dot{number} = tl.zeros({shape}, tl.float32)" for number in range(len(self.steps))),
             f"for start in tl.range(0, {inner}, {self.block}, num_stages={stages}):",
-            *(_INDENT + line for line in (*read, *lines)),
+            *(_INDENT + line for line in (*read, *added)),
         ]
 
-    def _read(self, side: int, first: str) -> str:
-        """A block of a side from a row on, with zeros behind the end of its rows and of the inner dimension."""
+    def _read(self, block: Block) -> str:
+        """A block, with zeros behind the last row and behind the end of the inner dimension."""
+        matrix, rows = block.matrix, block.rows
+        first = f"row_block * {rows}" if block.first is None else f"col_block * {rows}"
+        first += f" + {block.first}" if block.first else ""
         if self.aligned:
-            return f"side{side}.load([({first}).to(tl.int32), start])"
-        matrix, rows = list(self.matrices.items())[side]
+            return f"side{self.described.index((matrix, rows))}.load([({first}).to(tl.int32), start])"
         row, col = f"({first} + tl.arange(0, {rows}))[:, None]", f"(start + tl.arange(0, {self.block}))[None, :]"
         pointer = f"{self.names[matrix.buffer]} + {matrix.offset} + {row} * {matrix.stride} + {col}"
         return f"tl.load({pointer}, mask=({row} < {matrix.rows}) & ({col} < {matrix.inner}), other=0.0)"
 
-    def _taken(self, name: str, product: Product) -> str:
+    def _taken(self, block: Block, name: str) -> str:
         # Triton's interpreter multiplies the bits of bfloat16 numbers.
-        return f"{name}.to({tl_type('float32')})" if interpreter_is_on() and product.dtype == "bfloat16" else name
+        widens = interpreter_is_on() and self.buffers[block.matrix.buffer].dtype == "bfloat16"
+        return f"{name}.to({tl_type('float32')})" if widens else name
 
     def _expression(self, instr: Instr) -> str:
         return f"dot{self.dots.index(instr)}" if isinstance(instr, Dot) else super()._expression(instr)

@@ -101,6 +101,14 @@ class GroupBook:
             self._backends[group.ops] = next(willing, None)
         return self._backends[group.ops]
 
+    def refused(self, ops: Sequence[str], backends: Sequence[Backend], target: Target) -> str | None:
+        """Why none of ``backends`` makes ``ops`` one kernel, None where one does."""
+        if (reason := self.legal(ops)) is not None:
+            return reason
+        ir = self._lowered[tuple(ops)].ir
+        reasons = [reason for one in backends if (reason := one.unavailable() or one.refuse(ir, target)) is not None]
+        return None if len(reasons) < len(backends) else "; ".join(reasons) or "there is no back end"
+
     def unfused_work(self, op: str) -> Work:
         """Work of one ATen op by itself."""
         if op not in self._singles:

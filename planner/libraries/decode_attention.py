@@ -103,7 +103,7 @@ class SplitAttention:
 
     def kernel(self, decode: Decode, out_strides: tuple[int, int], target: Target) -> tuple[FixedFunction, int]:
         """The kernel for these sizes, and how many float32 numbers of its own it takes."""
-        from fuseplan.kernels.triton.decode_attention import TILE_HEADS, attend
+        from fuseplan.kernels.attention.decode_attention import TILE_HEADS, attend
 
         call, pages = decode.call, decode.pages
         batch, heads, _, length = call.sizes

@@ -163,7 +163,7 @@ def _otherwise(region: RegionSummary, plan: PlanRecord, positions: Sequence[int]
         apart_us = f", apart {math.fsum(map(_time_us, apart.values())):.2f} us" if covered else ""
         return f"as one kernel, {_held(region, best.ops)}, {time_us:.2f} us{apart_us}"
     if alone and matmul and rows > FEW_ROWS:
-        return f"no kernel with more was measured: above {FEW_ROWS} rows it has no norm, RoPE or cache"
+        return f"no kernel with more was measured: above {FEW_ROWS} rows one holds what follows its matmul"
     single = [(time_us, one) for time_us, one in timed if not _held(region, one.ops)]
     each = [min((pair for pair in single if at in pair[1].ops), key=lambda pair: pair[0], default=None)
             for at in positions]

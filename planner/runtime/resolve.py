@@ -64,13 +64,15 @@ def resolve(session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tall
     static = bind_graph(graph)
     regions = find_regions(static)
     tally.count("regions", len(regions))
-    plans, left = _stored_plans(planner, graph, static, regions, on_miss, tally)
-    if left and on_miss != "tune":
-        parts = [part for region in left for part in planner.parts_to_plan(static, region, ())]
-        again = [part for part in parts if part not in left]
-        more, left = _stored_plans(planner, graph, static, again, on_miss, tally)
+    plans, left, unfit = _stored_plans(planner, graph, static, regions, on_miss, tally)
+    apart = unfit if on_miss == "tune" else [*unfit, *left]
+    if apart:
+        parts = [part for region in apart for part in planner.parts_to_plan(static, region, ())]
+        again = [part for part in parts if part not in apart]
+        more, missing, _ = _stored_plans(planner, graph, static, again, on_miss, tally)
         plans += more
-        left = [part for part in parts if part not in again] + left
+        left = [region for region in left if region not in apart]
+        left += [part for part in parts if part not in again] + missing
     if left:
         plans += _plans_on_miss(session, static, left, on_miss, tally)
     for reason in planner.refused.values():
@@ -87,22 +89,56 @@ def resolve(session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tall
 def _stored_plans(
     planner: Planner, graph: DataflowGraph, static: DataflowGraph, regions: Sequence[Region], on_miss: OnMiss,
     tally: Tally,
-) -> tuple[list[RegionPlan], list[Region]]:
-    """What is stored for regions, or parts of some, or for neighbouring sizes of them; and those without."""
+) -> tuple[list[RegionPlan], list[Region], list[Region]]:
+    """What is stored for regions, or parts of some, or for neighbouring sizes of them; those without; and those of
+    several parts whose plans have groups that are no kernels where sizes are dynamic, such as ones around matmuls.
+    """
     found = planner.look_up_all(static, (occurrences[0] for occurrences in unique_regions(regions).values()))
     # What is stored and unsound runs unfused, unless it can be replaced by something measured.
     known = found.keys() if on_miss == "tune" else found.keys() | planner.refused.keys()
     plans = [RegionPlan(region, found[region.key], "database") for region in regions if region.key in found]
     waiting = [region for region in regions if region.key not in known]
     near = _neighbouring_plans(planner, graph, waiting) if waiting else []
+    unfit = _in_parts(planner, graph, static, regions, [*plans, *near])
+    apart = {frozenset(region.ops) for region in unfit}
+    plans, near = ([one for one in some if frozenset(one.region.ops) not in apart] for some in (plans, near))
     tally.count("bucketed", len(near))
-    served = {frozenset(plan.region.ops) for plan in near}
+    served = {frozenset(plan.region.ops) for plan in near} | apart
     missed = [
         region for region in waiting
         if on_miss == "tune" or frozenset(region.ops) in served or region_parts(static, region) == (region,)
     ]  # of others it depends on their parts
     _report_misses(planner, static, unique_regions(missed), tally)
-    return [*plans, *near], [region for region in waiting if frozenset(region.ops) not in served]
+    left = [region for region in waiting if frozenset(region.ops) not in served]
+    return [*plans, *near], left, unfit
+
+
+def _in_parts(
+    planner: Planner, graph: DataflowGraph, static: DataflowGraph, regions: Iterable[Region],
+    plans: Iterable[RegionPlan],
+) -> list[Region]:
+    """Those of ``regions`` whose parts are to be looked up, for a group of their plan is no kernel."""
+    if not graph.symbols:
+        return []
+    book = GroupBook(graph, planner.settings.numerics, planner.target.device_type)
+    known: dict[str, bool] = {}
+    found, by_ops = [], {frozenset(region.ops): region for region in regions}
+    for plan in plans:
+        region, key = by_ops[frozenset(plan.region.ops)], plan.region.key
+        if key not in known:
+            known[key] = len(region_parts(static, region)) > 1 and _unfit(planner, book, graph, plan)
+        if known[key]:
+            found.append(region)
+    return found
+
+
+def _unfit(planner: Planner, book: GroupBook, graph: DataflowGraph, plan: RegionPlan) -> bool:
+    """Whether a group of a plan is no kernel for the sizes of ``graph``, as far as that can be told."""
+    try:
+        return any(book.refused(ops, planner.backends, planner.target) for ops in _kernels(planner, graph, plan))
+    except Exception as error:  # such groups run unfused
+        logger.warning("%s may be no kernels with dynamic sizes: %s", plan.record.label, failure_reason(error))
+        return False
 
 
 def _report_misses(
@@ -199,7 +235,7 @@ def _dynamic_plans(
     try:
         book = GroupBook(graph, planner.settings.numerics, planner.target.device_type)
         distinct = {plan.region.key: plan for plan in plans}
-        unfit = {key for key, plan in distinct.items() if any(map(book.legal, _kernels(planner, graph, plan)))}
+        unfit = {key for key, plan in distinct.items() if _unfit(planner, book, graph, plan)}
         old = [plan for plan in plans if plan.region.key in unfit]
         wanted = [(by_ops[frozenset(plan.region.ops)], _kernels(planner, graph, plan)) for plan in old]
         new = planner.plan_dynamic(static, graph, wanted)

@@ -16,7 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from interpret_kernels import round_to_nearest
-from matmul_groups import errors, groups, tiled_groups
+from matmul_groups import errors, groups, plain_groups, tiled_groups
 
 from fuseplan.kernels.gpu.launch import Variant
 from fuseplan.kernels.ir.backend import Config
@@ -34,9 +34,11 @@ class Misaligned(TritonBackend):
 def main(cache_dir: str, which: str = "") -> None:
     round_to_nearest()
     backend, halves = TritonBackend(cache_dir), (torch.bfloat16, torch.float16)
-    given = [(backend, dtype, groups(dtype)) for dtype in (*halves, torch.float32)]
+    given = [(backend, torch.bfloat16, groups(torch.bfloat16))]
+    given += [(backend, dtype, plain_groups(dtype)) for dtype in (torch.float16, torch.float32)]
     if which == "tiles":
-        given = [(made, dtype, tiled_groups(dtype)) for made in (backend, Misaligned(cache_dir)) for dtype in halves]
+        backends = zip((backend, Misaligned(cache_dir)), halves, strict=True)
+        given = [(made, dtype, tiled_groups(dtype)) for made, dtype in backends]
     print(json.dumps([one for made, dtype, several in given for one in errors(made, dtype, "cpu", several)]))
 
 

@@ -140,10 +140,40 @@ def biased(rows: int, width: int, inner: int, dtype: torch.dtype) -> tuple[Build
     return b, (b("aten.gelu.default", made, approximate="tanh"), made)
 
 
+def multiplied_apart(rows: int, width: int, inner: int, dtype: torch.dtype) -> tuple[Builder, tuple[str, ...]]:
+    """The sum of two projections, of either half of each row."""
+    given = weights("w", "u", width=width, inner=inner, dtype=dtype)
+    b = Builder(x=hidden(rows, inner=2 * inner, dtype=dtype), **given)
+    halves = (b("aten.slice.Tensor", "x", dim=1, start=at, end=at + inner) for at in (0, inner))
+    one, other = (b("aten.linear.default", half, name) for half, name in zip(halves, "wu", strict=True))
+    return b, (b("aten.add.Tensor", one, other),)
+
+
+def squared(rows: int, width: int, inner: int, dtype: torch.dtype) -> tuple[Builder, tuple[str, ...]]:
+    """Products of all pairs of rows: the same memory on both sides."""
+    b = Builder(x=hidden(rows, inner=inner, dtype=dtype))
+    return b, (b("aten.relu.default", b("aten.linear.default", "x", "x")),)
+
+
+def widened(rows: int, width: int, inner: int, dtype: torch.dtype) -> tuple[Builder, tuple[str, ...]]:
+    """A projection in float32 of numbers of half the bits."""
+    b = Builder(x=hidden(rows, inner=inner, dtype=dtype), **weights("w", width=width, inner=inner, dtype=dtype))
+    x, w = (b("aten.to.dtype", name, dtype="float32") for name in "xw")
+    return b, (b("aten.silu.default", b("aten.linear.default", x, w)),)
+
+
+def scaled_rows(rows: int, width: int, inner: int, dtype: torch.dtype) -> tuple[Builder, tuple[str, ...]]:
+    """A projection of rows with a factor each."""
+    b = Builder(x=hidden(rows, inner=inner, dtype=dtype), factors=hidden(rows, inner=1, dtype=dtype),
+                **weights("w", width=width, inner=inner, dtype=dtype))
+    return b, (b("aten.silu.default", b("aten.linear.default", b("aten.mul.Tensor", "x", "factors"), "w")),)
+
+
 def tiled_groups(dtype: torch.dtype) -> Iterator[tuple[str, Builder, tuple[str, ...]]]:
     """Groups of more rows than blocks have, in sizes that no block divides."""
-    for rows, width, inner in ((129, 72, 8), (387, 136, 72), (1200, 65, 200)):
-        for made in (residual, activated, halved, biased):
+    kinds = (residual, activated, halved, biased, multiplied_apart, squared, widened)
+    for rows, width, inner in ((129, 72, 8), (387, 136, 72), (1200, 65, 16)):
+        for made in kinds if rows < 1000 else kinds[:3]:
             yield f"{made.__name__} {rows} {width} {inner}", *made(rows, width, inner, dtype)
 
 

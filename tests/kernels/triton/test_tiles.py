@@ -24,7 +24,10 @@ from matmul_groups import (
     hidden,
     is_right,
     lowered_whole,
+    multiplied_apart,
     residual,
+    scaled_rows,
+    squared,
     weights,
 )
 from ptx_paths import ptx_of
@@ -46,10 +49,10 @@ def test_tiles_are_right_under_the_interpreter(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     wrong = [one for one in found if not is_right(one)]
     assert not wrong, wrong[:5]
-    assert len({one["group"] for one in found}) == 12
+    assert len({one["group"] for one in found}) == 17
 
 
-@pytest.mark.parametrize("made", [residual, activated, halved, biased])
+@pytest.mark.parametrize("made", [residual, activated, halved, biased, multiplied_apart, squared])
 def test_tiles_are_copied_ahead_and_multiplied_by_tensor_cores_without_spills(
     tmp_path: Path, made: Callable[..., tuple[Builder, tuple[str, ...]]]
 ) -> None:
@@ -57,7 +60,8 @@ def test_tiles_are_copied_ahead_and_multiplied_by_tensor_cores_without_spills(
     assert backend.refuse(lowered.ir, SM90) is None
     config = backend.default_config(lowered.ir, SM90)
     assert backend.infeasible(lowered.ir, config, SM90) is None
-    assert backend.prepare(lowered.ir, config, SM90).spill_bytes == 0
+    resources = backend.prepare(lowered.ir, config, SM90)
+    assert resources.spill_bytes == 0 and (resources.shared_bytes or 0) <= 227 * 2**10  # what a program can have
     ptx = ptx_of(backend, lowered.ir, config)
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
     assert not re.search(r"ld\.global\S* [^;]*;\s*st\.shared", ptx)
@@ -82,6 +86,18 @@ def cut(stride: int, first: int = 0) -> tuple[Builder, tuple[str, ...]]:
     return b, (b("aten.add.Tensor", "residual", b("aten.linear.default", part, "w")),)
 
 
+def of_two_types() -> tuple[Builder, tuple[str, ...]]:
+    b = Builder(x=hidden(200), **weights("w", dtype=torch.float16))
+    x, w = (b("aten.to.dtype", name, dtype="float32") for name in "xw")
+    return b, (b("aten.relu.default", b("aten.linear.default", x, w)),)
+
+
+def expanded() -> tuple[Builder, tuple[str, ...]]:
+    b = Builder(x=hidden(1), residual=hidden(200, inner=24), **weights("w"))
+    x = b("aten.expand.default", "x", size=[200, 16])
+    return b, (b("aten.add.Tensor", "residual", b("aten.linear.default", x, "w")),)
+
+
 def transposed() -> tuple[Builder, tuple[str, ...]]:
     b = Builder(x=torch.randn(16, 200).bfloat16().t(), residual=hidden(200, inner=24), **weights("w"))
     return b, (b("aten.add.Tensor", "residual", b("aten.linear.default", "x", "w")),)
@@ -94,6 +110,9 @@ def transposed() -> tuple[Builder, tuple[str, ...]]:
     (lambda: cut(20), "multiples of 16 bytes"),
     (lambda: cut(24, 4), "multiples of 16 bytes"),
     (transposed, "does not lie in rows"),
+    (expanded, "same memory for all rows"),
+    (of_two_types, "two types"),
+    (lambda: scaled_rows(200, 64, 64, torch.bfloat16), "a factor for each row"),
 ])
 def test_what_the_accelerator_cannot_copy_is_refused(
     tmp_path: Path, built: Callable[[], tuple[Builder, tuple[str, ...]]], reason: str

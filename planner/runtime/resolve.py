@@ -120,22 +120,34 @@ def _in_parts(
     """Those of ``regions`` whose parts are to be looked up, for a group of their plan is no kernel."""
     if not graph.symbols:
         return []
-    book = GroupBook(graph, planner.settings.numerics, planner.target.device_type)
+    books = _books(planner, graph, static)
     known: dict[str, bool] = {}
     found, by_ops = [], {frozenset(region.ops): region for region in regions}
     for plan in plans:
         region, key = by_ops[frozenset(plan.region.ops)], plan.region.key
         if key not in known:
-            known[key] = len(region_parts(static, region)) > 1 and _unfit(planner, book, graph, plan)
+            known[key] = len(region_parts(static, region)) > 1 and _unfit(planner, books, plan)
         if known[key]:
             found.append(region)
     return found
 
 
-def _unfit(planner: Planner, book: GroupBook, graph: DataflowGraph, plan: RegionPlan) -> bool:
-    """Whether a group of a plan is no kernel for the sizes of ``graph``, as far as that can be told."""
+def _books(planner: Planner, *graphs: DataflowGraph) -> list[GroupBook]:
+    return [GroupBook(graph, planner.settings.numerics, planner.target.device_type) for graph in graphs]
+
+
+def _unfit(planner: Planner, books: Sequence[GroupBook], plan: RegionPlan) -> bool:
+    """Whether a group of a plan is a kernel for the sizes seen and none for dynamic ones, as far as that can be told.
+
+    ``books`` are of the graph with dynamic sizes, and with the sizes seen.
+    """
+    dynamic, static = books
+    ways = planner.backends, planner.target
     try:
-        return any(book.refused(ops, planner.backends, planner.target) for ops in _kernels(planner, graph, plan))
+        return any(
+            dynamic.refused(ops, *ways) is not None and static.refused(ops, *ways) is None
+            for ops in _kernels(planner, dynamic.graph, plan)
+        )
     except Exception as error:  # such groups run unfused
         logger.warning("%s may be no kernels with dynamic sizes: %s", plan.record.label, failure_reason(error))
         return False
@@ -233,9 +245,9 @@ def _dynamic_plans(
     parts = (part for region in regions for part in region_parts(static, region))
     by_ops = {frozenset(region.ops): region for region in (*regions, *parts)}
     try:
-        book = GroupBook(graph, planner.settings.numerics, planner.target.device_type)
+        books = _books(planner, graph, static)
         distinct = {plan.region.key: plan for plan in plans}
-        unfit = {key for key, plan in distinct.items() if _unfit(planner, book, graph, plan)}
+        unfit = {key for key, plan in distinct.items() if _unfit(planner, books, plan)}
         old = [plan for plan in plans if plan.region.key in unfit]
         wanted = [(by_ops[frozenset(plan.region.ops)], _kernels(planner, graph, plan)) for plan in old]
         new = planner.plan_dynamic(static, graph, wanted)

@@ -170,7 +170,7 @@ def quantised(name: str, rows: int, width: int, inner: int, dtype: torch.dtype) 
 
 def quantised_groups(dtype: torch.dtype) -> Iterator[tuple[str, Builder, tuple[str, ...]]]:
     """All formats at odd sizes; fewer of them in types that differ in rounding alone."""
-    sizes = ((1, 25, 127), (3, 33, 40), (17, 24, 128), (127, 40, 40), (1, 40, 128))
+    sizes = ((1, 25, 127), (3, 33, 40), (17, 24, 128), (65, 40, 40), (1, 40, 128))
     sizes = {torch.bfloat16: sizes, torch.float16: sizes[2:3], torch.float32: sizes[2:3]}[dtype]
     for name, made in FORMATS.items():
         for rows, width, inner in sizes:

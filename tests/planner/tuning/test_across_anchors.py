@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -186,25 +187,48 @@ def test_groups_with_matmuls_are_compiled_before_they_are_measured(
     assert nominal in tuner.soon[:2]  # again when its region's turn comes, with the sum that is left of the cover
 
 
-def test_dispatch_runs_a_group_with_matmuls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Scripted:
-        def __init__(self, tuner: ScriptedTuner) -> None:
-            self.tuner = tuner
-
-        def __enter__(self) -> ScriptedTuner:
-            return self.tuner
-
-        def __exit__(self, *exc: object) -> None:
-            pass
-
-    kernels = ReferenceBackend(matmuls=True)
+def tuned_by_script(monkeypatch: pytest.MonkeyPatch, kernels: ReferenceBackend) -> None:
+    """Sessions have one back end, and a tuner to which all kernels are equally fast."""
     monkeypatch.setattr("fuseplan.planner.tuning.session.backends_for", lambda device_type: (kernels,))
     monkeypatch.setattr(
         "fuseplan.planner.tuning.session.Session.tuner",
-        lambda session, *args, **kwargs: Scripted(ScriptedTuner(session.database, lambda subject: 5.0)),
+        lambda session, *args, **kwargs: nullcontext(ScriptedTuner(session.database, lambda subject: 5.0)),
     )
     torch._dynamo.reset()
     fuseplan.planner.reset_stats()
+
+
+@pytest.mark.parametrize("on_miss", ["model", "tune", "unfused"])
+def test_dynamic_sizes_are_served_by_the_plans_of_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_miss: str
+) -> None:
+    """Kernels around matmuls have static sizes: the norm and the activation must not run unfused for that."""
+
+    class StaticMatmuls(ReferenceBackend):
+        def refuse(self, ir: KernelIR, target: Target) -> str | None:
+            return "dynamic sizes" if ir.symbols and any(one.products for one in ir.segments) else None
+
+    kernels, module = StaticMatmuls(matmuls=True), Block()
+    tuned_by_script(monkeypatch, kernels)
+    with torch.no_grad():
+        for rows in (4, 16):
+            torch._dynamo.reset()
+            fast = compiled(module, tmp_path / "t.db", on_miss="tune", dynamic=False)
+            fast(torch.randn(rows, 33), torch.randn(rows, 33))
+        assert any(segment.products for ir in kernels.loaded for segment in ir.segments)
+        torch._dynamo.reset()
+        fuseplan.planner.reset_stats()
+        fast = compiled(module, tmp_path / "t.db", on_miss=on_miss, dynamic=True)
+        for rows in (7, 9):
+            given = torch.randn(rows, 33), torch.randn(rows, 33)
+            torch.testing.assert_close(fast(*given), module(*given))
+    stats = fuseplan.planner.stats()
+    assert stats.groups_fused == 2 and not stats.fallbacks, stats
+
+
+def test_dispatch_runs_a_group_with_matmuls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = ReferenceBackend(matmuls=True)
+    tuned_by_script(monkeypatch, kernels)
     module = Block()
     with torch.no_grad():
         fast = compiled(module, tmp_path / "t.db", on_miss="tune")

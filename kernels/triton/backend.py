@@ -80,7 +80,7 @@ class TritonBackend(GpuBackend):
 
     def _programs(self, ir: KernelIR, config: Config, target: Target, sizes: Mapping[str, int]) -> int:
         if contracts(ir) and is_tiled(ir):
-            return persistent_programs(ir, config, target)
+            return persistent_programs(ir, config, target, sizes)
         return programs(ir, config, sizes)
 
     def scratch(self, ir: KernelIR, config: Config) -> tuple[int, int]:

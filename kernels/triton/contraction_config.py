@@ -131,7 +131,7 @@ def _infeasible_tiles(ir: KernelIR, config: Config, target: Target) -> str | Non
     if cols > next_power_of_2(evaluate(segment.cols, {})):
         return f"{cols} columns are more than there are"
     row_blocks, col_blocks = tiles.tiles(segment, config)
-    if row_blocks * col_blocks < target.cores // 2:
+    if isinstance(row_blocks, int) and row_blocks * col_blocks < target.cores // 2:
         return f"{row_blocks * col_blocks} tiles leave most of {target.cores} multiprocessors idle"
     return None
 
@@ -224,9 +224,9 @@ def likeness(ir: KernelIR) -> tuple[tuple[object, ...], ...]:
 
 def refuse(ir: KernelIR, target: Target) -> str | None:
     """Why no kernel is built around the matmuls of ``ir``, None where one can be."""
-    if ir.symbols:
-        return f"a matmul with dynamic sizes ({', '.join(ir.symbols)})"
-    return tiles.refuse(ir, target) if tiles.is_tiled(ir) else None
+    if tiles.is_tiled(ir):
+        return tiles.refuse(ir, target)
+    return f"a matmul with dynamic sizes ({', '.join(ir.symbols)})" if ir.symbols else None
 
 
 def _rows(ir: KernelIR) -> int:

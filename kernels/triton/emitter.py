@@ -44,7 +44,7 @@ def emit_triton(ir: KernelIR, config: Config, wide: bool = False, aligned: bool 
     helpers: list[Function] = []
     try:
         bodies = [_body(ir, number, config, signature, helpers, aligned) for number in range(len(ir.segments))]
-        counts = [_program_count(segment, config) for segment in ir.segments]
+        counts = [_program_count(segment, config) for segment in ir.segments if len(ir.segments) > 1]
     except ValueError as error:
         raise BuildError(f"triton: {error}") from error
     pid = "pid = tl.program_id(0)" + (".to(tl.int64)" if wide else "")

@@ -8,15 +8,16 @@ share rows and columns, which the second-level cache then holds (grouped orderin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fuseplan.kernels.gpu.launch import interpreter_is_on
 from fuseplan.kernels.gpu.overlap import can_overlap, overlapped
-from fuseplan.kernels.gpu.tile import tile_of
+from fuseplan.kernels.gpu.tile import ceil_div, tile_of
 from fuseplan.kernels.ir.backend import Config, Target
-from fuseplan.kernels.ir.index import Coord, evaluate, is_static
+from fuseplan.kernels.ir.index import Coord, Size, as_size, evaluate, is_static
 from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, Dot, Instr, KernelIR, Load, Product, RowValue, Segment, ancestors
+from fuseplan.kernels.triton.index import triton_size
 from fuseplan.kernels.triton.segment import SegmentEmitter, _statements
 from fuseplan.kernels.triton.values import tl_type
 
@@ -40,7 +41,7 @@ class Matrix:
 
     buffer: int
     offset: int
-    rows: int
+    rows: Size
     inner: int
     stride: int
 
@@ -51,17 +52,20 @@ def has_accelerator(target: Target) -> bool:
 
 
 def is_tiled(ir: KernelIR) -> bool:
-    """Whether a kernel has a matmul of so many rows that its tiles are walked by persistent programs."""
-    return any(segment.products and evaluate(segment.num_rows, {}) > FEW_ROWS for segment in ir.segments)
+    """Whether a kernel has a matmul of so many rows, or a dynamic number, that persistent programs walk its tiles."""
+    rows = (segment.num_rows for segment in ir.segments if segment.products)
+    return any(not is_static(one) or one > FEW_ROWS for one in rows)
 
 
 def refuse(ir: KernelIR, target: Target) -> str | None:
-    """Why no program can walk the tiles of ``ir``, whose sizes are static; None where one can."""
+    """Why no program can walk the tiles of ``ir``, of whose sizes rows alone may be dynamic; None where one can."""
     if not has_accelerator(target):
         return f"a matmul of more than {FEW_ROWS} rows, on a device without a tensor memory accelerator"
     if len(ir.segments) != 1:
         return f"a matmul of more than {FEW_ROWS} rows in a kernel of {len(ir.segments)} parts"
     (segment,) = ir.segments
+    if not is_static(segment.cols, *(size for one in segment.products for size in (*one.right.rows, one.right.cols))):
+        return "a matmul with dynamic sizes besides its rows"
     for one in segment.products:
         sides = [matrix_of(ir.buffers, *side) for side in _sides(one)]
         dtypes = {ir.buffers[side.buffer].dtype for side in sides if isinstance(side, Matrix)}
@@ -90,21 +94,23 @@ def matrix_of(buffers: Sequence[Buffer], side: Segment, value: int) -> Matrix | 
         return f"one of whose sides is {dtype}"
     if not all(isinstance(atom, Coord) for atom, _ in index.terms) or index.coefficient(side.col_axis) != 1:
         return "one of whose sides does not lie in rows"
-    *rows, inner = side.extents()
-    stride, below = 0, 1
-    for axis in reversed(range(len(rows))):
-        if rows[axis] == 1:
+    stride: Size = 0
+    below: Size = 1
+    for axis in reversed(range(len(side.rows))):
+        if side.rows[axis] == 1:
             continue
-        stride = stride or int(index.coefficient(axis))
-        if index.coefficient(axis) != stride * below:
+        stride = index.coefficient(axis) if stride == 0 else stride
+        if as_size(index.coefficient(axis) - stride * below) != 0:
             return "one of whose sides has rows at several distances"
-        below *= rows[axis]
+        below = as_size(below * side.rows[axis])
     multiple = _ALIGNMENT // ITEMSIZE[dtype]
-    if not stride:
+    if not is_static(stride, index.const, side.cols):
+        return "one of whose sides has rows at dynamic distances"
+    if stride == 0:
         return "one of whose sides has the same memory for all rows"
     if stride % multiple or index.const % multiple:
         return f"one of whose sides has rows that do not begin at multiples of {_ALIGNMENT} bytes"
-    return Matrix(instr.buffer, int(index.const), below, inner, stride)
+    return Matrix(instr.buffer, index.const, below, side.cols, stride)
 
 
 def _first_row(segment: Segment, dot: Dot) -> int | None:
@@ -147,17 +153,16 @@ def rows_on_their_way(buffers: Sequence[Buffer], segment: Segment, config: Confi
     return sum(one.rows for one in {one for _, *sides in steps(buffers, segment, config) for one in sides})
 
 
-def tiles(segment: Segment, config: Config) -> tuple[int, int]:
+def tiles(segment: Segment, config: Config) -> tuple[Size, int]:
     """Blocks of rows, and of columns."""
     tile = tile_of(segment, config)
-    rows, cols = evaluate(segment.num_rows, {}), evaluate(segment.cols, {})
-    return -(-rows // tile.rows), -(-cols // tile.cols)
+    return ceil_div(segment.num_rows, tile.rows), -(-evaluate(segment.cols, {}) // tile.cols)
 
 
-def persistent_programs(ir: KernelIR, config: Config, target: Target) -> int:
+def persistent_programs(ir: KernelIR, config: Config, target: Target, sizes: Mapping[str, int]) -> int:
     """One for each multiprocessor, as long as there are tiles."""
-    rows, cols = tiles(ir.segments[0], config)
-    return min(rows * cols, target.cores)
+    rows, cols = tiles(ir.bind(sizes).segments[0], config)
+    return min(evaluate(rows, {}) * cols, target.cores)
 
 
 class TileEmitter(SegmentEmitter):
@@ -170,6 +175,8 @@ class TileEmitter(SegmentEmitter):
         self, buffers: Sequence[Buffer], names: Sequence[str], segment: Segment, config: Config, aligned: bool
     ) -> None:
         super().__init__(buffers, names, segment, config)
+        if not is_static(segment.num_rows) and int(config["block_rows"]) < FEW_ROWS:
+            raise ValueError("a matmul with a dynamic number of rows, in blocks of few")
         self.block, self.aligned = int(config["block_inner"]), aligned
         self.steps = steps(buffers, segment, config)
         self.dots = [dot for dot, *_ in self.steps]
@@ -182,7 +189,8 @@ class TileEmitter(SegmentEmitter):
         body = [*self.coordinates.definitions(), *sums_and_rest]
         walked = [*self._order(), *self._geometry("\n".join(body)), *body]
         rows, cols = tiles(self.segment, self.config)
-        head = f"for tile in tl.range(pid, {rows * cols}, tl.num_programs(0)):"
+        count = rows * cols if isinstance(rows, int) else f"{triton_size(rows)} * {cols}"
+        head = f"for tile in tl.range(pid, {count}, tl.num_programs(0)):"
         lines = [head, *(f"{_INDENT}{line}".replace("\n", f"\n{_INDENT}") for line in walked)]
         if self.aligned:
             lines = [*self._descriptors(), *lines]
@@ -192,7 +200,7 @@ class TileEmitter(SegmentEmitter):
     def _descriptors(self) -> list[str]:
         return [
             f"side{number} = tl.make_tensor_descriptor({self.names[one.buffer]} + {one.offset}, "
-            f"[{one.rows}, {one.inner}], [{one.stride}, 1], [{rows}, {self.block}])"
+            f"[{triton_size(one.rows)}, {one.inner}], [{one.stride}, 1], [{rows}, {self.block}])"
             for number, (one, rows) in enumerate(self.described)
         ]
 
@@ -201,7 +209,7 @@ class TileEmitter(SegmentEmitter):
         rows, cols = tiles(self.segment, self.config)
         return [
             f"first_block = tile // {_GROUP * cols} * {_GROUP}",
-            f"members = tl.minimum({rows} - first_block, {_GROUP})",
+            f"members = tl.minimum({triton_size(rows)} - first_block, {_GROUP})",
             f"row_block = first_block + tile % {_GROUP * cols} % members",
             f"col_block = tile % {_GROUP * cols} // members",
         ]
@@ -234,7 +242,7 @@ class TileEmitter(SegmentEmitter):
             return f"side{self.described.index((matrix, rows))}.load([({first}).to(tl.int32), start])"
         row, col = f"({first} + tl.arange(0, {rows}))[:, None]", f"(start + tl.arange(0, {self.block}))[None, :]"
         pointer = f"{self.names[matrix.buffer]} + {matrix.offset} + {row} * {matrix.stride} + {col}"
-        return f"tl.load({pointer}, mask=({row} < {matrix.rows}) & ({col} < {matrix.inner}), other=0.0)"
+        return f"tl.load({pointer}, mask=({row} < {triton_size(matrix.rows)}) & ({col} < {matrix.inner}), other=0.0)"
 
     def _taken(self, block: Block, name: str) -> str:
         # Triton's interpreter multiplies the bits of bfloat16 numbers.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fuseplan.costmodel.work import Work
-from fuseplan.kernels.ir.backend import Backend, Target
+from fuseplan.kernels.ir.backend import Backend, BuildError, Config, Target
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import Candidate, CandidateLimits, Enumeration, enumerate_candidates, group_key
 from fuseplan.planner.groups.compute_graph import compute_graph_of, lower_group
@@ -101,13 +101,21 @@ class GroupBook:
             self._backends[group.ops] = next(willing, None)
         return self._backends[group.ops]
 
-    def refused(self, ops: Sequence[str], backends: Sequence[Backend], target: Target) -> str | None:
-        """Why none of ``backends`` makes ``ops`` one kernel, None where one does."""
-        if (reason := self.legal(ops)) is not None:
+    def unwritable(self, ops: Sequence[str], backend: Backend, config: Config | None, target: Target) -> str | None:
+        """Why ``backend`` cannot write ``ops`` as one kernel with a configuration, None where it can.
+
+        Without a configuration it is the default one.
+        """
+        if (reason := self.legal(ops) or backend.unavailable()) is not None:
             return reason
         ir = self._lowered[tuple(ops)].ir
-        reasons = [reason for one in backends if (reason := one.unavailable() or one.refuse(ir, target)) is not None]
-        return None if len(reasons) < len(backends) else "; ".join(reasons) or "there is no back end"
+        if (reason := backend.refuse(ir, target)) is not None:
+            return reason
+        try:
+            backend.source(ir, backend.default_config(ir, target) if config is None else config)
+        except BuildError as error:
+            return str(error)
+        return None
 
     def unfused_work(self, op: str) -> Work:
         """Work of one ATen op by itself."""

@@ -141,13 +141,17 @@ def _unfit(planner: Planner, books: Sequence[GroupBook], plan: RegionPlan) -> bo
 
     ``books`` are of the graph with dynamic sizes, and with the sizes seen.
     """
+    backends = {backend.name: backend for backend in planner.backends}
+
+    def writable(book: GroupBook, choice: GroupChoice, ops: Sequence[str]) -> bool:
+        # As at run time: where the tuned one cannot, another one does with its default.
+        configs = dict.fromkeys(backends) | {choice.implementation: choice.config}
+        return any(book.unwritable(ops, backends[name], configs[name], planner.target) is None for name in configs)
+
     dynamic, static = books
-    ways = planner.backends, planner.target
+    kernels = [pair for pair in _fused(dynamic.graph, plan) if pair[0].implementation in backends]
     try:
-        return any(
-            dynamic.refused(ops, *ways) is not None and static.refused(ops, *ways) is None
-            for ops in _kernels(planner, dynamic.graph, plan)
-        )
+        return any(not writable(dynamic, *kernel) and writable(static, *kernel) for kernel in kernels)
     except Exception as error:  # such groups run unfused
         logger.warning("%s may be no kernels with dynamic sizes: %s", plan.record.label, failure_reason(error))
         return False

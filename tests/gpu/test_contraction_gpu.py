@@ -68,6 +68,11 @@ def test_tiles_share_the_device_with_recordings_and_kernels_that_start_early(tmp
         assert torch.equal(kernel(*inputs), first)
 
 
+def test_tiles_of_a_dynamic_number_of_rows(tmp_path: Path) -> None:
+    found = list(matmul_groups.dynamic_errors(TritonBackend(tmp_path), torch.bfloat16, "cuda"))
+    assert found and not [one for one in found if not matmul_groups.is_right(one)]
+
+
 def test_tiles_of_memory_at_odd_addresses(tmp_path: Path) -> None:
     b, outputs = matmul_groups.activated(1536, 1024, 520, torch.bfloat16)
     lowered, (expected,) = matmul_groups.lowered_whole(b, *outputs)

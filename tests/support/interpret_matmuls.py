@@ -16,7 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from interpret_kernels import round_to_nearest
-from matmul_groups import errors, groups, plain_groups, tiled_groups
+from matmul_groups import dynamic_errors, errors, groups, plain_groups, tiled_groups
 
 from fuseplan.kernels.gpu.launch import Variant
 from fuseplan.kernels.ir.backend import Config
@@ -39,7 +39,10 @@ def main(cache_dir: str, which: str = "") -> None:
     if which == "tiles":
         backends = zip((backend, Misaligned(cache_dir)), halves, strict=True)
         given = [(made, dtype, tiled_groups(dtype)) for made, dtype in backends]
-    print(json.dumps([one for made, dtype, several in given for one in errors(made, dtype, "cpu", several)]))
+    found = [one for made, dtype, several in given for one in errors(made, dtype, "cpu", several)]
+    if which == "tiles":
+        found += dynamic_errors(backend, torch.bfloat16, "cpu")
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

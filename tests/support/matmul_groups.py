@@ -12,10 +12,12 @@ from lower_oracle import rms_norm
 from quantised_groups import quantised_groups
 
 from fuseplan.kernels.ir.backend import SM90, Config
+from fuseplan.kernels.ir.index import symbol
 from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.kernels.triton.backend import TritonBackend
 from fuseplan.kernels.triton.split_sums import unsplittable
 from fuseplan.kernels.triton.tiles import is_tiled
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.implementations.subject import _widened, chain_module
 from fuseplan.planner.lowering.lower import Lowered, group_nodes
@@ -175,6 +177,42 @@ def tiled_groups(dtype: torch.dtype) -> Iterator[tuple[str, Builder, tuple[str, 
     for rows, width, inner in ((129, 72, 8), (387, 136, 72), (1200, 65, 16)):
         for made in kinds if rows < 1000 else kinds[:3]:
             yield f"{made.__name__} {rows} {width} {inner}", *made(rows, width, inner, dtype)
+
+
+def with_dynamic_rows(batch: int, width: int, inner: int, dtype: torch.dtype) -> DataflowGraph:
+    """:func:`activated` and a residual, of ``batch`` times any number of rows."""
+    name, rows = str(dtype).removeprefix("torch."), (batch, symbol("n"))
+    wide, narrow, weight = (
+        TensorSpec.contiguous(shape, name) for shape in ((*rows, width), (*rows, inner), (width, inner)))
+    nodes = [
+        OpNode("aten.linear.default", ("x", "gate"), ("gated",), {}),
+        OpNode("aten.linear.default", ("x", "up"), ("raised",), {}),
+        OpNode("aten.silu.default", ("gated",), ("active",), {}),
+        OpNode("aten.mul.Tensor", ("active", "raised"), ("product",), {}),
+        OpNode("aten.add.Tensor", ("product", "residual"), ("sum",), {}),
+    ]
+    made = ("residual", "gated", "raised", "active", "product", "sum")
+    specs = {"x": narrow, "gate": weight, "up": weight, **dict.fromkeys(made, wide)}
+    return DataflowGraph(nodes, specs, ("x", "gate", "up", "residual"), ("sum",), symbols={"n": 300})
+
+
+def dynamic_errors(backend: TritonBackend, dtype: torch.dtype, device: str) -> Iterator[dict[str, Any]]:
+    """As :func:`errors`, of one kernel that is called with several numbers of rows."""
+    for batch, width, inner in ((1, 72, 40), (3, 136, 72)):
+        graph = with_dynamic_rows(batch, width, inner, dtype)
+        lowered = lower_group(graph, [node.name for node in graph])
+        config = backend.default_config(lowered.ir, SM90)
+        kernel = backend.fused_callable(lowered.ir, config, SM90)
+        for rows in (1, 5, 128, 300, 1100):
+            x, residual = (torch.randn(batch, rows, size).to(dtype) for size in (inner, width))
+            given = {"x": x, "residual": residual, **weights("gate", "up", width=width, inner=inner, dtype=dtype)}
+            operands = [given[name] for name in lowered.inputs]
+            plain = chain_module(group_nodes(graph, lowered), lowered.inputs, lowered.outputs, "cpu")
+            exact = list(plain(*wide(operands)))
+            made, again = (kernel(*(one.to(device) for one in operands), rows) for _ in range(2))
+            yield {"group": f"dynamic rows {batch}x{rows}", "dtype": str(dtype), "config": dict(config),
+                   "error": _error([made], exact), "eager": _error(plain(*operands), exact),
+                   "same": torch.equal(made, again)}
 
 
 def plain_groups(dtype: torch.dtype) -> Iterator[tuple[str, Builder, tuple[str, ...]]]:

@@ -29,13 +29,15 @@ from matmul_groups import (
     scaled_rows,
     squared,
     weights,
+    with_dynamic_rows,
 )
 from ptx_paths import ptx_of
 
 from fuseplan.kernels.gpu.launch import Variant, _with_memory
-from fuseplan.kernels.ir.backend import SM90
+from fuseplan.kernels.ir.backend import SM90, BuildError
 from fuseplan.kernels.triton.backend import TritonBackend
 from fuseplan.kernels.triton.tiles import persistent_programs
+from fuseplan.planner.groups.compute_graph import lower_group
 
 pytest.importorskip("triton")
 SUPPORT = Path(__file__).parents[2] / "support"
@@ -49,7 +51,7 @@ def test_tiles_are_right_under_the_interpreter(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     wrong = [one for one in found if not is_right(one)]
     assert not wrong, wrong[:5]
-    assert len({one["group"] for one in found}) == 17
+    assert len({one["group"] for one in found}) == 17 + 10
 
 
 @pytest.mark.parametrize("made", [residual, activated, halved, biased, multiplied_apart, squared])
@@ -76,7 +78,20 @@ def test_each_multiprocessor_has_one_program_at_most(tmp_path: Path) -> None:
     for rows, width, programs in ((129, 64, 2), (4097, 512, 132)):
         lowered, _ = lowered_whole(*unpacked(residual(rows, width, 64, torch.bfloat16)))
         config = {**backend.default_config(lowered.ir, SM90), "block_cols": 64}
-        assert persistent_programs(lowered.ir, config, SM90) == programs
+        assert persistent_programs(lowered.ir, config, SM90, {}) == programs
+
+
+@pytest.mark.parametrize("variant", [Variant(), Variant(wide=True), Variant(aligned=False)])
+def test_a_dynamic_number_of_rows_is_an_argument(tmp_path: Path, variant: Variant) -> None:
+    backend, graph = TritonBackend(tmp_path), with_dynamic_rows(2, 2048, 512, torch.bfloat16)
+    ir = lower_group(graph, [node.name for node in graph]).ir
+    assert backend.refuse(ir, SM90) is None
+    compiled = backend._compile(ir, backend.default_config(ir, SM90), SM90, variant)
+    assert "wgmma.mma_async" in compiled.asm["ptx"]
+    assert ("cp.async.bulk.tensor" in compiled.asm["ptx"]) is variant.aligned
+    few = {"block_rows": 16, "block_cols": 32, "block_inner": 128, "num_warps": 2, "num_stages": 4}
+    with pytest.raises(BuildError, match="in blocks of few"):  # tuned for few rows, it would read weights many times
+        backend.source(ir, few)
 
 
 def cut(stride: int, first: int = 0) -> tuple[Builder, tuple[str, ...]]:

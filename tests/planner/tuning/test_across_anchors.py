@@ -199,14 +199,16 @@ def tuned_by_script(monkeypatch: pytest.MonkeyPatch, kernels: ReferenceBackend) 
 
 
 @pytest.mark.parametrize("on_miss", ["model", "tune", "unfused"])
-def test_dynamic_sizes_are_served_by_the_plans_of_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_miss: str
+@pytest.mark.parametrize("takes_dynamic", [False, True])
+def test_dynamic_sizes_are_served_by_the_plans_of_parts_where_kernels_with_matmuls_are_static(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_miss: str, takes_dynamic: bool
 ) -> None:
-    """Kernels around matmuls have static sizes: the norm and the activation must not run unfused for that."""
+    """The norm and the activation must not run unfused for that."""
 
     class StaticMatmuls(ReferenceBackend):
         def refuse(self, ir: KernelIR, target: Target) -> str | None:
-            return "dynamic sizes" if ir.symbols and any(one.products for one in ir.segments) else None
+            static = takes_dynamic or not ir.symbols or not any(one.products for one in ir.segments)
+            return None if static else "dynamic sizes"
 
     kernels, module = StaticMatmuls(matmuls=True), Block()
     tuned_by_script(monkeypatch, kernels)
@@ -216,6 +218,7 @@ def test_dynamic_sizes_are_served_by_the_plans_of_parts(
             fast = compiled(module, tmp_path / "t.db", on_miss="tune", dynamic=False)
             fast(torch.randn(rows, 33), torch.randn(rows, 33))
         assert any(segment.products for ir in kernels.loaded for segment in ir.segments)
+        kernels.loaded.clear()
         torch._dynamo.reset()
         fuseplan.planner.reset_stats()
         fast = compiled(module, tmp_path / "t.db", on_miss=on_miss, dynamic=True)
@@ -224,6 +227,7 @@ def test_dynamic_sizes_are_served_by_the_plans_of_parts(
             torch.testing.assert_close(fast(*given), module(*given))
     stats = fuseplan.planner.stats()
     assert stats.groups_fused == 2 and not stats.fallbacks, stats
+    assert any(segment.products for ir in kernels.loaded for segment in ir.segments) is takes_dynamic
 
 
 def test_dispatch_runs_a_group_with_matmuls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -264,10 +264,12 @@ def errors(
         eager = _error(plain(*(_copied(value, "cpu") for value in b.values(lowered.inputs))), expected)
         for config in configs(backend, lowered.ir, b.tensors["x"].shape[0]):
             kernel = backend.fused_callable(lowered.ir, config, SM90)
-            made, again = (
-                _all(kernel(*(_copied(value, device) for value in b.values(lowered.inputs)))) for _ in range(2)
+            # An interpreter can only get wrong what a call leaves behind: counters of programs that share a tile.
+            calls = 2 if device == "cuda" or config.get("splits", 1) != 1 else 1
+            made, *again = (
+                _all(kernel(*(_copied(value, device) for value in b.values(lowered.inputs)))) for _ in range(calls)
             )
-            same = all(torch.equal(one, other) for one, other in zip(made, again, strict=True))
+            same = all(torch.equal(one, other) for later in again for one, other in zip(made, later, strict=True))
             yield {"group": name, "dtype": str(dtype), "config": dict(config), "error": _error(made, expected),
                    "eager": eager, "same": same}
 

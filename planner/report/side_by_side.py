@@ -1,8 +1,8 @@
 """Plans of one model for several numbers of rows, side by side: what runs with each matmul and attention, and what else
 was measured.
 
-Few rows leave a matmul waiting for its weights, and what is done on the way costs nothing; many rows are best left to
-libraries. Where that turns differs by matmul and device.
+Few rows leave a matmul waiting for its weights, and what is done on the way costs nothing; many rows are tensor
+cores' matter, of a library or a kernel. Where that turns differs by matmul and device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import TypeAlias
 import networkx as nx
 import pandas as pd
 
-from fuseplan.kernels.triton.tiles import FEW_ROWS
 from fuseplan.planner.report.frames import how_it_runs
 from fuseplan.planner.tuning.summary import RegionSummary
 from fuseplan.search.store.record import ATEN, GroupChoice, PlanRecord
@@ -131,7 +130,7 @@ def _row(place: _Place, positions: Sequence[int], workload: str, region: RegionS
     *rows, _ = _extents(region, positions[0])
     count = math.prod(rows[::2] if "attention" in place.op else rows)
     time_us = math.fsum(map(_time_us, groups))
-    return Row("", count, workload, runs, time_us, _otherwise(region, plan, positions, count))
+    return Row("", count, workload, runs, time_us, _otherwise(region, plan, positions))
 
 
 def _time_us(group: GroupChoice) -> float:
@@ -149,7 +148,7 @@ def _held(region: RegionSummary, ops: Iterable[int]) -> str:
     return "+".join(sorted({_short(region.ops[at]) for at in own} - _CASTS)) if len(own) > 1 else ""
 
 
-def _otherwise(region: RegionSummary, plan: PlanRecord, positions: Sequence[int], rows: int) -> str:
+def _otherwise(region: RegionSummary, plan: PlanRecord, positions: Sequence[int]) -> str:
     """The best measured larger group of ops that are by themselves, else the best way to run them by themselves."""
     group_of = {position: group for group in plan.groups for position in group.ops}
     alone = not _held(region, group_of[positions[0]].ops)
@@ -162,8 +161,6 @@ def _otherwise(region: RegionSummary, plan: PlanRecord, positions: Sequence[int]
         covered = {position for ops in apart for position in ops} == set(best.ops)
         apart_us = f", apart {math.fsum(map(_time_us, apart.values())):.2f} us" if covered else ""
         return f"as one kernel, {_held(region, best.ops)}, {time_us:.2f} us{apart_us}"
-    if alone and matmul and rows > FEW_ROWS:
-        return f"no kernel with more was measured: above {FEW_ROWS} rows one holds what follows its matmul"
     single = [(time_us, one) for time_us, one in timed if not _held(region, one.ops)]
     each = [min((pair for pair in single if at in pair[1].ops), key=lambda pair: pair[0], default=None)
             for at in positions]

@@ -141,7 +141,10 @@ def test_gathered_pages_are_read_where_they_lie(
 @pytest.mark.parametrize("options", [{}, {"cuda_graphs": True}, {"on_miss": "tune"}], ids=["model", "graph", "tune"])
 @pytest.mark.parametrize("hidden", [-torch.inf, torch.finfo(torch.bfloat16).min], ids=["infinity", "least number"])
 def test_capped_scores(options: dict[str, Any], hidden: float, tmp_path: Path) -> None:
-    """Gemma 2's attention of one token, as close as eager's; the second sequence sees nothing, which is as there."""
+    """Gemma 2's attention of one token: as close as eager's, and closer where our kernel was tuned.
+
+    The second sequence sees nothing, which is as in eager's.
+    """
     cap, length = 30.0, 300
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -154,8 +157,11 @@ def test_capped_scores(options: dict[str, Any], hidden: float, tmp_path: Path) -
     mask[0, ..., 200:], mask[1], mask[2, ..., :50] = hidden, hidden, hidden
     run = torch.compile(attend, backend="fuseplan", options={"db": str(tmp_path / "tuning.db"), **options})
     wanted = exact(*args, mask, cap, 0.125).transpose(1, 2).flatten(2) * 2
-    off = (attend(*args, mask) - wanted).abs().nan_to_num().max().item()  # large scores are rounded on the way
+    allowed = {"rtol": 3e-2, "atol": 3e-2}
+    if options.get("on_miss") != "tune":  # ATen's ops, which round large scores on the way
+        off = (attend(*args, mask) - wanted).abs().nan_to_num().max().item()
+        allowed = {"rtol": 0.0, "atol": 2 * off + 1e-3}
     for _ in range(3):
-        torch.testing.assert_close(run(*args, mask).double(), wanted, rtol=0.0, atol=2 * off + 1e-3, equal_nan=True)
+        torch.testing.assert_close(run(*args, mask).double(), wanted, equal_nan=True, **allowed)
     done = fuseplan.planner.stats()
     assert done.capped_attention == 1 and not done.fallbacks, done

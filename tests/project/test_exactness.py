@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from check_exactness import Call, Errors, LayerRow, copied, dispatch_problems, judged_tokens, layer_rows, run_layer
+from check_exactness import dispatch_problems, judged_tokens
 from decoder_layers import Cache
+from layer_errors import Call, Errors, LayerRow, copied, layer_rows, run_layer
 
 from fuseplan.planner.dispatch_stats import Stats
 

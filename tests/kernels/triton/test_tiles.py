@@ -51,7 +51,8 @@ def test_tiles_are_right_under_the_interpreter(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     wrong = [one for one in found if not is_right(one)]
     assert not wrong, wrong[:5]
-    assert len({one["group"] for one in found}) == 17 + 10
+    kinds = {"residual", "activated", "halved", "biased", "multiplied_apart", "squared", "widened", "dynamic"}
+    assert {one["group"].split()[0] for one in found} == kinds
 
 
 @pytest.mark.parametrize("made", [residual, activated, halved, biased, multiplied_apart, squared])
@@ -66,7 +67,7 @@ def test_tiles_are_copied_ahead_and_multiplied_by_tensor_cores_without_spills(
     assert resources.spill_bytes == 0 and (resources.shared_bytes or 0) <= 227 * 2**10  # what a program can have
     ptx = ptx_of(backend, lowered.ir, config)
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
-    assert not re.search(r"ld\.global\S* [^;]*;\s*st\.shared", ptx)
+    assert not re.search(r"cp\.async\.c[ag]\.", ptx)  # no thread copies a side
 
 
 def unpacked(built: tuple[Builder, tuple[str, ...]]) -> tuple[Builder, *tuple[str, ...]]:

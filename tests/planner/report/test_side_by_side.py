@@ -65,7 +65,7 @@ def test_each_matmul_and_attention_is_listed_by_rows() -> None:
     assert (first.runs, first.time_us) == ("one triton kernel, add+linear", 5.0)
     assert first.otherwise == "by itself 6.00 us, ATen"
     assert (far.runs, far.time_us) == ("by itself, ATen's op", 10.0)
-    assert far.otherwise.startswith("no kernel with more was measured: above 128 rows")
+    assert far.otherwise == "no kernel with more was measured"
     assert (pair.runs, pair.time_us) == ("one triton kernel, linear+mul", 9.0)
     assert rows[5].time_us == 16.5  # both of them
     assert list(as_frame(rows).columns) == ["op", "rows", "workload", "runs", "time_us", "otherwise"]
@@ -97,7 +97,7 @@ def test_a_matmul_by_itself_is_set_against_other_calls_of_it() -> None:
     found = {row.rows: row.otherwise for row in side_by_side([fused(1), apart(64, lost), apart(512, lost)])
              if row.op == "linear to 64"}
     assert found[64] == "by itself 11.00 us, matmul.other"
-    assert "above 128 rows" in found[512]
+    assert found[512] == "by itself 11.00 us, matmul.other"
 
 
 def test_times_of_ops_of_one_place_are_of_all_of_them() -> None:

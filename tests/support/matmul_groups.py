@@ -241,7 +241,9 @@ def configs(backend: TritonBackend, ir: KernelIR, rows: int) -> Iterator[Config]
     yield backend.default_config(ir, SM90)
     if is_tiled(ir):
         for cols, warps, stages in ((64, 4, 3), (128, 8, 4)):
-            yield {"block_rows": 128, "block_cols": cols, "block_inner": 64, "num_warps": warps, "num_stages": stages}
+            config = {"block_rows": 128, "block_cols": cols, "block_inner": 64, "num_warps": warps, "num_stages": stages}
+            if "shared memory" not in (backend.infeasible(ir, config, SM90) or ""):
+                yield config
         return
     for height, cols, inner in ((1, 1, 64), (1, 8, 16), (16, 16, 32)) if rows == 1 else ((16, 16, 16), (16, 32, 64)):
         yield {"block_rows": height, "block_cols": cols, "block_inner": inner, "num_warps": 1}

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import math
 import random
 import statistics
 import sys
@@ -154,7 +153,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
     for row in rows:
         best = min(row[f"{name} us"] for name in ours)
-        over = [f"{row.get(f'{peer} us', math.nan) / best:.3f}x" for peer in ("inductor", "max-autotune")]
+        peers = [row.get(f"{peer} us") for peer in ("inductor", "max-autotune")]
+        over = ["-" if time is None else f"{time / best:.3f}x" for time in peers]
         memory = " ".join(f"{row.get(f'{name} MB', 0):.1f}" for name in ("eager", *ours))
         error = max(row[f"{name} error"] for name in ours)
         sizes = [row["model"], f"{row['batch']}x{row['length']}"]

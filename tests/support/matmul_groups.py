@@ -241,7 +241,8 @@ def configs(backend: TritonBackend, ir: KernelIR, rows: int) -> Iterator[Config]
     yield backend.default_config(ir, SM90)
     if is_tiled(ir):
         for cols, warps, stages in ((64, 4, 3), (128, 8, 4)):
-            config = {"block_rows": 128, "block_cols": cols, "block_inner": 64, "num_warps": warps, "num_stages": stages}
+            blocks = {"block_rows": 128, "block_cols": cols, "block_inner": 64}
+            config = {**blocks, "num_warps": warps, "num_stages": stages}
             if "shared memory" not in (backend.infeasible(ir, config, SM90) or ""):
                 yield config
         return

@@ -102,12 +102,17 @@ def load(
 
 
 def _print(data: ReportData, topic: ReportTopic) -> None:
-    from fuseplan.planner.report import accuracy, frames
+    from fuseplan.planner.report import accuracy, frames, steps
 
     if topic is ReportTopic.ACCURACY:
         for title, frame in _accuracy(data):
             print_frame(frame.drop(columns=["key"], errors="ignore"), title=title, digits=3)
     else:
+        for line in steps.step_lines(data):
+            print_text(line)
+        parts = steps.part_frame(data)
+        if len(parts):
+            print_frame(parts.drop(columns=["regime"]), title="A step's time by part")
         groups = frames.group_frame(data)
         spare = ("config", "ops", "backend", "workload", "times", "source")
         print_frame(groups[_SHOWN], title=f"Fused against unfused, {data.device}", spare=spare)
@@ -128,15 +133,17 @@ def _accuracy(data: ReportData) -> list[tuple[str, pd.DataFrame]]:
 
 
 def _text(data: ReportData, topic: ReportTopic, style: Format) -> str:
-    from fuseplan.planner.report import accuracy, frames
+    from fuseplan.planner.report import accuracy, frames, steps
 
     is_accuracy = topic is ReportTopic.ACCURACY
     if style is Format.CSV:
         frame = accuracy.accuracy_samples(data) if is_accuracy else frames.group_frame(data)
         return str(frame.to_csv(index=False))
     parts = _accuracy(data) if is_accuracy else [
-        ("Groups", frames.group_frame(data)), ("Regions", frames.region_frame(data)),
-        ("Coverage", frames.coverage_frame(data)), ("Misses", frames.miss_frame(data)),
+        ("Steps", steps.step_frame(data)), ("A step's time by part", steps.part_frame(data)),
+        ("What each group saves in a step", steps.saved_frame(data)), ("Groups", frames.group_frame(data)),
+        ("Regions", frames.region_frame(data)), ("Coverage", frames.coverage_frame(data)),
+        ("Misses", frames.miss_frame(data)),
     ]
     tables = [f"## {title}\n\n{frames.markdown_table(frame)}" for title, frame in parts if len(frame)]
     return "\n".join([f"# Fusion report: {data.model or data.device}\n", *tables, *accuracy.accuracy_text(data), ""])

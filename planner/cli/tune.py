@@ -152,7 +152,7 @@ def run(
 
 def say(result: TuneResult, name: str) -> None:
     """The final table and what it took."""
-    from fuseplan.planner.report import frames
+    from fuseplan.planner.report import frames, steps
     from fuseplan.planner.tuning import recheck
 
     session = result.session
@@ -173,6 +173,11 @@ def say(result: TuneResult, name: str) -> None:
     if result.rechecked:
         common.print_text(recheck.recheck_verdict(result.rechecked))
     typer.echo(f"stored in {session.database.where}")
+    tuned = {one.workload for one in result.plans}
+    chosen = replace(data, workloads=tuple(one for one in data.workloads if one.workload in tuned
+                                           and one.regime == session.settings.regime))
+    for line in steps.step_lines(chosen):
+        common.print_text(line)
 
 
 def complain(result: TuneResult, load: MachineLoad) -> bool:

@@ -63,7 +63,7 @@ def gain_on_parts(
     """What a plan of the whole region gains on the plans of its parts, in one interleaved run; None where that fails,
     0 where it is no more than its noise.
     """
-    sides = {_PLAIN: _planned(book, parts, ways), _PLAN: _planned(book, [(region, record)], ways)}
+    sides = {_PLAIN: planned_parts(book, parts, ways), _PLAN: planned_parts(book, [(region, record)], ways)}
     contest = _run(book, region, sides, tuner)()
     if contest is None:
         return None
@@ -77,13 +77,13 @@ def _contest(
         Choice(one, ways.aten): ways.aten.part(book, one, "", {})
         for part, _ in parts for one in single_candidates(book.graph, part)
     }
-    return _run(book, region, {_PLAIN: plain, _PLAN: _planned(book, parts, ways)}, tuner)
+    return _run(book, region, {_PLAIN: plain, _PLAN: planned_parts(book, parts, ways)}, tuner)
 
 
-def _planned(
+def planned_parts(
     book: GroupBook, parts: Sequence[tuple[Region, PlanRecord]], ways: Implementations
 ) -> dict[Choice, Part]:
-    """What the plans of parts run."""
+    """What the plans of regions, or of their parts, run."""
     chosen: dict[Choice, Part] = {}
     for part, record in parts:
         candidates = placed_candidates(book.graph, part, [group.ops for group in record.groups])

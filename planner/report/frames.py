@@ -6,7 +6,7 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -16,6 +16,7 @@ from fuseplan.planner.cost.samples import load_samples as stored_samples
 from fuseplan.planner.errors import PlanError, nearest
 from fuseplan.planner.tuning import summary as summaries
 from fuseplan.planner.tuning.summary import RegionSummary, WorkloadSummary
+from fuseplan.planner.tuning.whole_step import StepTimes, stored_steps
 from fuseplan.search.errors import plain
 from fuseplan.search.store.record import GroupChoice, PlanRecord, RecordKey, TuningRecord
 
@@ -49,6 +50,7 @@ class ReportData:
         misses: Look-ups that found nothing, as the database counts them.
         samples: What was measured of each planned region.
         shipped: Those of the plans that come with the package.
+        steps: What was measured of whole steps, by :func:`~fuseplan.planner.tuning.whole_step.step_key`.
     """
 
     device: str
@@ -60,6 +62,7 @@ class ReportData:
     misses: tuple[Mapping[str, Any], ...] = ()
     samples: tuple[RegionSamples, ...] = ()
     shipped: frozenset[RecordKey] = frozenset()
+    steps: Mapping[str, StepTimes] = field(default_factory=dict)
 
     def planned(self) -> Iterator[tuple[WorkloadSummary | None, RegionSummary | None, PlanRecord]]:
         """Every plan with the workload and region it belongs to; without summaries, every stored plan."""
@@ -117,7 +120,7 @@ def load_report(
     misses = tuple(miss for miss in database.misses() if miss["device"] == device)
     samples = tuple(one for one in stored_samples(database, device, regime) if one.key in plans)
     shipped = frozenset(key for key, found in database.get_plans(plans).items() if found.shipped)
-    return ReportData(device, model, spec, records, plans, workloads, misses, samples, shipped)
+    return ReportData(device, model, spec, records, plans, workloads, misses, samples, shipped, stored_steps(database))
 
 
 def group_frame(data: ReportData) -> pd.DataFrame:

@@ -38,7 +38,7 @@ def library_work(
     ``call`` is ``Work.call``; ``cold`` are those of ``inputs`` that nothing has touched recently: weights, caches.
     """
     writes_rows = node.op.split(".")[1] in _ROW_WRITES
-    read = {value: _read_bytes(value, node, specs) for value in inputs if not writes_rows or value != node.inputs[0]}
+    read = {value: read_bytes(value, node, specs) for value in inputs if not writes_rows or value != node.inputs[0]}
     # What is written to rows of the first operand is that of the operand's type.
     source = [value for value in node.inputs[1:] if specs[value].dtype == specs[node.inputs[0]].dtype][-1:]
     written_bytes = sum(_bytes(specs[value]) for value in (source if writes_rows else outputs))
@@ -88,7 +88,7 @@ def _seen(node: OpNode, positions: int, keys: int) -> int:
     return within * (within + 1) // 2 + (positions - within) * keys
 
 
-def _read_bytes(value: str, node: OpNode, specs: Mapping[str, TensorSpec]) -> float:
+def read_bytes(value: str, node: OpNode, specs: Mapping[str, TensorSpec]) -> float:
     """Bytes of an operand; of keys and values after the last position that sees them, none. Of pages those in use."""
     table = _table(node)
     if table is not None and value in node.inputs[1:3]:

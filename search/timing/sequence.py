@@ -14,7 +14,7 @@ from typing import Any
 import networkx as nx
 import torch
 
-from fuseplan.kernels.ir.backend import Backend, Config, Target
+from fuseplan.kernels.ir.backend import Backend, Config, Target, config_key
 from fuseplan.kernels.ir.gathers import computes_indices, index_limits
 from fuseplan.search.timing.subject import Subject
 from fuseplan.search.timing.timers import Run
@@ -54,7 +54,8 @@ class SharedOperands:
         self._make_inputs = make_inputs
         self._slots: dict[object, int] = {}
         self._limits: list[float] = []
-        self._parts: list[Part] = []  # kept, since slots name them by their addresses
+        self._parts: list[Part] = []  # kept, since slots and layouts name them by their addresses
+        self._known: dict[int, list[torch.Tensor]] = {}
 
     def sources(self, part: Part, made: Collection[str]) -> tuple[str | int, ...]:
         """Where each input of a part comes from: a value's name, if it is in ``made``, else the number of an operand.
@@ -68,7 +69,7 @@ class SharedOperands:
         found: list[str | int] = []
         ir = part.subject.ir
         indexed, limits = computes_indices(ir), index_limits(ir)
-        for position, tensor in enumerate(self._make_inputs(part.subject)):
+        for position, tensor in enumerate(self._inputs(part.subject)):
             integer = not (tensor.is_floating_point() or tensor.dtype == torch.bool)
             name = part.reads[position] if part.reads and (integer or not indexed) else ""
             if name in made and not integer:
@@ -80,13 +81,30 @@ class SharedOperands:
             if integer and indexed and position in limits and tensor.numel():
                 limit = int(tensor.max()) + 1
             if slot == len(self.tensors):
-                self.tensors.append(tensor)
+                self.tensors.append(self._make_inputs(part.subject)[position] if tensor.is_meta else tensor)
                 self.hot.append(part.subject.hot_inputs[position])
                 self._limits.append(limit)
             elif limit < self._limits[slot]:
                 self.tensors[slot], self._limits[slot] = tensor, limit
             found.append(slot)
         return tuple(found)
+
+    def _inputs(self, subject: Subject) -> Sequence[torch.Tensor]:
+        """What a subject would be given alone.
+
+        Parts of one subject (repeated layers) mostly need none of it again: from the second on it is layouts without
+        numbers, but for integers.
+        """
+        known = self._known.get(id(subject))
+        if known is not None:
+            return known
+        made = list(self._make_inputs(subject))
+        self._known[id(subject)] = [
+            torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
+            if one.is_floating_point() or one.dtype == torch.bool else one
+            for one in made
+        ]
+        return made
 
 
 def sequence(parts: Sequence[Part], operands: SharedOperands, kept: Collection[str], target: Target) -> Run:
@@ -111,7 +129,13 @@ def sequence(parts: Sequence[Part], operands: SharedOperands, kept: Collection[s
     except nx.NetworkXUnfeasible:
         raise ValueError(f"parts of a sequence wait for each other: {nx.find_cycle(graph)}") from None
     lines = _lines(parts, order, given, [made[name] for name in made if name in kept])
-    namespace: dict[str, Any] = {f"k{number}": part.call(target) for number, part in enumerate(parts)}
+    made_calls: dict[object, Callable[..., Any]] = {}
+    namespace: dict[str, Any] = {}
+    for number, part in enumerate(parts):
+        key = (id(part.subject), id(part.backend), config_key(part.config))
+        if key not in made_calls:  # repeated layers share theirs
+            made_calls[key] = part.call(target)
+        namespace[f"k{number}"] = made_calls[key]
     exec("def run(*s):\n" + "".join(f"    {line}\n" for line in lines), namespace)
     run: Run = namespace["run"]
     return run

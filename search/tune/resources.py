@@ -26,6 +26,7 @@ Compilation: TypeAlias = tuple[Backend, KernelIR, Config, Target]
 #: What a tune's wall time is spent on (:class:`~fuseplan.search.tune.time_account.TimeAccount`).
 COMPILING, OPENING, TIMING_OPS = "waiting for compilers", "making references", "timing unfused ops"
 SCREENING, DECIDING, PLAYING_OFF, STORING = "screening", "deciding", "playing off", "storing"
+TIMING_STEPS = "timing whole steps"
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from fuseplan.search.tune.resources import (
     SCREENING,
     STORING,
     TIMING_OPS,
+    TIMING_STEPS,
     Budget,
     ProgressEvent,
     TuningResources,
@@ -225,6 +226,15 @@ class Tuner:
         """As :meth:`play_off`, when the measuring process has nothing else to do."""
         run = self._resources.later(PLAYING_OFF, jobs.decide_sides, dict(parts), dict(sides), frozenset(kept))
         return lambda: run().value
+
+    def time_sides(
+        self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str], min_rounds: int
+    ) -> Contest | None:
+        """As :meth:`play_off`, once, to know the times alone."""
+        found: Contest | None = self._resources.call(
+            TIMING_STEPS, jobs.time_sides, dict(parts), dict(sides), frozenset(kept), min_rounds
+        ).value
+        return found
 
     def precompile(self, subjects: Iterable[Subject]) -> None:
         """Compile the default configurations of several subjects beside each other, for :meth:`screen` to find cached.

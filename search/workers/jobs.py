@@ -240,19 +240,32 @@ def decide_sides(
     bench: Bench, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str]
 ) -> Contest:
     """Time whole sequences of kernels against each other; as :meth:`~fuseplan.search.tune.tuner.Tuner.play_off`."""
-    device, incumbent = bench.target.device_type, next(iter(sides))
+    incumbent = next(iter(sides))
 
     def timed() -> Contest:
-        shared = SharedOperands(lambda subject: subject.make_inputs(bench.seed, device))
-        runs = {
-            side: sequence([parts[name] for name in names], shared, kept, bench.target)
-            for side, names in sides.items()
-        }
-        operands = _rotating(bench, shared.tensors, shared.hot)
-        return decisive(bench.timer, runs, operands, bench.decide_s, incumbent)
+        return decisive(bench.timer, *_runs(bench, parts, sides, kept), bench.decide_s, incumbent)
 
     with torch.no_grad():
         return middle_of_three(timed, incumbent)
+
+
+def time_sides(
+    bench: Bench, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str], min_rounds: int
+) -> Contest:
+    """The same in one run, that decides nothing; as :meth:`~fuseplan.search.tune.tuner.Tuner.time_sides`."""
+    with torch.no_grad():
+        return contest(bench.timer, *_runs(bench, parts, sides, kept), bench.decide_s, min_rounds=min_rounds)
+
+
+def _runs(
+    bench: Bench, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str]
+) -> tuple[dict[str, Run], Operands]:
+    """The sides as functions, and operands for them."""
+    shared = SharedOperands(lambda subject: subject.make_inputs(bench.seed, bench.target.device_type))
+    runs = {
+        side: sequence([parts[name] for name in names], shared, kept, bench.target) for side, names in sides.items()
+    }
+    return runs, _rotating(bench, shared.tensors, shared.hot)
 
 
 def release() -> None:

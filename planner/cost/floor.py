@@ -1,0 +1,104 @@
+"""The floor of a whole step: what memory and arithmetic alone take, as if the step were a single perfect kernel."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from fuseplan.costmodel.device import DeviceSpec, DeviceSpecError, Mode
+from fuseplan.costmodel.roofline import lower_bound
+from fuseplan.costmodel.work import Work
+from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+from fuseplan.planner.groups.candidates import Candidate, single_candidates
+from fuseplan.planner.groups.compute_graph import compute_graph_of
+from fuseplan.planner.groups.regions import find_regions, unique_regions
+from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.lowering.lower import Lowered, NotLowerable
+from fuseplan.planner.lowering.recipes import written_value
+from fuseplan.planner.work.group_work import moved_bytes, op_work
+from fuseplan.planner.work.library_work import read_bytes
+
+
+def floor_us(book: GroupBook, spec: DeviceSpec, mode: Mode) -> float | None:
+    """Microseconds that no plan of a static graph can beat; None where a peak that it needs was not measured.
+
+    Each byte of weights, caches and other inputs that is read, and of results that is written, counts once; nothing
+    that is made on the way does. Arithmetic is that of all ops. It is the larger of both times, and one launch.
+    """
+    try:
+        return lower_bound(step_work(book), spec, mode)
+    except DeviceSpecError:
+        return None
+
+
+def step_work(book: GroupBook) -> Work:
+    """The work of all regions of a static graph as one perfect kernel."""
+    graph, moved, flops = book.graph, dict[str, float](), defaultdict[str, float](float)
+    for occurrences in unique_regions(find_regions(graph)).values():
+        first = occurrences[0]
+        singles = single_candidates(graph, first)
+        for one in singles:
+            for unit, count in op_work(graph, one.ops[0]).flops.items():
+                flops[unit] += count * len(occurrences)
+        touched = _touched(book, singles)
+        for occurrence in occurrences:
+            names = same_values(graph, first, occurrence)
+            for value, nbytes in touched.items():
+                name = names.get(value, value)
+                moved[name] = max(nbytes, moved.get(name, 0.0))
+    return Work(flops=dict(flops), dram_bytes=sum(_outside(graph, moved).values()), launches=1)
+
+
+def same_values(graph: DataflowGraph, first: Region, other: Region) -> dict[str, str]:
+    """By the name of a value of ``first``, which is made or read there: that of the same value of an equal region."""
+    pairs = zip(first.ops, other.ops, strict=True)
+    made = ((a, b) for one, same in pairs for a, b in zip(graph.op(one).outputs, graph.op(same).outputs, strict=True))
+    return {**dict(zip(first.inputs, other.inputs, strict=True)), **dict(made)}
+
+
+def _touched(book: GroupBook, singles: list[Candidate]) -> dict[str, float]:
+    """Bytes that a region's ops read or write of each value, each byte once."""
+    kernels: list[Lowered] = []
+    calls: list[str] = []
+    for one in singles:
+        try:
+            kernels.append(book.lowered(one))
+        except NotLowerable:
+            calls.append(one.ops[0])
+    touched = moved_bytes(kernels)
+    for name in calls:
+        for value, nbytes in _called(book.graph, name):
+            touched[value] = max(nbytes, touched.get(value, 0.0))
+    return touched
+
+
+def _called(graph: DataflowGraph, name: str) -> Iterator[tuple[str, float]]:
+    """Source values that a library's call reads or writes, with their bytes."""
+    node, flow = graph.op(name), compute_graph_of(graph)
+    for value in node.inputs:
+        for source in flow.sources_of(value):
+            yield source, read_bytes(value, node, graph.specs)
+    for value in node.outputs:
+        yield value, read_bytes(value, node, graph.specs)
+
+
+def _outside(graph: DataflowGraph, moved: Mapping[str, float]) -> dict[str, float]:
+    """What of it no region makes, or is a result: caches that are written in place count as what they were."""
+    flow, found = compute_graph_of(graph), dict[str, float]()
+    for value, nbytes in moved.items():
+        root = _root(graph, value)
+        at = flow.producer(root)
+        if at is None or not flow.is_member(at) or root in flow.escapes:
+            found[root] = max(nbytes, found.get(root, 0.0))
+    return found
+
+
+def _root(graph: DataflowGraph, value: str) -> str:
+    """The value whose memory an op wrote to, where one did."""
+    flow = compute_graph_of(graph)
+    while (at := flow.producer(value)) is not None and (written := written_value(flow.nodes[at])) is not None:
+        sources = flow.sources_of(written)
+        if len(sources) != 1:
+            break
+        (value,) = sources
+    return value

@@ -1,0 +1,150 @@
+"""A whole step of a model, end to end: all its regions one after another, as ATen runs them and as planned.
+
+Repeated layers share their weights and caches, so that a step fits where the model would not. Each layer's weights are
+larger than a cache, and are read from memory as if they were its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+
+from fuseplan.planner.cost.floor import floor_us, same_values
+from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.groups.candidates import single_candidates
+from fuseplan.planner.groups.compute_graph import compute_graph_of
+from fuseplan.planner.implementations.choices import Choice, in_order
+from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.implementations import Implementations, implementations_for
+from fuseplan.planner.partition.whole_region import planned_parts
+from fuseplan.planner.tuning.plans import GraphPlan
+from fuseplan.planner.tuning.session import Session
+from fuseplan.search.errors import RecordError
+from fuseplan.search.store import codec
+from fuseplan.search.store.limits import Amount
+from fuseplan.search.store.record import PlanRecord, now
+from fuseplan.search.timing.sequence import Part
+from fuseplan.search.tune.tuner import Tuner
+
+_PREFIX = "step"
+_UNFUSED, _PLANNED = "unfused", "planned"
+#: Microseconds of an unfused step past which it is not timed, and past which few rounds have to do.
+_LONGEST_US, _LONG_US = 1e6, 5e4
+_ROUNDS, _FEW_ROUNDS = 7, 3
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """A whole step, measured end to end in one interleaved run.
+
+    Attributes:
+        unfused_us: Every op by ATen.
+        planned_us: By the plan.
+        noise: Relative difference of two runs of the same.
+        floor_us: What memory and arithmetic alone take; None where a peak is not known.
+        created: ISO 8601 UTC time.
+    """
+
+    unfused_us: Amount
+    planned_us: Amount
+    noise: Amount
+    floor_us: Amount | None = None
+    created: str = ""
+
+
+def step_key(planned: Iterable[tuple[int, PlanRecord]]) -> str:
+    """What tells steps apart: the plans of their distinct regions, with how often each occurs."""
+    counted = sorted(
+        (codec.dumps(record.key), count, [[one.ops, one.implementation, sorted(one.config.items())]
+                                          for one in record.groups])
+        for count, record in planned
+    )
+    return codec.checksum(str(counted))
+
+
+def stored_steps(database: codec.CaptureStore) -> dict[str, StepTimes]:
+    """What was measured of steps, by their keys; what cannot be read is left out."""
+    found = {}
+    for name, data in database.captures(f"{_PREFIX}/").items():
+        with suppress(RecordError):
+            found[name.removeprefix(f"{_PREFIX}/")] = codec.from_data(StepTimes, data)
+    return found
+
+
+def counted(plan: GraphPlan) -> list[tuple[int, PlanRecord]]:
+    """The plan of each distinct region, with how often it occurs."""
+    counts = Counter(one.region.key for one in plan.regions)
+    return [(counts[one.region.key], one.record) for one in plan.unique()]
+
+
+def measure_step(session: Session, graph: DataflowGraph, plan: GraphPlan, tuner: Tuner) -> StepTimes | None:
+    """The step's times, measured and stored unless they are stored; None where they cannot be known.
+
+    That is so of a step that takes too long, of one without regions, and where the run fails (for want of memory).
+    """
+    planned = counted(plan)
+    key = step_key(planned)
+    known = stored_steps(session.database).get(key)
+    if known is not None and known.created > session.since:
+        return known
+    unfused_us = sum(count * record.unfused_us for count, record in planned)
+    if not planned or session.spec is None or unfused_us > _LONGEST_US:
+        return None
+    regime = session.settings.regime
+    book = GroupBook(graph, session.settings.numerics, session.target.device_type)
+    step = _Step(book, plan, implementations_for(regime, session.backends, session.target))
+    rounds = _FEW_ROUNDS if unfused_us > _LONG_US else _ROUNDS
+    contest = tuner.time_sides(step.parts, step.sides, step.kept, rounds)
+    if contest is None:
+        return None
+    floor = floor_us(book, session.spec, "graph" if regime == "graph" else "eager")
+    unfused, chosen = (contest.time(side).median_us for side in (_UNFUSED, _PLANNED))
+    found = StepTimes(unfused, chosen, contest.noise, floor, now())
+    session.database.put_capture(f"{_PREFIX}/{key}", asdict(found))
+    return found
+
+
+class _Step:
+    """Both sides of a step as sequences: parts by name, the names that each side runs, and values that are returned."""
+
+    def __init__(self, book: GroupBook, plan: GraphPlan, ways: Implementations) -> None:
+        self.graph = book.graph
+        self.parts: dict[str, Part] = {}
+        self.sides: dict[str, list[str]] = {_UNFUSED: [], _PLANNED: []}
+        flow = compute_graph_of(self.graph)
+        members = {flow.position[name] for one in plan.regions for name in one.region.ops}
+        members = {at for at in members if flow.is_member(at)}
+        self.kept = flow.needed_outside(members)
+        self._made = {value for at in members for value in flow.nodes[at].outputs}
+        first = {one.region.key: one.region for one in plan.unique()}
+        both = {one.region.key: tuple(self._parts_of(book, plan, one.region.key, ways)) for one in plan.unique()}
+        for number, one in enumerate(plan.regions):
+            names = self._names(same_values(self.graph, first[one.region.key], one.region))
+            for side, parts in both[one.region.key]:
+                for at, part in enumerate(parts):
+                    name = f"{number}.{side}.{at}"
+                    self.parts[name] = _renamed(part, names)
+                    self.sides[side].append(name)
+
+    def _parts_of(
+        self, book: GroupBook, plan: GraphPlan, key: str, ways: Implementations
+    ) -> Iterator[tuple[str, list[Part]]]:
+        """The parts of a region on either side, in order."""
+        one = next(one for one in plan.regions if one.region.key == key)
+        plain = {
+            Choice(single, ways.aten): ways.aten.part(book, single, "", {})
+            for single in single_candidates(self.graph, one.region)
+        }
+        for side, parts in ((_UNFUSED, plain), (_PLANNED, planned_parts(book, [(one.region, one.record)], ways))):
+            yield side, [parts[choice] for choice in in_order(self.graph, parts)]
+
+    def _names(self, same: Mapping[str, str]) -> dict[str, str]:
+        """Names of an occurrence's values by those of the first one: what no region makes is shared by all."""
+        return {a: b if b in self._made or a in self._made else a for a, b in same.items()}
+
+
+def _renamed(part: Part, names: Mapping[str, str]) -> Part:
+    reads, makes = (tuple(names.get(one, one) for one in values) for values in (part.reads, part.makes))
+    return replace(part, reads=reads, makes=makes)

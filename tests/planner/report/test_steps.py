@@ -1,0 +1,127 @@
+"""What a plan buys in a step: numbers that one can add up by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import report_samples as samples
+
+from fuseplan.planner.report import steps
+from fuseplan.planner.report.frames import ReportData, load_report
+from fuseplan.planner.tuning import summary
+from fuseplan.planner.tuning.summary import RegionSummary
+from fuseplan.planner.tuning.whole_step import StepTimes, step_key
+from fuseplan.search.store.record import Alternative, GroupChoice, PlanRecord
+
+MATMUL = GroupChoice((0,), "matmul.cublaslt", "", "linear 1x8", predicted_us=9.0, measured_us=30.0, delay_us=1.0)
+NORM = GroupChoice((1, 2), samples.NORM.backend, samples.NORM.key.workload, samples.NORM.label, {}, 25.0, 12.0, 20.0)
+SDPA = GroupChoice((4,), "aten", "", "attention", predicted_us=50.0, measured_us=60.0)
+RELU = GroupChoice((5,), "aten", "", "relu", predicted_us=7.0)
+LAYER = RegionSummary(
+    "9" * 64, 10, ("linear.default", "add.Tensor", "mul.Tensor", "view.default",
+                   "scaled_dot_product_attention.default", "relu.default"),
+    ("anchor", "compute", "compute", "view", "anchor", "compute"), ((0, 1), (1, 2)), ("1x8 bfloat16",) * 6,
+)
+ALONE = tuple(Alternative((at,), "", "", 1.0, time_us, "aten") for at, time_us in ((0, 40.0), (1, 50.0), (2, 41.0)))
+
+
+def layer_plan() -> PlanRecord:
+    made = samples.plan("9" * 64, "layer", (MATMUL, NORM, SDPA, RELU), 118.0, 198.0)
+    return replace(made, rejected=ALONE)
+
+
+Load = Callable[[StepTimes | None], ReportData]
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    def loaded(times: StepTimes | None) -> ReportData:
+        with samples.sample_database(tmp_path / "tuning.db") as database:
+            database.put_plan(layer_plan())
+            summary.store_summary(database, samples.workload("decode b4", (LAYER,)))
+            if times is not None:
+                database.put_capture(f"step/{step_key([(10, layer_plan())])}", asdict(times))
+            return load_report(database, samples.DEVICE, samples.SPEC, "llama")
+
+    return loaded
+
+
+def decode(data: ReportData) -> steps.Step:
+    return next(one for one in steps.steps(data) if one.name == "decode b4")
+
+
+def test_parts_add_up_by_what_is_in_them(load: Load) -> None:
+    parts = decode(load(None)).parts
+    assert parts == {
+        "matmuls": (400.0, 310.0), "attention": (600.0, 600.0), "fused groups": (0.0, 200.0),
+        "unfused ops": (910.0 + 70.0, 70.0),
+    }
+
+
+def test_a_measured_step_tells_what_lies_between_its_parts(load: Load) -> None:
+    data = load(StepTimes(2100.0, 1250.0, 0.01, 900.0))
+    frame = steps.part_frame(data)
+    frame = frame[frame["workload"] == "decode b4"].set_index("part")
+    assert frame.loc["launches and gaps", ["unfused_us", "planned_us"]].tolist() == [2100.0 - 1980.0, 1250.0 - 1180.0]
+    assert frame[["unfused_us", "planned_us"]].sum().tolist() == pytest.approx([2100.0, 1250.0])
+    row = steps.step_frame(data).set_index("workload").loc["decode b4"]
+    assert (row["speedup"], row["over_floor"], row["measured"]) == (
+        pytest.approx(2100 / 1250), pytest.approx(1250 / 900), "end to end")
+    assert steps.step_words(decode(data)) == "decode b4: 2.10 -> 1.25 ms a step (1.68x); floor 0.90 ms"
+
+
+def test_without_a_measured_step_its_parts_are_added_and_said_to_be(load: Load) -> None:
+    words = steps.step_words(decode(load(None)))
+    assert words.startswith("decode b4: 1.98 -> 1.18 ms a step (1.68x)")
+    assert "not timed" in words and "floor" not in words
+
+
+def test_what_noise_hides_is_said(load: Load) -> None:
+    assert "within the noise of 5%" in steps.step_words(decode(load(StepTimes(103.0, 100.0, 0.05))))
+    assert "noise" not in steps.step_words(decode(load(StepTimes(110.0, 100.0, 0.05))))
+
+
+def test_groups_are_listed_by_what_they_save(load: Load) -> None:
+    frame = steps.saved_frame(load(None))
+    frame = frame[frame["workload"] == "decode b4"]
+    assert frame["group"].tolist() == [samples.NORM.label, "linear 1x8"]
+    # The norm by the run that decided it, 90 us against 20; the library's call against ATen's op.
+    assert frame["saved_us"].tolist() == [10 * 70.0, 10 * 9.0]
+    assert frame["share"].tolist() == pytest.approx([700 / 1980, 90 / 1980])
+    lines = list(steps.step_lines(load(None)))
+    at = next(number for number, line in enumerate(lines) if line.startswith("decode b4"))
+    assert lines[at + 1].strip() == f"saves 700 us: {samples.NORM.label}, 10 x 90.0 us -> 20.0 us"
+    assert "90.0 us" in lines[at + 2]
+
+
+def test_groups_that_save_little_share_a_line(load: Load) -> None:
+    lines = list(steps.step_lines(load(None), shown=1))
+    at = next(number for number, line in enumerate(lines) if line.startswith("decode b4"))
+    assert lines[at + 2].strip() == "1 other group together save 90.0 us"
+
+
+def test_a_group_in_several_regions_is_one_line(load: Load) -> None:
+    data = load(None)
+    other = replace(LAYER, key="8" * 64, occurrences=3)
+    plan = replace(layer_plan(), key=replace(layer_plan().key, workload="8" * 64))
+    both = samples.workload("decode b4", (LAYER, other))
+    data = replace(data, workloads=(both,), plans={**data.plans, plan.key: plan})
+    frame = steps.saved_frame(data)
+    assert dict(zip(frame["group"], frame["uses"], strict=True)) == {samples.NORM.label: 13, "linear 1x8": 13}
+
+
+def test_a_workload_with_a_region_that_has_no_plan_is_left_out(load: Load) -> None:
+    data = load(None)
+    plans = {key: plan for key, plan in data.plans.items() if key.workload != "9" * 64}
+    assert "decode b4" not in {one.name for one in steps.steps(replace(data, plans=plans))}
+
+
+@pytest.mark.parametrize(("time_us", "words"), [
+    (0.0, "0.00 us"), (9.994, "9.99 us"), (9.996, "10.0 us"), (912.4, "912 us"), (999.6, "1.00 ms"),
+    (12345.0, "12.3 ms"), (2.1e6, "2.10 s"), (-250.0, "-250 us"),
+])
+def test_times_have_three_digits(time_us: float, words: str) -> None:
+    assert steps.time_text(time_us) == words

@@ -1,0 +1,169 @@
+"""A whole step: what both sides compute is the model, with the weights of the first layer in all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from costmodel_samples import CPU
+from graphs import Builder
+from reference_backend import ReferenceBackend
+from scripted_tuner import TARGET, ScriptedTuner
+
+from fuseplan.costmodel.device import Peak
+from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.graph.execute import run_node
+from fuseplan.planner.tuning.planner import Planner, PlanSettings
+from fuseplan.planner.tuning.plans import GraphPlan
+from fuseplan.planner.tuning.session import Session
+from fuseplan.planner.tuning.whole_step import counted, measure_step, step_key
+from fuseplan.search.store.database import Database
+from fuseplan.search.store.record import Versions
+from fuseplan.search.timing.contest import Contest
+from fuseplan.search.timing.sequence import Part, SharedOperands, sequence
+
+LAYERS = 4
+SPEC = replace(CPU, peaks={**CPU.peaks, "fp32_matmul": Peak(1e11, 2e11)})
+
+
+def layers(count: int = LAYERS, rows: int = 3) -> tuple[Builder, DataflowGraph]:
+    """``x = tanh(silu(x @ w.T) * gate) @ u.T``, again and again, with weights for each layer."""
+    given = {"x": torch.randn(rows, 17)}
+    for at in range(count):
+        given |= {f"w{at}": torch.randn(19, 17) / 4, f"gate{at}": torch.randn(19), f"u{at}": torch.randn(17, 19) / 4}
+    b = Builder(**given)
+    value = "x"
+    for at in range(count):
+        made = b("aten.silu.default", b("aten.linear.default", value, f"w{at}"))
+        value = b("aten.linear.default", b("aten.tanh.default", b("aten.mul.Tensor", made, f"gate{at}")), f"u{at}")
+    return b, b.graph(value)
+
+
+def with_first_weights(graph: DataflowGraph, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The model's result, with the weights of the first layer in all of them."""
+    values = {name: given[name if name == "x" else f"{name[:-1]}0"] for name in graph.inputs}
+    for node in graph:
+        values.update(zip(node.outputs, run_node(node, [values[name] for name in node.inputs], "cpu"), strict=True))
+    return values[graph.outputs[0]]
+
+
+@dataclass
+class Bench:
+    """Runs what it is asked to time, in this process."""
+
+    times_us: Mapping[str, float]
+    fails: bool = False
+    asked: int = 0
+    rounds: int = 0
+    made: int = 0
+    results: dict[str, torch.Tensor] | None = None
+    operands: Sequence[torch.Tensor] = ()
+
+    def time_sides(
+        self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str], min_rounds: int
+    ) -> Contest | None:
+        self.asked, self.rounds = self.asked + 1, min_rounds
+        if self.fails:
+            return None
+
+        def inputs_of(subject: object) -> list[torch.Tensor]:
+            self.made += 1
+            return subject.make_inputs(0, "cpu")  # type: ignore[attr-defined, no-any-return]
+
+        shared = SharedOperands(inputs_of)  # type: ignore[arg-type]
+        runs = {side: sequence([parts[name] for name in names], shared, kept, TARGET) for side, names in sides.items()}
+        self.operands = shared.tensors
+        self.results = {side: run(*shared.tensors)[0] for side, run in runs.items()}
+        return Contest({side: (self.times_us[side],) * 3 for side in sides}, 0.01, "eager")
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Session:
+    database = Database(tmp_path / "t.db", "write", Versions.current("cpu"))
+    return Session(database, "dev", SPEC, TARGET, (ReferenceBackend(),), PlanSettings(margin=0.0))
+
+
+def planned(session: Session, graph: DataflowGraph) -> GraphPlan:
+    tuner = ScriptedTuner(session.database, lambda subject: 3.0)
+    made = Planner(session.database, session.spec, "dev", TARGET, session.backends, session.settings, tuner)  # type: ignore[arg-type]
+    return made.plan_graph(graph)
+
+
+TIMES = {"unfused": 200.0, "planned": 50.0}
+
+
+def test_both_sides_compute_the_model_with_shared_weights(session: Session) -> None:
+    _, graph = layers()
+    plan = planned(session, graph)
+    assert any(group.is_kernel for one in plan.regions for group in one.record.groups)
+    bench = Bench(TIMES)
+    found = measure_step(session, graph, plan, bench)  # type: ignore[arg-type]
+    assert found is not None and (found.unfused_us, found.planned_us, found.noise) == (200.0, 50.0, 0.01)
+    assert bench.results is not None
+    shapes = [tuple(one.shape) for one in bench.operands]
+    wanted = {"x": (3, 17), "w0": (19, 17), "gate0": (19,), "u0": (17, 19)}
+    assert sorted(shapes) == sorted(wanted.values())  # however many layers there are
+    expected = with_first_weights(graph, {name: bench.operands[shapes.index(shape)] for name, shape in wanted.items()})
+    for result in bench.results.values():
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_layers_make_no_operands_of_their_own(session: Session) -> None:
+    made = []
+    for count in (3, 9):
+        _, graph = layers(count)
+        bench = Bench(TIMES)
+        assert measure_step(session, graph, planned(session, graph), bench) is not None  # type: ignore[arg-type]
+        made.append(bench.made)
+    assert made[0] == made[1]
+
+
+def test_a_step_is_timed_once_for_a_plan(session: Session) -> None:
+    _, graph = layers()
+    plan, bench = planned(session, graph), Bench(TIMES)
+    first = measure_step(session, graph, plan, bench)  # type: ignore[arg-type]
+    assert measure_step(session, graph, plan, bench) == first and bench.asked == 1  # type: ignore[arg-type]
+    later = replace(session, since="9999-01-01T00:00:00+00:00")
+    assert measure_step(later, graph, plan, bench) is not None and bench.asked == 2  # type: ignore[arg-type]
+
+
+def test_another_plan_or_number_of_layers_is_another_step(session: Session) -> None:
+    plan = planned(session, layers()[1])
+    counts = counted(plan)
+    key = step_key(counts)
+    assert key == step_key(reversed(counts)) != step_key(counted(planned(session, layers(5)[1])))
+    (count, record), *rest = sorted(counts, key=lambda one: -sum(group.is_kernel for group in one[1].groups))
+    groups = tuple(replace(one, config={**one.config, "unroll": 7}) for one in record.groups)
+    assert step_key([(count, replace(record, groups=groups)), *rest]) != key
+
+
+@pytest.mark.parametrize("what", ["a run that fails", "a step that takes long", "no probed device"])
+def test_what_cannot_be_timed_is_not_stored(session: Session, what: str) -> None:
+    _, graph = layers()
+    plan = planned(session, graph)
+    if what == "a step that takes long":
+        longer = (replace(one, record=replace(one.record, unfused_us=3e5)) for one in plan.regions)
+        plan = GraphPlan(tuple(longer))
+    if what == "no probed device":
+        session = replace(session, spec=None)
+    bench = Bench(TIMES, fails=what == "a run that fails")
+    assert measure_step(session, graph, plan, bench) is None  # type: ignore[arg-type]
+    assert bench.asked == (what == "a run that fails")
+    assert not session.database.captures("step/")
+
+
+def test_long_steps_are_run_in_few_rounds(session: Session) -> None:
+    _, graph = layers()
+    plan = planned(session, graph)
+    rounds = []
+    for unfused_us in (1e3, 1e5):
+        longer = GraphPlan(tuple(replace(one, record=replace(
+            one.record, unfused_us=unfused_us / len(plan.regions), planned_us=unfused_us)) for one in plan.regions))
+        bench = Bench(TIMES)
+        session.database.put_capture("step/x", {})
+        assert measure_step(replace(session, since="9999"), graph, longer, bench) is not None  # type: ignore[arg-type]
+        rounds.append(bench.rounds)
+    assert rounds[0] > rounds[1] > 1

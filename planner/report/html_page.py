@@ -15,17 +15,23 @@ from fuseplan.planner.report.drawing import group_class, group_name, partition_s
 from fuseplan.planner.report.frames import ReportData
 from fuseplan.planner.report.plots import bandwidth_plot, roofline_plot, scatter_plot
 from fuseplan.planner.report.side_by_side import Planned, as_frame, side_by_side
+from fuseplan.planner.report.steps import PARTS, answers, bars, steps, time_text
 from fuseplan.planner.tuning.summary import RegionSummary
 from fuseplan.search.store.record import PlanRecord, now
 
 #: More drawings than this make a page nobody scrolls through; the most expensive regions are drawn.
 _MAX_DRAWINGS = 24
+#: Groups of a workload that are listed before the rest is folded away.
+_MOST_SAVED = 6
+#: Columns that a table of groups begins with.
+_ANSWER = ["group", "answer", "fused_us", "unfused_us", "speedup", "times", "workload"]
 
 
 def html_report(data: ReportData) -> str:
     """The whole page."""
     groups = frames.group_frame(data)
     coverage = frames.coverage_frame(data)
+    others = groups.columns.difference([*_ANSWER, "key", "regime"], sort=False)
     title = f"Fusion report: {data.model or 'everything tuned'}"
     tuned = [plan.evidence for plan in data.plans.values()] or [one.evidence for one in data.records.values()]
     return templates().get_template("report.html.j2").render(
@@ -33,6 +39,9 @@ def html_report(data: ReportData) -> str:
         device=data.spec.identity.name if data.spec is not None else data.device,
         created=now(),
         speedup=frames.geometric_mean(groups["speedup"].dropna()),
+        steps=_steps(data),
+        parts=PARTS,
+        duration=time_text,
         answers=groups["answer"],
         totals=coverage.drop(columns="workload").sum() if len(coverage) else None,
         plans=data.decided().values(),
@@ -45,7 +54,7 @@ def html_report(data: ReportData) -> str:
         accuracy=accuracy_text(data),
         tables={
             "coverage": table_html(coverage, "Coverage by workload", percent=("coverage",)),
-            "groups": table_html(groups.drop(columns=["key", "regime"]), "Every group of the chosen partitions"),
+            "groups": table_html(groups[[*_ANSWER, *others]], "Every group of the chosen partitions"),
             "regions": table_html(
                 frames.region_frame(data).drop(columns=["key", "regime"]), "Every region", percent=("gap",)
             ),
@@ -56,6 +65,33 @@ def html_report(data: ReportData) -> str:
         spec=data.spec,
         last=max(tuned, key=lambda evidence: evidence.created, default=None),
     )
+
+
+def _steps(data: ReportData) -> list[dict[str, Any]]:
+    """The workloads: what their steps take in words and as bars, and what each group saves on a scale for all."""
+    found = steps(data)
+    most_us = max((saved.saved_us for one in found for saved in one.saved), default=0.0)
+    listed = []
+    for one in found:
+        unfused, planned = bars(one)
+        floor_us = one.times.floor_us if one.times is not None else None
+        longest_us = max(one.unfused_us, one.planned_us)
+        rows = [
+            {
+                "group": saved.label, "uses": saved.uses, "saved": time_text(saved.saved_us),
+                "share": max(0.0, 100 * saved.saved_us / most_us) if most_us > 0 else 0.0,
+                "each": f"{time_text(saved.unfused_us)} → {time_text(saved.planned_us)}",
+                "how": frames.how_it_runs(saved.group),
+            }
+            for saved in one.saved
+        ]
+        listed.append({
+            "name": one.name, "answers": answers(one), "floor": time_text(floor_us) if floor_us else "",
+            "floor_share": 100 * floor_us / longest_us if floor_us and longest_us else None,
+            "sides": [("unfused", time_text(one.unfused_us), unfused), ("planned", time_text(one.planned_us), planned)],
+            "saved": rows[:_MOST_SAVED], "more": rows[_MOST_SAVED:],
+        })
+    return listed
 
 
 def _bars(groups: pd.DataFrame) -> list[dict[Hashable, Any]]:

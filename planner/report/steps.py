@@ -22,7 +22,7 @@ SAVED_COLUMNS = ("workload", "group", "uses", "unfused_us", "planned_us", "saved
 #: Where a step's time goes.
 MATMULS, ATTENTION, FUSED, UNFUSED, BETWEEN = (
     "matmuls", "attention", "fused groups", "unfused ops", "launches and gaps")
-_PARTS = (MATMULS, ATTENTION, FUSED, UNFUSED, BETWEEN)
+PARTS = (MATMULS, ATTENTION, FUSED, UNFUSED, BETWEEN)
 #: Groups of a workload that are named.
 _SHOWN = 3
 #: Of what all groups save: less is not worth a line.
@@ -82,7 +82,7 @@ def steps(data: ReportData) -> list[Step]:
 
 def _step(data: ReportData, workload: WorkloadSummary, planned: list[tuple[RegionSummary, PlanRecord]]) -> Step:
     times = data.steps.get(step_key((region.occurrences, plan) for region, plan in planned))
-    parts = {part: [0.0, 0.0] for part in _PARTS[:-1]}
+    parts = {part: [0.0, 0.0] for part in PARTS[:-1]}
     saved: dict[RecordKey | str, Saved] = {}
     for region, plan in planned:
         alone = _alone_us(plan)
@@ -213,6 +213,57 @@ def step_words(one: Step) -> str:
     floor = f"; floor {_in(one.times.floor_us, unit)} {unit}" if one.times.floor_us is not None else ""
     doubt = abs(one.unfused_us - one.planned_us) <= one.times.noise * one.planned_us
     return f"{words}{floor}{f'; within the noise of {one.times.noise:.0%}' if doubt else ''}"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of a step's bar: ``share`` is in percent of the longer of a workload's two bars."""
+
+    part: str
+    share: float
+    time_us: float
+
+
+def bars(one: Step) -> tuple[list[Segment], list[Segment]]:
+    """A step as two bars, unfused and as planned, on one scale.
+
+    Where a whole step takes less than its parts by themselves, whose data were not in a cache, these are drawn shorter.
+    """
+    longest = max(one.unfused_us, one.planned_us)
+    found = []
+    for side, whole_us in ((0, one.unfused_us), (1, one.planned_us)):
+        times = {part: pair[side] for part, pair in one.parts.items()}
+        total_us = math.fsum(times.values())
+        scale = min(1.0, whole_us / total_us) if total_us > 0 else 1.0
+        drawn = {part: time_us * scale for part, time_us in times.items()} | {BETWEEN: whole_us - total_us * scale}
+        found.append([
+            Segment(part, 100 * drawn_us / longest, times.get(part, drawn_us))
+            for part, drawn_us in drawn.items() if longest > 0 and drawn_us > 0.002 * longest
+        ])
+    return found[0], found[1]
+
+
+def answers(one: Step) -> list[str]:
+    """Three sentences: how much faster a step is, which groups made it, and what is left to gain."""
+    ratio = _ratio(one.unfused_us, one.planned_us) or 1.0
+    how = "measured end to end" if one.times is not None else "the sum of its parts; a whole step was not timed"
+    found = [
+        f"A step takes {time_text(one.planned_us)}, unfused {time_text(one.unfused_us)}: {ratio:.2f}x ({how})."
+    ]
+    best = [saved for saved in one.saved if saved.saved_us > 0][:_SHOWN]
+    if best:
+        names = "; ".join(f"{saved.label} ({time_text(saved.saved_us)})" for saved in best)
+        found.append(f"Most is saved by {names}.")
+    most = max(bars(one)[1], key=lambda piece: piece.share, default=None)
+    left = ""
+    if most is not None:
+        share = most.share * max(one.unfused_us, one.planned_us) / (100 * one.planned_us)
+        left = f"What is left is mostly {most.part} ({share:.0%})"
+    if one.times is not None and one.times.floor_us:
+        over = one.planned_us / one.times.floor_us
+        floor = f"memory and arithmetic alone take {time_text(one.times.floor_us)}, at best {over:.2f} times less"
+        left = f"{left}; {floor}" if left else floor.capitalize()
+    return [*found, f"{left}."] if left else found
 
 
 def time_text(time_us: float) -> str:

@@ -1,8 +1,15 @@
-"""A region's partition as an inline SVG drawing: ops as boxes, groups as coloured clusters, top to bottom."""
+"""A region's partition as an inline SVG drawing: groups as boxes from top to bottom, and what reads what between them.
+
+Boxes lie in ranks, each below those that it reads. An arrow past a rank has a lane of its own there, beside the boxes;
+between ranks there is nothing but arrows. So none crosses a box (the layering of Sugiyama, Tagawa and Toda, "Methods
+for Visual Understanding of Hierarchical System Structures", 1981, with a bound on a rank's width).
+"""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -10,18 +17,43 @@ import networkx as nx
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from fuseplan.planner.tuning.summary import RegionSummary
-from fuseplan.search.store.record import PlanRecord
+from fuseplan.search.store.record import ATEN, GroupChoice, PlanRecord
 
-#: How many cluster colours the page defines (CSS classes ``group0`` to ``group7``).
+#: How many colours of groups the page defines (CSS classes ``group0`` to ``group7``).
 COLOURS = 8
-_CHIP_W, _CHIP_H, _GAP, _PAD, _HEAD, _SPACE, _MARGIN = 84, 24, 14, 10, 20, 34, 4
-#: Chips and clusters side by side.
-_A_ROW = 4
+_WIDTH, _LANE, _GAP, _SPACE, _MARGIN = 216.0, 12.0, 14.0, 36.0, 4.0
+_PAD, _LINE, _HEAD = 10.0, 16.0, 20.0
+#: Boxes in a rank, and letters in a line of a box.
+_A_RANK, _LETTERS = 2, 30
 
 
-class _Box(NamedTuple):
+class Box(NamedTuple):
+    """A group's place: its upper left corner and its extent."""
+
     x: float
     y: float
+    width: float
+    height: float
+
+    @property
+    def middle(self) -> float:
+        return self.x + self.width / 2
+
+
+class Arrow(NamedTuple):
+    """A way from a group to one that reads it: points that are joined by lines along ranks, by curves between them."""
+
+    before: int
+    after: int
+    points: tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Where everything lies: boxes by number of the group, arrows, and the extent of all."""
+
+    boxes: Mapping[int, Box]
+    arrows: tuple[Arrow, ...]
     width: float
     height: float
 
@@ -39,78 +71,150 @@ def group_name(number: int) -> str:
 
 
 def group_class(plan: PlanRecord, number: int) -> str:
-    """CSS class of a group's colour; unfused and library groups stay grey."""
+    """CSS class of a group's colour; what ATen runs stays grey."""
     fused = [at for at, group in enumerate(plan.groups) if not group.is_plain]
     return f"group{fused.index(number) % COLOURS}" if number in fused else "plain"
 
 
-def partition_svg(region: RegionSummary, plan: PlanRecord) -> str:
-    """An ``<svg>`` element that shows which op runs in which group; an op that is computed twice has two chips."""
-    members = _members(region, [group.ops for group in plan.groups])
-    edges: list[tuple[tuple[int, int], tuple[int, int]]] = []
-    for before, after in region.edges:
-        makers = [number for number, ops in enumerate(members) if before in ops]
-        for reader in (number for number, ops in enumerate(members) if after in ops):
-            # A value that is computed in the reader's own cluster comes from there.
-            edges += [((maker, before), (reader, after)) for maker in ([reader] if reader in makers else makers[:1])]
-    inside, sizes = [], {}
-    for number, ops in enumerate(members):
-        own = [(a[1], b[1]) for a, b in edges if a[0] == b[0] == number]
-        chips = _placed(dict.fromkeys(ops, (_CHIP_W, _CHIP_H)), own, _GAP)
-        width, height = _extent(chips.values())
-        inside.append(chips)
-        sizes[number] = (max(width, _CHIP_W) + 2 * _PAD, height + _HEAD + 2 * _PAD)
-    outer = _placed(sizes, [(a[0], b[0]) for a, b in edges if a[0] != b[0]], _SPACE, _MARGIN)
-    placed = {
-        (number, op): box._replace(x=box.x + outer[number].x + _PAD, y=box.y + outer[number].y + _PAD + _HEAD)
-        for number, chips in enumerate(inside) for op, box in chips.items()
-    }
-    names = [op.split(".")[0] for op in region.ops]
-    width, height = _extent(outer.values())
+def partition_svg(region: RegionSummary, plan: PlanRecord, facts: Sequence[str] = ()) -> str:
+    """An ``<svg>`` element that shows which ops run together; ``facts`` say more of each group as tooltips."""
+    lines = [_ops_of(region, group) for group in plan.groups]
+    drawing = place([_HEAD + _PAD + _LINE * (len(own) + 1) for own in lines], reads(region, plan))
     return templates().get_template("partition.svg.j2").render(
-        width=width + _MARGIN, height=height + _MARGIN, pad=_PAD, names=names, plan=plan,
-        clusters=[(box, group_name(at), group_class(plan, at), plan.groups[at]) for at, box in outer.items()],
-        edges=[(placed[a], placed[b], a[0] != b[0]) for a, b in edges],
-        chips=[(box, names[op], region.kinds[op], region.ops[op], region.shapes[op])
-               for (_, op), box in placed.items()],
+        drawing=drawing, plan=plan, pad=_PAD, line=_LINE, head=_HEAD,
+        groups=[
+            (drawing.boxes[at], group_name(at), group_class(plan, at), group, lines[at], _shape(region, group),
+             facts[at] if facts else "")
+            for at, group in enumerate(plan.groups)
+        ],
+        paths=[path(arrow.points) for arrow in drawing.arrows], aten=ATEN,
     )
 
 
-def _placed(
-    sizes: Mapping[int, tuple[float, float]], edges: Iterable[tuple[int, int]], space: float, start: float = 0.0
-) -> dict[int, _Box]:
-    """Boxes of these widths and heights below those that they read, ``space`` apart; the first at ``start``."""
+def reads(region: RegionSummary, plan: PlanRecord) -> list[tuple[int, int]]:
+    """Which group reads what another one makes, views looked through; each pair once.
+
+    A value that several groups compute comes from the reader itself, else from the first of them.
+    """
+    graph: nx.DiGraph[int] = nx.DiGraph(region.edges)
+    graph.add_nodes_from(range(len(region.ops)))
+    makers: dict[int, list[int]] = {}
+    for number, group in enumerate(plan.groups):
+        for op in group.ops:
+            makers.setdefault(op, []).append(number)
+    sources: dict[int, set[int]] = {}  # of each op: the ops with a group that it is, or is a view of
+    for op in nx.topological_sort(graph):
+        sources[op] = {op} if op in makers else {one for before in graph.pred[op] for one in sources[before]}
+    found: dict[tuple[int, int], None] = {}
+    for number, group in enumerate(plan.groups):
+        read = {one for op in group.ops for before in graph.pred[op] for one in sources[before]}
+        for op in sorted(read - set(group.ops)):
+            found[makers[op][0], number] = None
+    return list(found)
+
+
+def place(heights: Sequence[float], edges: Iterable[tuple[int, int]]) -> Drawing:
+    """Boxes of these heights in ranks, and arrows for the edges that lead down.
+
+    Of groups that read each other (where both compute an op for themselves) one is below; no arrow leads up.
+    """
+    edges = list(edges)
+    rank = _ranks(len(heights), edges)
+    down = [(a, b) for a, b in edges if rank[a] < rank[b]]
+    passes: dict[int, dict[tuple[int, bool], float]] = {one: {} for one in range(max(rank, default=-1) + 1)}
+    for at, one in enumerate(rank):
+        passes[one][at, True] = 0.0
+    for a, b in down:
+        for one in range(rank[a] + 1, rank[b]):
+            passes[one][a, False] = 0.0  # all that read a value share its lane
+    boxes: dict[int, Box] = {}
+    lanes: dict[tuple[int, int], tuple[float, float, float]] = {}
+    bottoms: list[float] = []
+    y = _MARGIN
+    parents: dict[int, list[int]] = {}
+    for a, b in down:
+        parents.setdefault(b, []).append(a)
+    middle: dict[int, float] = {}  # where a group, or its lane, was last
+    for one, items in passes.items():
+        def wished(item: tuple[int, bool]) -> tuple[float, int]:
+            number, is_box = item
+            above = [middle[parent] for parent in parents.get(number, ())] if is_box else [middle[number]]
+            return (sum(above) / len(above) if above else float(number), number)
+
+        x, height = _MARGIN, max(heights[at] for at, is_box in items if is_box)
+        for number, is_box in sorted(items, key=wished):
+            if is_box:
+                boxes[number] = Box(x, y, _WIDTH, heights[number])
+                middle[number] = boxes[number].middle
+                x += _WIDTH + _GAP
+            else:
+                lanes[number, one] = (x + _LANE / 2, y, y + height)
+                middle[number] = x + _LANE / 2
+                x += _LANE + _GAP
+        bottoms.append(y + height)
+        y += height + _SPACE
+    arrows = []
+    for a, b in down:
+        passed = [lanes[a, one] for one in range(rank[a] + 1, rank[b])]
+        arrows.append(Arrow(a, b, _way(boxes[a], bottoms[rank[a]], passed, boxes[b], sorted(parents[b]).index(a) + 1,
+                                       len(parents[b]) + 1)))
+    width = max((box.x + box.width for box in boxes.values()), default=0.0)
+    width = max(width, max((x for x, _, _ in lanes.values()), default=0.0) + _LANE)
+    return Drawing(boxes, tuple(arrows), width + _MARGIN, y - _SPACE + _MARGIN)
+
+
+def _ranks(count: int, edges: Sequence[tuple[int, int]]) -> list[int]:
+    """Of each box: below all that it reads, in the first rank there that has room."""
     graph = nx.DiGraph(edges)
-    graph.add_nodes_from(sizes)
-    # Clusters may read each other, where an op in them is computed twice: such are side by side.
+    graph.add_nodes_from(range(count))
     circles = nx.condensation(graph)
-    found, y = {}, start
-    for generation in nx.topological_generations(circles):
-        level = sorted(item for number in generation for item in circles.nodes[number]["members"])
-        for first in range(0, len(level), _A_ROW):
-            row, x = level[first : first + _A_ROW], start
-            for item in row:
-                found[item] = _Box(x, y, *sizes[item])
-                x += sizes[item][0] + _GAP
-            y += max(sizes[item][1] for item in row) + space
-    return found
+    order = [
+        item for number in nx.lexicographical_topological_sort(circles, lambda one: min(circles.nodes[one]["members"]))
+        for item in sorted(circles.nodes[number]["members"])
+    ]
+    rank: dict[int, int] = {}
+    filled: dict[int, int] = {}
+    for item in order:
+        above = [rank[one] for one in graph.pred[item] if one in rank]
+        own = max(above, default=-1) + 1
+        while filled.get(own, 0) >= _A_RANK:
+            own += 1
+        rank[item] = own
+        filled[own] = filled.get(own, 0) + 1
+    return [rank[at] for at in range(count)]
 
 
-def _extent(boxes: Iterable[_Box]) -> tuple[float, float]:
-    """Right and bottom end of all boxes."""
-    ends = [(box.x + box.width, box.y + box.height) for box in boxes]
-    return max((x for x, _ in ends), default=0), max((y for _, y in ends), default=0)
+def _way(
+    source: Box, bottom: float, lanes: Sequence[tuple[float, float, float]], target: Box, at: int, of: int
+) -> tuple[tuple[float, float], ...]:
+    """From the middle of a box's lower edge down to the end of its rank, along lanes, to the ``at``-th place on the
+    target's upper edge.
+    """
+    points = [(source.middle, source.y + source.height), (source.middle, bottom)]
+    for x, top, end in lanes:
+        points += [(x, top), (x, end)]
+    return (*points, (target.x + target.width * at / of, target.y))
 
 
-def _members(region: RegionSummary, groups: Sequence[tuple[int, ...]]) -> list[list[int]]:
-    """Ops of each cluster; a view is drawn with an op that reads it, which is where its address map is used."""
-    members = [list(ops) for ops in groups]
-    for op in reversed(range(len(region.ops))):
-        if any(op in ops for ops in members):
-            continue
-        readers = [after for before, after in region.edges if before == op]
-        makers = [before for before, after in region.edges if after == op]
-        homes = (ops for neighbour in (*readers, *makers) for ops in members if neighbour in ops)
-        if (home := next(homes, None)) is not None:
-            home.append(op)
-    return [sorted(ops) for ops in members]
+def path(points: Sequence[tuple[float, float]]) -> str:
+    """SVG's path: a line along a rank and a curve to the next one, in turn."""
+    (x0, y0), *rest = points
+    found = [f"M{x0:.1f} {y0:.1f}"]
+    for at, (x, y) in enumerate(rest):
+        if at % 2 == 0:
+            found.append(f"L{x:.1f} {y:.1f}")
+        else:
+            bend = (y - y0) / 2
+            found.append(f"C{x0:.1f} {y0 + bend:.1f} {x:.1f} {y - bend:.1f} {x:.1f} {y:.1f}")
+        x0, y0 = x, y
+    return "".join(found)
+
+
+def _ops_of(region: RegionSummary, group: GroupChoice) -> list[str]:
+    """The names of a group's ops in lines that fit its box."""
+    names = [region.ops[op].split(".")[0] for op in group.ops]
+    return textwrap.wrap(" · ".join(names), _LETTERS) or [""]
+
+
+def _shape(region: RegionSummary, group: GroupChoice) -> str:
+    return region.shapes[group.ops[-1]]

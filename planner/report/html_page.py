@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -17,7 +18,7 @@ from fuseplan.planner.report.plots import bandwidth_plot, roofline_plot, scatter
 from fuseplan.planner.report.side_by_side import Planned, as_frame, side_by_side
 from fuseplan.planner.report.steps import PARTS, answers, bars, steps, time_text
 from fuseplan.planner.tuning.summary import RegionSummary
-from fuseplan.search.store.record import PlanRecord, now
+from fuseplan.search.store.record import GroupChoice, PlanRecord, now
 
 #: More drawings than this make a page nobody scrolls through; the most expensive regions are drawn.
 _MAX_DRAWINGS = 24
@@ -45,12 +46,10 @@ def html_report(data: ReportData) -> str:
         answers=groups["answer"],
         totals=coverage.drop(columns="workload").sum() if len(coverage) else None,
         plans=data.decided().values(),
-        bars=_bars(groups),
         plots=_plots(data),
+        layers=_layers(data),
         drawings=_drawings(data),
         side_by_side=_side_by_side(data),
-        how_it_runs=frames.how_it_runs,
-        config_text=frames.config_text,
         accuracy=accuracy_text(data),
         tables={
             "coverage": table_html(coverage, "Coverage by workload", percent=("coverage",)),
@@ -94,15 +93,6 @@ def _steps(data: ReportData) -> list[dict[str, Any]]:
     return listed
 
 
-def _bars(groups: pd.DataFrame) -> list[dict[Hashable, Any]]:
-    """Groups, those that fusing helps most first, with lengths of bars in percent of the longer of the two."""
-    timed = groups[groups["unfused_us"].notna()].sort_values("speedup", ascending=False, kind="stable")
-    shares = timed[["fused_us", "unfused_us"]].astype(float)
-    shares = 100 * shares.div(shares.max(axis=1), axis=0)
-    bars = timed.assign(fused_share=shares["fused_us"], unfused_share=shares["unfused_us"]).astype(object)
-    return bars.where(bars.notna(), None).to_dict("records")
-
-
 def _side_by_side(data: ReportData) -> list[Markup]:
     """A table for each model, regime and numerics: what runs with each matmul and attention at how many rows."""
     found: dict[tuple[str, str, str], list[Planned]] = {}
@@ -131,6 +121,22 @@ def _plots(data: ReportData) -> list[tuple[str, str, Markup]]:
     return plots
 
 
+def _layers(data: ReportData) -> list[tuple[str, list[dict[str, Any]]]]:
+    """By model, regime and numerics: of each workload the region that takes most of its time, a layer as a rule."""
+    found: dict[str, dict[str, tuple[RegionSummary, PlanRecord]]] = {}
+    for workload, region, plan in data.planned():
+        if workload is not None and region is not None:
+            known = found.setdefault(f"{workload.model}, {workload.regime}, {workload.numerics}", {})
+            other = known.get(workload.workload)
+            if other is None or other[0].occurrences * other[1].unfused_us < region.occurrences * plan.unfused_us:
+                known[workload.workload] = region, plan
+    return [
+        (of, [_drawing(data, region, plan, f"{workload}, {region.occurrences} ×")
+              for workload, (region, plan) in workloads.items()])
+        for of, workloads in found.items()
+    ]
+
+
 def _drawings(data: ReportData) -> list[dict[str, Any]]:
     """One drawing per distinct region, the most expensive in a pass over its workload first."""
     first: dict[str, tuple[RegionSummary, PlanRecord, list[str]]] = {}
@@ -139,13 +145,28 @@ def _drawings(data: ReportData) -> list[dict[str, Any]]:
             _, _, where = first.setdefault(plan.key.workload, (region, plan, []))
             where.append(f"{region.occurrences} × {data.name_of(workload)}")
     costly = sorted(first.values(), key=lambda found: -found[0].occurrences * found[1].unfused_us)
-    return [
-        {
-            "plan": plan, "where": ", ".join(where), "svg": Markup(partition_svg(region, plan)),
-            "groups": [(group_name(at), group_class(plan, at), group) for at, group in enumerate(plan.groups)],
-        }
-        for region, plan, where in costly[:_MAX_DRAWINGS]
-    ]
+    return [_drawing(data, region, plan, ", ".join(where)) for region, plan, where in costly[:_MAX_DRAWINGS]]
+
+
+def _drawing(data: ReportData, region: RegionSummary, plan: PlanRecord, where: str) -> dict[str, Any]:
+    facts = [_facts(data, plan, group) for group in plan.groups]
+    return {
+        "plan": plan, "where": where, "svg": Markup(partition_svg(region, plan, facts)),
+        "groups": [(group_name(at), group_class(plan, at), group, facts[at]) for at, group in enumerate(plan.groups)],
+    }
+
+
+def _facts(data: ReportData, plan: PlanRecord, group: GroupChoice) -> str:
+    """How a group runs: times, bytes with the bandwidth that they come to, configuration."""
+    how = frames.how_it_runs(group)
+    words = [f"{how} ({frames.config_text(group.config)})" if group.config else how]
+    words.append(f"{time_text(group.measured_us)} measured" if group.measured_us is not None else "not measured")
+    words.append(f"{time_text(group.predicted_us)} predicted")
+    record = data.records.get(replace(plan.key, workload=group.workload)) if group.workload else None
+    if record is not None and record.work.dram_bytes and group.measured_us:
+        nbytes = record.work.dram_bytes
+        words.append(f"{nbytes / 1e6:.3g} MB, {nbytes / group.measured_us / 1e3:.3g} GB/s")
+    return ", ".join(words)
 
 
 def table_html(frame: pd.DataFrame, caption: str, percent: Sequence[str] = ()) -> Markup:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shutil
@@ -28,16 +29,19 @@ def data(tmp_path: Path) -> ReportData:
         return load_report(database, samples.DEVICE, samples.SPEC, "llama")
 
 
-def in_browser(page: str, script: str, folder: Path, width: int, dark: bool = False) -> dict[str, object]:
-    """What ``script``, the body of a function of the page's ``document``, returns at a window's width."""
+def in_browser(
+    page: str, script: str, folder: Path, width: int, dark: bool = False, when: str = ""
+) -> dict[str, object]:
+    """What ``script``, the body of a function, returns at a window's width: at once, or ``when`` it is called."""
     names = ("chromium", "chromium-browser", "google-chrome")
     browser = next((found for name in names if (found := shutil.which(name))), None)
     if browser is None:
         pytest.skip(f"no Chromium on PATH ({', '.join(names)})")
-    told = ("<pre id='told'></pre><script>document.getElementById('told').textContent = "
-            f"JSON.stringify((() => {{ {script} }})())</script></body>")
+    tell = f"() => {{ document.getElementById('told').textContent = JSON.stringify((() => {{ {script} }})()); }}"
+    told = f"<pre id='told'></pre><script>{f'{when} {tell}' if when else f'({tell})()'}</script></body>"
     inner = folder / "inner.html"
-    inner.write_text(page.replace("</body>", told), encoding="utf-8")
+    at = page.rindex("</body>")
+    inner.write_text(page[:at] + told + page[at + len("</body>"):], encoding="utf-8")
     mode = ["--blink-settings=preferredColorScheme=0"] if dark else []
     done = subprocess.run(
         [browser, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
@@ -50,6 +54,21 @@ def in_browser(page: str, script: str, folder: Path, width: int, dark: bool = Fa
     answer = json.loads(found[1].replace("&gt;", ">").replace("&lt;", "<").replace("&amp;", "&"))
     assert isinstance(answer, dict)
     return answer
+
+
+def test_the_page_fits_a_phone(data: ReportData, tmp_path: Path) -> None:
+    """In a frame, for a window of headless Chromium is no narrower than 500."""
+    frame = (f'<body><iframe id="frame" width="390" height="800" style="border:0" '
+             f'srcdoc="{html.escape(html_report(data))}"></iframe></body>')
+    found = in_browser(frame, """
+        const page = document.getElementById("frame").contentDocument, root = page.documentElement;
+        return {width: root.scrollWidth, plots: [...page.querySelectorAll("svg.plot")]
+            .map((one) => one.getBoundingClientRect().width), title: page.title,
+            fused: getComputedStyle(page.querySelector(".saved .amount")).backgroundColor};
+    """, tmp_path, 1280, when="document.getElementById('frame').onload =")
+    assert found["width"] <= 390  # type: ignore[operator]
+    assert len(found["plots"]) == 3 and max(found["plots"]) <= 390  # type: ignore[arg-type, call-overload]
+    assert (found["title"], found["fused"]) == ("Fusion report: llama", "rgb(11, 122, 138)")
 
 
 @pytest.mark.parametrize("width", [1440, 1280, 500])  # headless Chromium's windows are no narrower

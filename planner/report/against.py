@@ -1,0 +1,104 @@
+"""Two tunes of the same workloads beside each other: what a step takes in either, and which groups differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pandas as pd
+
+from fuseplan.planner.report.frames import ReportData
+from fuseplan.planner.report.steps import Step, steps, time_text
+
+STEP_COLUMNS = ("workload", "here_us", "there_us", "change_us", "here_measured", "there_measured", "regime")
+GROUP_COLUMNS = ("workload", "group", "here_us", "there_us", "change_us", "here", "there", "regime")
+#: Groups that are named in words.
+_SHOWN = 3
+#: Of a step: a group whose time differs by less is not named.
+_LITTLE = 0.002
+
+
+def steps_against(here: ReportData, there: ReportData) -> pd.DataFrame:
+    """One row per workload that both have: a planned step, and what it takes longer here (negative: shorter)."""
+    rows = [
+        {
+            "workload": one.name, "here_us": one.planned_us, "there_us": other.planned_us,
+            "change_us": one.planned_us - other.planned_us, "here_measured": _how(one), "there_measured": _how(other),
+            "regime": one.workload.regime,
+        }
+        for one, other in _pairs(here, there)
+    ]
+    return pd.DataFrame(rows, columns=list(STEP_COLUMNS))
+
+
+def groups_against(here: ReportData, there: ReportData) -> pd.DataFrame:
+    """One row per workload and group that is not run by ATen in both, largest change of a step's time first.
+
+    Times are those of all its uses in a step, None where a plan has no such group; ``here`` and ``there`` say what runs
+    it. A group that only one of the plans has replaces others, so its time is no change by itself.
+    """
+    rows: list[dict[str, Any]] = []
+    for one, other in _pairs(here, there):
+        ours, theirs = _groups(one), _groups(other)
+        for label in dict.fromkeys((*ours, *theirs)):
+            (here_us, way), (there_us, other_way) = ours.get(label, (None, "")), theirs.get(label, (None, ""))
+            change = here_us - there_us if here_us is not None and there_us is not None else None
+            rows.append({
+                "workload": one.name, "group": label, "here_us": here_us, "there_us": there_us, "change_us": change,
+                "here": way, "there": other_way, "regime": one.workload.regime,
+            })
+    rows.sort(key=lambda row: -abs(row["change_us"] if row["change_us"] is not None else 0.0))
+    return pd.DataFrame(rows, columns=list(GROUP_COLUMNS))
+
+
+def against_lines(here: ReportData, there: ReportData) -> Iterator[str]:
+    """In words: each workload that both have, and the groups that differ."""
+    pairs = list(_pairs(here, there))
+    if not pairs:
+        yield "the two databases have no workload in common that is planned in both"
+    groups = groups_against(here, there)
+    for one, other in pairs:
+        yield f"{one.name}: {_change(one, other)}"
+        own = groups[groups["workload"] == one.name]
+        named = own[own["change_us"].abs() > _LITTLE * other.planned_us].head(_SHOWN)
+        for row in named.to_dict("records"):
+            runs = f"{row['there']} -> {row['here']}" if row["here"] != row["there"] else row["here"]
+            yield f"    {row['group']}: {time_text(row['there_us'])} -> {time_text(row['here_us'])} ({runs})"
+        alone = {"only here": own[own["there_us"].isna()], "only there": own[own["here_us"].isna()]}
+        for words, found in alone.items():
+            if len(found):
+                names = ", ".join(found["group"].head(_SHOWN))
+                yield f"    {words}: {names}{f' and {len(found) - _SHOWN} more' if len(found) > _SHOWN else ''}"
+
+
+def _change(one: Step, other: Step) -> str:
+    times = f"a step takes {time_text(one.planned_us)} here, {time_text(other.planned_us)} there"
+    noise = max((step.times.noise for step in (one, other) if step.times is not None), default=0.0)
+    ratio = other.planned_us / one.planned_us if one.planned_us > 0 else math.inf
+    if one.times is None or other.times is None:
+        times += ", by parts"
+    return f"{times}, within the noise" if abs(ratio - 1) <= noise else f"{times} ({ratio:.2f}x)"
+
+
+def _pairs(here: ReportData, there: ReportData) -> Iterator[tuple[Step, Step]]:
+    """Steps of the same model, workload, regime and numerics."""
+    def name(step: Step) -> tuple[str, ...]:
+        one = step.workload
+        return one.model, one.workload, one.regime, one.numerics
+
+    others = {name(one): one for one in steps(there)}
+    yield from ((one, others[name(one)]) for one in steps(here) if name(one) in others)
+
+
+def _groups(one: Step) -> Mapping[str, tuple[float, str]]:
+    """By label: what a step's uses of a group take together, and what runs it."""
+    found: dict[str, tuple[float, str]] = {}
+    for saved in one.saved:
+        time_us, way = found.get(saved.label, (0.0, saved.group.implementation))
+        found[saved.label] = time_us + saved.uses * saved.planned_us, way
+    return found
+
+
+def _how(one: Step) -> str:
+    return "end to end" if one.times is not None else "by parts"

@@ -23,6 +23,7 @@ class ReportTopic(StrEnum):
     """What to report on."""
 
     GROUPS = "groups"
+    STEPS = "steps"
     ACCURACY = "accuracy"
 
 
@@ -43,7 +44,8 @@ _SHOWN = [
 
 def report(
     topic: Annotated[ReportTopic, Argument(
-        help="groups: fused against unfused. accuracy: predicted against measured times.",
+        help="groups: fused against unfused. steps: what whole steps take, by part, and what each group saves. "
+        "accuracy: predicted against measured times.",
     )] = ReportTopic.GROUPS,
     model: Annotated[str | None, Option(help="Only what was tuned for this model.")] = None,
     style: Annotated[Format, Option(
@@ -53,20 +55,29 @@ def report(
     device: DeviceOption = Device.AUTO,
     device_key: Annotated[str | None, Option(help="Report another device's records (`plan db ls` lists them).")] = None,
     regime: Annotated[str | None, Option(help="Only what was tuned for this regime: eager or graph.")] = None,
+    against: Annotated[str | None, Option(
+        metavar="FILE|URL", help="Another tuning database: also say which steps and groups differ from its.",
+    )] = None,
     db: DbOption = None,
 ) -> None:
-    """Report fused against unfused times of everything that was tuned; nothing is measured."""
+    """Report what was tuned: whole steps first, then groups, fused against unfused. Nothing is measured."""
     data = load(db, device, device_key, model, regime)
+    other = _other(against, device, device_key, model, regime) if against is not None else None
     if style is Format.HTML:
         from fuseplan.planner.report.html_page import html_report
 
         target = out if out is not None else Path("fuseplan-report.html")
-        write_text(target, html_report(data))
+        write_text(target, html_report(data, other))
         typer.echo(f"report written to {target}")
     elif style is Format.TABLE:
         _print(data, topic)
+        if other is not None:
+            from fuseplan.planner.report.against import against_lines
+
+            for line in against_lines(data, other):
+                print_text(line)
     else:
-        text = _text(data, topic, style)
+        text = _text(data, topic, style, other)
         if out is None:
             # A pipe gets what is stored; a terminal would obey it.
             echo = print_text if sys.stdout.isatty() else typer.echo
@@ -74,6 +85,16 @@ def report(
         else:
             write_text(out, text)
             typer.echo(f"report written to {out}")
+
+
+def _other(db: str, device: Device, device_key: str | None, model: str | None, regime: str | None) -> ReportData:
+    from fuseplan.planner.errors import PlanError
+    from fuseplan.search.errors import plain
+
+    try:
+        return load(db, device, device_key, model, regime)
+    except PlanError as error:
+        raise PlanError(f"--against {plain(db)}: {error}") from None
 
 
 def load(
@@ -112,7 +133,11 @@ def _print(data: ReportData, topic: ReportTopic) -> None:
             print_text(line)
         parts = steps.part_frame(data)
         if len(parts):
-            print_frame(parts.drop(columns=["regime"]), title="A step's time by part")
+            print_frame(parts.drop(columns=["regime"]), title="A step's time by part", spare=("saved_us",))
+    if topic is ReportTopic.STEPS:
+        saved = steps.saved_frame(data).drop(columns=["regime", "key"])
+        print_frame(saved, title="What each group saves in a step", spare=("share", "runs", "workload"))
+    if topic is ReportTopic.GROUPS:
         groups = frames.group_frame(data)
         spare = ("config", "ops", "backend", "workload", "times", "source")
         print_frame(groups[_SHOWN], title=f"Fused against unfused, {data.device}", spare=spare)
@@ -132,19 +157,26 @@ def _accuracy(data: ReportData) -> list[tuple[str, pd.DataFrame]]:
     return [("Predicted against measured", accuracy.accuracy_table(data)), *accuracy.accuracy_tables(data)]
 
 
-def _text(data: ReportData, topic: ReportTopic, style: Format) -> str:
-    from fuseplan.planner.report import accuracy, frames, steps
+def _text(data: ReportData, topic: ReportTopic, style: Format, other: ReportData | None) -> str:
+    from fuseplan.planner.report import accuracy, against, frames, steps
 
-    is_accuracy = topic is ReportTopic.ACCURACY
     if style is Format.CSV:
-        frame = accuracy.accuracy_samples(data) if is_accuracy else frames.group_frame(data)
-        return str(frame.to_csv(index=False))
-    parts = _accuracy(data) if is_accuracy else [
+        whole = {ReportTopic.ACCURACY: accuracy.accuracy_samples, ReportTopic.STEPS: steps.saved_frame,
+                 ReportTopic.GROUPS: frames.group_frame}
+        return str(whole[topic](data).to_csv(index=False))
+    of_steps = [
         ("Steps", steps.step_frame(data)), ("A step's time by part", steps.part_frame(data)),
-        ("What each group saves in a step", steps.saved_frame(data)), ("Groups", frames.group_frame(data)),
-        ("Regions", frames.region_frame(data)), ("Coverage", frames.coverage_frame(data)),
-        ("Misses", frames.miss_frame(data)),
+        ("What each group saves in a step", steps.saved_frame(data)),
     ]
+    of_groups = [
+        ("Groups", frames.group_frame(data)), ("Regions", frames.region_frame(data)),
+        ("Coverage", frames.coverage_frame(data)), ("Misses", frames.miss_frame(data)),
+    ]
+    if other is not None:
+        of_groups += [("Steps against the other database", against.steps_against(data, other)),
+                      ("Groups against the other database", against.groups_against(data, other))]
+    parts = _accuracy(data) if topic is ReportTopic.ACCURACY else (
+        of_steps if topic is ReportTopic.STEPS else [*of_steps, *of_groups])
     tables = [f"## {title}\n\n{frames.markdown_table(frame)}" for title, frame in parts if len(frame)]
     return "\n".join([f"# Fusion report: {data.model or data.device}\n", *tables, *accuracy.accuracy_text(data), ""])
 

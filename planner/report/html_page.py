@@ -12,6 +12,7 @@ from markupsafe import Markup
 
 from fuseplan.planner.report import frames
 from fuseplan.planner.report.accuracy import accuracy_pairs, accuracy_text
+from fuseplan.planner.report.against import against_lines, groups_against
 from fuseplan.planner.report.drawing import group_class, group_name, partition_svg, templates
 from fuseplan.planner.report.frames import ReportData
 from fuseplan.planner.report.plots import bandwidth_plot, roofline_plot, scatter_plot
@@ -28,8 +29,8 @@ _MOST_SAVED = 6
 _ANSWER = ["group", "answer", "fused_us", "unfused_us", "speedup", "times", "workload"]
 
 
-def html_report(data: ReportData) -> str:
-    """The whole page."""
+def html_report(data: ReportData, other: ReportData | None = None) -> str:
+    """The whole page; with another tune also what differs from that."""
     groups = frames.group_frame(data)
     coverage = frames.coverage_frame(data)
     others = groups.columns.difference([*_ANSWER, "key", "regime"], sort=False)
@@ -48,6 +49,9 @@ def html_report(data: ReportData) -> str:
         plans=data.decided().values(),
         plots=_plots(data),
         layers=_layers(data),
+        against=list(against_lines(data, other)) if other is not None else [],
+        changes=table_html(groups_against(data, other).drop(columns=["regime"]), "Groups, here and there")
+        if other is not None else "",
         drawings=_drawings(data),
         side_by_side=_side_by_side(data),
         accuracy=accuracy_text(data),

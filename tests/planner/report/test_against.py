@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import report_samples as samples
 
+from fuseplan.planner.cli.main import run
 from fuseplan.planner.report.against import against_lines, groups_against, steps_against
 from fuseplan.planner.report.frames import ReportData, load_report
+from fuseplan.planner.report.html_page import html_report
+from fuseplan.planner.report.steps import saved_frame
 from fuseplan.planner.tuning.whole_step import StepTimes, step_key
 from fuseplan.search.store.record import TuningRecord
 
@@ -70,3 +74,26 @@ def test_nothing_in_common_is_said(here: ReportData) -> None:
     assert list(against_lines(here, other)) == [
         "the two databases have no workload in common that is planned in both"]
     assert not len(steps_against(here, other))
+
+
+def test_the_page_and_the_command_compare(here: ReportData, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    there = slower(here, samples.SWIGLU, 70.0)
+    page = html_report(here, there)
+    assert 'id="against"' in page and "1.12 ms -&gt; 640 us" in page and 'id="against"' not in html_report(here)
+    db = str(tmp_path / "tuning.db")
+    command = ["report", "steps", "--device-key", samples.DEVICE, "--db", db, "--against", db]
+    assert run(command) == 0
+    assert "2.60 ms here, 2.60 ms there, within the noise" in capsys.readouterr().out
+    assert run([*command[:1], *command[2:], "--format", "markdown"]) == 0
+    assert "Groups against the other database" in capsys.readouterr().out
+    assert run([*command[:-1], str(tmp_path / "none.db")]) == 2
+    assert "none.db" in capsys.readouterr().err
+
+
+def test_steps_as_csv_are_what_each_group_saves(here: ReportData, tmp_path: Path) -> None:
+    db = str(tmp_path / "tuning.db")
+    command = ["report", "steps", "--device-key", samples.DEVICE, "--db", db]
+    assert run([*command, "--format", "csv", "--out", str(tmp_path / "saved.csv")]) == 0
+    found = pd.read_csv(tmp_path / "saved.csv")
+    wanted = saved_frame(replace(here, model=""))  # workloads are named with their models
+    pd.testing.assert_frame_equal(found, wanted, check_dtype=False)

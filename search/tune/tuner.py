@@ -35,7 +35,7 @@ from fuseplan.search.workers.worker import Outcome, WorkerPool
 
 __all__ = ["Budget", "ProgressEvent", "Tuner"]
 
-logger = logging.getLogger("fuseplan")
+logger = logging.getLogger(__name__)
 
 #: What compiling for a GPU imports.
 _COMPILERS = ("fuseplan.kernels.gpu.build:warm_up", "ninetoothed")

@@ -32,7 +32,7 @@ def buffer_names(ir: KernelIR) -> tuple[str, ...]:
 
 
 def emit_triton(ir: KernelIR, config: Config, wide: bool = False, aligned: bool = True) -> str:
-    """Source of a Triton module whose function ``name(*buffers, *dynamic sizes)`` computes ``ir``, named by :func:`kernel_name`.
+    """Source of a Triton module whose function ``kernel_name(ir)``, of ``(*buffers, *dynamic sizes)``, computes ``ir``.
 
     With ``wide`` its index arithmetic is in 64 bits; ``aligned`` buffers begin at multiples of 16 bytes. BuildError
     where a size is no integer arithmetic, or the config holds what no kernel has.

@@ -65,8 +65,8 @@ def executable(
     bind_calls(graph, traced.module.graph)
     ask_for_profilers(graph)
     module = fx.GraphModule(traced.module, graph, class_name="Fused")
-    forward: Any = module.forward
-    namespace: dict[str, Any] = forward.__globals__
+    forward: Callable[..., Any] = module.forward
+    namespace: dict[str, Any] = module.forward.__globals__
     fill_namespace(namespace)
     ranges: dict[str, str] = {}
     for name, slot in list(namespace.items()):
@@ -75,7 +75,7 @@ def executable(
             plan = first_calls[slot].plan
             library = plan.library.name if isinstance(plan, CallPlan) else ""
             ranges[name] = range_name(plan.label or slot.name, library)
-    add_ranges(forward, ranges)
+    add_ranges(module.forward, ranges)
     show_kernels([
         (one.plan.label or one.group.name, partial(one.plan.backend.source, one.ir, one.plan.config))
         for one in built if one.ir is not None and isinstance(one.plan, GroupPlan)

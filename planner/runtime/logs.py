@@ -1,9 +1,12 @@
 """What dispatch shows of itself, in the way of PyTorch's own components: log artifacts and structured traces.
 
-``TORCH_LOGS="fuseplan_plans"`` shows each graph's plan with its reasons and times, ``TORCH_LOGS="fuseplan_kernels"`` the
-source of its kernels. PyTorch takes the names of modules in ``TORCH_LOGS`` as those of loggers, while it is imported
-and before anything of ours is: the two modules of these names hold nothing else. With ``TORCH_TRACE`` set both are
-written to its log, where tlparse finds them. ``debug`` shows them without any set-up of logging.
+``TORCH_LOGS="fuseplan_plans"`` shows each graph's plan with its reasons and times, and
+``TORCH_LOGS="fuseplan_kernels"`` the source of its kernels. PyTorch reads that variable while it is imported, before it
+can know a name of ours; it takes an unknown one for a module's, and that module for a logger. So there are modules of
+these two names, which hold nothing. ``TORCH_LOGS="fuseplan"`` and ``"+fuseplan"`` set the level of everything else.
+
+With ``TORCH_TRACE`` set both are written to its log, where tlparse finds them. The option ``debug`` shows plans without
+any set-up of logging.
 """
 
 from __future__ import annotations
@@ -16,12 +19,14 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from torch._logging._internal import trace_structured
 
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.tuning.plans import RegionPlan
 from fuseplan.search.store.record import GroupChoice
 
 PLANS, KERNELS = "fuseplan_plans", "fuseplan_kernels"
+logger = logging.getLogger(__name__)
 _DEBUG = logging.getLogger("fuseplan.debug")
 
 
@@ -72,6 +77,8 @@ def show_graph(code: str, debug: bool = False) -> None:
     """The code of one compiled graph, in which each group is a call."""
     if debug:
         debug_logger().info("fused graph:\n%s", code)
+    else:
+        logger.debug("fused graph:\n%s", code)
     _trace("fuseplan_graph", "string", lambda: code)
 
 
@@ -93,17 +100,17 @@ def describe(
         yield f"region {record.label}{times}: plan from {plan.source}; {record.evidence.reason}"
         for choice in record.groups:
             how = "unfused" if choice.is_plain else f"fused by {choice.implementation} {dict(choice.config)}"
-            measured = "" if choice.measured_us is None else f", measured {choice.measured_us:.1f} us"
-            how = instead(plan, choice) or how
-            yield f"  {choice.label}: {how}; predicted {choice.predicted_us:.1f} us{measured}"
+            told = {"predicted": choice.predicted_us, "measured": choice.measured_us}
+            spent = "".join(f"; {name} {time_us:.1f} us" for name, time_us in told.items() if time_us)
+            yield f"  {choice.label}: {instead(plan, choice) or how}{spent}"
         yield from (f"  not chosen: {other.label}: {other.reason}" for other in record.rejected)
 
 
 def _show(artifact: str, text: Callable[[], str], debug: bool = False) -> None:
     """Log where the artifact was asked for by name: a level for all of fuseplan, or of the root, asks for none."""
-    logger = logging.getLogger(artifact)
-    if logger.level and logger.isEnabledFor(logging.INFO):
-        logger.info("%s", text())
+    named = logging.getLogger(artifact)
+    if named.level and named.isEnabledFor(logging.INFO):
+        named.info("%s", text())
     elif debug:
         debug_logger().info("%s", text())
 
@@ -111,7 +118,7 @@ def _show(artifact: str, text: Callable[[], str], debug: bool = False) -> None:
 def _trace(name: str, encoding: str, payload: Callable[[], Any]) -> None:
     """An artifact of the structured trace; nothing is computed where there is none."""
     compiling = torch._guards.CompileContext.current_compile_id() is not None
-    torch._logging.trace_structured(
+    trace_structured(
         "artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=payload,
         expect_trace_id=compiling,
     )

@@ -94,7 +94,7 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) ->
     """
     mode = "default" if mode is None else mode
     if mode not in MODES:
-        raise ConfigError(f"unknown mode {mode!r} of backend 'fuseplan'; {_advice(str(mode), MODES)}")
+        raise ConfigError(f"unknown mode {mode!r} of backend 'fuseplan'; known: {', '.join(MODES)}")
     given = {**MODES[mode], **(options or {})}
     known = [field.name for field in fields(DispatchOptions)]
     for name, value in given.items():

@@ -131,7 +131,8 @@ class FusionScheduler:
                 return ""
             return "unfused: smaller than FusionConfig asks for"
 
-        return "\n".join(describe(resolved.regions, too_small)) or "nothing to fuse: no two ops of the graph can share a kernel"
+        lines = describe(resolved.regions, too_small)
+        return "\n".join(lines) or "nothing to fuse: no two ops of the graph can share a kernel"
 
     def _compile(self, graph: SubGraph, tensors: list[torch.Tensor]) -> Callable[..., Any]:
         unfused = _unfused(graph, tensors)

@@ -36,6 +36,10 @@ class DatabaseError(SearchError):
     """The tuning database cannot be opened, read or written."""
 
 
+class StudyError(SearchError):
+    """A storage for Optuna's studies that cannot be opened."""
+
+
 class CorruptDatabaseError(DatabaseError):
     """A database file that SQLite cannot read."""
 

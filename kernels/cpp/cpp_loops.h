@@ -155,7 +155,9 @@ FP_INLINE i64 least(i64 a, i64 b) { return a < b ? a : b; }
 
 static i64 elements(const i64* sizes);
 static i64 tasks(const i64* sizes, const Launch* how);
-static void run(void* const* buffers, const i64* sizes, const Launch* how, i64 begin, i64 end);
+// Runs tasks [begin, end). Never inlined, so that profilers of machine code see it by its name.
+__attribute__((noinline))
+static void FP_NAME(void* const* buffers, const i64* sizes, const Launch* how, i64 begin, i64 end);
 
 struct Call {
   void* const* buffers;
@@ -166,7 +168,7 @@ struct Call {
 static void run_share(void* data) {
   const Call* call = (const Call*)data;
   const i64 team = call->how->num_threads(), me = call->how->thread_num();
-  run(call->buffers, call->sizes, call->how, call->tasks * me / team, call->tasks * (me + 1) / team);
+  FP_NAME(call->buffers, call->sizes, call->how, call->tasks * me / team, call->tasks * (me + 1) / team);
 }
 
 extern "C" void fuseplan_launch(void* const* buffers, const i64* sizes, const Launch* how) {
@@ -174,7 +176,7 @@ extern "C" void fuseplan_launch(void* const* buffers, const i64* sizes, const La
   i64 threads = least(how->threads, count);
   if (threads > 1 && how->grain) threads = least(threads, elements(sizes) / how->grain);
   if (threads > 1 && how->parallel) threads = least(threads, how->max_threads());
-  if (threads <= 1 || !how->parallel) return run(buffers, sizes, how, 0, count);
+  if (threads <= 1 || !how->parallel) return FP_NAME(buffers, sizes, how, 0, count);
   Call call = {buffers, sizes, how, count};
   how->parallel(run_share, &call, (unsigned)threads, 0);
 }

@@ -31,7 +31,7 @@ template <int C> FP_INLINE void block(const FP_TYPE* w, const float* x, float* s
 
 static i64 elements(const i64*) { return N * K; }
 static i64 tasks(const i64*, const Launch*) { return ceil_div(N, R); }
-static void run(void* const* buffers, const i64*, const Launch*, i64 begin, i64 end) {
+static void FP_NAME(void* const* buffers, const i64*, const Launch*, i64 begin, i64 end) {
   const FP_TYPE *x = (const FP_TYPE*)buffers[0], *w = (const FP_TYPE*)buffers[1];
   const FP_TYPE* bias = FP_BIAS ? (const FP_TYPE*)buffers[2] : nullptr;
   FP_TYPE* out = (FP_TYPE*)buffers[2 + FP_BIAS];

@@ -2,8 +2,9 @@
 //
 // A kernel is compiled for one lane count L: FP_VECTOR_BYTES of the machine over FP_WIDEST, the bytes of the widest
 // register type the kernel uses. FP_STREAM (0, 1): write results past the caches. FP_ROUGH (0, 1): every float result is
-// stored in 16 bits, so that a few units in the last place of float32 do not show. Vectors are GCC vector extensions (g++ and clang++, any architecture); no header is
-// included, since a header costs more to compile than the kernel.
+// stored in 16 bits, so that a few units in the last place of float32 do not show. FP_NAME: the function that computes.
+// Vectors are GCC vector extensions (g++ and clang++, any architecture); no header is included, since a header costs
+// more to compile than the kernel.
 typedef long long i64;
 typedef unsigned long long u64;
 

@@ -23,6 +23,7 @@ from fuseplan.kernels.cpp.values import Values, conversion
 from fuseplan.kernels.ir.coalesce import coalesce, split_columns
 from fuseplan.kernels.ir.index import Size
 from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, KernelIR, Load, Reduce, Segment, Store, register_type
+from fuseplan.kernels.ir.kernel_name import kernel_name
 from fuseplan.kernels.ir.ops import REDUCTIONS
 from fuseplan.kernels.ir.schedule import Phase, schedule
 
@@ -45,7 +46,7 @@ def emit_cpp(ir: KernelIR, unroll: int = 2, stage: bool = False, stream: bool = 
     kinds, widest = assign_registers(simple)
     floats = {buffer.dtype for buffer in ir.outputs if "float" in buffer.dtype}
     rough = bool(floats) and floats <= {"bfloat16", "float16"}
-    macros = {"FP_WIDEST": widest, "FP_STREAM": int(stream), "FP_ROUGH": int(rough)}
+    macros = {"FP_WIDEST": widest, "FP_STREAM": int(stream), "FP_ROUGH": int(rough), "FP_NAME": kernel_name(ir)}
     lines = [*(f"#define {name} {value}" for name, value in macros.items()), prelude()]
     for number, segment in enumerate(simple.segments):
         values = Values(segment, kinds[number], names)

@@ -36,7 +36,7 @@ def symbol_lines(names: Mapping[str, str]) -> list[str]:
 
 
 def entry_lines(segments: Sequence[Segment], names: Mapping[str, str]) -> list[str]:
-    """``elements``, ``tasks`` and ``run`` (see ``cpp_loops.h``)."""
+    """``elements``, ``tasks`` and what runs tasks (see ``cpp_loops.h``)."""
     sizes = symbol_lines(names)
     elements, tasks, runs = [], [], []
     for number, segment in enumerate(segments):
@@ -50,7 +50,7 @@ def entry_lines(segments: Sequence[Segment], names: Mapping[str, str]) -> list[s
         "static i64 elements(const i64* sizes) {", *indent([*sizes, f"return {' + '.join(elements)};"]), "}",
         "static i64 tasks(const i64* sizes, const Launch* how) {",
         *indent([*sizes, f"return {' + '.join(tasks)};"]), "}",
-        "static void run(void* const* buffers, const i64* sizes, const Launch* how, i64 begin, i64 end) {",
+        "static void FP_NAME(void* const* buffers, const i64* sizes, const Launch* how, i64 begin, i64 end) {",
         *indent([*sizes, *runs, "results_done();"]), "}",
     ]
 

@@ -21,7 +21,7 @@ import torch
 from fuseplan.kernels.ir.backend import BuildError
 from fuseplan.kernels.native.build import address, default_cache_dir, load_extension, required_compiler
 
-logger = logging.getLogger("fuseplan")
+logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).parent.parent / "native" / "gpu_launcher.cpp"
 _MAX_ARGUMENTS = 256  # of launcher.h

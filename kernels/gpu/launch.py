@@ -14,7 +14,7 @@ import torch
 from fuseplan.kernels.gpu.direct import NOTHING, Entry, Launcher, Layout, entry_of
 from fuseplan.kernels.ir.backend import BuildError, CompiledKernel, Resources
 
-logger = logging.getLogger("fuseplan")
+logger = logging.getLogger(__name__)
 
 
 #: Dynamic sizes -> layout of each output.

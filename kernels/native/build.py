@@ -34,7 +34,7 @@ import torch
 from fuseplan.kernels.ir.backend import BuildError, MachineError
 from fuseplan.kernels.native.allowance import Allowance
 
-logger = logging.getLogger("fuseplan")
+logger = logging.getLogger(__name__)
 
 #: Searched for on PATH, in this order.
 COMPILER_NAMES = ("c++", "g++", "clang++")

@@ -22,8 +22,9 @@ from fuseplan.kernels.gpu.overlap import OVERLAP, OVERLAP_IMPORT, is_overlapped,
 from fuseplan.kernels.gpu.tile import needs_int64, next_power_of_2, segment_programs, tile_of
 from fuseplan.kernels.ir.backend import BuildError, Config, Target, Tunable
 from fuseplan.kernels.ir.ir import ITEMSIZE, KernelIR
+from fuseplan.kernels.ir.kernel_name import kernel_name
 from fuseplan.kernels.native.build import is_exposed
-from fuseplan.kernels.ninetoothed.emitter import KERNEL_NAME, View, Views, emit_ninetoothed
+from fuseplan.kernels.ninetoothed.emitter import View, Views, emit_ninetoothed
 from fuseplan.kernels.triton.config import MAX_PERSISTENT_COLS, PARAMETERS, default_config, infeasible, tunables
 
 _GENERATION = threading.Lock()
@@ -92,7 +93,7 @@ class NinetoothedBackend(GpuBackend):
         """The Triton function that ninetoothed generates; what needs wide indices was refused."""
         source, folder = self.source(ir, config), self.store.folder
         try:
-            return _generated(folder, source, int(config["num_warps"]), overlap_of(config))
+            return _generated(folder, source, kernel_name(ir), int(config["num_warps"]), overlap_of(config))
         except BuildError:
             raise
         except Exception as error:
@@ -139,15 +140,15 @@ def _byte_offset(ir: KernelIR, view: View) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _generated(folder: Path, source: str, num_warps: int, overlap: str) -> Any:
+def _generated(folder: Path, source: str, name: str, num_warps: int, overlap: str) -> Any:
     """The function, from the file of an earlier generation where there is one: generating takes a tenth of a second."""
     store = ModuleStore(folder.name, folder.parent)
-    path = store.folder / f"generated_{digest(f'{_version()}|{num_warps}|{overlap}|{source}')}.py"
+    path = store.folder / f"generated_{digest(f'{_version()}|{name}|{num_warps}|{overlap}|{source}')}.py"
     if is_exposed(path):
-        function = _make(store.load(source), num_warps)
+        function = _make(store.load(source), name, num_warps)
         text = Path(inspect.getfile(function.fn)).read_text(encoding="utf-8")
-        store.write_text(path, _overlapped_module(text, {OVERLAP: overlap}))
-    return getattr(load_file(path), KERNEL_NAME)
+        store.write_text(path, _overlapped_module(text, name, {OVERLAP: overlap}))
+    return getattr(load_file(path), name)
 
 
 @functools.cache
@@ -158,23 +159,23 @@ def _version() -> str:
         return ""
 
 
-def _make(module: ModuleType, num_warps: int) -> Any:
+def _make(module: ModuleType, name: str, num_warps: int) -> Any:
     import ninetoothed
 
     arrangement, application, tensors = module.premake()
     with _GENERATION, _driver_for_generation():
         handle = ninetoothed.make(
-            arrangement, application, tensors, kernel_name=KERNEL_NAME, num_warps=num_warps, num_stages=1
+            arrangement, application, tensors, kernel_name=name, num_warps=num_warps, num_stages=1
         )
     return handle._kernel
 
 
-def _overlapped_module(text: str, config: Config) -> str:
-    """A generated module with what ``config`` wants of overlap in its kernel; ninetoothed has no word for it."""
+def _overlapped_module(text: str, name: str, config: Config) -> str:
+    """A generated module with what ``config`` wants of overlap in its kernel ``name``; ninetoothed has no word for it."""
     if not is_overlapped(config):
         return text
     module = ast.parse(text)
-    kernel = next(node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == KERNEL_NAME)
+    kernel = next(node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == name)
     statements = [ast.unparse(node) for node in kernel.body]
     placed = overlapped(statements, config, f"{_LANGUAGE}.load(", f"{_LANGUAGE}.store(")
     kernel.body = ast.parse("\n".join(placed)).body

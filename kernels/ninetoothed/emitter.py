@@ -22,8 +22,6 @@ from fuseplan.kernels.triton.emitter import buffer_names
 from fuseplan.kernels.triton.helpers import plain_helper_sources
 from fuseplan.kernels.triton.values import ValueEmitter, as_emitted, index_extent, literal
 
-#: Name of the kernel that ninetoothed generates.
-KERNEL_NAME = "fused"
 _INDENT = "    "
 
 

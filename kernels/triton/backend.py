@@ -12,10 +12,11 @@ from fuseplan.kernels.gpu.overlap import is_overlapped
 from fuseplan.kernels.gpu.tile import needs_int64, programs
 from fuseplan.kernels.ir.backend import BuildError, Config, Target, Tunable
 from fuseplan.kernels.ir.ir import KernelIR
+from fuseplan.kernels.ir.kernel_name import kernel_name
 from fuseplan.kernels.triton import contraction_config
 from fuseplan.kernels.triton.config import PARAMETERS, default_config, infeasible, tunables
 from fuseplan.kernels.triton.contraction_config import contracts
-from fuseplan.kernels.triton.emitter import KERNEL_NAME, buffer_names, emit_triton
+from fuseplan.kernels.triton.emitter import buffer_names, emit_triton
 from fuseplan.kernels.triton.index import symbol_argument
 from fuseplan.kernels.triton.split_sums import COUNTERS, PARTIALS, scratch
 from fuseplan.kernels.triton.suggestions import suggestions
@@ -66,7 +67,7 @@ class TritonBackend(GpuBackend):
 
     def _function(self, ir: KernelIR, config: Config, variant: Variant) -> Any:
         source = emit_triton(ir, config, variant.wide or needs_int64(ir), variant.aligned)
-        return getattr(self.store.load(source), KERNEL_NAME)
+        return getattr(self.store.load(source), kernel_name(ir))
 
     def _spec(self, ir: KernelIR, config: Config, variant: Variant) -> KernelSpec:
         names = buffer_names(ir)

@@ -12,6 +12,7 @@ from fuseplan.kernels.gpu.tile import ceil_div, segment_programs, splits_of, til
 from fuseplan.kernels.ir.backend import BuildError, Config, checked
 from fuseplan.kernels.ir.index import is_static
 from fuseplan.kernels.ir.ir import KernelIR, Segment
+from fuseplan.kernels.ir.kernel_name import kernel_name
 from fuseplan.kernels.triton.config import PARAMETERS
 from fuseplan.kernels.triton.contraction import ContractionEmitter
 from fuseplan.kernels.triton.contraction_sides import Function
@@ -21,8 +22,6 @@ from fuseplan.kernels.triton.segment import SegmentEmitter
 from fuseplan.kernels.triton.split_sums import COUNTERS, PARTIALS, shares, unsplittable
 from fuseplan.kernels.triton.tiles import TileEmitter, is_tiled
 
-#: Name of the kernel in a generated module.
-KERNEL_NAME = "fused"
 _INDENT = "    "
 
 
@@ -33,7 +32,7 @@ def buffer_names(ir: KernelIR) -> tuple[str, ...]:
 
 
 def emit_triton(ir: KernelIR, config: Config, wide: bool = False, aligned: bool = True) -> str:
-    """Source of a Triton module whose function ``fused(*buffers, *dynamic sizes)`` computes ``ir``.
+    """Source of a Triton module whose function ``kernel_name(ir)``, of ``(*buffers, *dynamic sizes)``, computes ``ir``.
 
     With ``wide`` its index arithmetic is in 64 bits; ``aligned`` buffers begin at multiples of 16 bytes. BuildError
     where a size is no integer arithmetic, or the config holds what no kernel has.
@@ -50,10 +49,10 @@ def emit_triton(ir: KernelIR, config: Config, wide: bool = False, aligned: bool 
     pid = "pid = tl.program_id(0)" + (".to(tl.int64)" if wide else "")
     functions = [_function(one.name, ", ".join((*one.parameters, signature)), list(one.lines)) for one in helpers]
     if len(bodies) == 1:
-        functions.append(_function(KERNEL_NAME, signature, [pid, *bodies[0]]))
+        functions.append(_function(kernel_name(ir), signature, [pid, *bodies[0]]))
     else:
         functions += [_function(f"segment{n}", f"pid, {signature}", body) for n, body in enumerate(bodies)]
-        functions.append(_function(KERNEL_NAME, signature, [pid, *_dispatch(counts, signature)]))
+        functions.append(_function(kernel_name(ir), signature, [pid, *_dispatch(counts, signature)]))
     code = "\n\n\n".join(functions)
     return "\n\n\n".join([_header(ir, config), *helper_sources(code), code]) + "\n"
 

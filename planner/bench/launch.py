@@ -138,12 +138,12 @@ def _callables(case: Case) -> Iterator[tuple[str, str, Callable[[], Call]]]:
 def _triton_launcher(case: Case, group: GroupPlan, ir: KernelIR, arguments: Sequence[torch.Tensor]) -> Call:
     """The same kernel through ``kernel[grid](...)``: what a hand-written Triton kernel pays per call."""
     from fuseplan.kernels.gpu.tile import programs
+    from fuseplan.kernels.ir.kernel_name import kernel_name
     from fuseplan.kernels.triton.backend import TritonBackend
-    from fuseplan.kernels.triton.emitter import KERNEL_NAME
 
     backend = group.backend if isinstance(group.backend, TritonBackend) else TritonBackend()
     config = group.config if backend is group.backend else backend.default_config(ir, case.target)
-    kernel = getattr(backend.store.load(backend.source(ir, config)), KERNEL_NAME)
+    kernel = getattr(backend.store.load(backend.source(ir, config)), kernel_name(ir))
     options = {"num_warps": int(config["num_warps"]), "num_stages": int(config.get("num_stages", 1))}
     grid = (programs(ir, config, {}),)
     return lambda: kernel[grid](*arguments, **options)

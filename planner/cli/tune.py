@@ -67,6 +67,14 @@ def tune(
     again: Annotated[
         bool, typer.Option("--again", help="Measure anew what is stored or shipped; the new answers replace it.")
     ] = False,
+    study: Annotated[
+        str | None,
+        typer.Option(
+            "--study", metavar="URL",
+            help="Keep each search as an Optuna study, too: sqlite:///studies.db, another SQLAlchemy URL, or the path "
+            "of a journal file. optuna-dashboard opens them.",
+        ),
+    ] = None,
     regime: opt.RegimeOption = opt.Regime.EAGER,
     device: common.DeviceOption = common.Device.AUTO,
     db: common.DbOption = None,
@@ -83,8 +91,10 @@ def tune(
         from fuseplan.planner.tuning.session import open_session
         from fuseplan.search.store.location import left_behind
         from fuseplan.search.store.record import now
+        from fuseplan.search.tune.study import Studies
         from fuseplan.search.tune.tuner import Budget, make_pool
 
+        studies = None if study is None else Studies(study)
         kind = common.device_type(device)
     settings = PlanSettings(numerics=numerics.value, regime=opt.regime_name(kind, regime))
 
@@ -109,7 +119,7 @@ def tune(
         if note:
             common.console(stderr=True).print(note, markup=False, soft_wrap=True)
         load = machine_load()
-        session = replace(session, shipped=shipped, since=now() if again else "")
+        session = replace(session, shipped=shipped, since=now() if again else "", studies=studies)
         result = run(session, what.label, graphs, Budget.on(kind, trials, seconds), seed, account, pool)
     with account.spend("reporting"):
         say(result, what.label)

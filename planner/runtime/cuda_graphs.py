@@ -23,7 +23,7 @@ from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.runtime.cuda_recorder import CudaRecorder, cuda_recorder
 from fuseplan.planner.runtime.recording import NotRecordable, Results, Roles, StaticInputs, why_unrecordable
 
-logger = logging.getLogger("fuseplan")
+logger = logging.getLogger(__name__)
 
 #: Recordings that one graph keeps; the least recently used one goes.
 KEPT_RECORDINGS = 8

@@ -25,13 +25,14 @@ from fuseplan.planner.rewrites.merged_projections import merge_projections
 from fuseplan.planner.rewrites.packing import pack
 from fuseplan.planner.runtime.cuda_graphs import graphed
 from fuseplan.planner.runtime.executor import executable
+from fuseplan.planner.runtime.logs import show_plans
 from fuseplan.planner.runtime.options import DispatchOptions, parse_options
 from fuseplan.planner.runtime.resolve import resolve
 from fuseplan.planner.tuning.planner import PlanSettings
 from fuseplan.planner.tuning.session import Session, open_session
 from fuseplan.search.errors import DatabaseError
 
-logger = logging.getLogger("fuseplan")
+logger = logging.getLogger(__name__)
 
 _DEVICES = ("cpu", "cuda")
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch._subclasses.FakeTensor)
@@ -60,6 +61,7 @@ def fuseplan(
             reason = failure_reason(error)
     tally.refuse(reason)
     logger.info("graph %s runs unfused: %s", tally.compile_id, reason)
+    show_plans((), tally, parsed.debug)
     return gm.forward
 
 
@@ -94,6 +96,7 @@ def compile_graph(
         traced, resolved.groups, session.target, tally, options.numerics, options.debug, options.in_place,
         parameters=parameter_positions(example_inputs), calls=resolved.calls,
     )
+    show_plans(resolved.regions, tally, options.debug)
     if options.cuda_graphs:
         stationary = traced.written | _stationary(gm, example_inputs)
         return graphed(call, module, stationary, device_type, tally, options.cuda_graphs_copy_outputs)

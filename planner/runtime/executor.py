@@ -5,7 +5,6 @@ A group that cannot be placed, lowered or built is left as the ATen ops it was, 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -30,10 +29,9 @@ from fuseplan.planner.implementations.view_chains import collapse_views
 from fuseplan.planner.lowering.lower import Lowered
 from fuseplan.planner.runtime.buffer_donation import plan_reuse
 from fuseplan.planner.runtime.fallback import Calling, CallPlan, FirstCall, GroupPlan
+from fuseplan.planner.runtime.logs import show_graph, show_kernels
 from fuseplan.planner.runtime.placement import fused_graph
-
-logger = logging.getLogger("fuseplan")
-
+from fuseplan.planner.runtime.ranges import add_ranges, ask_for_profilers, range_name
 
 #: How a kernel is called, and the inputs that its outputs could take.
 _Kernel: TypeAlias = tuple[Calling, ReuseOptions]
@@ -47,7 +45,7 @@ def executable(
     """A function with the signature and results of ``traced.module`` that runs ``plans`` as kernels.
 
     Never raises for a group. The first call of each kernel is guarded (:class:`FirstCall`); later calls are direct.
-    With ``debug`` the first call also logs how far the kernel is from the ATen ops.
+    With ``debug`` the code is shown, and in its first call how far each kernel is from the ATen ops.
 
     With ``in_place``, outputs of a kernel take the memory of inputs that nothing needs after it, from its second call
     on, where the back end can do that. ``donated`` and ``parameters`` are positions of arguments: those that the caller
@@ -65,15 +63,24 @@ def executable(
     reused = plan_reuse(graph, traced, donated)
     collapse_views(graph, traced.module.graph, parameters)
     bind_calls(graph, traced.module.graph)
+    ask_for_profilers(graph)
     module = fx.GraphModule(traced.module, graph, class_name="Fused")
     forward: Callable[..., Any] = module.forward
     namespace: dict[str, Any] = module.forward.__globals__
     fill_namespace(namespace)
+    ranges: dict[str, str] = {}
     for name, slot in list(namespace.items()):
         if isinstance(slot, GroupCall):
             first_calls[slot].bind(namespace, name, reused.get(slot, {}))
-    if debug:
-        logger.info("fused graph:\n%s", module.code)
+            plan = first_calls[slot].plan
+            library = plan.library.name if isinstance(plan, CallPlan) else ""
+            ranges[name] = range_name(plan.label or slot.name, library)
+    add_ranges(module.forward, ranges)
+    show_kernels([
+        (one.plan.label or one.group.name, partial(one.plan.backend.source, one.ir, one.plan.config))
+        for one in built if one.ir is not None and isinstance(one.plan, GroupPlan)
+    ])
+    show_graph(module.code, debug)
     return forward
 
 

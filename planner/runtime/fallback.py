@@ -19,8 +19,9 @@ from fuseplan.planner.graph.layouts import layout_of, same_layout
 from fuseplan.planner.implementations.direct_calls import GroupCall
 from fuseplan.planner.implementations.subject import Fused
 from fuseplan.planner.libraries.library_call import LibraryCall
+from fuseplan.planner.runtime.logs import debug_logger
 
-logger = logging.getLogger("fuseplan")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class FirstCall:
         calling: ``calling(reuse.items())`` is a call that allocates the outputs that are not in ``reuse``.
         unfused: Runs the ATen ops on given arguments: the result, and what does so in later calls.
         ir: The kernel, whose inputs have to be laid out as it was compiled for.
-        debug: Log how far the results are from those of the ATen ops.
+        debug: Show how far the results are from those of the ATen ops.
     """
 
     plan: GroupPlan | CallPlan
@@ -130,11 +131,11 @@ class FirstCall:
 
     def _compare(self, result: Any, args: Sequence[Any]) -> None:
         label, (expected, _) = self.plan.label or self.name, self.unfused(args)
-        logger.info("%s differs from its ATen ops by at most %.3g", label, largest_difference(result, expected))
+        debug_logger().info("%s differs from its ATen ops by at most %.3g", label, largest_difference(result, expected))
         if self.later is not self.call:
             copies = [arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
             difference = largest_difference(self.later(*copies), expected)
-            logger.info("%s in place differs from its ATen ops by at most %.3g", label, difference)
+            debug_logger().info("%s in place differs from its ATen ops by at most %.3g", label, difference)
 
 
 def largest_difference(result: Any, expected: Any) -> float:

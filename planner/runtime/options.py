@@ -53,7 +53,8 @@ class DispatchOptions:
         pack_weights: Let linear ops that read one value (queries, keys and values; gate and up) be one op. It moves
             their parameters side by side in memory, each a view of it; what cannot be moved stays apart, counted in
             ``stats().notes``. Such graphs have plans of their own: ``plan tune --pack-weights``.
-        debug: Log every plan, and compare each kernel with its ATen ops in its first call.
+        debug: Show every plan and compare each kernel with its ATen ops in its first call; on standard error, where
+            logging is not set up.
     """
 
     db: str | None = None
@@ -93,7 +94,7 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) ->
     """
     mode = "default" if mode is None else mode
     if mode not in MODES:
-        raise ConfigError(f"unknown mode {mode!r} of backend 'fuseplan'; {_advice(str(mode), MODES)}")
+        raise ConfigError(f"unknown mode {mode!r} of backend 'fuseplan'; known: {', '.join(MODES)}")
     given = {**MODES[mode], **(options or {})}
     known = [field.name for field in fields(DispatchOptions)]
     for name, value in given.items():

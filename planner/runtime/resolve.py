@@ -31,7 +31,7 @@ OnMiss = Literal["model", "unfused", "tune"]
 #: A plan serves sizes of the token dimension up to this factor away from the one it was tuned for.
 MAX_RATIO = 4
 
-logger = logging.getLogger("fuseplan")
+logger = logging.getLogger(__name__)
 _LOGGED: set[tuple[str, str]] = set()
 _WARNED: set[str] = set()
 

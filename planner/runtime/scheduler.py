@@ -32,14 +32,17 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.lowering.recipes import mutates
 from fuseplan.planner.runtime.executor import executable
 from fuseplan.planner.runtime.fallback import GroupPlan
+from fuseplan.planner.runtime.logs import describe, show_plans
 from fuseplan.planner.runtime.resolve import Resolved, resolve
+from fuseplan.planner.tuning.plans import RegionPlan
 from fuseplan.planner.tuning.session import Session, open_session
+from fuseplan.search.store.record import GroupChoice
 
 __all__ = ["FusionConfig", "FusionScheduler", "OpNode", "SubGraph"]
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
 
-logger = logging.getLogger("fuseplan")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class FusionConfig:
         min_nodes_for_fusion: Groups of fewer ops stay unfused.
         fallback_on_error: When planning or building fails, run the ATen ops instead of raising. A mistake in the
             graph or its inputs is raised either way.
-        debug_mode: Log each plan, and compare each kernel with its ATen ops in its first call.
+        debug_mode: Show each plan, and compare each kernel with its ATen ops in its first call.
     """
 
     enable_fusion: bool = True
@@ -120,19 +123,15 @@ class FusionScheduler:
             return "fusion is off (FusionConfig.enable_fusion)"
         traced, _, resolved = self._plan(graph, tensors, Tally("explain"))
         kept = self._kept(traced.graph, resolved)
-        lines = []
-        for plan in resolved.regions:
-            if plan.record.enumerated == 1:  # one op with one way to run it
-                continue
-            lines.append(f"region {plan.record.label}: plan from {plan.source}; {plan.record.evidence.reason}")
-            for choice in plan.record.groups:
-                how = "unfused" if choice.is_plain else f"fused by {choice.implementation} {dict(choice.config)}"
-                ops = set(plan.group_ops(choice))
-                called = any(ops == set(one.ops) for one in resolved.calls)
-                if not choice.is_plain and not called and not any(ops >= set(group.ops) for group in kept):
-                    how = "unfused: smaller than FusionConfig asks for"
-                lines.append(f"  {choice.label}: {how}; predicted {choice.predicted_us:.1f} us")
-            lines += [f"  not chosen: {other.label}: {other.reason}" for other in plan.record.rejected]
+
+        def too_small(plan: RegionPlan, choice: GroupChoice) -> str:
+            ops = set(plan.group_ops(choice))
+            called = any(ops == set(one.ops) for one in resolved.calls)
+            if choice.is_plain or called or any(ops >= set(group.ops) for group in kept):
+                return ""
+            return "unfused: smaller than FusionConfig asks for"
+
+        lines = describe(resolved.regions, too_small)
         return "\n".join(lines) or "nothing to fuse: no two ops of the graph can share a kernel"
 
     def _compile(self, graph: SubGraph, tensors: list[torch.Tensor]) -> Callable[..., Any]:
@@ -143,10 +142,12 @@ class FusionScheduler:
         self._tallies.append(tally)
         try:
             traced, session, resolved = self._plan(graph, tensors, tally)
-            return executable(
+            call = executable(
                 traced, self._kept(traced.graph, resolved), session.target, tally, session.settings.numerics,
                 self.config.debug_mode, calls=resolved.calls,
             )
+            show_plans(resolved.regions, tally, self.config.debug_mode)
+            return call
         except Exception as error:
             # What is wrong with the graph itself would fail unfused as well.
             is_mistake = isinstance(error, GraphError | ShapeError | UnknownOpError)

@@ -20,7 +20,7 @@ from fuseplan.planner.implementations.subject import GroupSubject
 from fuseplan.planner.partition.guided_loop import Prices, predicted_partition
 from fuseplan.search.tune.tuner import Tuner
 
-_log = logging.getLogger("fuseplan")
+_log = logging.getLogger(__name__)
 
 #: How long the thread may keep the interpreter while the tune wants it.
 _INTERVAL_S = 0.0002

@@ -41,7 +41,7 @@ from fuseplan.search.tune.tuner import Tuner
 
 __all__ = ["GraphPlan", "PlanSettings", "Planner", "RegionPlan"]
 
-logger = logging.getLogger("fuseplan")
+logger = logging.getLogger(__name__)
 
 
 class Planner:

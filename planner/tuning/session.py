@@ -26,6 +26,7 @@ from fuseplan.search.store.database import Database, Mode, reservations
 from fuseplan.search.store.layered import LayeredDatabase, shipped_files
 from fuseplan.search.store.record import TuningRecord, Versions
 from fuseplan.search.store.rows import device_spec
+from fuseplan.search.tune.study import Studies
 from fuseplan.search.tune.time_account import TimeAccount
 from fuseplan.search.tune.tuner import Budget, ProgressEvent, Tuner
 from fuseplan.search.workers.worker import WorkerPool
@@ -52,6 +53,7 @@ class Session:
         settings: What plans are made for.
         shipped: Whether the records that come with the package count as stored.
         since: What was stored before this time (ISO 8601) is measured anew; "" for nothing.
+        studies: Where each search is kept as an Optuna study, beside the database.
     """
 
     database: Database
@@ -62,6 +64,7 @@ class Session:
     settings: PlanSettings
     shipped: bool = True
     since: str = ""
+    studies: Studies | None = None
 
     @property
     def store(self) -> LayeredDatabase:
@@ -124,6 +127,7 @@ class Session:
         return Tuner(
             self.database, self.target, usable, self.device, budget, seed, self.settings.regime,
             self.settings.numerics, executor, progress=progress, account=account, since=self.since,
+            studies=self.studies,
         )
 
     def recalibrated(self) -> Session:

@@ -7,12 +7,12 @@ times. It never asks for the same position twice.
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fuseplan.search.tune.space import Space, is_ordered
+from fuseplan.search.tune.study import quiet_optuna
 
 if TYPE_CHECKING:
     import optuna
@@ -184,14 +184,9 @@ class _Sampler:
         import optuna
 
         if self._study is None:
-            # Optuna announces every study; its users' own verbosity is put back at once.
-            level = optuna.logging.get_verbosity()
-            optuna.logging.set_verbosity(logging.WARNING)
-            try:
+            with quiet_optuna():
                 sampler = optuna.samplers.TPESampler(seed=self._seed, n_startup_trials=4)
                 self._study = optuna.create_study(sampler=sampler)
-            finally:
-                optuna.logging.set_verbosity(level)
         for position, time in itertools.islice(times.items(), self._learnt, None):
             config = self._space.configs[position]
             params = {

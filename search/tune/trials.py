@@ -59,7 +59,7 @@ class SubjectRun:
         self._entries = self._take_part(neighbours, whole)
         self._best_us = math.inf
         #: Configurations are compared by what they take on the device, where that is not the regime's time.
-        self._on_device = whole and resources.bench.timer.of_device() is not None
+        self.on_device = whole and resources.bench.timer.of_device() is not None
 
     def execute(self) -> TuningRecord:
         """Try configurations within the budget, decide, and return the answer."""
@@ -74,7 +74,7 @@ class SubjectRun:
         self._require_a_compiler()
         self._rank()
         enumerated = sum(len(entry.space) for entry in self._entries)
-        verdicts = Verdicts(tuple(self._trials.values()), self._refusals, enumerated)
+        verdicts = Verdicts(self.trials, self._refusals, enumerated)
         self._event("decide")
         resources = self._resources
         evidence = Evidence(now(), resources.versions, resources.bench.seed, 0.0)
@@ -86,6 +86,11 @@ class SubjectRun:
         self._best_us = record.best_us
         self._event("done")
         return replace(record, evidence=replace(record.evidence, elapsed_s=round(time.monotonic() - start, 3)))
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """What was tried, in order."""
+        return tuple(self._trials.values())
 
     def ahead(self) -> list[Compilation]:
         """What :meth:`execute` will compile whatever it finds, in order."""
@@ -171,7 +176,7 @@ class SubjectRun:
         """Take over the trials of a tune that was cut short (or of any tune)."""
         by_name = {entry.backend.name: entry for entry in self._entries}
         for trial in self._resources.trials(self._key, only_open):
-            if self._on_device and trial.median_us is not None and trial.device_us is None:
+            if self.on_device and trial.median_us is not None and trial.device_us is None:
                 continue  # only ranked against other groups so far
             entry = by_name.get(trial.backend)
             position = entry.space.find(trial.config) if entry is not None else None
@@ -210,12 +215,12 @@ class SubjectRun:
         if spilled > self._default_spills.get(entry.backend.name, spilled):
             return replace(blank, reason=f"spills {spilled} bytes of registers")
         return screened(blank, self._resources.call(
-            SCREENING, jobs.screen_config, self._subject, entry.backend, config, self._on_device
+            SCREENING, jobs.screen_config, self._subject, entry.backend, config, self.on_device
         ))
 
     def _note(self, entry: _Entry, position: int, trial: Trial) -> None:
         self._trials[trial.backend, config_key(trial.config)] = trial
-        entry.strategy.tell(position, trial.device_us if self._on_device else trial.median_us)
+        entry.strategy.tell(position, trial.device_us if self.on_device else trial.median_us)
         if trial.median_us is not None:
             self._best_us = min(self._best_us, trial.median_us)
 

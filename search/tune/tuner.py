@@ -29,6 +29,7 @@ from fuseplan.search.tune.resources import (
     ProgressEvent,
     TuningResources,
 )
+from fuseplan.search.tune.study import Studies
 from fuseplan.search.tune.time_account import TimeAccount
 from fuseplan.search.tune.trials import SubjectRun, screened
 from fuseplan.search.workers import jobs
@@ -36,7 +37,7 @@ from fuseplan.search.workers.worker import Outcome, WorkerPool
 
 __all__ = ["Budget", "ProgressEvent", "Tuner"]
 
-logger = logging.getLogger("fuseplan")
+logger = logging.getLogger(__name__)
 
 #: What compiling for a GPU imports.
 _COMPILERS = ("fuseplan.kernels.gpu.build:warm_up", "ninetoothed")
@@ -54,14 +55,15 @@ class Tuner:
     ``database`` is open for writing; ``backends`` are in order of preference. ``device``, ``regime`` (``"eager"`` or
     ``"graph"``) and ``numerics`` (``"fp32"`` or ``"eager"``) are part of every key; ``seed`` is that of the search and
     of the inputs. By default jobs run in a pool of its own. What was stored before ``since`` (ISO 8601) is measured
-    anew; "" for nothing.
+    anew; "" for nothing. Each search is copied to ``studies``.
     """
 
     def __init__(
         self, database: Database, target: Target, backends: Sequence[Backend], device: str,
         budget: Budget | None = None, seed: int = 0, regime: str = "eager", numerics: str = "fp32",
         executor: WorkerPool | None = None, timer: Timer | None = None,
-        progress: Callable[[ProgressEvent], None] | None = None, account: TimeAccount | None = None, since: str = ""
+        progress: Callable[[ProgressEvent], None] | None = None, account: TimeAccount | None = None, since: str = "",
+        studies: Studies | None = None
     ) -> None:
         self.database = database
         self.target = target
@@ -71,6 +73,7 @@ class Tuner:
         self.seed = seed
         self.regime = regime
         self.numerics = numerics
+        self.studies = studies
         self.versions = Versions.current(target.device_type)
         self.account = account if account is not None else TimeAccount()
         self._executor = executor if executor is not None else make_pool(target.device_type)
@@ -119,9 +122,12 @@ class Tuner:
         hints = [*([stored] if stored is not None else []), *neighbours]
         if not minor:
             self._searched.add(key)
-        record = self._resources.released(SubjectRun(self._resources_for(minor), subject, key, hints).execute)
+        run = SubjectRun(self._resources_for(minor), subject, key, hints)
+        record = self._resources.released(run.execute)
         with self.account.spend(STORING):
             self.database.put_record(record)
+            if self.studies is not None:
+                self.studies.add(record, run.trials, run.on_device)
         return record
 
     def _refuse_record(self, subject: Subject, record: TuningRecord) -> str | None:

@@ -25,9 +25,9 @@ from fuseplan.kernels.gpu.launch import Variant
 from fuseplan.kernels.gpu.tile import needs_int64, programs
 from fuseplan.kernels.ir.backend import SM90, BuildError, Config, MachineError, Target
 from fuseplan.kernels.ir.ir import KernelIR
+from fuseplan.kernels.ir.kernel_name import kernel_name
 from fuseplan.kernels.registry import local_target
 from fuseplan.kernels.triton.backend import TritonBackend
-from fuseplan.kernels.triton.emitter import KERNEL_NAME
 
 LLAMA_SHAPES = [(1, 2048, 8192), (32, 4096, 14336), (16384, 8192, 28672)]
 
@@ -141,7 +141,7 @@ def machine_code(backend: TritonBackend, ir: KernelIR, config: Config) -> str:
     if tool is None:
         pytest.skip("no cuobjdump")
     module = backend.store.load(backend.source(ir, config))
-    compiled = compile_kernel(getattr(module, KERNEL_NAME), TritonBackend()._spec(ir, config, Variant()), SM90)
+    compiled = compile_kernel(getattr(module, kernel_name(ir)), TritonBackend()._spec(ir, config, Variant()), SM90)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()

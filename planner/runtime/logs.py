@@ -1,0 +1,124 @@
+"""What dispatch shows of itself, in the way of PyTorch's own components: log artifacts and structured traces.
+
+``TORCH_LOGS="fuseplan_plans"`` shows each graph's plan with its reasons and times, and
+``TORCH_LOGS="fuseplan_kernels"`` the source of its kernels. PyTorch reads that variable while it is imported, before it
+can know a name of ours; it takes an unknown one for a module's, and that module for a logger. So there are modules of
+these two names, which hold nothing. ``TORCH_LOGS="fuseplan"`` and ``"+fuseplan"`` set the level of everything else.
+
+With ``TORCH_TRACE`` set both are written to its log, where tlparse finds them. The option ``debug`` shows plans without
+any set-up of logging.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch._logging._internal import trace_structured
+
+from fuseplan.planner.dispatch_stats import Tally
+from fuseplan.planner.tuning.plans import RegionPlan
+from fuseplan.search.store.record import GroupChoice
+
+PLANS, KERNELS = "fuseplan_plans", "fuseplan_kernels"
+logger = logging.getLogger(__name__)
+_DEBUG = logging.getLogger("fuseplan.debug")
+
+
+def debug_logger() -> logging.Logger:
+    """A logger that shows what ``debug`` asks for: on standard error where nobody has set up logging."""
+    if not _DEBUG.isEnabledFor(logging.INFO):
+        _DEBUG.setLevel(logging.INFO)
+    if not _DEBUG.hasHandlers():
+        _DEBUG.addHandler(logging.StreamHandler())
+    return _DEBUG
+
+
+def show_plans(regions: Sequence[RegionPlan], tally: Tally, debug: bool = False) -> None:
+    """The plans of one compiled graph, once for all occurrences of a region, and what does not run as planned."""
+    counts = Counter(plan.region.key for plan in regions)
+    distinct = list({plan.region.key: plan for plan in regions}.values())
+
+    def text() -> str:
+        found = tally.snapshot()
+        lines = [*describe(distinct, counts=counts)]
+        lines += [f"not done: {count} x {reason}" for reason, count in (*found.fallbacks.items(), *found.notes.items())]
+        return "\n".join([f"plan of graph {tally.compile_id}:", *(lines or ["nothing to fuse"])])
+
+    def data() -> str:
+        found = tally.snapshot()
+        records = [
+            {"source": plan.source, "times": counts[plan.region.key], **asdict(plan.record)} for plan in distinct
+        ]
+        told = {"regions": records, "fallbacks": dict(found.fallbacks), "notes": dict(found.notes)}
+        return json.dumps(told, indent=1)
+
+    _show(PLANS, text, debug)
+    _trace(PLANS, "json", data)
+
+
+def show_kernels(kernels: Sequence[tuple[str, Callable[[], str]]]) -> None:
+    """The source of each distinct kernel of one compiled graph; ``kernels`` are labels and sources."""
+    def text() -> str:
+        distinct = {source(): label for label, source in reversed(kernels)}
+        return "\n".join(f"kernel of {label}:\n{source}" for source, label in reversed(distinct.items()))
+
+    if kernels:
+        _show(KERNELS, text)
+        _trace(KERNELS, "string", text)
+
+
+def show_graph(code: str, debug: bool = False) -> None:
+    """The code of one compiled graph, in which each group is a call."""
+    if debug:
+        debug_logger().info("fused graph:\n%s", code)
+    else:
+        logger.debug("fused graph:\n%s", code)
+    _trace("fuseplan_graph", "string", lambda: code)
+
+
+def describe(
+    plans: Iterable[RegionPlan], instead: Callable[[RegionPlan, GroupChoice], str] = lambda plan, choice: "",
+    counts: Mapping[str, int] | None = None
+) -> Iterable[str]:
+    """Lines for people: every region, its groups with their configuration and times, what was not chosen, and why.
+
+    Regions of one op with one way to run it are left out. ``instead`` says how a group is run where the plan is not
+    followed, ``counts`` how often a region occurs, by its key.
+    """
+    for plan in plans:
+        record = plan.record
+        if record.enumerated == 1:
+            continue
+        often = (counts or {}).get(plan.region.key, 1)
+        times = f" ({often} times)" if often > 1 else ""
+        yield f"region {record.label}{times}: plan from {plan.source}; {record.evidence.reason}"
+        for choice in record.groups:
+            how = "unfused" if choice.is_plain else f"fused by {choice.implementation} {dict(choice.config)}"
+            told = {"predicted": choice.predicted_us, "measured": choice.measured_us}
+            spent = "".join(f"; {name} {time_us:.1f} us" for name, time_us in told.items() if time_us)
+            yield f"  {choice.label}: {instead(plan, choice) or how}{spent}"
+        yield from (f"  not chosen: {other.label}: {other.reason}" for other in record.rejected)
+
+
+def _show(artifact: str, text: Callable[[], str], debug: bool = False) -> None:
+    """Log where the artifact was asked for by name: a level for all of fuseplan, or of the root, asks for none."""
+    named = logging.getLogger(artifact)
+    if named.level and named.isEnabledFor(logging.INFO):
+        named.info("%s", text())
+    elif debug:
+        debug_logger().info("%s", text())
+
+
+def _trace(name: str, encoding: str, payload: Callable[[], Any]) -> None:
+    """An artifact of the structured trace; nothing is computed where there is none."""
+    compiling = torch._guards.CompileContext.current_compile_id() is not None
+    trace_structured(
+        "artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=payload,
+        expect_trace_id=compiling,
+    )

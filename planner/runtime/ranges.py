@@ -1,0 +1,64 @@
+"""Ranges of profilers around the calls of a compiled graph, named by group: ``fuseplan::silu+mul``.
+
+They are there while ``torch.profiler`` or ``torch.autograd.profiler.emit_nvtx`` is on. Off, a compiled graph reads one
+flag in each call, and its groups are called as if there were no profilers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch.autograd.profiler
+from torch import fx
+
+#: Names in the generated code: the module with PyTorch's flag, and the same graph with ranges.
+_PROFILER, _RANGED = "_fuseplan_profiler", "_fuseplan_ranged"
+
+
+def ask_for_profilers(graph: fx.Graph) -> None:
+    """Let the code generated for ``graph`` begin with a look at the flag; :func:`add_ranges` fills in the names."""
+    arguments = ", ".join(str(node.target) for node in graph.find_nodes(op="placeholder"))
+    line = f"if {_PROFILER}._is_profiler_enabled: return {_RANGED}({arguments})\n"
+    graph.on_generate_code(lambda current: lambda body: [line, *(current(body) if current else body)])
+
+
+def add_ranges(forward: MethodType, names: Mapping[str, str]) -> None:
+    """``names`` are those of ranges, by the global name that a call has in the generated code.
+
+    What is called may change later, as after a first call.
+    """
+    function = forward.__func__
+    assert isinstance(function, FunctionType)
+    namespace = function.__globals__
+
+    def ranged(*args: Any) -> Any:
+        calls = {slot: _in_range(namespace, slot, name) for slot, name in names.items()}
+        own = FunctionType(function.__code__, {**namespace, **calls, _PROFILER: _Off}, "forward")
+        return own(forward.__self__, *args)
+
+    namespace[_PROFILER], namespace[_RANGED] = torch.autograd.profiler, ranged
+
+
+class _Off:
+    """Stands for PyTorch's flag where it was looked at already."""
+
+    _is_profiler_enabled = False
+
+
+def _in_range(namespace: Mapping[str, Any], slot: str, name: str) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        with torch._C._profiler._RecordFunctionFast(name):
+            return namespace[slot](*args)
+
+    return call
+
+
+def range_name(label: str, library: str = "") -> str:
+    """Of a group with a label for people, whose first word says its ops.
+
+    >>> range_name("silu+mul 32x4096 bfloat16"), range_name("linear 1x4096 bfloat16", "matmul.rows")
+    ('fuseplan::silu+mul', 'fuseplan::linear (matmul.rows)')
+    """
+    return f"fuseplan::{label.split(' ')[0]}" + (f" ({library})" if library else "")

@@ -37,7 +37,8 @@ class Format(StrEnum):
 
 #: Columns of the terminal's group table: what fits.
 _SHOWN = [
-    "workload", "group", "ops", "times", "answer", "backend", "config", "fused_us", "unfused_us", "speedup", "source",
+    "workload", "group", "place", "ops", "times", "answer", "backend", "config", "fused_us", "unfused_us", "speedup",
+    "source",
 ]
 
 
@@ -109,7 +110,7 @@ def _print(data: ReportData, topic: ReportTopic) -> None:
             print_frame(frame.drop(columns=["key"], errors="ignore"), title=title, digits=3)
     else:
         groups = frames.group_frame(data)
-        spare = ("config", "ops", "backend", "workload", "times", "source")
+        spare = ("config", "ops", "backend", "workload", "times", "source", "place")
         print_frame(groups[_SHOWN], title=f"Fused against unfused, {data.device}", spare=spare)
         if data.workloads:
             less = ("views", "ops", "planned_us", "unfused_us")

@@ -69,7 +69,10 @@ def partition_svg(region: RegionSummary, plan: PlanRecord) -> str:
     width, height = _extent(outer.values())
     return templates().get_template("partition.svg.j2").render(
         width=width + _MARGIN, height=height + _MARGIN, pad=_PAD, names=names, plan=plan,
-        clusters=[(box, group_name(at), group_class(plan, at), plan.groups[at]) for at, box in outer.items()],
+        clusters=[
+            (box, group_name(at), group_class(plan, at), plan.groups[at], region.place_of(plan.groups[at].ops))
+            for at, box in outer.items()
+        ],
         edges=[(placed[a], placed[b], a[0] != b[0]) for a, b in edges],
         chips=[(box, names[op], region.kinds[op], region.ops[op], region.shapes[op])
                for (_, op), box in placed.items()],

@@ -106,7 +106,10 @@ def _drawings(data: ReportData) -> list[dict[str, Any]]:
     return [
         {
             "plan": plan, "where": ", ".join(where), "svg": Markup(partition_svg(region, plan)),
-            "groups": [(group_name(at), group_class(plan, at), group) for at, group in enumerate(plan.groups)],
+            "groups": [
+                (group_name(at), group_class(plan, at), group, region.place_of(group.ops))
+                for at, group in enumerate(plan.groups)
+            ],
         }
         for region, plan, where in costly[:_MAX_DRAWINGS]
     ]

@@ -9,11 +9,13 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Literal
+
+from fuseplan.planner.module_paths import Paths, located, place
 
 #: Where a region's plan came from.
 Source = Literal["database", "tuned", "model", "unfused"]
@@ -47,6 +49,7 @@ class CompileStats:
         merged_projections: Groups of linear ops that read one value and run as one, on packed weights.
         fallbacks: Groups (or whole graphs) that run unfused, by reason.
         notes: What was asked for and is not done although kernels run (a CUDA graph, a direct launch), by reason.
+        places: Where in the model what ``fallbacks`` and ``notes`` count is, by reason, as far as that is known.
     """
 
     compile_id: str = ""
@@ -71,6 +74,7 @@ class CompileStats:
     merged_projections: int = 0
     fallbacks: Mapping[str, int] = field(default_factory=dict)
     notes: Mapping[str, int] = field(default_factory=dict)
+    places: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def groups_fused(self) -> int:
@@ -106,13 +110,16 @@ class Stats(CompileStats):
             f"({self.from_database} from the database, {self.from_tuned} tuned now, {self.from_model} by the model)",
             f"{self.misses} misses, {self.unfused} groups fell back to unfused ops",
         ]
-        lines += [f"  {count} x {reason}" for reason, count in sorted(self.fallbacks.items())]
+        lines += [f"  {self._named(reason, count)}" for reason, count in sorted(self.fallbacks.items())]
         lines += [f"{getattr(self, name)} {words}" for name, words in _WORDS.items() if getattr(self, name)]
-        lines += [f"note: {count} x {reason}" for reason, count in sorted(self.notes.items())]
+        lines += [f"note: {self._named(reason, count)}" for reason, count in sorted(self.notes.items())]
         return "\n".join(lines)
 
+    def _named(self, reason: str, count: int) -> str:
+        return located(f"{count} x {reason}", self.places.get(reason, ""))
 
-_COUNTED = tuple(f.name for f in fields(CompileStats) if f.name not in ("compile_id", "fallbacks", "notes"))
+
+_COUNTED = tuple(f.name for f in fields(CompileStats) if f.name not in ("compile_id", "fallbacks", "notes", "places"))
 
 
 class Tally:
@@ -123,6 +130,7 @@ class Tally:
         self._counts: dict[str, Any] = dict.fromkeys(_COUNTED, 0)
         self._fallbacks: Counter[str] = Counter()
         self._notes: Counter[str] = Counter()
+        self._paths: defaultdict[str, list[Paths]] = defaultdict(list)
         self._lock = threading.Lock()
 
     def count(self, name: str, number: float = 1) -> None:
@@ -134,33 +142,41 @@ class Tally:
         """A group runs as one kernel."""
         self.count(f"from_{source}")
 
-    def fall_back(self, reason: str, source: Source | None = None) -> None:
-        """A group runs unfused. ``source`` is given when it had been counted as fused before."""
+    def fall_back(self, reason: str, source: Source | None = None, paths: Paths = ()) -> None:
+        """A group runs unfused. ``source`` is given when it had been counted as fused before, ``paths`` are those of
+        its modules.
+        """
         self.count("unfused")
         if source is not None:
             self.count(f"from_{source}", -1)
-        self.refuse(reason)
+        self.refuse(reason, paths)
 
-    def refuse(self, reason: str) -> None:
-        """A whole graph runs unfused."""
+    def refuse(self, reason: str, paths: Paths = ()) -> None:
+        """A whole graph runs unfused, or a region, with ``paths`` of its modules."""
         with self._lock:
             self._fallbacks[reason] += 1
+            self._paths[reason].append(paths)
 
     def quarantine(self, reason: str) -> None:
         """A stored plan is not used, since it is unsound."""
         self.count("quarantined")
         self.refuse(reason)
 
-    def note(self, reason: str, number: int = 1) -> None:
+    def note(self, reason: str, number: int = 1, paths: Paths = ()) -> None:
         """Something that was asked for is not done; the kernels run all the same."""
         with self._lock:
             self._notes[reason] += number
+            self._paths[reason].append(paths)
 
     def snapshot(self) -> CompileStats:
         """The counts as they stand."""
         with self._lock:
             fallbacks, notes = (MappingProxyType(dict(one)) for one in (self._fallbacks, self._notes))
-            return CompileStats(compile_id=self.compile_id, fallbacks=fallbacks, notes=notes, **self._counts)
+            places = {reason: where for reason, paths in self._paths.items() if (where := place(paths))}
+            return CompileStats(
+                compile_id=self.compile_id, fallbacks=fallbacks, notes=notes, places=MappingProxyType(places),
+                **self._counts,
+            )
 
 
 _TALLIES: list[Tally] = []
@@ -187,7 +203,15 @@ def total(compiles: tuple[CompileStats, ...]) -> Stats:
     sums = {name: sum(getattr(one, name) for one in compiles) for name in _COUNTED}
     fallbacks = sum((Counter(one.fallbacks) for one in compiles), Counter())
     notes = sum((Counter(one.notes) for one in compiles), Counter())
-    return Stats("all", fallbacks=MappingProxyType(fallbacks), notes=MappingProxyType(notes), compiles=compiles, **sums)
+    found = defaultdict[str, dict[str, None]](dict)
+    for one in compiles:
+        for reason, where in one.places.items():
+            found[reason][where] = None
+    places = {reason: "; ".join(each) for reason, each in found.items()}
+    return Stats(
+        "all", fallbacks=MappingProxyType(fallbacks), notes=MappingProxyType(notes), places=MappingProxyType(places),
+        compiles=compiles, **sums,
+    )
 
 
 def reset_stats() -> None:

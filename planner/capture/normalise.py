@@ -313,6 +313,7 @@ class _Builder:
             self.names.hints,
             [*order_edges(ops, self.accesses), *(pair for pair in self.ordered if names.issuperset(pair))],
             self.names.derived,
+            {op.name: tuple(self.nodes[op.name].meta.get("modules", ())) for op in ops},
         )
         nodes = {name: node for name, node in self.nodes.items() if name in kept}
         storages = {storage for access in self.accesses.values() for storage in access.written}

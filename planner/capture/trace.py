@@ -20,9 +20,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from fuseplan.planner.capture.fake_layouts import correct_layouts, laid_out
+from fuseplan.planner.capture.modules import name_modules, trace_ops
 from fuseplan.planner.capture.normalise import normalise
 from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.capture.transforms import modes_restored, without_transforms
@@ -68,7 +68,8 @@ def trace_predispatch(
     try:
         with context.fake_mode, modes_restored():
             plain = without_transforms(module, fakes)
-            trace = make_fx(plain, {op: op.decompose for op in COMPOSED}, pre_dispatch=True)(*fakes)
+            trace = trace_ops(plain, fakes, {op: op.decompose for op in COMPOSED}, pre_dispatch=True)
+        name_modules(trace)
         correct_layouts(trace)
         trace.meta["attention"] = rewrite_attention(trace, grouped_queries, attention_masks, decode_attention)
     except Exception as error:

@@ -38,7 +38,8 @@ class Format(StrEnum):
 
 #: Columns of the terminal's group table: what fits.
 _SHOWN = [
-    "workload", "group", "ops", "times", "answer", "backend", "config", "fused_us", "unfused_us", "speedup", "source",
+    "workload", "group", "place", "ops", "times", "answer", "backend", "config", "fused_us", "unfused_us", "speedup",
+    "source",
 ]
 
 
@@ -136,10 +137,10 @@ def _print(data: ReportData, topic: ReportTopic) -> None:
             print_frame(parts.drop(columns=["regime"]), title="A step's time by part", spare=("saved_us",))
     if topic is ReportTopic.STEPS:
         saved = steps.saved_frame(data).drop(columns=["regime", "key"])
-        print_frame(saved, title="What each group saves in a step", spare=("share", "runs", "workload"))
+        print_frame(saved, title="What each group saves in a step", spare=("share", "runs", "place", "workload"))
     if topic is ReportTopic.GROUPS:
         groups = frames.group_frame(data)
-        spare = ("config", "ops", "backend", "workload", "times", "source")
+        spare = ("config", "ops", "backend", "workload", "times", "source", "place")
         print_frame(groups[_SHOWN], title=f"Fused against unfused, {data.device}", spare=spare)
         if data.workloads:
             less = ("views", "ops", "planned_us", "unfused_us")

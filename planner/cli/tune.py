@@ -173,7 +173,7 @@ def say(result: TuneResult, name: str) -> None:
     shown = groups[groups["key"].isin(_tuned_groups([region.record for _, region in result.distinct()]))]
     measured = _tuned_groups(result.decided())
     shown = shown.assign(source=shown["source"].mask(shown["key"].isin(measured), "measured"))
-    spare = ("config", "ops", "backend", "workload", "source")
+    spare = ("config", "ops", "backend", "workload", "source", "place")
     common.print_frame(shown[_SHOWN], title=f"{name} on {session.device}", spare=spare)
     typer.echo(frames.headline(groups))
     common.print_text(outcome(result))
@@ -220,7 +220,9 @@ def complain(result: TuneResult, load: MachineLoad) -> bool:
     return True
 
 
-_SHOWN = ["workload", "group", "ops", "answer", "backend", "config", "fused_us", "unfused_us", "speedup", "source"]
+_SHOWN = [
+    "workload", "group", "place", "ops", "answer", "backend", "config", "fused_us", "unfused_us", "speedup", "source",
+]
 
 
 def _tuned_groups(records: Sequence[PlanRecord]) -> set[str]:

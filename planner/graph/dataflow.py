@@ -77,6 +77,8 @@ class DataflowGraph:
         symbols: Dynamic sizes with the value seen at capture (the hint), and numbers that change with them or by
             themselves: a float hint belongs to a symbol that is no integer.
         derived: Definitions of the symbols that depend on others, as sympy expressions.
+        paths: Paths of the modules that each op is of, in the user's spelling; () where they are not known. Like names
+            they play no part in what a graph means.
         fresh: Graph inputs that stand for what another kernel has just produced (of a part of a model, cut out).
     """
 
@@ -85,7 +87,7 @@ class DataflowGraph:
     def __init__(
         self, nodes: Iterable[OpNode], specs: Mapping[str, TensorSpec], inputs: Iterable[str], outputs: Iterable[str],
         symbols: Mapping[str, int | float] | None = None, order: Iterable[tuple[str, str]] = (),
-        derived: Mapping[str, Any] | None = None,
+        derived: Mapping[str, Any] | None = None, paths: Mapping[str, tuple[str, ...]] | None = None,
     ) -> None:
         self.graph: nx.DiGraph[str] = nx.DiGraph()
         self.specs = dict(specs)
@@ -93,6 +95,7 @@ class DataflowGraph:
         self.outputs = tuple(outputs)
         self.symbols = dict(symbols or {})
         self.derived = dict(derived or {})
+        self.paths = dict(paths or {})
         self._ops: dict[str, OpNode] = {}
         self._producer: dict[str, str] = {}
         self._position: dict[str, int] = {}
@@ -185,7 +188,7 @@ def bind_graph(graph: DataflowGraph, sizes: Mapping[str, int] | None = None) -> 
     nodes = [
         replace(node, attrs={name: bind_value(value, values) for name, value in node.attrs.items()}) for node in graph
     ]
-    made = DataflowGraph(nodes, specs, graph.inputs, graph.outputs, order=graph.orders())
+    made = DataflowGraph(nodes, specs, graph.inputs, graph.outputs, order=graph.orders(), paths=graph.paths)
     made.fresh = graph.fresh
     return made
 

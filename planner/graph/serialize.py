@@ -23,6 +23,7 @@ def graph_to_json(graph: DataflowGraph) -> dict[str, Any]:
         "inputs": list(graph.inputs),
         "outputs": list(graph.outputs),
         "order": [list(pair) for pair in graph.orders()],
+        "paths": {name: list(paths) for name, paths in graph.paths.items()},
     }
 
 
@@ -38,7 +39,8 @@ def graph_from_json(data: Mapping[str, Any]) -> DataflowGraph:
         for name, (shape, dtype, strides) in data["specs"].items()
     }
     order = [(before, after) for before, after in data["order"]]
-    return DataflowGraph(nodes, specs, data["inputs"], data["outputs"], order=order)
+    paths = {name: tuple(map(str, paths)) for name, paths in data.get("paths", {}).items()}
+    return DataflowGraph(nodes, specs, data["inputs"], data["outputs"], order=order, paths=paths)
 
 
 def _to_json(value: Any) -> Any:

@@ -12,10 +12,12 @@ from fuseplan.planner.errors import failure_reason
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import Candidate, Refusal, enumerate_candidates, region_dependencies
 from fuseplan.planner.groups.compute_graph import compute_graph_of
+from fuseplan.planner.groups.places import place_of, region_paths
 from fuseplan.planner.groups.regions import find_boundaries, region_parts
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.implementations.implementations import kernel_mode
 from fuseplan.planner.lowering.recipes import kind_of, why_opaque
+from fuseplan.planner.module_paths import RepeatedPaths, group_place, located
 from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.planner.report.drawing import group_name
 from fuseplan.planner.report.frames import config_text, how_it_runs
@@ -42,11 +44,11 @@ def explain_plan(session: Session, workload: str, graph: DataflowGraph, plan: Gr
     )
     yield from _externs(graph)
     yield from _region_boundaries(graph)
-    counts = Counter(one.region.key for one in plan.regions)
     for number, one in enumerate(unique, 1):
+        occurrences = [other.region for other in plan.regions if other.region.key == one.region.key]
         yield ""
-        yield f"Region {number} of {len(unique)}, {_times(counts[one.region.key])}: {one.record.label}"
-        yield from _RegionWords(session, graph, book, one).lines()
+        yield f"Region {number} of {len(unique)}, {_times(len(occurrences))}: {one.record.label}"
+        yield from _RegionWords(session, graph, book, one, region_paths(graph, occurrences)).lines()
 
 
 def compare_plans(planned: Sequence[tuple[str, DataflowGraph, GraphPlan]]) -> Iterator[str]:
@@ -65,7 +67,8 @@ def compare_plans(planned: Sequence[tuple[str, DataflowGraph, GraphPlan]]) -> It
 def note_failure(graph: DataflowGraph, lines: list[str]) -> Callable[[Region, Exception], None]:
     """Adds a line for each region that cannot be planned."""
     return lambda region, error: lines.append(
-        f"\n{region_label(graph, region)}: not planned, runs unfused: {failure_reason(error)}"
+        f"\n{located(region_label(graph, region), place_of(graph, region.ops))}: not planned, runs unfused: "
+        f"{failure_reason(error)}"
     )
 
 
@@ -111,8 +114,11 @@ class _Group:
 class _RegionWords:
     """Explains one region."""
 
-    def __init__(self, session: Session, graph: DataflowGraph, book: GroupBook, plan: RegionPlan) -> None:
-        self.session, self.graph, self.book, self.plan = session, graph, book, plan
+    def __init__(
+        self, session: Session, graph: DataflowGraph, book: GroupBook, plan: RegionPlan,
+        places: Sequence[RepeatedPaths],
+    ) -> None:
+        self.session, self.graph, self.book, self.plan, self.places = session, graph, book, plan, places
         self.groups = [
             _Group(group_name(number), choice, frozenset(plan.group_ops(choice)))
             for number, choice in enumerate(plan.record.groups)
@@ -152,6 +158,8 @@ class _RegionWords:
         choice = group.choice
         ops = ", ".join(_short(self.graph.op(name).op) for name in self.plan.group_ops(choice))
         yield f"  {group.name}: {how_it_runs(choice)}: {ops}"
+        if where := group_place(self.places, choice.ops):
+            yield f"     in {where}"
         parts = [f"{choice.measured_us:.2f} us measured"] if choice.measured_us is not None else ["not measured"]
         if choice.predicted_us:
             parts.append(f"{choice.predicted_us:.2f} us predicted")

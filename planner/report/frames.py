@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fuseplan.search.store.layered import LayeredDatabase
 
 GROUP_COLUMNS = (
-    "workload", "group", "ops", "times", "answer", "backend", "config", "fused_us", "unfused_us", "speedup",
+    "workload", "group", "place", "ops", "times", "answer", "backend", "config", "fused_us", "unfused_us", "speedup",
     "predicted_us", "lower_bound_us", "noise", "measured_configs", "enumerated_configs", "source", "regime", "key",
 )
 REGION_COLUMNS = (
@@ -126,12 +126,13 @@ def load_report(
 def group_frame(data: ReportData) -> pd.DataFrame:
     """One row per distinct group of the chosen partitions.
 
-    ``times`` counts how often the group runs in one pass over each workload; ``speedup`` is unfused over what the
-    plan runs, so it is 1 where the answer is not to fuse. Ops that were never a tuning question (a lone op that no
-    kernel was tuned for) have no row.
+    ``place`` says where in the model it is, as far as that is stored. ``times`` counts how often the group runs in one
+    pass over each workload; ``speedup`` is unfused over what the plan runs, so it is 1 where the answer is not to fuse.
+    Ops that were never a tuning question (a lone op that no kernel was tuned for) have no row.
     """
     rows: dict[RecordKey, dict[str, Any]] = {}
     runs: defaultdict[RecordKey, Counter[str]] = defaultdict(Counter)
+    places: defaultdict[RecordKey, dict[str, None]] = defaultdict(dict)
     shipped = {group.workload for key in data.shipped for group in data.plans[key].groups if group.workload}
     for workload, region, plan in data.planned():
         for group in plan.groups:
@@ -144,8 +145,10 @@ def group_frame(data: ReportData) -> pd.DataFrame:
             rows.setdefault(key, {**_group_row(group, record), **more})
             if workload is not None and region is not None:
                 runs[key][data.name_of(workload)] += region.occurrences
+                places[key].update(dict.fromkeys([region.place_of(group.ops)]))
     for key, row in rows.items():
-        row |= {"workload": ", ".join(runs[key]), "times": runs[key].total() or None}
+        where = "; ".join(filter(None, places[key]))
+        row |= {"workload": ", ".join(runs[key]), "times": runs[key].total() or None, "place": where}
     return pd.DataFrame(list(rows.values()), columns=list(GROUP_COLUMNS))
 
 

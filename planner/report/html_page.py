@@ -81,7 +81,7 @@ def _steps(data: ReportData) -> list[dict[str, Any]]:
         longest_us = max(one.unfused_us, one.planned_us)
         rows = [
             {
-                "group": saved.label, "uses": saved.uses, "saved": time_text(saved.saved_us),
+                "group": saved.label, "place": saved.place, "uses": saved.uses, "saved": time_text(saved.saved_us),
                 "share": max(0.0, 100 * saved.saved_us / most_us) if most_us > 0 else 0.0,
                 "each": f"{time_text(saved.unfused_us)} → {time_text(saved.planned_us)}",
                 "how": frames.how_it_runs(saved.group),
@@ -153,17 +153,19 @@ def _drawings(data: ReportData) -> list[dict[str, Any]]:
 
 
 def _drawing(data: ReportData, region: RegionSummary, plan: PlanRecord, where: str) -> dict[str, Any]:
-    facts = [_facts(data, plan, group) for group in plan.groups]
+    facts = [_facts(data, region, plan, group) for group in plan.groups]
     return {
         "plan": plan, "where": where, "svg": Markup(partition_svg(region, plan, facts)),
         "groups": [(group_name(at), group_class(plan, at), group, facts[at]) for at, group in enumerate(plan.groups)],
     }
 
 
-def _facts(data: ReportData, plan: PlanRecord, group: GroupChoice) -> str:
-    """How a group runs: times, bytes with the bandwidth that they come to, configuration."""
+def _facts(data: ReportData, region: RegionSummary, plan: PlanRecord, group: GroupChoice) -> str:
+    """Where a group is and how it runs: times, bytes with the bandwidth that they come to, configuration."""
     how = frames.how_it_runs(group)
     words = [f"{how} ({frames.config_text(group.config)})" if group.config else how]
+    if where := region.place_of(group.ops):
+        words.insert(0, f"in {where}")
     words.append(f"{time_text(group.measured_us)} measured" if group.measured_us is not None else "not measured")
     words.append(f"{time_text(group.predicted_us)} predicted")
     record = data.records.get(replace(plan.key, workload=group.workload)) if group.workload else None

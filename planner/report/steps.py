@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
 
+from fuseplan.planner.module_paths import located
 from fuseplan.planner.report.frames import ReportData
 from fuseplan.planner.tuning.summary import RegionSummary, WorkloadSummary
 from fuseplan.planner.tuning.whole_step import StepTimes, step_key
@@ -18,7 +19,9 @@ from fuseplan.search.store.record import Alternative, GroupChoice, PlanRecord, R
 STEP_COLUMNS = ("workload", "unfused_us", "planned_us", "speedup", "floor_us", "over_floor", "noise", "measured",
                 "regime")
 PART_COLUMNS = ("workload", "part", "unfused_us", "planned_us", "saved_us", "regime")
-SAVED_COLUMNS = ("workload", "group", "uses", "unfused_us", "planned_us", "saved_us", "share", "runs", "regime", "key")
+SAVED_COLUMNS = (
+    "workload", "group", "place", "uses", "unfused_us", "planned_us", "saved_us", "share", "runs", "regime", "key",
+)
 #: Where a step's time goes.
 MATMULS, ATTENTION, FUSED, UNFUSED, BETWEEN = (
     "matmuls", "attention", "fused groups", "unfused ops", "launches and gaps")
@@ -38,6 +41,12 @@ class Saved:
     uses: int
     unfused_us: float
     planned_us: float
+    place: str = ""
+
+    @property
+    def name(self) -> str:
+        """Its label, and where in the model it is."""
+        return located(self.label, self.place)
 
     @property
     def saved_us(self) -> float:
@@ -93,8 +102,10 @@ def _step(data: ReportData, workload: WorkloadSummary, planned: list[tuple[Regio
             if not group.is_plain and (one := _saved(data, region, plan, group, alone)) is not None:
                 key = group.workload or f"{group.label} {group.implementation}"
                 known = saved.get(key)
-                saved[key] = one if known is None else Saved(
-                    one.group, one.label, known.uses + one.uses, known.unfused_us, known.planned_us)
+                if known is not None:
+                    places = dict.fromkeys(filter(None, (*known.place.split("; "), one.place)))
+                    one = replace(known, uses=known.uses + one.uses, place="; ".join(places))
+                saved[key] = one
     ordered = sorted(saved.values(), key=lambda one: -one.saved_us)
     return Step(workload, data.name_of(workload), times, {part: (a, b) for part, (a, b) in parts.items()},
                 tuple(ordered))
@@ -107,11 +118,13 @@ def _saved(
     key = RecordKey(group.workload, plan.key.device, plan.key.regime, plan.key.numerics)
     record = data.records.get(key) if group.workload else None
     if record is not None and record.fused is not None:
-        return Saved(group, record.label, region.occurrences, record.unfused.median_us, record.fused.median_us)
+        fused_us, unfused_us = record.fused.median_us, record.unfused.median_us
+        return Saved(group, record.label, region.occurrences, unfused_us, fused_us, region.place_of(group.ops))
     own = [at for at in group.ops if region.kinds[at] != "view"]
     if not set(own) <= alone.keys():
         return None
-    return Saved(group, group.label, region.occurrences, math.fsum(alone[at] for at in own), time_of(group))
+    unfused_us = math.fsum(alone[at] for at in own)
+    return Saved(group, group.label, region.occurrences, unfused_us, time_of(group), region.place_of(group.ops))
 
 
 def time_of(group: GroupChoice | Alternative) -> float:
@@ -177,8 +190,8 @@ def saved_frame(data: ReportData) -> pd.DataFrame:
     rows: list[dict[str, Any]] = []
     for one in steps(data):
         rows += [
-            {"workload": one.name, "group": saved.label, "uses": saved.uses, "unfused_us": saved.unfused_us,
-             "planned_us": saved.planned_us, "saved_us": saved.saved_us,
+            {"workload": one.name, "group": saved.label, "place": saved.place, "uses": saved.uses,
+             "unfused_us": saved.unfused_us, "planned_us": saved.planned_us, "saved_us": saved.saved_us,
              "share": _ratio(saved.saved_us, one.unfused_us), "runs": saved.group.implementation,
              "regime": one.workload.regime, "key": saved.group.workload}
             for saved in one.saved
@@ -194,7 +207,7 @@ def step_lines(data: ReportData, shown: int = _SHOWN) -> Iterator[str]:
         worth = [saved for saved in one.saved if saved.saved_us > _LITTLE * total_us]
         for saved in worth[:shown]:
             each = f"{time_text(saved.unfused_us)} -> {time_text(saved.planned_us)}"
-            yield f"    saves {time_text(saved.saved_us)}: {saved.label}, {saved.uses} x {each}"
+            yield f"    saves {time_text(saved.saved_us)}: {saved.name}, {saved.uses} x {each}"
         rest = [saved for saved in one.saved if saved not in worth[:shown]]
         if rest:
             rest_us = math.fsum(saved.saved_us for saved in rest)
@@ -252,7 +265,7 @@ def answers(one: Step) -> list[str]:
     ]
     best = [saved for saved in one.saved if saved.saved_us > 0][:_SHOWN]
     if best:
-        names = "; ".join(f"{saved.label} ({time_text(saved.saved_us)})" for saved in best)
+        names = "; ".join(f"{saved.place or saved.label} ({time_text(saved.saved_us)})" for saved in best)
         found.append(f"Most is saved by {names}.")
     most = max(bars(one)[1], key=lambda piece: piece.share, default=None)
     left = ""

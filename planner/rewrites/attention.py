@@ -176,8 +176,8 @@ def _add_boolean_masks(graph: fx.Graph) -> int:
         made = numbers.get((mask, query.dtype, hidden))
         if made is None or any(may_write(one, [mask]) for one in between(made, node)):
             with graph.inserting_before(node):
-                where = insert_call(graph, _aten.where.Scalar, (mask, 0.0, hidden))
-                made = insert_call(graph, _aten.to.dtype, (where, query.dtype))
+                where = insert_call(graph, _aten.where.Scalar, (mask, 0.0, hidden), replaces=[mask])
+                made = insert_call(graph, _aten.to.dtype, (where, query.dtype), replaces=[mask])
             numbers[mask, query.dtype, hidden] = made
         found += change_call(node, attn_mask=made)
     for made in numbers.values():

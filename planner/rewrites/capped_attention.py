@@ -224,7 +224,8 @@ def _put(graph: fx.Graph, chain: _Chain, key: _Cache, value: _Cache, batch: int,
         made = None
         if None not in given[: 2 if key.pages is None else 3]:
             args = chain.query, *given, chain.mask
-            made = insert_call(graph, DECODE_ATTENTION, args, {"scale": chain.scale, "cap": chain.cap})
+            numbers = {"scale": chain.scale, "cap": chain.cap}
+            made = insert_call(graph, DECODE_ATTENTION, args, numbers, chain.nodes)
     after = follow(last, made.meta["val"]) if made is not None else None
     if after is None or made is None:
         unused: Collection[Any] = [made, *given]

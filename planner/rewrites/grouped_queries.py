@@ -131,10 +131,10 @@ def _fold(graph: fx.Graph, node: fx.Node) -> bool:
     result = [batch, *node.meta["val"].shape[1:]]
     with graph.inserting_before(node):
         positions = [batch, kv_heads, heads // kv_heads, sizes[3]]
-        folded = insert_call(graph, _aten.reshape.default, (call["query"], positions))
+        folded = insert_call(graph, _aten.reshape.default, (call["query"], positions), replaces=[node])
         scale = {"scale": call["scale"]} if call["scale"] is not None else {}
-        together = insert_call(graph, ATTENTION, (folded, key, value, mask), scale)
-        apart = insert_call(graph, _aten.reshape.default, (together, result))
+        together = insert_call(graph, ATTENTION, (folded, key, value, mask), scale, [node])
+        apart = insert_call(graph, _aten.reshape.default, (together, result), replaces=[node])
     values = follow(node, apart.meta["val"])
     if values is None:
         erase_unused(graph, (folded, together, apart))

@@ -134,11 +134,11 @@ def _merge(graph: fx.Graph, site: Sequence[_Linear], places: Mapping[fx.Node, in
         return "what they read is written to between them"
     weights, biases = [one.weight for one in site], [one.bias for one in site if one.bias is not None]
     with graph.inserting_before(first):
-        made = [insert_call(graph, MERGED, (x, weights, biases))]
+        made = [insert_call(graph, MERGED, (x, weights, biases), replaces=[one.node for one in site])]
         dim, start = value_of(made[0]).dim() - 1, 0  # type: ignore[union-attr]
-        for weight in weights:
-            end = start + weight.meta["val"].shape[0]
-            made.append(insert_call(graph, _aten.slice.Tensor, (made[0], dim, start, end)))
+        for one in site:
+            end = start + one.weight.meta["val"].shape[0]
+            made.append(insert_call(graph, _aten.slice.Tensor, (made[0], dim, start, end), replaces=[one.node]))
             start = end
     before: dict[fx.Node, Any] = {}
     reason = None

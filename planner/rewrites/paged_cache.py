@@ -106,7 +106,8 @@ def _read(graph: fx.Graph, node: fx.Node) -> bool:
         made = [one for one in (keys, values, table) if one is not None]
         if len(made) == 3:
             scale = {} if call["scale"] is None else {"scale": call["scale"]}
-            made.append(insert_call(graph, DECODE_ATTENTION, (call["query"], keys, values, table, mask), scale))
+            args = call["query"], keys, values, table, mask
+            made.append(insert_call(graph, DECODE_ATTENTION, args, scale, [node]))
     after = follow(node, made[-1].meta["val"]) if len(made) == 4 else None
     if after is None:
         unused = made

@@ -65,10 +65,14 @@ def is_pure(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable
 
 
-def insert_call(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
-    """A call at the graph's insertion point, with its fake value."""
+def insert_call(
+    graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None,
+    replaces: Sequence[fx.Node] = (),
+) -> fx.Node:
+    """A call at the graph's insertion point, with its fake value; it is of the modules of what it ``replaces``."""
     made = graph.call_function(target, args, kwargs or {})
     made.meta["val"] = fake_result(target, args, kwargs or {}, {})
+    made.meta["modules"] = tuple(dict.fromkeys(path for one in replaces for path in one.meta.get("modules", ())))
     return made
 
 

@@ -19,6 +19,7 @@ from fuseplan.planner.graph.layouts import layout_of, same_layout
 from fuseplan.planner.implementations.direct_calls import GroupCall
 from fuseplan.planner.implementations.subject import Fused
 from fuseplan.planner.libraries.library_call import LibraryCall
+from fuseplan.planner.module_paths import Paths, located, place
 from fuseplan.planner.runtime.logs import debug_logger
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class GroupPlan:
         label: Short name for people.
         others: Who compiles it with their default configuration where ``backend`` cannot: a plan tuned for fixed
             sizes also serves dynamic ones, which not every back end can express.
+        paths: Of the modules that its ops are of.
     """
 
     ops: tuple[str, ...]
@@ -44,40 +46,47 @@ class GroupPlan:
     source: Source
     label: str = ""
     others: tuple[Backend, ...] = ()
+    paths: Paths = ()
 
     def placed(self, tally: Tally) -> None:
         tally.fused(self.source)
 
     def leave_out(self, reason: str, tally: Tally) -> None:
         """Count and log that there is no such kernel."""
-        tally.fall_back(reason)
-        logger.info("group %s runs unfused: %s", self.label or self.ops[0], reason)
+        tally.fall_back(reason, paths=self.paths)
+        logger.info("group %s runs unfused: %s", located(self.label or self.ops[0], place([self.paths])), reason)
 
     def give_up(self, reason: str, name: str, tally: Tally) -> None:
         """Count and log that the kernel, called ``name`` in the graph, does not work."""
-        tally.fall_back(reason, self.source)
-        logger.warning("group %s runs unfused from now on: %s", self.label or name, reason)
+        tally.fall_back(reason, self.source, self.paths)
+        where = place([self.paths])
+        logger.warning("group %s runs unfused from now on: %s", located(self.label or name, where), reason)
 
 
 @dataclass(frozen=True)
 class CallPlan:
-    """Ops, named as in the dataflow graph, that a library's call runs; ``label`` is for people."""
+    """Ops, named as in the dataflow graph, that a library's call runs; ``label`` is for people.
+
+    ``paths`` are of the modules that the ops are of.
+    """
 
     ops: tuple[str, ...]
     library: LibraryCall
     label: str = ""
+    paths: Paths = ()
 
     def placed(self, tally: Tally) -> None:
         tally.count("library_calls")
 
     def leave_out(self, reason: str, tally: Tally) -> None:
-        tally.note(f"{self.library.name} is not called: {reason}")
+        tally.note(f"{self.library.name} is not called: {reason}", paths=self.paths)
 
     def give_up(self, reason: str, name: str, tally: Tally) -> None:
         reason = f"{self.library.name}: {reason}"
         tally.count("library_calls", -1)
-        tally.note(reason)
-        logger.warning("%s runs as ATen's op from now on: %s", self.label or name, reason)
+        tally.note(reason, paths=self.paths)
+        where = place([self.paths])
+        logger.warning("%s runs as ATen's op from now on: %s", located(self.label or name, where), reason)
 
 
 #: Pairs of outputs and the inputs that they take, to the call that does so.

@@ -13,10 +13,12 @@ from typing import Literal
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import failure_reason
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region, bind_graph
+from fuseplan.planner.groups.places import paths_of, place_of
 from fuseplan.planner.groups.regions import find_regions, region_parts, unique_regions
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.libraries.library_calls import LIBRARY_CALLS
 from fuseplan.planner.lowering.recipes import kind_of
+from fuseplan.planner.module_paths import located, place
 from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.planner.runtime.fallback import CallPlan, GroupPlan
 from fuseplan.planner.tuning.planner import Planner, RegionPlan
@@ -161,17 +163,20 @@ def _report_misses(
     planner: Planner, graph: DataflowGraph, regions: Mapping[str, Sequence[Region]], tally: Tally
 ) -> None:
     """Count each distinct miss, store it for the next tune with its ops and sizes, and log it once per process."""
-    for region, *_ in regions.values():
+    for region, *others in regions.values():
         tally.count("misses")
+        where = place([paths_of(graph, one.ops) for one in (region, *others)])
         key, label = planner.key(region.key), region_label(graph, region)
         specs = [graph.specs[value] for value in region.inputs]
         planner.store.log_miss(key, label, {
             "ops": [graph.op(name).op for name in region.ops],
             "inputs": [{"shape": list(spec.shape), "dtype": spec.dtype} for spec in specs],
+            "place": where,
         })
         if (key.workload, key.device) not in _LOGGED:
             _LOGGED.add((key.workload, key.device))
-            logger.info("no tuned plan for %s; `plan tune` with this model and these sizes stores one", label)
+            named = located(label, where)
+            logger.info("no tuned plan for %s; `plan tune` with this model and these sizes stores one", named)
 
 
 def _neighbouring_plans(planner: Planner, graph: DataflowGraph, regions: list[Region]) -> list[RegionPlan]:
@@ -225,8 +230,9 @@ def _plans_on_miss(
 
     def drop(region: Region, error: Exception) -> None:  # a plan is a bonus: without one the ops run as they are
         reason = f"planning failed: {failure_reason(error)}"
-        tally.refuse(reason)
-        logger.warning("%s runs unfused: %s", region_label(graph, region), reason)
+        tally.refuse(reason, paths_of(graph, region.ops))
+        named = located(region_label(graph, region), place_of(graph, region.ops))
+        logger.warning("%s runs unfused: %s", named, reason)
 
     try:
         with session.tuner(Budget.on(session.target.device_type)) if on_miss == "tune" else nullcontext() as tuner:
@@ -292,15 +298,15 @@ def _resolved(session: Session, graph: DataflowGraph, plans: Iterable[RegionPlan
         if not fused:
             tally.count("planned_unfused")
         for choice, ops in fused:
-            name = choice.implementation
+            name, paths = choice.implementation, paths_of(graph, ops)
             if name in libraries:
-                calls.append(CallPlan(ops, libraries[name], choice.label))
+                calls.append(CallPlan(ops, libraries[name], choice.label, paths))
             elif name in backends:
                 backend, unavailable = backends[name]
                 if unavailable:
-                    tally.fall_back(f"{name}: {unavailable}")
+                    tally.fall_back(f"{name}: {unavailable}", paths=paths)
                 else:
-                    groups.append(GroupPlan(ops, backend, choice.config, plan.source, choice.label, usable))
+                    groups.append(GroupPlan(ops, backend, choice.config, plan.source, choice.label, usable, paths))
     return Resolved(tuple(plans), tuple(groups), tuple(calls))
 
 

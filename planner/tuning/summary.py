@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from fuseplan.planner.module_paths import RepeatedPaths, group_place
 from fuseplan.search.store import codec
 from fuseplan.search.store.limits import Count
 from fuseplan.search.store.record import PlanRecord, RecordKey
@@ -35,6 +36,7 @@ class RegionSummary:
         edges: Positions of producer and consumer.
         shapes: Shape and dtype of each op's first output (``1x32x2048 bfloat16``).
         parts: Keys of the plans of its parts, where it has several.
+        places: Where its ops are in the model; empty where older versions stored it. No key depends on it.
     """
 
     key: str
@@ -44,12 +46,18 @@ class RegionSummary:
     edges: tuple[tuple[int, int], ...]
     shapes: tuple[str, ...]
     parts: tuple[str, ...] = ()
+    places: tuple[RepeatedPaths, ...] = ()
 
     def flaw(self) -> str:
         """Why the fields contradict one another; "" when they do not."""
         alike = len(self.ops) == len(self.kinds) == len(self.shapes)
-        known = all(0 <= at < len(self.ops) for edge in self.edges for at in edge)
+        named = [*(at for edge in self.edges for at in edge), *(at for one in self.places for at, _ in one.paths)]
+        known = all(0 <= at < len(self.ops) for at in named)
         return "" if alike and known else "names ops that it does not have"
+
+    def place_of(self, ops: Collection[int]) -> str:
+        """Where a group of these ops is in the model, in words; "" where that is not known."""
+        return group_place(self.places, ops)
 
     def has_plan(self, plan: PlanRecord) -> bool:
         """Whether the positions that a stored plan counts are ones of this region."""
@@ -118,8 +126,9 @@ def summarise(
     if not pairs:
         raise ValueError(f"{model}, {workload}: no region was planned, so there is nothing to summarise")
     key = pairs[0][1].key
-    counts = Counter(record.key.workload for _, record in pairs)
-    first = {record.key.workload: region for region, record in reversed(pairs)}
+    found: dict[str, list[Region]] = {}
+    for region, record in pairs:
+        found.setdefault(record.key.workload, []).append(region)
     flow = compute_graph_of(graph)
     kinds = dict(zip(flow.names, flow.kinds, strict=True))
     externs = Counter(node.op for node in graph if kinds[node.name] in ("anchor", "opaque"))
@@ -129,15 +138,15 @@ def summarise(
         views=sum(kind == "view" for kind in kinds.values()),
         externs=externs.total(),
         extern_ops=dict(sorted(externs.items())),
-        regions=tuple(_region(graph, kinds, first[name], name, counts[name]) for name in counts),
+        regions=tuple(_region(graph, kinds, occurrences, name) for name, occurrences in found.items()),
     )
 
 
-def _region(
-    graph: DataflowGraph, kinds: Mapping[str, str], region: Region, key: str, occurrences: int
-) -> RegionSummary:
+def _region(graph: DataflowGraph, kinds: Mapping[str, str], occurrences: list[Region], key: str) -> RegionSummary:
+    from fuseplan.planner.groups.places import region_paths
     from fuseplan.planner.groups.regions import region_parts
 
+    region = occurrences[0]
     position = {name: number for number, name in enumerate(region.ops)}
     edges = sorted(
         (position[before], position[after])
@@ -145,12 +154,13 @@ def _region(
     )
     return RegionSummary(
         key,
-        occurrences,
+        len(occurrences),
         ops=tuple(graph.op(name).op.split(".", 1)[-1] for name in region.ops),
         kinds=tuple(kinds[name] for name in region.ops),
         edges=tuple(edges),
         shapes=tuple(_shape(graph, name) for name in region.ops),
         parts=tuple(part.key for part in region_parts(graph, region) if part.key != key),
+        places=region_paths(graph, occurrences),
     )
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from fuseplan.planner.cost.running_calibration import RunningCalibration
 from fuseplan.planner.errors import failure_reason
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+from fuseplan.planner.groups.places import place_of
+from fuseplan.planner.module_paths import located
 from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.planner.tuning.graph_stream import GraphStream
 from fuseplan.planner.tuning.planner import GraphPlan, RegionPlan
@@ -176,7 +178,8 @@ def noting(failures: list[RegionFailure], workload: str, graph: DataflowGraph) -
     def note(region: Region, error: Exception) -> None:
         if isinstance(error, MachineFailureError | DatabaseError):
             raise error
-        failures.append(RegionFailure(workload, region_label(graph, region), error))
+        label = located(region_label(graph, region), place_of(graph, region.ops))
+        failures.append(RegionFailure(workload, label, error))
 
     return note
 

@@ -315,7 +315,7 @@ def test_report_as_tables(plan: Run, sampled: tuple[str, ...]) -> None:
 
 def test_report_as_files(plan: Run, sampled: tuple[str, ...], tmp_path: Path) -> None:
     status, out, _ = plan("report", "--format", "csv", *sampled)
-    assert status == 0 and out.startswith("workload,group,ops")
+    assert status == 0 and out.startswith("workload,group,place,ops")
     status, out, _ = plan("report", "accuracy", "--format", "csv", *sampled)
     assert status == 0 and "relative_error" in out.splitlines()[0]
     status, out, _ = plan("report", "accuracy", "--format", "markdown", *sampled)

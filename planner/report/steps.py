@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +27,9 @@ SAVED_COLUMNS = (
 MATMULS, ATTENTION, FUSED, UNFUSED, BETWEEN = (
     "matmuls", "attention", "fused groups", "unfused ops", "launches and gaps")
 PARTS = (MATMULS, ATTENTION, FUSED, UNFUSED, BETWEEN)
+#: The number of a layer in a module path, and places of a group that are spelled out.
+_NUMBER = re.compile(r"\.[0-9]+(?=[.: ]|$)")
+_MOST_PLACES = 2
 #: Groups of a workload that are named.
 _SHOWN = 3
 #: Of what all groups save: less is not worth a line.
@@ -92,7 +96,8 @@ def steps(data: ReportData) -> list[Step]:
 def _step(data: ReportData, workload: WorkloadSummary, planned: list[tuple[RegionSummary, PlanRecord]]) -> Step:
     times = data.steps.get(step_key((region.occurrences, plan) for region, plan in planned))
     parts = {part: [0.0, 0.0] for part in PARTS[:-1]}
-    saved: dict[RecordKey | str, Saved] = {}
+    saved: dict[str, Saved] = {}
+    places: dict[str, list[str]] = {}
     for region, plan in planned:
         alone = _alone_us(plan)
         for at, time_us in alone.items():
@@ -102,11 +107,10 @@ def _step(data: ReportData, workload: WorkloadSummary, planned: list[tuple[Regio
             if not group.is_plain and (one := _saved(data, region, plan, group, alone)) is not None:
                 key = group.workload or f"{group.label} {group.implementation}"
                 known = saved.get(key)
-                if known is not None:
-                    places = dict.fromkeys(filter(None, (*known.place.split("; "), one.place)))
-                    one = replace(known, uses=known.uses + one.uses, place="; ".join(places))
-                saved[key] = one
-    ordered = sorted(saved.values(), key=lambda one: -one.saved_us)
+                places.setdefault(key, []).append(one.place)
+                saved[key] = one if known is None else replace(known, uses=known.uses + one.uses)
+    placed = (replace(one, place=_places(places[key])) for key, one in saved.items())
+    ordered = sorted(placed, key=lambda one: -one.saved_us)
     return Step(workload, data.name_of(workload), times, {part: (a, b) for part, (a, b) in parts.items()},
                 tuple(ordered))
 
@@ -125,6 +129,15 @@ def _saved(
         return None
     unfused_us = math.fsum(alone[at] for at in own)
     return Saved(group, group.label, region.occurrences, unfused_us, time_of(group), region.place_of(group.ops))
+
+
+def _places(found: Iterable[str]) -> str:
+    """Where a group is in all of its regions: numbers of layers are ``*`` where there are several places."""
+    places = list(dict.fromkeys(place for one in found for place in one.split("; ") if place))
+    if len(places) > 1:
+        places = list(dict.fromkeys(_NUMBER.sub(".*", place) for place in places))
+    more = len(places) - _MOST_PLACES
+    return "; ".join(places[:_MOST_PLACES]) + (f" and {more} more" if more > 0 else "")
 
 
 def time_of(group: GroupChoice | Alternative) -> float:

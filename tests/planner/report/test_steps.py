@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import report_samples as samples
 
+from fuseplan.planner.module_paths import RepeatedPaths
 from fuseplan.planner.report import steps
 from fuseplan.planner.report.frames import ReportData, load_report
 from fuseplan.planner.tuning import summary
@@ -111,6 +112,22 @@ def test_a_group_in_several_regions_is_one_line(load: Load) -> None:
     data = replace(data, workloads=(both,), plans={**data.plans, plan.key: plan})
     frame = steps.saved_frame(data)
     assert dict(zip(frame["group"], frame["uses"], strict=True)) == {samples.NORM.label: 13, "linear 1x8": 13}
+
+
+def test_places_of_a_group_in_several_regions_are_told_once(load: Load) -> None:
+    def at(layer: int) -> RegionSummary:
+        paths = tuple((op, f"model.layers.{layer}.mlp.act_fn") for op in (1, 2))
+        return replace(LAYER, key=str(layer) * 64, occurrences=2, places=(RepeatedPaths(2, paths),))
+
+    data = load(None)
+    plans = {key: replace(layer_plan(), key=replace(layer_plan().key, workload=key)) for key in ("5" * 64, "6" * 64)}
+    found = {**data.plans, **{plan.key: plan for plan in plans.values()}}
+    both = replace(data, workloads=(samples.workload("decode b4", (at(5), at(6))),), plans=found)
+    (place,) = {saved.place for saved in decode(both).saved if saved.label == samples.NORM.label}
+    assert "model.layers.*.mlp.act_fn" in place and "5" not in place
+    alone = replace(data, workloads=(samples.workload("decode b4", (at(5),)),), plans=found)
+    (place,) = {saved.place for saved in decode(alone).saved if saved.label == samples.NORM.label}
+    assert "model.layers.5.mlp.act_fn" in place
 
 
 def test_a_workload_with_a_region_that_has_no_plan_is_left_out(load: Load) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -53,8 +54,11 @@ def report(
         "--format", help="html writes one self-contained page (fuseplan-report.html).",
     )] = Format.TABLE,
     out: Annotated[Path | None, Option(metavar="FILE", help="Write to a file.")] = None,
-    device: DeviceOption = Device.AUTO,
-    device_key: Annotated[str | None, Option(help="Report another device's records (`plan db ls` lists them).")] = None,
+    device: Annotated[str, Option(
+        help="cpu, cuda, or any part of the name of a device that has records, such as h200: stored, or shipped with "
+        "fuseplan. auto takes CUDA where PyTorch sees a GPU, else the CPU.",
+    )] = Device.AUTO.value,
+    device_key: Annotated[str | None, Option(help="The same by its whole key (`plan db ls` lists them).")] = None,
     regime: Annotated[str | None, Option(help="Only what was tuned for this regime: eager or graph.")] = None,
     against: Annotated[str | None, Option(
         metavar="FILE|URL", help="Another tuning database: also say which steps and groups differ from its.",
@@ -88,7 +92,7 @@ def report(
             typer.echo(f"report written to {out}")
 
 
-def _other(db: str, device: Device, device_key: str | None, model: str | None, regime: str | None) -> ReportData:
+def _other(db: str, device: str, device_key: str | None, model: str | None, regime: str | None) -> ReportData:
     from fuseplan.planner.errors import PlanError
     from fuseplan.search.errors import plain
 
@@ -98,10 +102,25 @@ def _other(db: str, device: Device, device_key: str | None, model: str | None, r
         raise PlanError(f"--against {plain(db)}: {error}") from None
 
 
+def _named(words: str, stored: Iterable[str]) -> str:
+    """The key of the one device with records that has ``words`` in its name."""
+    from fuseplan.planner.errors import PlanError
+    from fuseplan.search.errors import plain
+    from fuseplan.search.store.layered import shipped_devices
+
+    known = sorted({*stored, *shipped_devices()})
+    wanted = "-".join(words.lower().split())
+    found = [key for key in known if wanted and wanted in key]
+    if len(found) == 1:
+        return found[0]
+    which = "several devices have that in their names" if found else "no device with records has that in its name"
+    raise PlanError(f"--device {plain(words)}: {which}; there are {', '.join(found or known) or 'none'}")
+
+
 def load(
-    db: str | None, device: Device, device_key: str | None, model: str | None, regime: str | None = None
+    db: str | None, device: str, device_key: str | None, model: str | None, regime: str | None = None
 ) -> ReportData:
-    """The stored and the shipped data of this machine's device, or of the one that ``device_key`` names."""
+    """The stored and the shipped data of this machine's device, or of the one that is named by a part of its key."""
     from fuseplan.costmodel.identity import current_identity
     from fuseplan.planner.errors import PlanError
     from fuseplan.planner.models.sources import ALIASES
@@ -111,7 +130,10 @@ def load(
     from fuseplan.search.store.layered import LayeredDatabase, shipped_files
     from fuseplan.search.store.record import Versions
 
-    kind = device_type(device)
+    if device_key is None and device not in list(Device):
+        with Database(db, mode="inspect") as stored:
+            device_key = _named(device, stored.devices())
+    kind = device_type(Device(device)) if device in list(Device) else device_key.split("-")[0] if device_key else ""
     key = device_key if device_key is not None else current_identity(kind).key()
     # Which software another machine has is not known here.
     versions = Versions.current(kind) if device_key is None else None

@@ -28,6 +28,11 @@ def shipped_files(device: str = "") -> tuple[Path, ...]:
     return tuple(sorted(FOLDER.glob(f"{device}*.jsonl")))
 
 
+def shipped_devices() -> tuple[str, ...]:
+    """Keys of the devices that records ship for, in order."""
+    return tuple(dict.fromkeys(one.stem.rsplit("-", 1)[0] for one in shipped_files()))
+
+
 class LayeredDatabase:
     """Look-ups and lists that ask the user's database first, then the shipped records. Never raises.
 

@@ -313,6 +313,25 @@ def test_report_as_tables(plan: Run, sampled: tuple[str, ...]) -> None:
     assert status == 0 and "spearman" in out and "median" in out
 
 
+def test_a_device_with_records_is_named_by_any_part_of_its_name(
+    plan: Run, sampled: tuple[str, ...], tmp_path: Path
+) -> None:
+    where = sampled[:2]
+    status, out, err = plan("report", *where, "--device", "Sample CPU")
+    assert status == 0 and "silu+mul 32x8192" in out, err
+    status, out, err = plan("report", "--db", tmp_path / "none.db", "--device", "h200")  # shipped
+    assert status == 0 and "nvidia-h200" in out, err
+    assert_user_error(plan("report", *where, "--device", "b200"), "no device with records", samples.DEVICE, "h200")
+    assert_user_error(plan("report", *where, "--device", "a"), "several devices", samples.DEVICE, "h200")
+    assert_user_error(plan("report", *where, "--device", ""), "no device with records")
+
+
+def test_the_command_is_a_module_too(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "fuseplan.planner", "--version"], capture_output=True, text=True, check=True)
+    assert metadata.version("fuseplan") in done.stdout
+
+
 def test_report_as_files(plan: Run, sampled: tuple[str, ...], tmp_path: Path) -> None:
     status, out, _ = plan("report", "--format", "csv", *sampled)
     assert status == 0 and out.startswith("workload,group,place,ops")

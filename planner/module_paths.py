@@ -73,7 +73,7 @@ def patterns(occurrences: Sequence[Paths]) -> list[tuple[int, list[str]]]:
     """
     alike: dict[tuple[tuple[str, ...], ...], list[Paths]] = {}
     for paths in occurrences:
-        shape = tuple(tuple("" if _NUMBER.fullmatch(part) else part for part in path.split(".")) for path in paths)
+        shape = tuple(tuple("*" if _NUMBER.fullmatch(part) else part for part in path.split(".")) for path in paths)
         alike.setdefault(shape, []).append(paths)
     return [(len(group), _pattern(group)) for group in alike.values()]
 

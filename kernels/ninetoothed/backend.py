@@ -171,7 +171,7 @@ def _make(module: ModuleType, name: str, num_warps: int) -> Any:
 
 
 def _overlapped_module(text: str, name: str, config: Config) -> str:
-    """A generated module with the overlap that ``config`` wants in kernel ``name``; ninetoothed has no word for it."""
+    """A generated module with what ``config`` wants of overlap in kernel ``name``; ninetoothed has no word for it."""
     if not is_overlapped(config):
         return text
     module = ast.parse(text)

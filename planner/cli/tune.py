@@ -94,13 +94,13 @@ def tune(
         from fuseplan.search.tune.study import Studies
         from fuseplan.search.tune.tuner import Budget, make_pool
 
-        studies = None if study is None else Studies(study)
         kind = common.device_type(device)
     settings = PlanSettings(numerics=numerics.value, regime=opt.regime_name(kind, regime))
 
     what = opt.named(
         kind, (model, config, module), (pattern, shape), (decode, kv_len, prefill), dtype, layers, calls, pack_weights
     )
+    studies = None if study is None else Studies(study)
     note = left_behind() if db is None else ""
     with ExitStack() as stack:
         pool = stack.enter_context(make_pool(kind))

@@ -75,7 +75,7 @@ def executable(
             plan = first_calls[slot].plan
             library = plan.library.name if isinstance(plan, CallPlan) else ""
             ranges[name] = range_name(plan.label or slot.name, library)
-    add_ranges(forward, ranges)
+    add_ranges(module, ranges)
     show_kernels([
         (one.plan.label or one.group.name, partial(one.plan.backend.source, one.ir, one.plan.config))
         for one in built if one.ir is not None and isinstance(one.plan, GroupPlan)

@@ -7,7 +7,7 @@ flag in each call, and its groups are called as if there were no profilers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 import torch.autograd.profiler
@@ -24,19 +24,16 @@ def ask_for_profilers(graph: fx.Graph) -> None:
     graph.on_generate_code(lambda current: lambda body: [line, *(current(body) if current else body)])
 
 
-def add_ranges(forward: Callable[..., Any], names: Mapping[str, str]) -> None:
+def add_ranges(module: fx.GraphModule, names: Mapping[str, str]) -> None:
     """``names`` are those of ranges, by the global name that a call has in the generated code.
 
     What is called may change later, as after a first call.
     """
-    assert isinstance(forward, MethodType)
-    module, function = forward.__self__, forward.__func__
-    assert isinstance(function, FunctionType)
-    namespace = function.__globals__
+    code, namespace = module.forward.__code__, module.forward.__globals__
 
     def ranged(*args: Any) -> Any:
         calls = {slot: _in_range(namespace, slot, name) for slot, name in names.items()}
-        own = FunctionType(function.__code__, {**namespace, **calls, _PROFILER: _Off}, "forward")
+        own = FunctionType(code, {**namespace, **calls, _PROFILER: _Off}, "forward")
         return own(module, *args)
 
     namespace[_PROFILER], namespace[_RANGED] = torch.autograd.profiler, ranged

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fuseplan.kernels.ir.backend import config_key
@@ -36,6 +37,8 @@ class Studies:
 
         self.where = where
         try:
+            if "://" not in where and _is_sqlite(Path(where)):
+                raise ValueError(f"it is an SQLite file, which is written sqlite:///{where}")
             with quiet_optuna():
                 self._storage = get_storage(where if "://" in where else JournalStorage(JournalFileBackend(where)))
         except Exception as error:  # SQLAlchemy's, a driver's, or the file system's
@@ -48,7 +51,7 @@ class Studies:
         """A study of one search: its trials in their order, and its answer.
 
         A trial's value is what the search compared (us): time on the device where ``on_device``. One that was as fast
-        as the winner in its short run and lost to it in the decision is pruned, so that the best trial is the winner.
+        as the winner in its short run, and did not win the decision, is pruned, so that the best trial is the winner.
         What cannot be written is logged, and costs nothing else.
         """
         import optuna
@@ -61,6 +64,14 @@ class Studies:
                 study.add_trials(_frozen(record, trials, on_device))
         except Exception as error:
             logger.warning("the study of %s is not kept in %s: %s", record.label, plain(self.where), plain(str(error)))
+
+
+def _is_sqlite(path: Path) -> bool:
+    """Whether a file is one that a journal must not be written into."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(6) == b"SQLite"
 
 
 @contextmanager
@@ -110,7 +121,8 @@ def _frozen(record: TuningRecord, trials: Sequence[Trial], on_device: bool) -> I
         if value is None:
             state = TrialState.FAIL
         elif best_us is not None and value <= best_us and key != winner:
-            state, reason = TrialState.PRUNED, "no faster than the winner in the decision"
+            state = TrialState.PRUNED
+            reason = "no faster than the winner beyond noise" if key in decided else "not in the decision"
         facts = {"reason": reason, "median_us": trial.median_us, "device_us": trial.device_us,
                  "decided_us": decided.get(key), "error": trial.error}
         yield create_trial(

@@ -190,6 +190,8 @@ tune --pattern swiglu --shape 3x8 --model llama
 tune --pattern swiglu --shape 3x8 --model ''
 tune --pattern swiglu --shape 3x8 --regime graph --device cpu
 tune --pattern swiglu --shape 3x8 --regime warp
+tune --pattern swiglu --shape 3x8 --study nosuchdialect://host/db
+tune --pattern swiglu --shape 3x8 --study /nowhere/studies.log
 tune --pattern swiglu --shape 3x8 --numerics fp64
 tune --pattern swiglu --shape 3x8 --device tpu
 tune --pattern swiglu --shape 3x8 --device ''

@@ -128,6 +128,7 @@ def test_backends_says_what_can_be_used(plan: Run) -> None:
         (["report", "--format", "pdf"], ["pdf"]),
         (["db", "import", "/nowhere/records.jsonl"], ["/nowhere/records.jsonl"]),
         (["tune", "--db", "nosuchdialect://host/db", "--pattern", "swiglu", "--shape", "3x8"], ["nosuchdialect"]),
+        (["tune", "--study", "nosuchdialect://host/db", "--pattern", "swiglu", "--shape", "3x8"], ["nosuchdialect"]),
     ],
 )
 def test_mistakes_get_one_line_and_exit_code_2(plan: Run, argv: list[str], words: list[str]) -> None:

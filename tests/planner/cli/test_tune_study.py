@@ -1,0 +1,35 @@
+"""``plan tune --study``: the searches of a tune, opened with Optuna."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import optuna
+import pytest
+import report_samples as samples
+from inline_executor import InlineExecutor
+
+from fuseplan.costmodel.identity import current_identity
+from fuseplan.planner.cli import main
+from fuseplan.search.store.database import Database
+from fuseplan.search.tune import tuner
+
+
+def test_the_best_trial_of_a_study_is_the_stored_winner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuner, "make_pool", lambda _: InlineExecutor())
+    path, url, identity = tmp_path / "tuning.db", f"sqlite:///{tmp_path / 'studies.db'}", current_identity("cpu")
+    with Database(path) as database:  # it knows this machine, so that nothing is probed
+        database.put_device(identity.key(), json.loads(replace(samples.SPEC, identity=identity).to_json()))
+    line = f"tune --pattern add_rms_norm --shape 32x512 --device cpu --trials 4 --db {path} --study {url}"
+    assert main.run(line.split()) == 0
+    with Database(path, mode="read") as database:
+        records = {record.key.workload: record for record in database.records() if record.backend}
+    studies = [optuna.load_study(study_name=name, storage=url) for name in optuna.get_all_study_names(url)]
+    assert {study.user_attrs["key"] for study in studies} == set(records) != set()
+    for study in studies:
+        record = records[study.user_attrs["key"]]
+        assert study.study_name.startswith(f"{record.label} on {record.key.device}, eager [")
+        assert study.best_trial.params == {"backend": record.backend, **record.config}
+        assert study.best_trial.user_attrs["decided_us"] == record.best_us or not record.fuse

@@ -81,7 +81,7 @@ def test_a_kernel_that_fails_in_a_profile_is_replaced_for_good(
 ) -> None:
     monkeypatch.setattr("fuseplan.planner.runtime.fallback.check_layouts", lambda *given: 1 / 0)
     given: list[str] = []
-    monkeypatch.setattr(Tally, "fall_back", lambda self, reason, source=None: given.append(reason))
+    monkeypatch.setattr(Tally, "fall_back", lambda self, reason, *where: given.append(reason))
     x = torch.randn(3, 8)
     fast = compiled(swiglu, tmp_path / "t.db")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):

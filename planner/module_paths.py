@@ -25,6 +25,8 @@ _OWN_ROOTS = frozenset({"self", "args[0]"})
 _WRAPPERS = frozenset({"_orig_mod", "_modules"})
 #: Digits of a module in a ModuleList or a Sequential.
 _NUMBER = re.compile(r"[0-9]{1,9}")
+#: A number in a pattern that differs between repetitions, and how far it is ahead of others.
+_STAR = re.compile(r"\*(?P<ahead>[+-][0-9]{1,9})?")
 #: Where the ops of a place are the model's own, or a module's own beside its children's.
 TOP, ITSELF = "(top level)", "(itself)"
 #: Modules of a place, and places of a group, that are spelled out; the rest is counted.
@@ -108,10 +110,14 @@ class RepeatedPaths:
     times: int
     paths: tuple[tuple[int, str], ...]
 
+    def part(self, ops: Collection[int]) -> tuple[int, list[str]]:
+        """How often a group of these ops is there, and its paths: what :func:`joined_places` takes."""
+        return self.times, [path for at, path in self.paths if at in ops]
+
 
 def group_place(found: Iterable[RepeatedPaths], ops: Collection[int]) -> str:
     """The place of a group, given by positions in its region, in all repetitions; ``""`` where none is known."""
-    return _joined((one.times, [path for at, path in one.paths if at in ops]) for one in found)
+    return joined_places(one.part(ops) for one in found)
 
 
 def place(occurrences: Sequence[Paths]) -> str:
@@ -123,7 +129,7 @@ def place(occurrences: Sequence[Paths]) -> str:
     >>> place([[f"layers.{n}.mlp.gate_proj", f"layers.{n}.mlp.act_fn", f"layers.{n}.mlp"] for n in range(32)])
     'layers.*.mlp: gate_proj, act_fn -> (itself)  x32'
     """
-    return _joined(patterns(occurrences))
+    return joined_places(patterns(occurrences))
 
 
 def located(name: str, where: str) -> str:
@@ -131,16 +137,54 @@ def located(name: str, where: str) -> str:
     return f"{name} ({where})" if where else name
 
 
-def _joined(found: Iterable[tuple[int, Paths]]) -> str:
-    """Places of one group, those that occur most often first."""
-    times: dict[str, int] = {}
+def joined_places(found: Iterable[tuple[int, Paths]]) -> str:
+    """The place of a group from the patterns of its paths, of any regions, with how often each occurs.
+
+    Those that occur most often stand first; a place that another's pattern stands for counts as that.
+
+    >>> joined_places([(2, ["layers.*+1.mlp"]), (1, ["layers.0.mlp"]), (1, ["norm"])])
+    'layers.*.mlp  x3; norm'
+    """
+    repeated: dict[tuple[str, ...], int] = {}
+    single: list[tuple[str, ...]] = []
     for count, paths in found:
-        if text := _one_place(paths):
+        written = tuple(_rebased(dict.fromkeys(paths)))
+        if any("*" in path for path in written):
+            repeated[written] = repeated.get(written, 0) + count
+        else:
+            single += [written] * count
+    left: list[tuple[str, ...]] = []
+    for one in single:
+        pattern = next((pattern for pattern in repeated if _stands_for(pattern, one)), None)
+        if pattern is None:
+            left.append(one)
+        else:
+            repeated[pattern] += 1
+    times: dict[str, int] = {}
+    for count, each in [*((count, pattern) for pattern, count in repeated.items()), *patterns(left)]:
+        if text := _one_place(each):
             times[text] = times.get(text, 0) + count
     ranked = sorted(times.items(), key=lambda item: -item[1])
     texts = [text if count == 1 else f"{text}  x{count}" for text, count in ranked[:_MOST_PLACES]]
-    left = sum(count for _, count in ranked[_MOST_PLACES:])
-    return "; ".join([*texts, *([f"and {left} more"] if left else [])])
+    more = sum(count for _, count in ranked[_MOST_PLACES:])
+    return "; ".join([*texts, *([f"and {more} more"] if more else [])])
+
+
+def _rebased(paths: Iterable[str]) -> list[str]:
+    """Patterns of a part of a region, whose first number of each list of modules is ``*`` itself."""
+    first: dict[str, int] = {}
+
+    def star(found: re.Match[str]) -> str:
+        ahead = int(found["ahead"] or 0)
+        ahead -= first.setdefault(found.string[: found.start()], ahead)
+        return f"*{ahead:+d}" if ahead else "*"
+
+    return [_STAR.sub(star, path) for path in paths]
+
+
+def _stands_for(pattern: Paths, paths: Paths) -> bool:
+    spelled = (r"[0-9]+".join(map(re.escape, re.split(r"\*(?:[+-][0-9]+)?", path))) for path in pattern)
+    return re.fullmatch("\n".join(spelled), "\n".join(paths)) is not None
 
 
 def _one_place(paths: Paths) -> str:

@@ -14,6 +14,7 @@ import pandas as pd
 from fuseplan.planner.cost.samples import RegionSamples
 from fuseplan.planner.cost.samples import load_samples as stored_samples
 from fuseplan.planner.errors import PlanError, nearest
+from fuseplan.planner.module_paths import joined_places
 from fuseplan.planner.tuning import summary as summaries
 from fuseplan.planner.tuning.summary import RegionSummary, WorkloadSummary
 from fuseplan.planner.tuning.whole_step import StepTimes, stored_steps
@@ -132,7 +133,7 @@ def group_frame(data: ReportData) -> pd.DataFrame:
     """
     rows: dict[RecordKey, dict[str, Any]] = {}
     runs: defaultdict[RecordKey, Counter[str]] = defaultdict(Counter)
-    places: defaultdict[RecordKey, dict[str, None]] = defaultdict(dict)
+    places: defaultdict[tuple[RecordKey, str], list[tuple[int, list[str]]]] = defaultdict(list)
     shipped = {group.workload for key in data.shipped for group in data.plans[key].groups if group.workload}
     for workload, region, plan in data.planned():
         for group in plan.groups:
@@ -144,10 +145,11 @@ def group_frame(data: ReportData) -> pd.DataFrame:
             more = {"source": source, "regime": key.regime, "key": key.workload}
             rows.setdefault(key, {**_group_row(group, record), **more})
             if workload is not None and region is not None:
-                runs[key][data.name_of(workload)] += region.occurrences
-                places[key].update(dict.fromkeys([region.place_of(group.ops)]))
+                name = data.name_of(workload)
+                runs[key][name] += region.occurrences
+                places[key, name] += [one.part(group.ops) for one in region.places]
     for key, row in rows.items():
-        where = "; ".join(filter(None, places[key]))
+        where = "; ".join(filter(None, dict.fromkeys(joined_places(places[key, name]) for name in runs[key])))
         row |= {"workload": ", ".join(runs[key]), "times": runs[key].total() or None, "place": where}
     return pd.DataFrame(list(rows.values()), columns=list(GROUP_COLUMNS))
 

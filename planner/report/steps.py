@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
 
-from fuseplan.planner.module_paths import located
+from fuseplan.planner.module_paths import joined_places, located
 from fuseplan.planner.report.frames import ReportData
 from fuseplan.planner.tuning.summary import RegionSummary, WorkloadSummary
 from fuseplan.planner.tuning.whole_step import StepTimes, step_key
@@ -27,9 +26,6 @@ SAVED_COLUMNS = (
 MATMULS, ATTENTION, FUSED, UNFUSED, BETWEEN = (
     "matmuls", "attention", "fused groups", "unfused ops", "launches and gaps")
 PARTS = (MATMULS, ATTENTION, FUSED, UNFUSED, BETWEEN)
-#: The number of a layer in a module path, and places of a group that are spelled out.
-_NUMBER = re.compile(r"\.[0-9]+(?=[.: ]|$)")
-_MOST_PLACES = 2
 #: Groups of a workload that are named.
 _SHOWN = 3
 #: Of what all groups save: less is not worth a line.
@@ -97,7 +93,7 @@ def _step(data: ReportData, workload: WorkloadSummary, planned: list[tuple[Regio
     times = data.steps.get(step_key((region.occurrences, plan) for region, plan in planned))
     parts = {part: [0.0, 0.0] for part in PARTS[:-1]}
     saved: dict[str, Saved] = {}
-    places: dict[str, list[str]] = {}
+    places: defaultdict[str, list[tuple[int, list[str]]]] = defaultdict(list)
     for region, plan in planned:
         alone = _alone_us(plan)
         for at, time_us in alone.items():
@@ -107,9 +103,9 @@ def _step(data: ReportData, workload: WorkloadSummary, planned: list[tuple[Regio
             if not group.is_plain and (one := _saved(data, region, plan, group, alone)) is not None:
                 key = group.workload or f"{group.label} {group.implementation}"
                 known = saved.get(key)
-                places.setdefault(key, []).append(one.place)
+                places[key] += [of.part(group.ops) for of in region.places]
                 saved[key] = one if known is None else replace(known, uses=known.uses + one.uses)
-    placed = (replace(one, place=_places(places[key])) for key, one in saved.items())
+    placed = (replace(one, place=joined_places(places[key])) for key, one in saved.items())
     ordered = sorted(placed, key=lambda one: -one.saved_us)
     return Step(workload, data.name_of(workload), times, {part: (a, b) for part, (a, b) in parts.items()},
                 tuple(ordered))
@@ -123,21 +119,12 @@ def _saved(
     record = data.records.get(key) if group.workload else None
     if record is not None and record.fused is not None:
         fused_us, unfused_us = record.fused.median_us, record.unfused.median_us
-        return Saved(group, record.label, region.occurrences, unfused_us, fused_us, region.place_of(group.ops))
+        return Saved(group, record.label, region.occurrences, unfused_us, fused_us)
     own = [at for at in group.ops if region.kinds[at] != "view"]
     if not set(own) <= alone.keys():
         return None
     unfused_us = math.fsum(alone[at] for at in own)
-    return Saved(group, group.label, region.occurrences, unfused_us, time_of(group), region.place_of(group.ops))
-
-
-def _places(found: Iterable[str]) -> str:
-    """Where a group is in all of its regions: numbers of layers are ``*`` where there are several places."""
-    places = list(dict.fromkeys(place for one in found for place in one.split("; ") if place))
-    if len(places) > 1:
-        places = list(dict.fromkeys(_NUMBER.sub(".*", place) for place in places))
-    more = len(places) - _MOST_PLACES
-    return "; ".join(places[:_MOST_PLACES]) + (f" and {more} more" if more > 0 else "")
+    return Saved(group, group.label, region.occurrences, unfused_us, time_of(group))
 
 
 def time_of(group: GroupChoice | Alternative) -> float:

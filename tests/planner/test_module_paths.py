@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuseplan.planner import module_paths
-from fuseplan.planner.module_paths import RepeatedPaths, group_place, located, patterns, place, user_paths
+from fuseplan.planner.module_paths import (
+    RepeatedPaths,
+    group_place,
+    joined_places,
+    located,
+    patterns,
+    place,
+    user_paths,
+)
 
 
 def test_the_examples_hold() -> None:
@@ -80,6 +88,15 @@ def test_different_places_of_one_group_stand_side_by_side_the_most_frequent_firs
     many = [[letter] for letter in "abcdef"]
     assert place(many) == "a; b; c; and 3 more"
     assert place([["fc"], ["fc"], []]) == "fc  x2"
+
+
+def test_the_place_of_a_group_of_several_regions_counts_them_together() -> None:
+    found = [(30, ["layers.*.mlp", "layers.*+1.norm"]), (1, ["layers.31.mlp", "norm"]), (1, ["layers.0.mlp", "norm"])]
+    assert joined_places(found) == "layers.*.mlp -> layers.*+1.norm  x30; layers.*.mlp -> norm  x2"
+    assert joined_places([(30, ["layers.*+1.attn"]), (1, ["layers.0.attn"])]) == "layers.*.attn  x31"
+    assert joined_places([(1, ["layers.5.norm"]), (2, ["layers.*.norm"])]) == "layers.*.norm  x3"
+    assert joined_places([(2, ["layers.*+1.b", "layers.*.a"])]) == "layers.*.b -> layers.*-1.a  x2"
+    assert joined_places([(2, ["m.*.e.*+1.up"]), (1, ["m.0.e.x.up"])]) == "m.*.e.*.up  x2; m.0.e.x.up"
 
 
 def test_the_place_of_a_part_of_a_region() -> None:

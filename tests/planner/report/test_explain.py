@@ -62,6 +62,16 @@ def test_model_plan_is_called_that(session: Session) -> None:
     assert "not measured" in words
 
 
+def test_groups_are_said_to_be_where_they_are(session: Session) -> None:
+    graph = _two_regions()
+    assert "     in " not in _words(session, graph, session.planner().plan_graph(graph))
+    graph.paths = {"a": ("mlp.act",), "b": ("mlp",), "d": ("",)}
+    words = _words(session, graph, session.planner().plan_graph(graph))
+    assert [line for line in words.splitlines() if line.startswith("     in ")] == [
+        "     in mlp: act -> (itself)", "     in (top level)",
+    ]
+
+
 def _apart(session: Session, rejected: tuple[Alternative, ...]) -> str:
     """The words for silu and mul run apart."""
     graph = pattern_graph("swiglu", "3x128", "bfloat16")

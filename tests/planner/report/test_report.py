@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from io import StringIO
 from pathlib import Path
@@ -15,6 +15,7 @@ import report_samples as samples
 from fuseplan.planner.errors import PlanError
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.groups.regions import find_regions
+from fuseplan.planner.module_paths import RepeatedPaths
 from fuseplan.planner.report import accuracy, frames, plots
 from fuseplan.planner.report.frames import ReportData, load_report
 from fuseplan.planner.report.html_page import html_report, table_html
@@ -41,6 +42,46 @@ def test_group_frame_counts_runs_and_says_do_not_fuse(data: ReportData) -> None:
     rope = frame.loc["cat|neg <rope> 32x32x64 bfloat16"]
     assert (rope["answer"], rope["speedup"], rope["fused_us"]) == ("do not fuse", 1.0, 55.0)
     assert len(frame) == 3  # the lone neg was no tuning question
+
+
+def test_places_of_a_group_count_over_regions_and_are_told_once_for_all_workloads(data: ReportData) -> None:
+    """Each workload has two regions of SwiGLU here: of most layers, and of the last."""
+    def located(one: summary.WorkloadSummary) -> summary.WorkloadSummary:
+        first = one.regions[0]
+        assert data.plans[one.plan_key(first)].label == samples.SWIGLU_PLAN.label
+        paths = ((0, "layers.*.mlp.act_fn"), (1, "layers.*.mlp"))
+        most = replace(first, places=(RepeatedPaths(15, paths),))
+        paths = ((0, "layers.15.mlp.act_fn"), (1, "layers.15.mlp"))
+        last = replace(first, occurrences=1, places=(RepeatedPaths(1, paths),))
+        return replace(one, regions=(most, last, *one.regions[1:]))
+
+    found = replace(data, workloads=tuple(map(located, data.workloads)))
+    places = frames.group_frame(found).set_index("group")["place"]
+    assert places["silu+mul 32x8192 bfloat16"] == "layers.*.mlp: act_fn -> (itself)  x16"
+    assert places["cat|neg <rope> 32x32x64 bfloat16"] == ""
+    assert "layers.*.mlp: act_fn -&gt; (itself)" in html_report(found)
+
+
+def test_a_summary_of_an_older_version_reads_and_has_no_places(tmp_path: Path) -> None:
+    with samples.sample_database(tmp_path / "tuning.db") as database:
+        made = samples.workload("decode b1", samples.REGIONS)
+        older = asdict(made)
+        for region in older["regions"]:
+            del region["places"]
+        database.put_capture(summary._name(made), older)
+        data = load_report(database, samples.DEVICE, samples.SPEC, "llama")
+    assert made in data.workloads
+    assert set(frames.group_frame(data)["place"]) == {""}
+
+
+@pytest.mark.parametrize("at", [-1, 2])
+def test_places_of_ops_that_a_region_has_not_are_damage(at: int, tmp_path: Path) -> None:
+    with samples.sample_database(tmp_path / "tuning.db") as database:
+        made = samples.workload("decode b1", samples.REGIONS[:1])
+        assert len(made.regions[0].ops) == 2
+        odd = replace(made, regions=(replace(made.regions[0], places=(RepeatedPaths(1, ((at, "mlp"),)),)),))
+        summary.store_summary(database, odd)
+        assert odd.workload not in [one.workload for one in summary.load_summaries(database, samples.DEVICE, "llama")]
 
 
 def test_what_noise_hid_is_called_undecided(data: ReportData) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from dispatch_samples import Block, compiled, fresh_start, store_plans, swiglu
 from reference_backend import ReferenceBackend, use
+from torch import nn
 
 import fuseplan.planner
 from fuseplan.kernels.ir.backend import BuildError
@@ -69,6 +70,32 @@ def test_a_failing_back_end_costs_only_the_group(
     assert done.fallbacks == {reason: 2}
     assert (done.groups_fused, done.unfused) == (0, 2)
     assert len(broken.calls) == (2 if broken.fails_in_call else 0)  # tried once each, never again
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.SiLU(), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).cumsum(-1)  # what no group crosses
+        return x
+
+
+def test_fallbacks_and_misses_name_the_place_in_the_model(
+    db: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="fuseplan")
+    use(monkeypatch, ReferenceBackend(fails_in_call=True))
+    compiled(Layers(), db, on_miss="model")(torch.randn(4, 33))
+    done, reason = fuseplan.planner.stats(), "first call failed: RuntimeError: illegal instruction"
+    assert done.fallbacks == {reason: 3}
+    assert done.places == {reason: "layers.*.0-1  x3"}
+    assert f"3 x {reason} (layers.*.0-1  x3)" in str(done)
+    failed = [text for text in caplog.messages if "runs unfused from now on" in text]
+    assert [f"(layers.{at}.0-1)" in text for at, text in enumerate(failed)] == [True] * 3
+    assert [text for text in caplog.messages if "no tuned plan for" in text and "(layers.*.0-1  x3)" in text]
 
 
 @pytest.mark.parametrize("on_miss", ["model", "tune", "unfused"])

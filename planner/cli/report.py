@@ -130,10 +130,11 @@ def load(
     from fuseplan.search.store.layered import LayeredDatabase, shipped_files
     from fuseplan.search.store.record import Versions
 
-    if device_key is None and device not in list(Device):
+    here = device in list(Device)
+    if device_key is None and not here:
         with Database(db, mode="inspect") as stored:
             device_key = _named(device, stored.devices())
-    kind = device_type(Device(device)) if device in list(Device) else device_key.split("-")[0] if device_key else ""
+    kind = device_type(Device(device)) if here else str(device_key).split("-")[0]
     key = device_key if device_key is not None else current_identity(kind).key()
     # Which software another machine has is not known here.
     versions = Versions.current(kind) if device_key is None else None
@@ -146,13 +147,13 @@ def load(
 
 
 def _print(data: ReportData, topic: ReportTopic) -> None:
-    from fuseplan.planner.report import accuracy, frames, steps
+    from fuseplan.planner.report import accuracy, frames, step_words, steps
 
     if topic is ReportTopic.ACCURACY:
         for title, frame in _accuracy(data):
             print_frame(frame.drop(columns=["key"], errors="ignore"), title=title, digits=3)
     else:
-        for line in steps.step_lines(data):
+        for line in step_words.step_lines(data):
             print_text(line)
         parts = steps.part_frame(data)
         if len(parts):

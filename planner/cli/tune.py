@@ -162,7 +162,7 @@ def run(
 
 def say(result: TuneResult, name: str) -> None:
     """The final table and what it took."""
-    from fuseplan.planner.report import frames, steps
+    from fuseplan.planner.report import frames, step_words
     from fuseplan.planner.tuning import recheck
 
     session = result.session
@@ -186,7 +186,7 @@ def say(result: TuneResult, name: str) -> None:
     tuned = {one.workload for one in result.plans}
     chosen = replace(data, workloads=tuple(one for one in data.workloads if one.workload in tuned
                                            and one.regime == session.settings.regime))
-    for line in steps.step_lines(chosen):
+    for line in step_words.step_lines(chosen):
         common.print_text(line)
 
 

@@ -23,7 +23,8 @@ def floor_us(book: GroupBook, spec: DeviceSpec, mode: Mode) -> float | None:
     """Microseconds that no plan of a static graph can beat; None where a peak that it needs was not measured.
 
     Each byte of weights, caches and other inputs that is read, and of results that is written, counts once; nothing
-    that is made on the way does. Arithmetic is that of all ops. It is the larger of both times, and one launch.
+    that is made on the way does. Arithmetic is that of all ops. It is the larger of both times, and one launch. Caches
+    count whole: which of their rows a mask hides is data, and attention that does not read those may be faster.
     """
     try:
         return lower_bound(step_work(book), spec, mode)

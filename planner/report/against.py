@@ -9,7 +9,8 @@ from typing import Any
 import pandas as pd
 
 from fuseplan.planner.report.frames import ReportData
-from fuseplan.planner.report.steps import Step, steps, time_text
+from fuseplan.planner.report.step_words import time_text
+from fuseplan.planner.report.steps import Step, steps
 
 STEP_COLUMNS = ("workload", "here_us", "there_us", "change_us", "here_measured", "there_measured", "regime")
 GROUP_COLUMNS = ("workload", "group", "here_us", "there_us", "change_us", "here", "there", "regime")
@@ -77,7 +78,7 @@ def _change(one: Step, other: Step) -> str:
     noise = max((step.times.noise for step in (one, other) if step.times is not None), default=0.0)
     ratio = other.planned_us / one.planned_us if one.planned_us > 0 else math.inf
     if one.times is None or other.times is None:
-        times += ", by parts"
+        times += ", by regions"
     return f"{times}, within the noise" if abs(ratio - 1) <= noise else f"{times} ({ratio:.2f}x)"
 
 
@@ -101,4 +102,4 @@ def _groups(one: Step) -> Mapping[str, tuple[float, str]]:
 
 
 def _how(one: Step) -> str:
-    return "end to end" if one.times is not None else "by parts"
+    return "end to end" if one.times is not None else "by regions"

@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from statistics import fmean
 from typing import NamedTuple
 
 import networkx as nx
@@ -121,46 +122,39 @@ def place(heights: Sequence[float], edges: Iterable[tuple[int, int]]) -> Drawing
     edges = list(edges)
     rank = _ranks(len(heights), edges)
     down = [(a, b) for a, b in edges if rank[a] < rank[b]]
-    passes: dict[int, dict[tuple[int, bool], float]] = {one: {} for one in range(max(rank, default=-1) + 1)}
-    for at, one in enumerate(rank):
-        passes[one][at, True] = 0.0
-    for a, b in down:
-        for one in range(rank[a] + 1, rank[b]):
-            passes[one][a, False] = 0.0  # all that read a value share its lane
-    boxes: dict[int, Box] = {}
-    lanes: dict[tuple[int, int], tuple[float, float, float]] = {}
-    bottoms: list[float] = []
-    y = _MARGIN
     parents: dict[int, list[int]] = {}
     for a, b in down:
         parents.setdefault(b, []).append(a)
+    boxes: dict[int, Box] = {}
+    lanes: dict[tuple[int, int], tuple[float, float, float]] = {}
     middle: dict[int, float] = {}  # where a group, or its lane, was last
-    for one, items in passes.items():
-        def wished(item: tuple[int, bool]) -> tuple[float, int]:
-            number, is_box = item
-            above = [middle[parent] for parent in parents.get(number, ())] if is_box else [middle[number]]
-            return (sum(above) / len(above) if above else float(number), number)
-
-        x, height = _MARGIN, max(heights[at] for at, is_box in items if is_box)
-        for number, is_box in sorted(items, key=wished):
-            if is_box:
-                boxes[number] = Box(x, y, _WIDTH, heights[number])
-                middle[number] = boxes[number].middle
-                x += _WIDTH + _GAP
+    bottoms: list[float] = []
+    y, right = _MARGIN, 0.0
+    for one in range(max(rank, default=-1) + 1):
+        own = [at for at, its in enumerate(rank) if its == one]
+        # All that read a value share its lane.
+        passing = {a for a, b in down if rank[a] < one < rank[b]}
+        wished = {at: fmean(middle[above] for above in parents[at]) if at in parents else float(at) for at in own}
+        wished |= {at: middle[at] for at in passing}
+        x, bottom = _MARGIN, y + max(heights[at] for at in own)
+        for at in sorted(wished, key=lambda item: (wished[item], item)):
+            width = _LANE if at in passing else _WIDTH
+            middle[at] = x + width / 2
+            if at in passing:
+                lanes[at, one] = (middle[at], y, bottom)
             else:
-                lanes[number, one] = (x + _LANE / 2, y, y + height)
-                middle[number] = x + _LANE / 2
-                x += _LANE + _GAP
-        bottoms.append(y + height)
-        y += height + _SPACE
+                boxes[at] = Box(x, y, width, heights[at])
+            right = max(right, x + width)
+            x += width + _GAP
+        bottoms.append(bottom)
+        y = bottom + _SPACE
     arrows = []
     for a, b in down:
         passed = [lanes[a, one] for one in range(rank[a] + 1, rank[b])]
-        arrows.append(Arrow(a, b, _way(boxes[a], bottoms[rank[a]], passed, boxes[b], sorted(parents[b]).index(a) + 1,
-                                       len(parents[b]) + 1)))
-    width = max((box.x + box.width for box in boxes.values()), default=0.0)
-    width = max(width, max((x for x, _, _ in lanes.values()), default=0.0) + _LANE)
-    return Drawing(boxes, tuple(arrows), width + _MARGIN, y - _SPACE + _MARGIN)
+        ends = sorted(parents[b])
+        way = _way(boxes[a], bottoms[rank[a]], passed, boxes[b], (ends.index(a) + 1) / (len(ends) + 1))
+        arrows.append(Arrow(a, b, way))
+    return Drawing(boxes, tuple(arrows), right + _MARGIN, y - _SPACE + _MARGIN)
 
 
 def _ranks(count: int, edges: Sequence[tuple[int, int]]) -> list[int]:
@@ -185,15 +179,15 @@ def _ranks(count: int, edges: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _way(
-    source: Box, bottom: float, lanes: Sequence[tuple[float, float, float]], target: Box, at: int, of: int
+    source: Box, bottom: float, lanes: Sequence[tuple[float, float, float]], target: Box, share: float
 ) -> tuple[tuple[float, float], ...]:
-    """From the middle of a box's lower edge down to the end of its rank, along lanes, to the ``at``-th place on the
-    target's upper edge.
+    """From the middle of a box's lower edge down to the end of its rank, along lanes, to ``share`` of the target's
+    upper edge.
     """
     points = [(source.middle, source.y + source.height), (source.middle, bottom)]
     for x, top, end in lanes:
         points += [(x, top), (x, end)]
-    return (*points, (target.x + target.width * at / of, target.y))
+    return (*points, (target.x + target.width * share, target.y))
 
 
 def path(points: Sequence[tuple[float, float]]) -> str:

@@ -20,7 +20,7 @@ from fuseplan.planner.lowering.recipes import kind_of, why_opaque
 from fuseplan.planner.module_paths import RepeatedPaths, group_place, located
 from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.planner.report.drawing import group_name
-from fuseplan.planner.report.frames import config_text, how_it_runs
+from fuseplan.planner.report.frames import config_text, how_it_runs, time_of
 from fuseplan.planner.report.side_by_side import Planned, in_words, side_by_side
 from fuseplan.planner.tuning.planner import GraphPlan, RegionPlan
 from fuseplan.planner.tuning.session import Session
@@ -107,8 +107,7 @@ class _Group:
     @property
     def time_us(self) -> float:
         """Measured, else predicted; with what it was held to take longer in its region."""
-        one = self.choice
-        return (one.measured_us if one.measured_us is not None else one.predicted_us) + one.delay_us
+        return time_of(self.choice)
 
 
 class _RegionWords:

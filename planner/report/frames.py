@@ -19,7 +19,7 @@ from fuseplan.planner.tuning import summary as summaries
 from fuseplan.planner.tuning.summary import RegionSummary, WorkloadSummary
 from fuseplan.planner.tuning.whole_step import StepTimes, stored_steps
 from fuseplan.search.errors import plain
-from fuseplan.search.store.record import GroupChoice, PlanRecord, RecordKey, TuningRecord
+from fuseplan.search.store.record import Alternative, GroupChoice, PlanRecord, RecordKey, TuningRecord
 
 if TYPE_CHECKING:
     from fuseplan.costmodel.device import DeviceSpec
@@ -173,6 +173,12 @@ def _group_row(group: GroupChoice, record: TuningRecord | None) -> dict[str, Any
         row["answer"] = "undecided"
     chosen_us = row["unfused_us"] if group.is_plain else row["fused_us"]
     return row | {"speedup": row["unfused_us"] / chosen_us if chosen_us else None}
+
+
+def time_of(group: GroupChoice | Alternative) -> float:
+    """Microseconds, measured or else predicted, with what a group was held to take longer in its region."""
+    known = group.measured_us if group.measured_us is not None else group.predicted_us
+    return (known or 0.0) + group.delay_us
 
 
 def how_it_runs(group: GroupChoice) -> str:

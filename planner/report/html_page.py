@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,9 +17,10 @@ from fuseplan.planner.report.drawing import group_class, group_name, partition_s
 from fuseplan.planner.report.frames import ReportData
 from fuseplan.planner.report.plots import bandwidth_plot, roofline_plot, scatter_plot
 from fuseplan.planner.report.side_by_side import Planned, as_frame, side_by_side
-from fuseplan.planner.report.steps import PARTS, answers, bars, steps, time_text
+from fuseplan.planner.report.step_words import answers, bars, time_text
+from fuseplan.planner.report.steps import PARTS, steps
 from fuseplan.planner.tuning.summary import RegionSummary
-from fuseplan.search.store.record import GroupChoice, PlanRecord, now
+from fuseplan.search.store.record import GroupChoice, PlanRecord, RecordKey, now
 
 #: More drawings than this make a page nobody scrolls through; the most expensive regions are drawn.
 _MAX_DRAWINGS = 24
@@ -34,6 +35,8 @@ def html_report(data: ReportData, other: ReportData | None = None) -> str:
     groups = frames.group_frame(data)
     coverage = frames.coverage_frame(data)
     others = groups.columns.difference([*_ANSWER, "key", "regime"], sort=False)
+    layers = _layers(data)
+    shown = {drawing["plan"].key for _, drawings in layers for drawing in drawings}
     title = f"Fusion report: {data.model or 'everything tuned'}"
     tuned = [plan.evidence for plan in data.plans.values()] or [one.evidence for one in data.records.values()]
     return templates().get_template("report.html.j2").render(
@@ -48,11 +51,11 @@ def html_report(data: ReportData, other: ReportData | None = None) -> str:
         totals=coverage.drop(columns="workload").sum() if len(coverage) else None,
         plans=data.decided().values(),
         plots=_plots(data),
-        layers=_layers(data),
+        layers=layers,
         against=list(against_lines(data, other)) if other is not None else [],
         changes=table_html(groups_against(data, other).drop(columns=["regime"]), "Groups, here and there")
         if other is not None else "",
-        drawings=_drawings(data),
+        drawings=_drawings(data, shown),
         side_by_side=_side_by_side(data),
         accuracy=accuracy_text(data),
         tables={
@@ -141,11 +144,11 @@ def _layers(data: ReportData) -> list[tuple[str, list[dict[str, Any]]]]:
     ]
 
 
-def _drawings(data: ReportData) -> list[dict[str, Any]]:
-    """One drawing per distinct region, the most expensive in a pass over its workload first."""
+def _drawings(data: ReportData, shown: Collection[RecordKey]) -> list[dict[str, Any]]:
+    """One drawing per distinct region besides those ``shown``, the most expensive in a pass over its workload first."""
     first: dict[str, tuple[RegionSummary, PlanRecord, list[str]]] = {}
     for workload, region, plan in data.planned():
-        if workload is not None and region is not None:
+        if workload is not None and region is not None and plan.key not in shown:
             _, _, where = first.setdefault(plan.key.workload, (region, plan, []))
             where.append(f"{region.occurrences} × {data.name_of(workload)}")
     costly = sorted(first.values(), key=lambda found: -found[0].occurrences * found[1].unfused_us)

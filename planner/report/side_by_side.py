@@ -18,7 +18,7 @@ from typing import TypeAlias
 import networkx as nx
 import pandas as pd
 
-from fuseplan.planner.report.frames import how_it_runs
+from fuseplan.planner.report.frames import how_it_runs, time_of
 from fuseplan.planner.tuning.summary import RegionSummary
 from fuseplan.search.store.record import ATEN, GroupChoice, PlanRecord
 
@@ -129,12 +129,8 @@ def _row(place: _Place, positions: Sequence[int], workload: str, region: RegionS
     runs = "; ".join(dict.fromkeys(_runs(region, group) for group in groups))
     *rows, _ = _extents(region, positions[0])
     count = math.prod(rows[::2] if "attention" in place.op else rows)
-    time_us = math.fsum(map(_time_us, groups))
+    time_us = math.fsum(map(time_of, groups))
     return Row("", count, workload, runs, time_us, _otherwise(region, plan, positions))
-
-
-def _time_us(group: GroupChoice) -> float:
-    return (group.measured_us if group.measured_us is not None else group.predicted_us) + group.delay_us
 
 
 def _runs(region: RegionSummary, group: GroupChoice) -> str:
@@ -159,7 +155,7 @@ def _otherwise(region: RegionSummary, plan: PlanRecord, positions: Sequence[int]
         time_us, best = min(larger, key=lambda pair: pair[0])
         apart = {group.ops: group for group in map(group_of.__getitem__, best.ops)}
         covered = {position for ops in apart for position in ops} == set(best.ops)
-        apart_us = f", apart {math.fsum(map(_time_us, apart.values())):.2f} us" if covered else ""
+        apart_us = f", apart {math.fsum(map(time_of, apart.values())):.2f} us" if covered else ""
         return f"as one kernel, {_held(region, best.ops)}, {time_us:.2f} us{apart_us}"
     single = [(time_us, one) for time_us, one in timed if not _held(region, one.ops)]
     each = [min((pair for pair in single if at in pair[1].ops), key=lambda pair: pair[0], default=None)

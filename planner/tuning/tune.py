@@ -18,7 +18,7 @@ from fuseplan.planner.tuning.graph_stream import GraphStream
 from fuseplan.planner.tuning.planner import GraphPlan, RegionPlan
 from fuseplan.planner.tuning.recheck import Rechecked, recheck
 from fuseplan.planner.tuning.session import Session
-from fuseplan.planner.tuning.whole_step import StepTimes, measure_step
+from fuseplan.planner.tuning.whole_step import measure_step
 from fuseplan.search.errors import DatabaseError, MachineFailureError
 from fuseplan.search.store.record import PlanRecord
 from fuseplan.search.tune.time_account import TimeAccount
@@ -33,12 +33,11 @@ OnGraph = Callable[[DataflowGraph, Sequence[Region]], None]
 
 @dataclass(frozen=True)
 class WorkloadPlan:
-    """The plan of one captured workload, and how long a step takes with it; None where that is not known."""
+    """The plan of one captured workload."""
 
     workload: str
     graph: DataflowGraph
     plan: GraphPlan
-    step: StepTimes | None = None
 
 
 @dataclass(frozen=True)
@@ -160,7 +159,8 @@ def tune(
             planner.on_region = at_region
             plan = planner.plan_graph(graph, lookahead, noting(failures, workload, graph))
             plans.append(WorkloadPlan(workload, graph, plan))
-        plans = [replace(one, step=measure_step(session, one.graph, one.plan, tuner)) for one in plans]
+        for one in plans:
+            measure_step(session, one.graph, one.plan, tuner)
         taken_over = [(one.graph, one.plan) for one in plans]
         with account.spend("checking shipped times"):
             rechecked = recheck(session, taken_over, tuner)

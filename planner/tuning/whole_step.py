@@ -1,7 +1,8 @@
 """A whole step of a model, end to end: all its regions one after another, as ATen runs them and as planned.
 
 Repeated layers share their weights and caches, so that a step fits where the model would not. Each layer's weights are
-larger than a cache, and are read from memory as if they were its own.
+larger than a cache, and are read from memory as if they were its own. Ops that only ATen runs are in no region, and so
+on neither side.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from fuseplan.planner.cost.floor import floor_us, same_values
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.candidates import single_candidates
 from fuseplan.planner.groups.compute_graph import compute_graph_of
+from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations.choices import Choice, in_order
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.implementations.implementations import Implementations, implementations_for
@@ -55,13 +57,10 @@ class StepTimes:
 
 
 def step_key(planned: Iterable[tuple[int, PlanRecord]]) -> str:
-    """What tells steps apart: the plans of their distinct regions, with how often each occurs."""
-    counted = sorted(
-        (codec.dumps(record.key), count, [[one.ops, one.implementation, sorted(one.config.items())]
-                                          for one in record.groups])
-        for count, record in planned
-    )
-    return codec.checksum(str(counted))
+    """What tells steps apart: the plans of their regions, when each was decided, and how often it occurs."""
+    return codec.checksum(str(sorted(
+        (codec.dumps(record.key), record.evidence.created, count) for count, record in planned
+    )))
 
 
 def stored_steps(database: codec.CaptureStore) -> dict[str, StepTimes]:
@@ -82,15 +81,17 @@ def counted(plan: GraphPlan) -> list[tuple[int, PlanRecord]]:
 def measure_step(session: Session, graph: DataflowGraph, plan: GraphPlan, tuner: Tuner) -> StepTimes | None:
     """The step's times, measured and stored unless they are stored; None where they cannot be known.
 
-    That is so of a step that takes too long, of one without regions, and where the run fails (for want of memory).
+    That is so of a step that takes too long, of one with a region that has no plan, and where the run fails (for want
+    of memory).
     """
     planned = counted(plan)
     key = step_key(planned)
     known = stored_steps(session.database).get(key)
-    if known is not None and known.created > session.since:
+    if known is not None:
         return known
     unfused_us = sum(count * record.unfused_us for count, record in planned)
-    if not planned or session.spec is None or unfused_us > _LONGEST_US:
+    is_whole = bool(planned) and len(plan.regions) == len(find_regions(graph))
+    if not is_whole or session.spec is None or unfused_us > _LONGEST_US:
         return None
     regime = session.settings.regime
     book = GroupBook(graph, session.settings.numerics, session.target.device_type)

@@ -72,6 +72,12 @@ def test_every_command_has_help(plan: Run, command: list[str]) -> None:
     assert out.startswith("Usage: plan") and len(out.splitlines()) > 5
 
 
+def test_the_command_is_a_module_too() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "fuseplan.planner", "--version"], capture_output=True, text=True, check=True)
+    assert metadata.version("fuseplan") in done.stdout
+
+
 @pytest.mark.parametrize("command", [[], ["db"]])
 def test_a_group_without_a_command_shows_its_help(plan: Run, command: list[str]) -> None:
     status, out, err = plan(*command)
@@ -293,62 +299,6 @@ def test_verify_fails_on_a_damaged_record(plan: Run, tmp_path: Path) -> None:
         connection.exec_driver_sql("UPDATE tuning_records SET checksum = 'x' WHERE label LIKE 'silu%'")
     status, out, _ = plan("db", "verify", "--db", path)
     assert status == 2 and "silu+mul" in out and "plan db prune" in out
-
-
-# -- report -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def sampled(tmp_path: Path) -> tuple[str, ...]:
-    path = tmp_path / "tuning.db"
-    samples.sample_database(path).close()
-    return ("--db", str(path), "--device-key", samples.DEVICE, "--device", "cpu")
-
-
-def test_report_as_tables(plan: Run, sampled: tuple[str, ...]) -> None:
-    status, out, _ = plan("report", *sampled)
-    assert status == 0
-    for words in ("silu+mul 32x8192", "Coverage", "gelu 7x13", "geometric mean speed-up over unfused 2.38x"):
-        assert words in out, words
-    status, out, _ = plan("report", "accuracy", *sampled)
-    assert status == 0 and "spearman" in out and "median" in out
-
-
-def test_a_device_with_records_is_named_by_any_part_of_its_name(
-    plan: Run, sampled: tuple[str, ...], tmp_path: Path
-) -> None:
-    where = sampled[:2]
-    status, out, err = plan("report", *where, "--device", "Sample CPU")
-    assert status == 0 and "silu+mul 32x8192" in out, err
-    status, out, err = plan("report", "--db", tmp_path / "none.db", "--device", "h200")  # shipped
-    assert status == 0 and "nvidia-h200" in out, err
-    assert_user_error(plan("report", *where, "--device", "b200"), "no device with records", samples.DEVICE, "h200")
-    assert_user_error(plan("report", *where, "--device", "a"), "several devices", samples.DEVICE, "h200")
-    assert_user_error(plan("report", *where, "--device", ""), "no device with records")
-
-
-def test_the_command_is_a_module_too(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "fuseplan.planner", "--version"], capture_output=True, text=True, check=True)
-    assert metadata.version("fuseplan") in done.stdout
-
-
-def test_report_as_files(plan: Run, sampled: tuple[str, ...], tmp_path: Path) -> None:
-    status, out, _ = plan("report", "--format", "csv", *sampled)
-    assert status == 0 and out.startswith("workload,group,place,ops")
-    status, out, _ = plan("report", "accuracy", "--format", "csv", *sampled)
-    assert status == 0 and "relative_error" in out.splitlines()[0]
-    status, out, _ = plan("report", "accuracy", "--format", "markdown", *sampled)
-    assert status == 0 and "## Predicted against measured" in out
-    assert plan("report", "--format", "markdown", "--out", tmp_path / "new" / "r.md", *sampled)[0] == 0
-    assert "## Coverage" in (tmp_path / "new" / "r.md").read_text()
-    assert plan("report", "--format", "html", "--out", tmp_path / "r.html", *sampled)[0] == 0
-    assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
-    assert_user_error(plan("report", "--format", "html", "--out", "/proc/nowhere/r.html", *sampled), "/proc/nowhere")
-
-
-def test_report_of_an_unknown_model(plan: Run, sampled: tuple[str, ...]) -> None:
-    assert_user_error(plan("report", "--model", "gpt9", *sampled), "gpt9", "plan tune")
 
 
 # -- tune, explain, bench -------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ def slower(data: ReportData, record: TuningRecord, time_us: float) -> ReportData
 def test_a_step_and_its_groups_are_compared(here: ReportData) -> None:
     there = slower(here, samples.SWIGLU, 70.0)
     row = steps_against(here, there).set_index("workload").loc["decode b1"]
-    assert row["here_us"] == 2600.0 and row["here_measured"] == "end to end" and row["there_measured"] == "by parts"
+    assert row["here_us"] == 2600.0 and row["here_measured"] == "end to end" and row["there_measured"] == "by regions"
     groups = groups_against(here, there)
     first = groups[groups["workload"] == "decode b1"].iloc[0]
     assert (first["group"], first["here_us"], first["there_us"], first["change_us"]) == (

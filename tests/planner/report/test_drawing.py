@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import networkx as nx
 import pytest
 import report_samples as samples
 from hypothesis import given
@@ -122,7 +121,6 @@ def test_reads_are_those_of_the_contracted_graph(count: int, data: st.DataObject
     wanted = {(number[a], number[b]) for a, b in edges if number[a] != number[b]}
     found = reads(region(count, edges), replace(samples.SWIGLU_PLAN, groups=tuple(groups)))
     assert set(found) == wanted and len(found) == len(wanted)
-    assert nx.number_of_nodes(nx.DiGraph(edges)) <= count
 
 
 def test_the_picture_names_every_op_and_escapes_what_it_is_given() -> None:
@@ -132,6 +130,14 @@ def test_the_picture_names_every_op_and_escapes_what_it_is_given() -> None:
         assert op in drawing
     assert "&lt;norm&gt;" in drawing and "1 &lt; 2" in drawing and "<norm>" not in drawing
     assert drawing.count('class="cluster"') == 1 and "<path" not in drawing
+
+
+def test_an_op_that_is_computed_twice_is_in_both_boxes() -> None:
+    groups = (replace(samples.NORM_PLAN.groups[0], ops=(0, 1, 2)), replace(samples.NORM_PLAN.groups[0], ops=(0, 3)))
+    drawing = partition_svg(samples.REGIONS[1], replace(samples.NORM_PLAN, groups=groups))
+    boxes = drawing.split('class="cluster"')[1:]
+    assert len(boxes) == 2 and all("add" in box for box in boxes)
+    assert 'class="group0"' in drawing and 'class="group1"' in drawing and drawing.count("<path") == 1
 
 
 def test_a_straight_arrow_is_a_line_and_a_curve() -> None:

@@ -10,7 +10,7 @@ import pytest
 import report_samples as samples
 
 from fuseplan.planner.module_paths import RepeatedPaths
-from fuseplan.planner.report import steps
+from fuseplan.planner.report import step_words, steps
 from fuseplan.planner.report.frames import ReportData, load_report
 from fuseplan.planner.tuning import summary
 from fuseplan.planner.tuning.summary import RegionSummary
@@ -42,7 +42,9 @@ def load(tmp_path: Path) -> Load:
     def loaded(times: StepTimes | None) -> ReportData:
         with samples.sample_database(tmp_path / "tuning.db") as database:
             database.put_plan(layer_plan())
-            summary.store_summary(database, samples.workload("decode b4", (LAYER,)))
+            # Ten layers of five ops and a view.
+            whole = replace(samples.workload("decode b4", (LAYER,)), ops=60, views=10)
+            summary.store_summary(database, whole)
             if times is not None:
                 database.put_capture(f"step/{step_key([(10, layer_plan())])}", asdict(times))
             return load_report(database, samples.DEVICE, samples.SPEC, "llama")
@@ -71,18 +73,27 @@ def test_a_measured_step_tells_what_lies_between_its_parts(load: Load) -> None:
     row = steps.step_frame(data).set_index("workload").loc["decode b4"]
     assert (row["speedup"], row["over_floor"], row["measured"]) == (
         pytest.approx(2100 / 1250), pytest.approx(1250 / 900), "end to end")
-    assert steps.step_words(decode(data)) == "decode b4: 2.10 -> 1.25 ms a step (1.68x); floor 0.90 ms"
+    assert step_words.step_words(decode(data)) == "decode b4: 2.10 -> 1.25 ms a step (1.68x); floor 0.90 ms"
 
 
-def test_without_a_measured_step_its_parts_are_added_and_said_to_be(load: Load) -> None:
-    words = steps.step_words(decode(load(None)))
+def test_without_a_measured_step_its_regions_are_added_and_said_to_be(load: Load) -> None:
+    words = step_words.step_words(decode(load(None)))
     assert words.startswith("decode b4: 1.98 -> 1.18 ms a step (1.68x)")
     assert "not timed" in words and "floor" not in words
 
 
+def test_ops_that_no_plan_has_are_said_to_be_missing(load: Load) -> None:
+    data = load(StepTimes(2100.0, 1250.0, 0.01, 900.0))
+    more = replace(data, workloads=tuple(
+        replace(one, ops=63) if one.workload == "decode b4" else one for one in data.workloads))
+    assert "without 3 ops that no plan has" in step_words.step_words(decode(more))
+    assert "without 3 ops" in step_words.answers(decode(more))[0]
+    assert steps.step_frame(more).set_index("workload").loc["decode b4", "left_out"] == 3
+
+
 def test_what_noise_hides_is_said(load: Load) -> None:
-    assert "within the noise of 5%" in steps.step_words(decode(load(StepTimes(103.0, 100.0, 0.05))))
-    assert "noise" not in steps.step_words(decode(load(StepTimes(110.0, 100.0, 0.05))))
+    assert "within the noise of 5%" in step_words.step_words(decode(load(StepTimes(103.0, 100.0, 0.05))))
+    assert "noise" not in step_words.step_words(decode(load(StepTimes(110.0, 100.0, 0.05))))
 
 
 def test_groups_are_listed_by_what_they_save(load: Load) -> None:
@@ -92,14 +103,14 @@ def test_groups_are_listed_by_what_they_save(load: Load) -> None:
     # The norm by the run that decided it, 90 us against 20; the library's call against ATen's op.
     assert frame["saved_us"].tolist() == [10 * 70.0, 10 * 9.0]
     assert frame["share"].tolist() == pytest.approx([700 / 1980, 90 / 1980])
-    lines = list(steps.step_lines(load(None)))
+    lines = list(step_words.step_lines(load(None)))
     at = next(number for number, line in enumerate(lines) if line.startswith("decode b4"))
     assert lines[at + 1].strip() == f"saves 700 us: {samples.NORM.label}, 10 x 90.0 us -> 20.0 us"
     assert "90.0 us" in lines[at + 2]
 
 
 def test_groups_that_save_little_share_a_line(load: Load) -> None:
-    lines = list(steps.step_lines(load(None), shown=1))
+    lines = list(step_words.step_lines(load(None), shown=1))
     at = next(number for number, line in enumerate(lines) if line.startswith("decode b4"))
     assert lines[at + 2].strip() == "1 other group together save 90.0 us"
 
@@ -141,4 +152,4 @@ def test_a_workload_with_a_region_that_has_no_plan_is_left_out(load: Load) -> No
     (12345.0, "12.3 ms"), (2.1e6, "2.10 s"), (-250.0, "-250 us"),
 ])
 def test_times_have_three_digits(time_us: float, words: str) -> None:
-    assert steps.time_text(time_us) == words
+    assert step_words.time_text(time_us) == words

@@ -1,0 +1,118 @@
+"""Steps in words and as bars: how much faster one is, which groups made it, and what is left to gain."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fuseplan.planner.report.frames import ReportData
+from fuseplan.planner.report.steps import BETWEEN, Step, ratio, steps
+
+#: Groups of a workload that are named.
+_SHOWN = 3
+#: Of what all groups save: less is not worth a line.
+_LITTLE = 0.02
+#: Microseconds in each unit.
+_UNITS = {"us": 1.0, "ms": 1e3, "s": 1e6}
+
+
+def step_lines(data: ReportData, shown: int = _SHOWN) -> Iterator[str]:
+    """In words: each workload's step, and the groups that save most of it."""
+    for one in steps(data):
+        yield step_words(one)
+        total_us = math.fsum(saved.saved_us for saved in one.saved)
+        worth = [saved for saved in one.saved if saved.saved_us > _LITTLE * total_us]
+        for saved in worth[:shown]:
+            each = f"{time_text(saved.unfused_us)} -> {time_text(saved.planned_us)}"
+            yield f"    saves {time_text(saved.saved_us)}: {saved.name}, {saved.uses} x {each}"
+        rest = [saved for saved in one.saved if saved not in worth[:shown]]
+        if rest:
+            rest_us = math.fsum(saved.saved_us for saved in rest)
+            words = f"save {time_text(rest_us)}" if rest_us >= 0 else f"cost {time_text(-rest_us)}"
+            yield f"    {len(rest)} other group{'s' * (len(rest) > 1)} together {words}"
+
+
+def step_words(one: Step) -> str:
+    """``decode 1 @ 1024: 1.52 -> 0.91 ms a step (1.67x); floor 0.66 ms``."""
+    unit = _unit(max(one.unfused_us, one.planned_us))
+    times = f"{_in(one.unfused_us, unit)} -> {_in(one.planned_us, unit)} {unit} a step"
+    faster = ratio(one.unfused_us, one.planned_us)
+    words = f"{one.name}: {times} ({faster:.2f}x)" if faster is not None else f"{one.name}: {times}"
+    if one.times is None:
+        return f"{words}; the sum of its regions, a whole step was not timed{_left_out(one)}"
+    floor = f"; floor {_in(one.times.floor_us, unit)} {unit}" if one.times.floor_us is not None else ""
+    doubt = abs(one.unfused_us - one.planned_us) <= one.times.noise * one.planned_us
+    return f"{words}{floor}{f'; within the noise of {one.times.noise:.0%}' if doubt else ''}{_left_out(one)}"
+
+
+def _left_out(one: Step) -> str:
+    """What the times are without; "" for most models."""
+    return f"; without {one.left_out} op{'s' * (one.left_out > 1)} that no plan has" if one.left_out else ""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a step's bar: ``share`` is in percent of the longer of a workload's two bars."""
+
+    part: str
+    share: float
+    time_us: float
+
+
+def bars(one: Step) -> tuple[list[Piece], list[Piece]]:
+    """A step as two bars, unfused and as planned, on one scale.
+
+    Where a whole step takes less than its parts by themselves, whose data were not in a cache, these are drawn shorter.
+    """
+    longest = max(one.unfused_us, one.planned_us)
+    found = []
+    for side, whole_us in ((0, one.unfused_us), (1, one.planned_us)):
+        times = {part: pair[side] for part, pair in one.parts.items()}
+        total_us = math.fsum(times.values())
+        scale = min(1.0, whole_us / total_us) if total_us > 0 else 1.0
+        drawn = {part: time_us * scale for part, time_us in times.items()} | {BETWEEN: whole_us - total_us * scale}
+        found.append([
+            Piece(part, 100 * drawn_us / longest, times.get(part, drawn_us))
+            for part, drawn_us in drawn.items() if longest > 0 and drawn_us > 0.002 * longest
+        ])
+    return found[0], found[1]
+
+
+def answers(one: Step) -> list[str]:
+    """Three sentences: how much faster a step is, which groups made it, and what is left to gain."""
+    faster = ratio(one.unfused_us, one.planned_us) or 1.0
+    how = "measured end to end" if one.times is not None else "the sum of its regions; a whole step was not timed"
+    took = f"A step takes {time_text(one.planned_us)}, unfused {time_text(one.unfused_us)}"
+    found = [f"{took}: {faster:.2f}x ({how}{_left_out(one)})."]
+    best = [saved for saved in one.saved if saved.saved_us > 0][:_SHOWN]
+    if best:
+        names = "; ".join(f"{saved.place or saved.label} ({time_text(saved.saved_us)})" for saved in best)
+        found.append(f"Most is saved by {names}.")
+    most = max(bars(one)[1], key=lambda piece: piece.share, default=None)
+    left = ""
+    if most is not None:
+        share = most.share * max(one.unfused_us, one.planned_us) / (100 * one.planned_us)
+        left = f"What is left is mostly {most.part} ({share:.0%})"
+    if one.times is not None and one.times.floor_us:
+        over = one.planned_us / one.times.floor_us
+        floor = f"memory and arithmetic alone take {time_text(one.times.floor_us)}, at best {over:.2f} times less"
+        left = f"{left}; {floor}" if left else floor.capitalize()
+    return [*found, f"{left}."] if left else found
+
+
+def time_text(time_us: float) -> str:
+    """``912 us``, ``1.52 ms``, ``2.1 s``: three digits."""
+    unit = _unit(time_us)
+    return f"{_in(time_us, unit)} {unit}"
+
+
+def _unit(time_us: float) -> str:
+    size = abs(time_us)
+    return "us" if size < 999.5 else "ms" if size < 999.5e3 else "s"
+
+
+def _in(time_us: float, unit: str) -> str:
+    value = time_us / _UNITS[unit]
+    digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    return f"{value:.{digits}f}"

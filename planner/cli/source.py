@@ -111,6 +111,14 @@ class Named:
     pack_weights: bool = False
     pattern: tuple[tuple[str, DataflowGraph], ...] = ()
 
+    def is_asked_for(self, graph: str) -> bool:
+        """Whether a model's graph, by its name, is of sizes that were given, not of what masks or ``generate()`` make
+        of them.
+        """
+        derived = [one.label for one in self.workloads if one.derived]
+        return self.source is not None and not any(
+            graph == label or graph.startswith(f"{label} part ") for label in derived)
+
     def graphs(self) -> list[tuple[str, DataflowGraph]]:
         """All graphs by workload name, captured now."""
         if self.source is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from statistics import median
@@ -120,9 +120,10 @@ def tune(
             common.console(stderr=True).print(note, markup=False, soft_wrap=True)
         load = machine_load()
         session = replace(session, shipped=shipped, since=now() if again else "", studies=studies)
-        result = run(session, what.label, graphs, Budget.on(kind, trials, seconds), seed, account, pool)
+        result = run(session, what.label, graphs, Budget.on(kind, trials, seconds), seed, account, pool,
+                     what.is_asked_for)
     with account.spend("reporting"):
-        say(result, what.label)
+        say(result, what.label, what.is_asked_for)
     typer.echo(account.line())
     if complain(result, load):
         raise typer.Exit(1)
@@ -142,15 +143,20 @@ def ready(session: Session, account: TimeAccount | None = None) -> Session:
 def run(
     session: Session, name: str, graphs: Iterable[tuple[str, DataflowGraph]], budget: Budget, seed: int = 0,
     account: TimeAccount | None = None, executor: WorkerPool | None = None,
+    times_step: Callable[[str], bool] | None = None,
 ) -> TuneResult:
-    """Tune with a progress bar, and keep a summary of each workload for the reports."""
+    """Tune with a progress bar, and keep a summary of each workload for the reports.
+
+    Whole steps are timed of the workloads that ``times_step`` says yes to.
+    """
     from fuseplan.planner.cli.progress import TuneProgress
     from fuseplan.planner.tuning import summary
     from fuseplan.planner.tuning import tune as offline
 
     with TuneProgress() as progress:
         result = offline.tune(
-            session, graphs, budget, seed, progress.on_region, progress.on_trial, account, executor, progress.on_graph
+            session, graphs, budget, seed, progress.on_region, progress.on_trial, account, executor, progress.on_graph,
+            times_step,
         )
     for planned in result.plans:
         pairs = [(one.region, one.record) for one in planned.plan.regions]
@@ -160,8 +166,8 @@ def run(
     return result
 
 
-def say(result: TuneResult, name: str) -> None:
-    """The final table and what it took."""
+def say(result: TuneResult, name: str, is_asked_for: Callable[[str], bool]) -> None:
+    """The final table, what it took, and last the steps of the workloads that were asked for."""
     from fuseplan.planner.report import frames, step_words
     from fuseplan.planner.tuning import recheck
 
@@ -183,10 +189,9 @@ def say(result: TuneResult, name: str) -> None:
     if result.rechecked:
         common.print_text(recheck.recheck_verdict(result.rechecked))
     typer.echo(f"stored in {session.database.where}")
-    tuned = {one.workload for one in result.plans}
-    chosen = replace(data, workloads=tuple(one for one in data.workloads if one.workload in tuned
-                                           and one.regime == session.settings.regime))
-    for line in step_words.step_lines(chosen):
+    tuned = {one.workload for one in result.plans if is_asked_for(one.workload)}
+    chosen = [one for one in data.workloads if one.workload in tuned and one.regime == session.settings.regime]
+    for line in step_words.step_lines(replace(data, workloads=tuple(chosen))):
         common.print_text(line)
 
 

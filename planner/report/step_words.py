@@ -7,30 +7,30 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fuseplan.planner.report.frames import ReportData
-from fuseplan.planner.report.steps import BETWEEN, Step, ratio, steps
+from fuseplan.planner.report.steps import BETWEEN, Saved, Step, ratio, steps
 
-#: Groups of a workload that are named.
-_SHOWN = 3
-#: Of what all groups save: less is not worth a line.
-_LITTLE = 0.02
+#: Groups that are named: of all workloads, and of one.
+_SHOWN, _SHOWN_OF_ONE = 5, 3
 #: Microseconds in each unit.
 _UNITS = {"us": 1.0, "ms": 1e3, "s": 1e6}
 
 
 def step_lines(data: ReportData, shown: int = _SHOWN) -> Iterator[str]:
-    """In words: each workload's step, and the groups that save most of it."""
-    for one in steps(data):
-        yield step_words(one)
-        total_us = math.fsum(saved.saved_us for saved in one.saved)
-        worth = [saved for saved in one.saved if saved.saved_us > _LITTLE * total_us]
-        for saved in worth[:shown]:
-            each = f"{time_text(saved.unfused_us)} -> {time_text(saved.planned_us)}"
-            yield f"    saves {time_text(saved.saved_us)}: {saved.name}, {saved.uses} x {each}"
-        rest = [saved for saved in one.saved if saved not in worth[:shown]]
-        if rest:
-            rest_us = math.fsum(saved.saved_us for saved in rest)
-            words = f"save {time_text(rest_us)}" if rest_us >= 0 else f"cost {time_text(-rest_us)}"
-            yield f"    {len(rest)} other group{'s' * (len(rest) > 1)} together {words}"
+    """In words: each workload's step, and then the groups that save most of one, each where it saves most."""
+    found = steps(data)
+    yield from map(step_words, found)
+    best: dict[str, tuple[Step, Saved]] = {}
+    for one in found:
+        for saved in one.saved:
+            known = best.get(saved.label)
+            if saved.saved_us > 0 and (known is None or known[1].saved_us < saved.saved_us):
+                best[saved.label] = one, saved
+    ordered = sorted(best.values(), key=lambda pair: -pair[1].saved_us)
+    for one, saved in ordered[:shown]:
+        each = f"{time_text(saved.unfused_us)} -> {time_text(saved.planned_us)}"
+        yield f"    saves {time_text(saved.saved_us)} of {one.name}: {saved.name}, {saved.uses} x {each}"
+    if len(ordered) > shown:
+        yield f"    {len(ordered) - shown} other groups save less; `plan report steps` lists them"
 
 
 def step_words(one: Step) -> str:
@@ -85,7 +85,7 @@ def answers(one: Step) -> list[str]:
     how = "measured end to end" if one.times is not None else "the sum of its regions; a whole step was not timed"
     took = f"A step takes {time_text(one.planned_us)}, unfused {time_text(one.unfused_us)}"
     found = [f"{took}: {faster:.2f}x ({how}{_left_out(one)})."]
-    best = [saved for saved in one.saved if saved.saved_us > 0][:_SHOWN]
+    best = [saved for saved in one.saved if saved.saved_us > 0][:_SHOWN_OF_ONE]
     if best:
         names = "; ".join(f"{saved.place or saved.label} ({time_text(saved.saved_us)})" for saved in best)
         found.append(f"Most is saved by {names}.")

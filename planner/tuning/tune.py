@@ -96,7 +96,8 @@ class TuneResult:
 def tune(
     session: Session, graphs: Iterable[tuple[str, DataflowGraph]], budget: Budget | None = None, seed: int = 0,
     on_region: OnRegion | None = None, on_trial: Callable[[ProgressEvent], None] | None = None,
-    account: TimeAccount | None = None, executor: WorkerPool | None = None, on_graph: OnGraph | None = None
+    account: TimeAccount | None = None, executor: WorkerPool | None = None, on_graph: OnGraph | None = None,
+    times_step: Callable[[str], bool] | None = None,
 ) -> TuneResult:
     """Plan every graph, measuring what is not stored. Each group and each part is stored as soon as it is done,
     a region after the run beside plain ATen that the next region does not wait for.
@@ -106,7 +107,7 @@ def tune(
     The session's device is probed; ``graphs`` are static, each with the name of its workload. Those of a
     :class:`~fuseplan.planner.tuning.graph_stream.GraphStream` are planned as they come. What the tuner does not book in
     ``account`` is planning: enumerating, pricing, solving. Jobs run in ``executor``, by default in worker processes of
-    its own.
+    its own. Whole steps are timed of the workloads that ``times_step`` says yes to, by name; of none without it.
 
     Raises:
         CaptureError: Of a stream: a workload cannot be captured; what was finished is stored.
@@ -160,7 +161,8 @@ def tune(
             plan = planner.plan_graph(graph, lookahead, noting(failures, workload, graph))
             plans.append(WorkloadPlan(workload, graph, plan))
         for one in plans:
-            measure_step(session, one.graph, one.plan, tuner)
+            if times_step is not None and times_step(one.workload):
+                measure_step(session, one.graph, one.plan, tuner)
         taken_over = [(one.graph, one.plan) for one in plans]
         with account.spend("checking shipped times"):
             rechecked = recheck(session, taken_over, tuner)

@@ -33,7 +33,7 @@ from fuseplan.search.tune.tuner import Tuner
 _PREFIX = "step"
 _UNFUSED, _PLANNED = "unfused", "planned"
 #: Microseconds of an unfused step past which it is not timed, and past which few rounds have to do.
-_LONGEST_US, _LONG_US = 1e6, 5e4
+_LONGEST_US, _LONG_US = 3e5, 2e4
 _ROUNDS, _FEW_ROUNDS = 7, 3
 
 

@@ -164,17 +164,18 @@ def middle_of_three(run: Callable[[], Contest], incumbent: str) -> Contest:
 
 def contest(
     timer: Timer, contestants: Mapping[str, Run], operands: Operands, seconds: float, twice: str | None = None,
-    max_rounds: int = _MAX_ROUNDS, min_rounds: int = MIN_ROUNDS,
+    max_rounds: int = _MAX_ROUNDS, min_rounds: int = MIN_ROUNDS, tries: int = _TRIES,
 ) -> Contest:
     """Time all contestants in interleaved rounds, each starting with another one.
 
-    A sample that something else disturbed is repeated, and a round that stays disturbed is left out, unless the
-    processor is never left alone. At least ``min_rounds`` are run, however long they take, and no more than
-    ``max_rounds`` that are undisturbed. ``twice`` (the first contestant) runs a second time for the A/A noise.
+    A sample that something else disturbed is repeated, up to ``tries`` times in all, and a round that stays disturbed
+    is left out, unless the processor is never left alone. At least ``min_rounds`` are run, however long they take, and
+    no more than ``max_rounds`` that are undisturbed. ``twice`` (the first contestant) runs a second time for the A/A
+    noise.
     """
     twice = next(iter(contestants)) if twice is None else twice
     runs = {**contestants, _AGAIN: contestants[twice]}
-    samples = _rounds(timer, runs, operands, seconds, min_rounds, max_rounds)
+    samples = _rounds(timer, runs, operands, seconds, min_rounds, max_rounds, tries)
     noise = paired_noise(samples[twice], samples.pop(_AGAIN))
     return Contest(samples, noise, timer.regime)
 
@@ -205,7 +206,8 @@ def _averaged(values: Sequence[float], count: int) -> list[float]:
 
 
 def _rounds(
-    timer: Timer, runs: Mapping[str, Run], operands: Operands, seconds: float, min_rounds: int, max_rounds: int
+    timer: Timer, runs: Mapping[str, Run], operands: Operands, seconds: float, min_rounds: int, max_rounds: int,
+    tries: int,
 ) -> dict[str, tuple[float, ...]]:
     """Paired samples of every run: only undisturbed rounds, where there are enough of them."""
     clean: list[dict[str, float]] = []
@@ -215,7 +217,7 @@ def _rounds(
         start = timer.clock()
         while len(clean) < max_rounds:
             number = len(clean) + len(disturbed)
-            tried = {name: _undisturbed(timer, samplers[name]) for name in _turn(list(samplers), number)}
+            tried = {name: _undisturbed(timer, samplers[name], tries) for name in _turn(list(samplers), number)}
             found = {name: value for name, (value, _) in tried.items()}
             (clean if all(alone for _, alone in tried.values()) else disturbed).append(found)
             spent = timer.clock() - start
@@ -238,10 +240,10 @@ def _turn(names: list[str], number: int) -> list[str]:
     return turn if number % 2 == 0 else turn[-2::-1] + turn[-1:]
 
 
-def _undisturbed(timer: Timer, sampler: Sampler) -> tuple[float, bool]:
+def _undisturbed(timer: Timer, sampler: Sampler, tries: int) -> tuple[float, bool]:
     """A sample that nothing else disturbed, else the fastest of a few, for disturbances only ever add; and which."""
     fastest = math.inf
-    for _ in range(_TRIES):
+    for _ in range(tries):
         value, undisturbed = timer.observe(sampler)
         if undisturbed:
             return value, True

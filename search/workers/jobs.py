@@ -21,7 +21,7 @@ from fuseplan.kernels.ir.in_place import WritesInPlace
 from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.search.store.record import Measurement
 from fuseplan.search.timing.contest import Contest, contest, decisive, mean_contest, middle_of_three
-from fuseplan.search.timing.measure import cache_bytes, rotating_operands, screen
+from fuseplan.search.timing.measure import cache_bytes, rotating_operands, screen, span_bytes
 from fuseplan.search.timing.sequence import Part, SharedOperands, sequence
 from fuseplan.search.timing.subject import Subject
 from fuseplan.search.timing.timers import Operands, Run, Timer
@@ -243,7 +243,9 @@ def decide_sides(
     incumbent = next(iter(sides))
 
     def timed() -> Contest:
-        return decisive(bench.timer, *_runs(bench, parts, sides, kept), bench.decide_s, incumbent)
+        runs, shared = _runs(bench, parts, sides, kept)
+        operands = _rotating(bench, shared.tensors, shared.hot)
+        return decisive(bench.timer, runs, operands, bench.decide_s, incumbent)
 
     with torch.no_grad():
         return middle_of_three(timed, incumbent)
@@ -252,20 +254,26 @@ def decide_sides(
 def time_sides(
     bench: Bench, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str], min_rounds: int
 ) -> Contest:
-    """The same in one run, that decides nothing; as :meth:`~fuseplan.search.tune.tuner.Tuner.time_sides`."""
+    """The same in one run, that decides nothing; as :meth:`~fuseplan.search.tune.tuner.Tuner.time_sides`.
+
+    What a cache does not hold is not copied, and a sample that something else disturbed stands: it is long.
+    """
     with torch.no_grad():
-        return contest(bench.timer, *_runs(bench, parts, sides, kept), bench.decide_s, min_rounds=min_rounds)
+        runs, shared = _runs(bench, parts, sides, kept)
+        held = cache_bytes(bench.target.l2_bytes) >= sum(map(span_bytes, shared.tensors))
+        operands = _rotating(bench, shared.tensors, shared.hot) if held else [tuple(shared.tensors)]
+        return contest(bench.timer, runs, operands, bench.decide_s, min_rounds=min_rounds, tries=1)
 
 
 def _runs(
     bench: Bench, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str]
-) -> tuple[dict[str, Run], Operands]:
-    """The sides as functions, and operands for them."""
+) -> tuple[dict[str, Run], SharedOperands]:
+    """The sides as functions, and what they read."""
     shared = SharedOperands(lambda subject: subject.make_inputs(bench.seed, bench.target.device_type))
     runs = {
         side: sequence([parts[name] for name in names], shared, kept, bench.target) for side, names in sides.items()
     }
-    return runs, _rotating(bench, shared.tensors, shared.hot)
+    return runs, shared
 
 
 def release() -> None:

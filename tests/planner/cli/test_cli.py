@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -310,6 +311,7 @@ def test_tune_stores_and_the_second_run_measures_nothing(plan: Run, db: Path) ->
     status, out, err = plan(*command)
     assert status == 0, err
     assert "silu+mul 3x24 float32" in out and "measured" in out and str(db) in out
+    assert re.search(r"^forward: [\d.]+ -> [\d.]+ us a step \([\d.]+x\)", out, re.MULTILINE), out
     account = out.strip().splitlines()[-1]
     assert account.startswith("where the time went: ") and "capturing" in account and "deciding" in account
     status, out, err = plan(*command)

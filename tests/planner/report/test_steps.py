@@ -103,16 +103,19 @@ def test_groups_are_listed_by_what_they_save(load: Load) -> None:
     # The norm by the run that decided it, 90 us against 20; the library's call against ATen's op.
     assert frame["saved_us"].tolist() == [10 * 70.0, 10 * 9.0]
     assert frame["share"].tolist() == pytest.approx([700 / 1980, 90 / 1980])
+
+
+def test_the_groups_that_save_most_are_named_where_they_do(load: Load) -> None:
     lines = list(step_words.step_lines(load(None)))
-    at = next(number for number, line in enumerate(lines) if line.startswith("decode b4"))
-    assert lines[at + 1].strip() == f"saves 700 us: {samples.NORM.label}, 10 x 90.0 us -> 20.0 us"
-    assert "90.0 us" in lines[at + 2]
-
-
-def test_groups_that_save_little_share_a_line(load: Load) -> None:
-    lines = list(step_words.step_lines(load(None), shown=1))
-    at = next(number for number, line in enumerate(lines) if line.startswith("decode b4"))
-    assert lines[at + 2].strip() == "1 other group together save 90.0 us"
+    assert [line.split(":")[0] for line in lines[:3]] == ["decode b1", "decode b4", "prefill 1x128"]
+    # SwiGLU runs 16 times in two workloads, the norm 32 times in decode b1 and prefill, and 10 times in decode b4.
+    assert [line.strip() for line in lines[3:]] == [
+        f"saves 2.24 ms of decode b1: {samples.NORM.label}, 32 x 90.0 us -> 20.0 us",
+        f"saves 1.28 ms of decode b1: {samples.SWIGLU.label}, 16 x 120 us -> 40.0 us",
+        "saves 90.0 us of decode b4: linear 1x8, 10 x 40.0 us -> 31.0 us",
+    ]
+    short = list(step_words.step_lines(load(None), shown=1))
+    assert len(short) == 5 and "2 other groups save less" in short[4]
 
 
 def test_a_group_in_several_regions_is_one_line(load: Load) -> None:

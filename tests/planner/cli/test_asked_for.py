@@ -1,0 +1,24 @@
+"""Which graphs of a tune are of sizes that were asked for, and not of what masks or generate() make of them."""
+
+from __future__ import annotations
+
+from fuseplan.planner.cli.source import Named
+from fuseplan.planner.models.sources import ModelSource
+from fuseplan.planner.models.workload import Workload, decode, prefill, with_calls
+
+
+def named(*workloads: Workload, source: str = "preset") -> Named:
+    found = ModelSource(kind="preset", name="llama-3.2-1b") if source else None
+    return Named("llama", "cpu", found, workloads)
+
+
+def test_derived_calls_and_their_parts_were_not_asked_for() -> None:
+    what = named(*with_calls([decode(1, 256), decode(8, 256), prefill(1, 128)], True))
+    asked = [one.label for one in what.workloads if what.is_asked_for(one.label)]
+    assert asked == ["decode 1 @ 256", "decode 8 @ 256", "prefill 1x128"]
+    assert not what.is_asked_for("generate 1x128 @ 256 part 2") and not what.is_asked_for("prefill 1x128 masked")
+    assert what.is_asked_for("decode 1 @ 256 part 2")  # of a model that Dynamo cuts
+
+
+def test_a_pattern_is_no_model() -> None:
+    assert not named(source="").is_asked_for("swiglu 32x4096")

@@ -42,8 +42,14 @@ def step_words(one: Step) -> str:
     if one.times is None:
         return f"{words}; the sum of its regions, a whole step was not timed{_left_out(one)}"
     floor = f"; floor {_in(one.times.floor_us, unit)} {unit}" if one.times.floor_us is not None else ""
-    doubt = abs(one.unfused_us - one.planned_us) <= one.times.noise * one.planned_us
-    return f"{words}{floor}{f'; within the noise of {one.times.noise:.0%}' if doubt else ''}{_left_out(one)}"
+    return f"{words}{floor}{_doubt(one)}{_left_out(one)}"
+
+
+def _doubt(one: Step) -> str:
+    """Whether the run's own noise could be the difference; "" where not, and where nothing was run."""
+    if one.times is None or abs(one.unfused_us - one.planned_us) > one.times.noise * one.planned_us:
+        return ""
+    return f"; within the noise of {one.times.noise:.0%}"
 
 
 def _left_out(one: Step) -> str:
@@ -84,7 +90,7 @@ def answers(one: Step) -> list[str]:
     faster = ratio(one.unfused_us, one.planned_us) or 1.0
     how = "measured end to end" if one.times is not None else "the sum of its regions; a whole step was not timed"
     took = f"A step takes {time_text(one.planned_us)}, unfused {time_text(one.unfused_us)}"
-    found = [f"{took}: {faster:.2f}x ({how}{_left_out(one)})."]
+    found = [f"{took}: {faster:.2f}x ({how}{_doubt(one)}{_left_out(one)})."]
     best = [saved for saved in one.saved if saved.saved_us > 0][:_SHOWN_OF_ONE]
     if best:
         names = "; ".join(f"{saved.place or saved.label} ({time_text(saved.saved_us)})" for saved in best)

@@ -71,15 +71,16 @@ class Step:
 
 
 def steps(data: ReportData) -> list[Step]:
-    """The steps of workloads that are planned in every region."""
+    """The steps of workloads that are planned in every region, those that were timed as a whole first."""
     planned: defaultdict[int, list[tuple[RegionSummary, PlanRecord]]] = defaultdict(list)
     for workload, region, plan in data.planned():
         if workload is not None and region is not None:
             planned[id(workload)].append((region, plan))
-    return [
+    found = [
         _step(data, workload, planned[id(workload)]) for workload in data.workloads
         if planned[id(workload)] and len(planned[id(workload)]) == len(workload.regions)
     ]
+    return sorted(found, key=lambda one: one.times is None)
 
 
 def _step(data: ReportData, workload: WorkloadSummary, planned: list[tuple[RegionSummary, PlanRecord]]) -> Step:

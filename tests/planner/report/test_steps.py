@@ -91,8 +91,15 @@ def test_ops_that_no_plan_has_are_said_to_be_missing(load: Load) -> None:
     assert steps.step_frame(more).set_index("workload").loc["decode b4", "left_out"] == 3
 
 
+def test_steps_that_were_timed_come_first(load: Load) -> None:
+    assert steps.steps(load(None))[0].name == "decode b1"
+    assert steps.steps(load(StepTimes(200.0, 100.0, 0.05)))[0].name == "decode b4"
+
+
 def test_what_noise_hides_is_said(load: Load) -> None:
-    assert "within the noise of 5%" in step_words.step_words(decode(load(StepTimes(103.0, 100.0, 0.05))))
+    close = decode(load(StepTimes(103.0, 100.0, 0.05)))
+    assert "within the noise of 5%" in step_words.step_words(close)
+    assert "within the noise of 5%" in step_words.answers(close)[0]
     assert "noise" not in step_words.step_words(decode(load(StepTimes(110.0, 100.0, 0.05))))
 
 

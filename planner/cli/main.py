@@ -15,7 +15,8 @@ from typing import Annotated, TextIO
 
 import typer
 
-from fuseplan.planner.cli import bench, database, device, report, tune
+from fuseplan.planner.cli import database, device, explain, report, tune
+from fuseplan.planner.cli.bench import command as bench
 from fuseplan.search.errors import MachineFailureError, NothingCompilesError, plain
 
 #: Exit statuses after Ctrl-C, after SIGTERM, and where nobody reads the output any more, as shells have them.
@@ -34,11 +35,11 @@ app = typer.Typer(
     "Start with `plan tune --model llama`; then torch.compile(model, backend='fuseplan') uses what was stored.",
 )
 app.command("tune", short_help="Plan a model's fusion, tune it on this device, store it.")(tune.tune)
-app.command("explain", short_help="Say why each boundary is where it is.")(report.explain)
+app.command("explain", short_help="Say why each boundary is where it is.")(explain.explain)
 app.command("bench", short_help="Measure the plan beside eager and TorchInductor.")(bench.bench)
 app.command("report", short_help="Show what is stored: tables or an HTML page.")(report.report)
 app.command("probe", short_help="Measure this device for the cost model.")(device.probe)
-app.command("patterns", short_help="List the named patterns, with their shapes and formulas.")(report.patterns)
+app.command("patterns", short_help="List the named patterns, with their shapes and formulas.")(explain.patterns)
 app.command("backends", short_help="Say which kernel back ends work here, and why not.")(device.backends)
 app.add_typer(database.app, name="db", short_help="List, show, export, import, verify and prune records.")
 

@@ -25,7 +25,8 @@ from fuseplan.planner.bench import launch
 from fuseplan.planner.bench.launch import ADD, GROUP, PLAN, LaunchRow, LookupRow
 from fuseplan.planner.bench.patterns import PatternBench
 from fuseplan.planner.bench.rows import bench_frame
-from fuseplan.planner.cli import bench_patterns, main
+from fuseplan.planner.cli import main
+from fuseplan.planner.cli.bench import patterns
 from fuseplan.planner.errors import PlanError
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.patterns.cells import cell
@@ -148,10 +149,10 @@ def test_a_cell_is_tuned_once_and_found_by_the_bench(session: Session) -> None:
     graph = contestant.trace_cell(one, "cpu")[0].graph
     assert session.planner().undecided(graph)
     with make_pool("cpu") as pool:
-        bench_patterns.tune_cells(session, [one], _BRIEFLY, pool, said)
+        patterns.tune_cells(session, [one], _BRIEFLY, pool, said)
     assert not session.planner().undecided(graph) and not said
     with make_pool("cpu") as unused:
-        bench_patterns.tune_cells(session, [one], _BRIEFLY, unused, said)
+        patterns.tune_cells(session, [one], _BRIEFLY, unused, said)
         assert unused._process is None  # nothing was missing, so no process was started
     (ours,) = [row for row in PatternBench(session, (), ("eager",), 0.0).rows(one) if row.contestant == OURS]
     assert "not tuned" not in ours.note and ours.median_us is not None
@@ -175,7 +176,7 @@ def test_a_region_that_cannot_be_planned_costs_only_itself(session: Session, mon
     said: list[str] = []
     monkeypatch.setattr(contestant, "trace_cell", lambda *_: (SimpleNamespace(graph=graph), {}))
     with InlineExecutor() as pool:
-        bench_patterns.tune_cells(session, [one], _BRIEFLY, pool, said)
+        patterns.tune_cells(session, [one], _BRIEFLY, pool, said)
     (failure,) = said
     assert failure.startswith(f"{one.key}: ") and "ZeroDivisionError: no groups" in failure
     assert len(session.planner().undecided(graph)) == 1  # the other region is stored
@@ -191,7 +192,7 @@ def test_what_would_fail_for_every_cell_is_raised(
     monkeypatch.setattr(Planner, "_decide", fails)
     one, said = cell("swiglu", "3x33", "float32"), list[str]()
     with InlineExecutor() as pool, pytest.raises(type(error), match="no space left"):
-        bench_patterns.tune_cells(session, [one], _BRIEFLY, pool, said)
+        patterns.tune_cells(session, [one], _BRIEFLY, pool, said)
     assert said == []
 
 
@@ -289,10 +290,10 @@ def test_no_cell_is_started_after_the_time_is_up(plan: Run) -> None:
 def test_headlines_stand_beside_what_was_claimed(
     plan: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fuseplan.planner.cli import bench_patterns
+    from fuseplan.planner.cli.bench import patterns
 
     small = {("swiglu", "3x17", "float32"): "target 2.5x", ("no_such", "3", "float32"): "claimed 9x"}
-    monkeypatch.setattr(bench_patterns, "_HEADLINES", small)
+    monkeypatch.setattr(patterns, "_HEADLINES", small)
     status, out, err = plan("headlines", "--no-tune", "--no-inductor")
     assert status == 0, err
     assert "target 2.5x" in out and "there is no pattern no_such" in out

@@ -18,7 +18,7 @@ from fuseplan.planner.bench import generate as bench
 from fuseplan.planner.bench.generate import GenerateRow
 from fuseplan.planner.bench.generation import Sizes
 from fuseplan.planner.cli import main
-from fuseplan.planner.cli.bench_generate import Wanted, sizes_of, tune_command
+from fuseplan.planner.cli.bench.generate import Wanted, sizes_of, tune_command
 from fuseplan.planner.models.sources import find_source
 from fuseplan.planner.peers.contestant import EAGER, OURS
 from fuseplan.planner.tuning import session as sessions

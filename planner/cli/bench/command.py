@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Context, Option
 
-from fuseplan.planner.cli import bench_generate, bench_patterns, common
+from fuseplan.planner.cli import common
 from fuseplan.planner.cli import source as opt
+from fuseplan.planner.cli.bench import generate, patterns
 from fuseplan.planner.cli.common import decimal, whole
 from fuseplan.planner.cli.tune import ready
 from fuseplan.search.errors import plain
@@ -177,14 +178,14 @@ def bench(
 
         processes = usable_cores() if kind == "cuda" else 0
         full = opt.full_dtype_name(dtype)
-        wanted = bench_patterns.Wanted(
-            *bench_patterns.cells_of(topic.value, pattern or (), shape or (), rows, cols, full),
-            peer_names(rivals, kind, without), bench_patterns.modes_of(modes, kind), spend,
+        wanted = patterns.Wanted(
+            *patterns.cells_of(topic.value, pattern or (), shape or (), rows, cols, full),
+            peer_names(rivals, kind, without), patterns.modes_of(modes, kind), spend,
             Budget(trials=trials, seconds=tune_seconds) if tune else None,
             processes if compile_processes is None else compile_processes, resume,
             math.inf if minutes is None else minutes, out,
         )
-        measure = bench_patterns.launch if topic is BenchTopic.LAUNCH else bench_patterns.measure
+        measure = patterns.launch if topic is BenchTopic.LAUNCH else patterns.measure
         session = open_session(kind, db, settings, mode="write" if tune else "inspect")
         measure(ready(session) if tune else session, wanted)
         return
@@ -200,10 +201,10 @@ def bench(
 
         named = find_source(model, config, None, kind, dtype, layers)
         names = [name for name in contestants(kind) if name not in without]
-        sizes = bench_generate.sizes_of(named, batch, prompt, new_tokens)
-        spend = seconds or bench_generate.SECONDS
-        bench_generate.measure(
-            session, bench_generate.Wanted(named, sizes, names, spend, fresh, cold_caches, out)
+        sizes = generate.sizes_of(named, batch, prompt, new_tokens)
+        spend = seconds or generate.SECONDS
+        generate.measure(
+            session, generate.Wanted(named, sizes, names, spend, fresh, cold_caches, out)
         )
         return
     peers = [name for name in STANDARD_PEERS if name not in without]
@@ -284,7 +285,7 @@ def _publish(session: Session, name: str, parts: dict[str, list[BenchRow]], out:
         common.print_frame(results.comparison(frame), title=f"{name}, {part}: median us")
         words += results.verdict(frame, part)
         words += [f"{row.contestant}, {row.workload}, {row.mode}: {row.note}" for row in parts[part] if row.note]
-    bench_patterns.publish(session, name, frames, words, out)
+    patterns.publish(session, name, frames, words, out)
 
 
 def _planner(session: Session, out: Path | None) -> None:
@@ -297,4 +298,4 @@ def _planner(session: Session, out: Path | None) -> None:
         f"{row['ops']:,} ops are built, hashed and planned in {row['total_s']:.2f} s: {row['us_per_op']:.0f} us per op"
         for row in frame.to_dict("records")
     ]
-    bench_patterns.publish(session, "planner", {"planner": frame}, words, out)
+    patterns.publish(session, "planner", {"planner": frame}, words, out)

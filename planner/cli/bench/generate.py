@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fuseplan.planner.cli import bench_patterns, common
+from fuseplan.planner.cli import common
+from fuseplan.planner.cli.bench import patterns
 
 if TYPE_CHECKING:
     from fuseplan.planner.bench.generate import GenerateRow
@@ -125,7 +126,7 @@ def _publish(session: Session, wanted: Wanted, rows: Sequence[GenerateRow]) -> N
     if wanted.fresh:
         state = "empty" if wanted.cold else "as the processes before left them (--cold-caches empties them)"
         said.append(f"fresh processes: compilers' caches on disk were {state}; building the model is not counted")
-    bench_patterns.publish(
+    patterns.publish(
         session, wanted.name, {"generate": frame}, said, wanted.out, {"generate": table}, LEGEND
     )
 

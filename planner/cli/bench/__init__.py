@@ -1,0 +1,1 @@
+"""``plan bench``: one file for each kind of what it measures."""

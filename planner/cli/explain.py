@@ -1,0 +1,78 @@
+"""``plan explain`` and ``patterns``: what is fused and why, in words."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from typer import Option
+
+from fuseplan.planner.cli import source as opt
+from fuseplan.planner.cli.common import DbOption, Device, DeviceOption, device_type, print_frame, print_text
+
+
+def explain(
+    model: opt.ModelOption = None,
+    config: opt.ConfigOption = None,
+    module: opt.ModuleOption = None,
+    pattern: opt.PatternOption = None,
+    shape: opt.ShapeOption = None,
+    workload: Annotated[str | None, Option(metavar="TEXT", help="Only workloads whose name contains this.")] = None,
+    decode: opt.DecodeOption = None,
+    kv_len: opt.KvLenOption = None,
+    prefill: opt.PrefillOption = None,
+    dtype: opt.DtypeOption = None,
+    layers: opt.LayersOption = None,
+    pack_weights: opt.PackWeightsOption = False,
+    numerics: opt.NumericsOption = opt.Numerics.FP32,
+    regime: opt.RegimeOption = opt.Regime.EAGER,
+    source: Annotated[bool, Option("--source", help="Also print the generated code of each group.")] = False,
+    device: DeviceOption = Device.AUTO,
+    db: DbOption = None,
+) -> None:
+    """Say in words what is fused, what is not, and why each boundary is where it is.
+
+    Last come tuned workloads side by side: what runs with each matmul and attention at how many rows, and where it
+    turns. Uses the stored plan; what was never tuned is planned by the cost model. Nothing is measured.
+    """
+    from fuseplan.planner.errors import ConfigError, nearest
+    from fuseplan.planner.report import explain as words
+    from fuseplan.planner.tuning.planner import PlanSettings
+    from fuseplan.planner.tuning.session import open_session
+
+    kind = device_type(device)
+    models, workloads = (model, config, module), (decode, kv_len, prefill)
+    graphs = opt.named(kind, models, (pattern, shape), workloads, dtype, layers, pack_weights=pack_weights).graphs()
+    settings = PlanSettings(numerics=numerics.value, regime=opt.regime_name(kind, regime))
+    session = open_session(kind, db, settings, mode="inspect")
+    chosen = [(name, graph) for name, graph in graphs if workload is None or workload in name]
+    if not chosen:
+        names = [name for name, _ in graphs]
+        close = nearest(workload or "", names) or names
+        raise ConfigError(f"no workload is called {workload!r}; there are {', '.join(close)}")
+    planned = []
+    for name, graph in chosen:
+        failures: list[str] = []
+        plan = session.planner().plan_graph(graph, on_failure=words.note_failure(graph, failures))
+        planned.append((name, graph, plan))
+        for line in [*words.explain_plan(session, name, graph, plan), *failures]:
+            print_text(line)
+        if source:
+            for label, text in words.sources(session, graph, plan):
+                print_text(f"\n// ---- {label}\n{text}")
+        typer.echo("")
+    for line in words.compare_plans(planned):
+        print_text(line)
+
+
+def patterns() -> None:
+    """List the named patterns: small graphs that inference engines fuse by hand.
+
+    Any of them can be tuned, explained and measured: plan tune --pattern swiglu --shape 32x4096.
+    """
+    import pandas as pd
+
+    from fuseplan.planner.patterns.table import PATTERNS
+
+    rows = [(name, found.summary, found.dims, found.example) for name, found in sorted(PATTERNS.items())]
+    print_frame(pd.DataFrame(rows, columns=["pattern", "computes", "--shape is", "such as"]))

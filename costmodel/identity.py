@@ -9,8 +9,6 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-
 _GIB = 2**30
 _CPUINFO = Path("/proc/cpuinfo")
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -48,6 +46,8 @@ class DeviceIdentity:
 
 def current_identity(device_type: str) -> DeviceIdentity:
     """Identity of this machine's processor, or of the current CUDA device; ValueError where there is none."""
+    import torch
+
     if device_type == "cpu":
         cache_bytes = max((parse_cache_bytes(path.read_text()) for path in _CACHES.glob("index*/size")), default=0)
         name = parse_cpu_name(_CPUINFO.read_text(errors="replace")) if _CPUINFO.exists() else None
@@ -66,6 +66,8 @@ def current_identity(device_type: str) -> DeviceIdentity:
 
 def current_versions(device_type: str) -> dict[str, str]:
     """Versions that a measurement depends on: Python, torch, the platform, and CUDA's where it is used."""
+    import torch
+
     versions = {"python": platform.python_version(), "torch": torch.__version__, "platform": platform.platform()}
     if device_type == "cuda" and torch.version.cuda is not None:
         versions["cuda"] = torch.version.cuda

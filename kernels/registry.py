@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from fuseplan.kernels.ir.backend import Backend, Config, Target, misfit
 
 
@@ -32,6 +30,8 @@ def malformed_config(backend: str, config: Config) -> str | None:
 
 def local_target(device_type: str) -> Target:
     """What to compile for on this machine; RuntimeError where ``"cuda"`` is asked for and there is no CUDA device."""
+    import torch
+
     if device_type == "cpu":
         return Target("cpu", "native", torch.get_num_threads())
     if not torch.cuda.is_available():

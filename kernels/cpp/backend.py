@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from fuseplan.kernels.cpp.config import PARAMETERS, config_space, default_settings, infeasible, run_settings
-from fuseplan.kernels.cpp.emitter import emit_cpp
+from fuseplan.kernels.cpp.emitter import emit_cpp, prelude
 from fuseplan.kernels.cpp.launch import CppKernel, load_kernel
 from fuseplan.kernels.ir.backend import Backend, BuildError, Config, Resources, Target, Tunable, checked
 from fuseplan.kernels.ir.ir import KernelIR
@@ -61,6 +61,9 @@ class CppBackend(Backend):
         config = checked(config, PARAMETERS)
         stage, stream = (bool(int(config.get(name, 0))) for name in ("stage", "stream"))
         return emit_cpp(ir, int(config["unroll"]), stage, stream)
+
+    def common(self, source: str) -> tuple[str, ...]:
+        return (prelude(),)
 
     def prepare(self, ir: KernelIR, config: Config, target: Target) -> Resources:
         self._build(ir, config)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from fuseplan.kernels.ir.ir import KernelIR
+    from fuseplan.kernels.ir.ir import KernelIR
 
 #: A kernel configuration, by parameter name (never by position): JSON-able.
 Config: TypeAlias = Mapping[str, int | str]
@@ -142,6 +143,10 @@ class Backend(ABC):
     @abstractmethod
     def source(self, ir: KernelIR, config: Config) -> str:
         """The generated source text (for people, ``plan explain --source``, and the compile cache's key)."""
+
+    def common(self, source: str) -> tuple[str, ...]:
+        """The parts of a source that other kernels have, too: includes and helpers, each as it stands there."""
+        return ()
 
     @abstractmethod
     def prepare(self, ir: KernelIR, config: Config, target: Target) -> Resources:

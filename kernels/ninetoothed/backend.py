@@ -26,6 +26,7 @@ from fuseplan.kernels.ir.kernel_name import kernel_name
 from fuseplan.kernels.native.build import is_exposed
 from fuseplan.kernels.ninetoothed.emitter import View, Views, emit_ninetoothed
 from fuseplan.kernels.triton.config import MAX_PERSISTENT_COLS, PARAMETERS, default_config, infeasible, tunables
+from fuseplan.kernels.triton.helpers import plain_helper_sources
 
 _GENERATION = threading.Lock()
 #: How ninetoothed spells Triton's language in what it generates.
@@ -83,6 +84,9 @@ class NinetoothedBackend(GpuBackend):
 
     def source(self, ir: KernelIR, config: Config) -> str:
         return emit_ninetoothed(ir, config)
+
+    def common(self, source: str) -> tuple[str, ...]:
+        return tuple(plain_helper_sources(source))
 
     def versions(self) -> str:
         import triton

@@ -17,6 +17,7 @@ from fuseplan.kernels.triton import contraction_config
 from fuseplan.kernels.triton.config import PARAMETERS, default_config, infeasible, tunables
 from fuseplan.kernels.triton.contraction_config import contracts
 from fuseplan.kernels.triton.emitter import buffer_names, emit_triton
+from fuseplan.kernels.triton.helpers import helper_sources
 from fuseplan.kernels.triton.index import symbol_argument
 from fuseplan.kernels.triton.split_sums import COUNTERS, PARTIALS, scratch
 from fuseplan.kernels.triton.suggestions import suggestions
@@ -59,6 +60,9 @@ class TritonBackend(GpuBackend):
 
     def source(self, ir: KernelIR, config: Config) -> str:
         return emit_triton(ir, config, needs_int64(ir))
+
+    def common(self, source: str) -> tuple[str, ...]:
+        return tuple(helper_sources(source))
 
     def versions(self) -> str:
         import triton

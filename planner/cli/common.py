@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
-from fuseplan.search.errors import plain
+from fuseplan.planner.cli.output.options import current
+from fuseplan.planner.cli.output.screen import Shown, Status
+from fuseplan.planner.cli.output.tables import Table, table_of
 
 if TYPE_CHECKING:
     import pandas as pd
-    from rich.console import Console
 
     from fuseplan.search.store.database import Database
 
@@ -85,59 +86,38 @@ def open_database(url: str | None, write: bool = True) -> Database:
     return Database(url, mode="write" if write else "inspect")
 
 
-def console(stderr: bool = False) -> Console:
-    """A rich console; wide when the output is not a terminal, so that piped tables keep their columns."""
-    from rich.console import Console
-
-    screen = Console(stderr=stderr, highlight=False)
-    return screen if screen.is_terminal else Console(stderr=stderr, highlight=False, width=220)
-
-
-#: Characters of a text column before it wraps.
-_WIDEST = 44
+def print_frame(
+    frame: pd.DataFrame, title: str = "", digits: int = 2, spare: Sequence[str] = (), keep: Sequence[str] = (),
+    name: str = "", shown: Shown = "always",
+) -> None:
+    """A frame as a table of the answer (:class:`~fuseplan.planner.cli.output.tables.Table` says what it takes)."""
+    current().table(table_of(frame, name or "table", title, digits, spare, keep), shown)
 
 
-def print_frame(frame: pd.DataFrame, title: str = "", digits: int = 2, spare: Sequence[str] = ()) -> None:
-    """Print a frame as a table: text to the left, numbers to the right, floats with ``digits`` decimals.
-
-    The columns ``spare`` are left out, in this order, until the table fits the terminal.
-    """
-    import pandas as pd
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    screen = console()
-    texts = {str(name): [_cell_text(value, digits) for value in frame[name]] for name in frame.columns}
-    widths = {name: min(_WIDEST, max(map(len, [name, *cells]))) for name, cells in texts.items()}
-    for name in spare:
-        if sum(widths.values()) + 3 * len(widths) <= screen.width:
-            break
-        widths.pop(name, None)
-    heading = Text(plain(title)) if title else None
-    table = Table(title=heading, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
-    for name in widths:
-        is_number = pd.api.types.is_numeric_dtype(frame[name])
-        table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number)
-    for row in zip(*(texts[name] for name in widths), strict=True):
-        table.add_row(*map(Text, row))
-    screen.print(table)
-
-
-def _cell_text(value: object, digits: int) -> str:
-    """Numbers at ``digits`` decimals, nothing for a missing value, text without what a terminal obeys."""
-    if value is None or (isinstance(value, float) and value != value):
-        return ""
-    return f"{value:,.{digits}f}" if isinstance(value, float) else plain(str(value))
+def print_rows(
+    name: str, columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "", spare: Sequence[str] = (),
+    keep: Sequence[str] = (),
+) -> None:
+    """The same of rows that are in no frame."""
+    table = Table(name, tuple(columns), tuple(map(tuple, rows)), title, spare=tuple(spare), keep=tuple(keep))
+    current().table(table)
 
 
 def print_text(text: str) -> None:
-    """Print lines that may hold stored text, without what a terminal obeys."""
-    typer.echo("\n".join(map(plain, text.split("\n"))))
+    """Lines of the answer, which may hold stored text: without what a terminal obeys."""
+    current().tell(text)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file, making its folder; an unwritable one is an :class:`OSError` that names it."""
-    path = path.expanduser()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+def print_line(line: str) -> None:
+    """A line of the answer that a terminal shows without its middle where it is too long."""
+    current().tell(line, one_line=True)
+
+
+def say(line: str) -> None:
+    """What is not the answer: where it is stored, what was written. Not with ``--quiet``."""
+    current().say(line)
+
+
+def status(text: str) -> AbstractContextManager[Status]:
+    """What takes long, for the standard error; its ``update`` takes what is done now."""
+    return current().status(text)

@@ -8,25 +8,28 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from fuseplan.planner.cli.common import DbOption, Device, device_type, open_database, print_frame, print_text
+from fuseplan.planner.cli.common import DbOption, Device, device_type, open_database, print_rows, print_text, say
+from fuseplan.planner.cli.output.options import answers, current
 
 app = typer.Typer(no_args_is_help=True, help="List, show, export, import, verify and prune stored records.")
 
 
 @app.command("ls")
+@answers("the records", torch=False)
 def list_records(db: DbOption = None) -> None:
     """One line per stored tuning record and plan."""
-    from fuseplan.search.store.maintenance import ls
+    from fuseplan.search.store.maintenance import LS_COLUMNS, ls_rows
 
     database = open_database(db, write=False)
-    frame = ls(database)
-    if frame.empty:
-        typer.echo(f"no records in {database.where}; `plan tune --model llama` makes some")
-        return
-    frame["workload"] = frame["workload"].str.slice(0, 12)
-    frame["gain"] = frame["gain"].map("{:.0%}".format)
-    spare = ("regime", "created", "device", "backend")
-    print_frame(frame.drop(columns="numerics"), title=database.where, digits=1, spare=spare)
+    rows = ls_rows(database)
+    if not rows:
+        say(f"no records in {database.where}; `plan tune --model llama` makes some")
+    elif current().is_terminal:
+        say(database.where)
+    if rows or not current().at_once:
+        print_rows("records", LS_COLUMNS, rows, spare=(
+            "numerics", "regime", "created", "backend", "device", "kind", "workload", "gain", "best_us", "unfused_us",
+        ), keep=("label", "answer"))
 
 
 @app.command()
@@ -55,6 +58,7 @@ def show(
 
 
 @app.command("export")
+@answers(tables=False, torch=False)
 def export_records(
     file: Annotated[Path, Argument(help="File to write (JSON lines with a checksum).")],
     device: Annotated[str | None, Option("--device-key", help="Only this device's records.")] = None,
@@ -69,10 +73,11 @@ def export_records(
 
         raise ConfigError(f"--device-key {device!r}: {database.where} has no such device; list it with `plan db ls`")
     count = export(database, file, device)
-    typer.echo(f"{count} entries of {database.where} written to {file}")
+    say(f"{count} entries of {database.where} written to {file}")
 
 
 @app.command("import")
+@answers(tables=False, torch=False)
 def import_records(
     file: Annotated[Path, Argument(help="File that `plan db export` wrote.")], db: DbOption = None
 ) -> None:
@@ -81,27 +86,28 @@ def import_records(
 
     read_bundle(file)  # one that is refused makes no database
     database = open_database(db)
-    typer.echo(f"{import_bundle(database, file)} entries of {file} imported into {database.where}")
+    say(f"{import_bundle(database, file)} entries of {file} imported into {database.where}")
 
 
 @app.command()
+@answers("the problems")
 def verify(db: DbOption = None) -> None:
     """Check the file, its schema and every record; exit status 2 when something is wrong."""
     from fuseplan.search.store.maintenance import verify_database as check
 
     database = open_database(db, write=False)
     problems = check(database)
-    for problem in problems:
-        print_text(": ".join(filter(None, (problem.table, problem.row, problem.what))))
     if problems:
+        print_rows("problems", ("table", "row", "what"), [(one.table, one.row, one.what) for one in problems])
         rows = any(problem.row for problem in problems)
         hint = "; `plan db prune` deletes rows that cannot be read" if rows else ""
-        typer.echo(f"{len(problems)} problems in {database.where}{hint}")
+        print_text(f"{len(problems)} problems in {database.where}{hint}")
         raise typer.Exit(2)
-    typer.echo(f"{database.where} is sound")
+    print_text(f"{database.where} is sound")
 
 
 @app.command()
+@answers(tables=False)
 def prune(
     stale: Annotated[bool, Option("--stale", help="Also delete records of other software versions.")] = False,
     misses: Annotated[bool, Option("--misses", help="Also delete logged misses.")] = False,
@@ -116,5 +122,4 @@ def prune(
     keep = Versions.current(device_type(Device.AUTO)) if stale else None
     removed = delete(database, keep_versions=keep, device=device, misses=misses)
     counts = ", ".join(f"{count} {table}" for table, count in removed.items() if count)
-    typer.echo(f"{counts or 'nothing'} deleted from {database.where}")
-
+    say(f"{counts or 'nothing'} deleted from {database.where}")

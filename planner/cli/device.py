@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Option
 
-from fuseplan.planner.cli.common import DbOption, Device, DeviceOption, console, device_type, print_frame
+from fuseplan.planner.cli.common import (
+    DbOption,
+    Device,
+    DeviceOption,
+    device_type,
+    print_frame,
+    print_rows,
+    print_text,
+    say,
+    status,
+)
+from fuseplan.planner.cli.output.options import answers
 
 if TYPE_CHECKING:
     from fuseplan.costmodel.device import DeviceSpec
 
 
+@answers()
 def probe(
     full: Annotated[bool, Option("--full", help="More sizes and repetitions: about a minute.")] = False,
     force: Annotated[bool, Option(
@@ -40,20 +53,21 @@ def probe(
         plot = plot.expanduser()
         plot.parent.mkdir(parents=True, exist_ok=True)
     session = open_session(device_type(device), db)
-    with console(stderr=True).status("probing") as status:
+    with status("probing") as doing:
         found = session.measure_device(
-            not full, lambda fraction, step: status.update(f"probing: {step}, {fraction:.0%}")
+            not full, lambda fraction, step: doing.update(f"probing: {step}, {fraction:.0%}")
         )
-    print_frame(spec_table(found), title=f"{found.identity.name} ({session.device})")
+    print_frame(spec_table(found), name="probe", spare=("detail", "best"), keep=("quantity", "typical", "unit"))
+    say(f"{found.identity.name} ({session.device})")
     warn_of_problems(found)
     if plot is not None:
         bandwidth_figure(found).savefig(plot, dpi=150)
-        typer.echo(f"plot written to {plot}")
+        say(f"plot written to {plot}")
     known = session.spec
     lost = losses(found, known) if known is not None and not force else []
     if known is None or not lost:
         session.with_spec(found).recalibrated()
-        typer.echo(f"stored in {session.database.where}")
+        say(f"stored in {session.database.where}")
         return
     typer.echo(
         f"plan: warning: not stored, for the probe of {known.measured_at} is better ({'; '.join(lost)}); "
@@ -67,27 +81,30 @@ def warn_of_problems(spec: DeviceSpec) -> None:
         typer.echo(f"plan: warning: this probe is doubtful: {problem}; run `plan probe` when it is idle", err=True)
 
 
+@answers()
 def backends() -> None:
     """Say which kernel back ends can be used here, and why the others cannot."""
-    import pandas as pd
+    rows = [row for kind in ("cpu", "cuda") for row in backend_rows(kind)]
+    print_rows("backends", ("back end", "device", "usable here", "why not"), rows)
+    _say_device()
+
+
+def backend_rows(kind: str) -> Iterator[tuple[str, str, str, str]]:
+    """Name, device, whether it can be used here, and why not, of each back end for a device type."""
     import torch
 
     from fuseplan.kernels.registry import backends_for
 
-    rows = []
-    for kind in ("cpu", "cuda"):
-        no_device = "PyTorch sees no CUDA GPU" if kind == "cuda" and not torch.cuda.is_available() else None
-        for backend in backends_for(kind):
-            reason = backend.unavailable() or no_device
-            rows.append((backend.name, kind, "no" if reason else "yes", reason or ""))
-    print_frame(pd.DataFrame(rows, columns=["back end", "device", "usable here", "why not"]))
-    _say_device()
+    no_device = "PyTorch sees no CUDA GPU" if kind == "cuda" and not torch.cuda.is_available() else None
+    for backend in backends_for(kind):
+        reason = backend.unavailable() or no_device
+        yield backend.name, kind, "no" if reason else "yes", reason or ""
 
 
 def _say_device() -> None:
     import torch
 
     if torch.cuda.is_available():
-        typer.echo(f"CUDA device: {torch.cuda.get_device_name()} (the default; use --device cpu for the processor)")
+        print_text(f"CUDA device: {torch.cuda.get_device_name()} (the default; use --device cpu for the processor)")
     else:
-        typer.echo("no CUDA device: commands use the CPU")
+        print_text("no CUDA device: commands use the CPU")

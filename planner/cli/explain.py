@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
-import typer
 from typer import Option
 
 from fuseplan.planner.cli import source as opt
-from fuseplan.planner.cli.common import DbOption, Device, DeviceOption, device_type, print_frame, print_text
+from fuseplan.planner.cli.common import DbOption, Device, DeviceOption, device_type, print_rows, print_text
+from fuseplan.planner.cli.output.options import answers, current
+
+if TYPE_CHECKING:
+    from fuseplan.planner.graph.dataflow import DataflowGraph
+    from fuseplan.planner.tuning.planner import GraphPlan
+    from fuseplan.planner.tuning.session import Session
 
 
+@answers("the groups, or with --source the kernels")
 def explain(
     model: opt.ModelOption = None,
     config: opt.ConfigOption = None,
@@ -26,7 +33,13 @@ def explain(
     pack_weights: opt.PackWeightsOption = False,
     numerics: opt.NumericsOption = opt.Numerics.FP32,
     regime: opt.RegimeOption = opt.Regime.EAGER,
-    source: Annotated[bool, Option("--source", help="Also print the generated code of each group.")] = False,
+    source: Annotated[str | None, Option(
+        "--source", metavar="GROUP", help="Print the generated code of a group instead: its letter, or a part of its "
+        "name or its place in the model; all for every one.",
+    )] = None,
+    prelude: Annotated[bool, Option(
+        "--prelude", help="With --source: also what every kernel begins with, includes and helpers.",
+    )] = False,
     device: DeviceOption = Device.AUTO,
     db: DbOption = None,
 ) -> None:
@@ -50,29 +63,53 @@ def explain(
         names = [name for name, _ in graphs]
         close = nearest(workload or "", names) or names
         raise ConfigError(f"no workload is called {workload!r}; there are {', '.join(close)}")
-    planned = []
+    planned, screen = [], current()
     for name, graph in chosen:
         failures: list[str] = []
         plan = session.planner().plan_graph(graph, on_failure=words.note_failure(graph, failures))
         planned.append((name, graph, plan))
-        for line in [*words.explain_plan(session, name, graph, plan), *failures]:
-            print_text(line)
-        if source:
-            for label, text in words.sources(session, graph, plan):
-                print_text(f"\n// ---- {label}\n{text}")
-        typer.echo("")
+        if source is None:
+            for line in [*words.explain_plan(session, name, graph, plan), *failures, ""]:
+                print_text(line)
+    if source is not None:
+        _print_sources(session, planned, source, prelude)
+        return
+    if not screen.at_once:
+        rows = [row for one in planned for row in words.group_rows(*one)]
+        print_rows("groups", words.GROUP_COLUMNS, rows)
     for line in words.compare_plans(planned):
         print_text(line)
 
 
+def _print_sources(
+    session: Session, planned: Sequence[tuple[str, DataflowGraph, GraphPlan]], wanted: str, prelude: bool
+) -> None:
+    from fuseplan.planner.module_paths import located
+    from fuseplan.planner.report.sources import called, kernel_sources
+
+    chosen, screen = called(kernel_sources(session, planned), wanted), current()
+    texts = [(one, one.text if prelude else one.own_text()) for one in chosen]
+    if not screen.at_once:
+        print_rows("kernels", ("group", "names", "place", "backend", "workloads", "source"), [
+            (one.label, ", ".join(one.names), one.place, one.backend, ", ".join(one.workloads), text)
+            for one, text in texts
+        ])
+    for one, text in texts:
+        mark = "//" if one.language == "cpp" else "#"
+        title = f"{mark} {', '.join(one.names)}: {located(one.label, one.place)}, {one.backend}"
+        screen.code(f"{title}\n{mark} used by {', '.join(one.workloads)}\n\n{text.strip()}\n", one.language)
+    if left := sum(len(part.splitlines()) for one, _ in texts for part in one.common if not prelude):
+        mark = "//" if texts[0][0].language == "cpp" else "#"
+        print_text(f"{mark} left out: {left} lines that kernels have in common, includes and helpers (--prelude)")
+
+
+@answers(torch=False)
 def patterns() -> None:
     """List the named patterns: small graphs that inference engines fuse by hand.
 
     Any of them can be tuned, explained and measured: plan tune --pattern swiglu --shape 32x4096.
     """
-    import pandas as pd
+    from fuseplan.planner.patterns.listing import LISTING
 
-    from fuseplan.planner.patterns.table import PATTERNS
-
-    rows = [(name, found.summary, found.dims, found.example) for name, found in sorted(PATTERNS.items())]
-    print_frame(pd.DataFrame(rows, columns=["pattern", "computes", "--shape is", "such as"]))
+    rows = [(name, found.summary, found.dims, found.example) for name, found in sorted(LISTING.items())]
+    print_rows("patterns", ("pattern", "computes", "--shape is", "such as"), rows, spare=("--shape is",))

@@ -15,7 +15,7 @@ from typing import Annotated, TextIO
 
 import typer
 
-from fuseplan.planner.cli import database, device, explain, report, tune
+from fuseplan.planner.cli import completion, database, device, env, explain, report, tune
 from fuseplan.planner.cli.bench import command as bench
 from fuseplan.search.errors import MachineFailureError, NothingCompilesError, plain
 
@@ -41,6 +41,8 @@ app.command("report", short_help="Show what is stored: tables or an HTML page.")
 app.command("probe", short_help="Measure this device for the cost model.")(device.probe)
 app.command("patterns", short_help="List the named patterns, with their shapes and formulas.")(explain.patterns)
 app.command("backends", short_help="Say which kernel back ends work here, and why not.")(device.backends)
+app.command("env", short_help="Say what is installed and found here, for a bug report.")(env.env)
+app.command("completion", short_help="Print the script that completes commands in your shell.")(completion.completion)
 app.add_typer(database.app, name="db", short_help="List, show, export, import, verify and prune records.")
 
 
@@ -60,7 +62,6 @@ def _root(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Options that stand before or after any command."""
-    import numpy  # noqa: F401  # where torch is the one to load it, a Ctrl-C meanwhile is lost and leaves half of it
 
 
 def run(argv: Sequence[str]) -> int:

@@ -1,41 +1,32 @@
-"""Progress of a tune on the terminal: which group, which trial, the best time so far, and the time left."""
+"""Progress of a tune: which group, which trial, the best time so far, and on a terminal the time left."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from fuseplan.planner.cli.common import console
+from fuseplan.planner.cli.output.options import current
+from fuseplan.planner.cli.output.progress_log import ProgressLog
+from fuseplan.planner.cli.output.screen import stderr_console
 
 if TYPE_CHECKING:
     from fuseplan.planner.graph.dataflow import DataflowGraph, Region
     from fuseplan.search.tune.tuner import ProgressEvent
 
 
-class TuneProgress(Progress):
-    """A bar over the regions that have to be tuned, as their graphs come, and a line below it."""
-
-    line = ""
+class TuneProgress:
+    """Counts the regions that have to be tuned, as their graphs come, and says what is done now."""
 
     def __init__(self) -> None:
-        super().__init__(
-            TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("regions"),
-            TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
-            console=console(stderr=True), transient=True,
-        )
         self._seen: set[str] = set()
         #: For each distinct region of each graph, in planning order: whether it has to be tuned.
         self._pending: list[bool] = []
         self._started = 0
-        self._bar = self.add_task("tuning", total=1)
-
-    def get_renderables(self) -> Iterator[RenderableType]:
-        yield self.make_tasks_table(self.tasks)
-        yield Text(f"  {self.line}", overflow="ellipsis", no_wrap=True)
 
     def on_graph(self, graph: DataflowGraph, undecided: Sequence[Region]) -> None:
         """A workload's graph was captured."""
@@ -45,16 +36,75 @@ class TuneProgress(Progress):
         missing = {region.key for region in undecided} - self._seen
         self._pending += [key in missing for key in keys]
         self._seen.update(keys)
-        self.update(self._bar, total=max(1, sum(self._pending)))
+        self.counted(sum(self._pending[: self._started]), sum(self._pending))
 
     def on_region(self, workload: str, label: str, number: int, total: int) -> None:
         """A region of a workload is looked up or tuned next."""
         done = sum(self._pending[: self._started])
         self._started += 1
-        self.line = label
-        self.update(self._bar, completed=done, description=workload)
+        self.counted(done, sum(self._pending), workload)
+        self.doing(label)
 
     def on_trial(self, event: ProgressEvent) -> None:
         """A group's tune took a step."""
         best = f", best {event.best_us:.1f} us" if event.best_us < float("inf") else ""
-        self.line = f"{event.label}: {event.phase}, trial {event.trial} of {event.of}{best}"
+        self.doing(f"{event.label}: {event.phase}, trial {event.trial} of {event.of}{best}")
+
+    def counted(self, done: int, of: int, workload: str = "") -> None:
+        """So many regions are done, and one of a workload is next."""
+
+    def doing(self, what: str) -> None:
+        """What is done now."""
+
+
+class _Bar(TuneProgress, Progress):
+    """On a terminal: a bar, and a line below it."""
+
+    def __init__(self) -> None:
+        TuneProgress.__init__(self)
+        self._line = ""
+        Progress.__init__(
+            self, TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(),
+            TextColumn("regions"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+            console=stderr_console(), transient=True,
+        )
+        self._bar = self.add_task("tuning", total=1)
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        yield Text(f"  {self._line}", overflow="ellipsis", no_wrap=True)
+
+    def counted(self, done: int, of: int, workload: str = "") -> None:
+        self.update(self._bar, completed=done, total=max(1, of), description=workload or None)
+
+    def doing(self, what: str) -> None:
+        self._line = what
+
+
+class TuneLog(TuneProgress):
+    """In a log: a line when the first region begins, and then one now and then."""
+
+    def __init__(self, log: ProgressLog) -> None:
+        super().__init__()
+        self._log, self._where = log, ""
+
+    def counted(self, done: int, of: int, workload: str = "") -> None:
+        if workload and not self._where:
+            self._log.phase(f"tuning {of} regions" if of else "looking regions up")
+        self._where = f"{done} of {of} regions, {workload}" if workload else self._where
+
+    def doing(self, what: str) -> None:
+        self._log.update(f"{self._where}: {what}")
+
+
+@contextmanager
+def tune_progress() -> Iterator[TuneProgress]:
+    """The progress of a tune, for who reads the standard error."""
+    screen = current()
+    if screen.log is not None:
+        yield TuneLog(screen.log)
+    elif screen.quiet:
+        yield TuneProgress()
+    else:
+        with _Bar() as bar:
+            yield bar

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from typer import Argument, Option
 
-from fuseplan.planner.cli.common import DbOption, Device, device_type, print_frame, print_text, write_text
+from fuseplan.planner.cli import completion
+from fuseplan.planner.cli.common import DbOption, Device, device_type
+from fuseplan.planner.cli.output.options import answers, current
+from fuseplan.planner.cli.output.screen import PageFormat, Screen, Shown
+from fuseplan.planner.cli.output.tables import table_of
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from fuseplan.planner.report.frames import ReportData
 
 
@@ -27,33 +27,23 @@ class ReportTopic(StrEnum):
     ACCURACY = "accuracy"
 
 
-class Format(StrEnum):
-    """How to write it."""
-
-    TABLE = "table"
-    CSV = "csv"
-    MARKDOWN = "markdown"
-    HTML = "html"
+#: Of the group table, what a narrow terminal leaves out, in this order.
+_SPARE = ("key", "regime", "enumerated_configs", "measured_configs", "noise", "lower_bound_us", "predicted_us",
+          "config", "ops", "backend", "times", "source", "place", "answer", "fused_us", "unfused_us")
+_ANSWER = ("workload", "group", "speedup")
 
 
-#: Columns of the terminal's group table: what fits.
-_SHOWN = [
-    "workload", "group", "place", "ops", "times", "answer", "backend", "config", "fused_us", "unfused_us", "speedup",
-    "source",
-]
-
-
+@answers("that of the topic", page=True)
 def report(
     topic: Annotated[ReportTopic, Argument(
         help="groups: fused against unfused. steps: what whole steps take, by part, and what each group saves. "
         "accuracy: predicted against measured times.",
     )] = ReportTopic.GROUPS,
-    model: Annotated[str | None, Option(help="Only what was tuned for this model.")] = None,
-    style: Annotated[Format, Option(
-        "--format", help="html writes one self-contained page (fuseplan-report.html).",
-    )] = Format.TABLE,
-    out: Annotated[Path | None, Option(metavar="FILE", help="Write to a file.")] = None,
+    model: Annotated[str | None, Option(
+        autocompletion=completion.models, help="Only what was tuned for this model.",
+    )] = None,
     device: Annotated[str, Option(
+        autocompletion=completion.devices,
         help="cpu, cuda, or any part of the name of a device that has records, such as h200: stored, or shipped with "
         "fuseplan. auto takes CUDA where PyTorch sees a GPU, else the CPU.",
     )] = Device.AUTO.value,
@@ -67,28 +57,25 @@ def report(
     """Report what was tuned: whole steps first, then groups, fused against unfused. Nothing is measured."""
     data = load(db, device, device_key, model, regime)
     other = _other(against, device, device_key, model, regime) if against is not None else None
-    if style is Format.HTML:
+    screen = current()
+    if screen.style == PageFormat.HTML:
         from fuseplan.planner.report.html_page import html_report
 
-        target = out if out is not None else Path("fuseplan-report.html")
-        write_text(target, html_report(data, other))
-        typer.echo(f"report written to {target}")
-    elif style is Format.TABLE:
-        _print(data, topic)
-        if other is not None:
-            from fuseplan.planner.report.against import against_lines
-
-            for line in against_lines(data, other):
-                print_text(line)
+        screen.page(html_report(data, other), Path("fuseplan-report.html"))
+        return
+    screen.heading(f"Fusion report: {data.model or data.device}", _MAIN[topic])
+    if topic is ReportTopic.ACCURACY:
+        _accuracy(screen, data)
     else:
-        text = _text(data, topic, style, other)
-        if out is None:
-            # A pipe gets what is stored; a terminal would obey it.
-            echo = print_text if sys.stdout.isatty() else typer.echo
-            echo(text.removesuffix("\n"))
-        else:
-            write_text(out, text)
-            typer.echo(f"report written to {out}")
+        _steps(screen, data, topic)
+        if topic is ReportTopic.GROUPS:
+            _groups(screen, data)
+        if other is not None:
+            _against(screen, data, other)
+
+
+#: The table of a topic that CSV has.
+_MAIN = {ReportTopic.GROUPS: "groups", ReportTopic.STEPS: "saved", ReportTopic.ACCURACY: "samples"}
 
 
 def _other(db: str, device: str, device_key: str | None, model: str | None, regime: str | None) -> ReportData:
@@ -145,60 +132,66 @@ def load(
     return load_report(database, key, stored_spec(database, key), name, regime)
 
 
-def _print(data: ReportData, topic: ReportTopic) -> None:
-    from fuseplan.planner.report import accuracy, frames, step_words, steps
+def _steps(screen: Screen, data: ReportData, topic: ReportTopic) -> None:
+    from fuseplan.planner.report import step_words, steps
 
-    if topic is ReportTopic.ACCURACY:
-        for title, frame in _accuracy(data):
-            print_frame(frame.drop(columns=["key"], errors="ignore"), title=title, digits=3)
-    else:
+    if screen.at_once:
         for line in step_words.step_lines(data):
-            print_text(line)
-        parts = steps.part_frame(data)
-        if len(parts):
-            print_frame(parts.drop(columns=["regime"]), title="A step's time by part", spare=("saved_us",))
-    if topic is ReportTopic.STEPS:
-        saved = steps.saved_frame(data).drop(columns=["regime", "key"])
-        print_frame(saved, title="What each group saves in a step", spare=("share", "runs", "place", "workload"))
-    if topic is ReportTopic.GROUPS:
-        groups = frames.group_frame(data)
-        spare = ("config", "ops", "backend", "workload", "times", "source", "place")
-        print_frame(groups[_SHOWN], title=f"Fused against unfused, {data.device}", spare=spare)
-        if data.workloads:
-            less = ("views", "ops", "planned_us", "unfused_us")
-            print_frame(frames.coverage_frame(data), title="Coverage", spare=less)
-        if data.misses:
-            print_frame(frames.miss_frame(data).drop(columns=["key"]), title="Look-ups without a plan")
-        typer.echo(frames.headline(groups))
-    for line in accuracy.accuracy_text(data):
-        print_text(line)
+            screen.tell(line, one_line=True)
+    files: Shown = "always" if topic is ReportTopic.STEPS else "files"
+    found = {"steps": steps.step_frame(data), "parts": steps.part_frame(data), "saved": steps.saved_frame(data)}
+    if topic is ReportTopic.GROUPS and screen.style == PageFormat.TABLE and not any(map(len, found.values())):
+        return
+    times = ("unfused_us", "planned_us")
+    screen.table(table_of(found["steps"], "steps", "Steps"), "files")
+    screen.table(table_of(
+        found["parts"], "parts", "A step's time by part", spare=("regime", *times),
+        keep=("workload", "part", "saved_us"),
+    ))
+    screen.table(table_of(
+        found["saved"], "saved", "What each group saves in a step", keep=("workload", "group", "saved_us"),
+        spare=("key", "regime", "share", "runs", "place", *times, "uses"),
+    ), files)
 
 
-def _accuracy(data: ReportData) -> list[tuple[str, pd.DataFrame]]:
+def _groups(screen: Screen, data: ReportData) -> None:
+    from fuseplan.planner.report import frames
+
+    groups = frames.group_frame(data)
+    title = f"Fused against unfused, {data.device}"
+    screen.table(table_of(groups, "groups", title, spare=_SPARE, keep=_ANSWER))
+    screen.table(table_of(frames.region_frame(data), "regions", "Regions"), "files")
+    if data.workloads:
+        less = ("views", "ops", "planned_us", "unfused_us", "library_calls", "launches_unfused")
+        found = frames.coverage_frame(data)
+        screen.table(table_of(found, "coverage", "Coverage", spare=less, keep=("workload", "coverage")))
+    if data.misses:
+        misses = frames.miss_frame(data)
+        screen.table(table_of(misses, "misses", "Look-ups without a plan", spare=("key", "numerics", "first_seen"),
+                              keep=("label", "count")))
+    screen.tell(frames.headline(groups))
+    if len(groups):
+        screen.tell(frames.average(groups), "files")
+
+
+def _accuracy(screen: Screen, data: ReportData) -> None:
     from fuseplan.planner.report import accuracy
 
-    return [("Predicted against measured", accuracy.accuracy_table(data)), *accuracy.accuracy_tables(data)]
+    tables = [("accuracy", "Predicted against measured", accuracy.accuracy_table(data))]
+    tables += [(title, title, frame) for title, frame in accuracy.accuracy_tables(data)]
+    for name, title, frame in tables:
+        screen.table(table_of(frame, name, title, 3, spare=("key",)))
+    if screen.style in (PageFormat.CSV, PageFormat.JSON):
+        screen.table(table_of(accuracy.accuracy_samples(data), "samples", "Samples"))
+    for line in accuracy.accuracy_text(data):
+        screen.tell(line)
 
 
-def _text(data: ReportData, topic: ReportTopic, style: Format, other: ReportData | None) -> str:
-    from fuseplan.planner.report import accuracy, against, frames, steps
+def _against(screen: Screen, data: ReportData, other: ReportData) -> None:
+    from fuseplan.planner.report import against
 
-    if style is Format.CSV:
-        whole = {ReportTopic.ACCURACY: accuracy.accuracy_samples, ReportTopic.STEPS: steps.saved_frame,
-                 ReportTopic.GROUPS: frames.group_frame}
-        return str(whole[topic](data).to_csv(index=False))
-    of_steps = [
-        ("Steps", steps.step_frame(data)), ("A step's time by part", steps.part_frame(data)),
-        ("What each group saves in a step", steps.saved_frame(data)),
-    ]
-    of_groups = [
-        ("Groups", frames.group_frame(data)), ("Regions", frames.region_frame(data)),
-        ("Coverage", frames.coverage_frame(data)), ("Misses", frames.miss_frame(data)),
-    ]
-    if other is not None:
-        of_groups += [("Steps against the other database", against.steps_against(data, other)),
-                      ("Groups against the other database", against.groups_against(data, other))]
-    parts = _accuracy(data) if topic is ReportTopic.ACCURACY else (
-        of_steps if topic is ReportTopic.STEPS else [*of_steps, *of_groups])
-    tables = [f"## {title}\n\n{frames.markdown_table(frame)}" for title, frame in parts if len(frame)]
-    return "\n".join([f"# Fusion report: {data.model or data.device}\n", *tables, *accuracy.accuracy_text(data), ""])
+    for name, frame in (("steps", against.steps_against(data, other)), ("groups", against.groups_against(data, other))):
+        title = f"{name.capitalize()} against the other database"
+        screen.table(table_of(frame, f"{name}_against", title), "files")
+    for line in against.against_lines(data, other):
+        screen.tell(line)

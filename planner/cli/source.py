@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from fuseplan.planner.cli import completion
 from fuseplan.planner.cli.common import whole
+from fuseplan.search.errors import plain
 
 if TYPE_CHECKING:
     from fuseplan.planner.graph.dataflow import DataflowGraph
@@ -35,7 +37,8 @@ class Regime(StrEnum):
 
 ModelOption = Annotated[
     str | None,
-    typer.Option("--model", metavar="NAME", help="A preset: llama, llama-3.2-1b, llama-3.1-8b, llama-3.1-70b."),
+    typer.Option("--model", metavar="NAME", autocompletion=completion.models,
+                 help="A preset: llama, llama-3.2-1b, llama-3.1-8b, llama-3.1-70b."),
 ]
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="A local Hugging Face config.json (weights are random).")
@@ -49,7 +52,8 @@ ModuleOption = Annotated[
 ]
 PatternOption = Annotated[
     str | None,
-    typer.Option("--pattern", metavar="NAME", help="A pattern such as swiglu, with --shape; see `plan patterns`."),
+    typer.Option("--pattern", metavar="NAME", autocompletion=completion.patterns,
+                 help="A pattern such as swiglu, with --shape; see `plan patterns`."),
 ]
 ShapeOption = Annotated[
     str | None, typer.Option("--shape", metavar="32x4096", help="Shape of the pattern's activations.")
@@ -172,12 +176,13 @@ def full_dtype_name(text: str | None) -> str | None:
 
 def _pattern(name: str, shape: str | None, dtype: str | None, kind: str) -> tuple[str, DataflowGraph]:
     from fuseplan.planner.errors import ShapeError, UnknownPatternError
+    from fuseplan.planner.patterns.listing import LISTING
     from fuseplan.planner.patterns.table import PATTERNS, inputs_of, pattern_graph
 
     if name not in PATTERNS:
         raise UnknownPatternError(name, PATTERNS)
     if shape is None:
-        found = PATTERNS[name]
+        found = LISTING[name]
         raise ShapeError(f"--pattern {name} needs --shape ({found.dims}), such as --shape {found.example}")
     needed = sum(spec.nbytes() for spec in inputs_of(name, shape, full_dtype_name(dtype))[2].values())
     if needed > (there := memory_bytes(kind)):
@@ -192,11 +197,11 @@ def capture_all(
     source: ModelSource, workloads: tuple[Workload, ...], kind: str, pack_weights: bool = False
 ) -> list[tuple[str, DataflowGraph]]:
     """Name and graph of each workload (:class:`~fuseplan.planner.tuning.graph_stream.GraphStream`), all captured."""
-    from fuseplan.planner.cli.common import console
+    from fuseplan.planner.cli.common import status as doing
 
     found = []
     with (
-        console(stderr=True).status(f"capturing {source.label}") as status,
+        doing(f"capturing {source.label}") as status,
         stream(source, workloads, kind, pack_weights) as graphs,
     ):
         while graphs.waiting:
@@ -209,10 +214,9 @@ def stream(
     source: ModelSource, workloads: tuple[Workload, ...], kind: str, pack_weights: bool = False
 ) -> GraphStream:
     """The graphs as they are captured; what is left out is said on stderr."""
-    from fuseplan.planner.cli.common import console
     from fuseplan.planner.tuning.graph_stream import GraphStream
 
     def note(text: str) -> None:
-        console(stderr=True).print(text, markup=False)
+        typer.echo(plain(text), err=True)
 
     return GraphStream(source, workloads, kind, pack_weights, note)

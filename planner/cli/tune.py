@@ -13,6 +13,7 @@ import typer
 from fuseplan.planner.cli import common
 from fuseplan.planner.cli import source as opt
 from fuseplan.planner.cli.device import warn_of_problems
+from fuseplan.planner.cli.output.options import answers
 from fuseplan.search.errors import plain
 from fuseplan.search.tune.time_account import TimeAccount, process_age_s
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from fuseplan.search.workers.worker import WorkerPool
 
 
+@answers("the groups")
 def tune(
     model: opt.ModelOption = None,
     config: opt.ConfigOption = None,
@@ -117,14 +119,14 @@ def tune(
         if session.spec is not None:
             warn_of_problems(session.spec)
         if note:
-            common.console(stderr=True).print(note, markup=False, soft_wrap=True)
+            typer.echo(plain(note), err=True)
         load = machine_load()
         session = replace(session, shipped=shipped, since=now() if again else "", studies=studies)
         result = run(session, what.label, graphs, Budget.on(kind, trials, seconds), seed, account, pool,
                      what.is_asked_for)
     with account.spend("reporting"):
         say(result, what.label, what.is_asked_for)
-    typer.echo(account.line())
+    common.say(account.line())
     if complain(result, load):
         raise typer.Exit(1)
 
@@ -134,7 +136,7 @@ def ready(session: Session, account: TimeAccount | None = None) -> Session:
     if session.spec is not None:
         return session
     account = account if account is not None else TimeAccount()
-    with account.spend("probing"), common.console(stderr=True).status("probing") as status:
+    with account.spend("probing"), common.status("probing this device once") as status:
         return session.probed(
             progress=lambda fraction, step: status.update(f"probing this device once: {step}, {fraction:.0%}")
         )
@@ -149,11 +151,11 @@ def run(
 
     Whole steps are timed of the workloads that ``times_step`` says yes to.
     """
-    from fuseplan.planner.cli.progress import TuneProgress
+    from fuseplan.planner.cli.progress import tune_progress
     from fuseplan.planner.tuning import summary
     from fuseplan.planner.tuning import tune as offline
 
-    with TuneProgress() as progress:
+    with tune_progress() as progress:
         result = offline.tune(
             session, graphs, budget, seed, progress.on_region, progress.on_trial, account, executor, progress.on_graph,
             times_step,
@@ -168,7 +170,7 @@ def run(
 
 def say(result: TuneResult, name: str, is_asked_for: Callable[[str], bool]) -> None:
     """The final table, what it took, and last the steps of the workloads that were asked for."""
-    from fuseplan.planner.report import frames, step_words
+    from fuseplan.planner.report import frames, step_words, steps
     from fuseplan.planner.tuning import recheck
 
     session = result.session
@@ -179,20 +181,25 @@ def say(result: TuneResult, name: str, is_asked_for: Callable[[str], bool]) -> N
     shown = groups[groups["key"].isin(_tuned_groups([region.record for _, region in result.distinct()]))]
     measured = _tuned_groups(result.decided())
     shown = shown.assign(source=shown["source"].mask(shown["key"].isin(measured), "measured"))
-    spare = ("config", "ops", "backend", "workload", "source", "place")
-    common.print_frame(shown[_SHOWN], title=f"{name} on {session.device}", spare=spare)
-    typer.echo(frames.headline(groups))
-    common.print_text(outcome(result))
+    common.print_frame(
+        shown, title=f"{name} on {session.device}", name="groups", shown="talk", keep=("workload", "group", "speedup"),
+        spare=("key", "regime", "enumerated_configs", "measured_configs", "noise", "lower_bound_us", "predicted_us",
+               "config", "ops", "backend", "times", "source", "place", "answer", "fused_us", "unfused_us"),
+    )
+    common.say(frames.headline(groups))
+    common.say(outcome(result))
     noise = [record.unfused.noise for record in data.records.values() if record.key.workload in measured]
     if noise:
-        typer.echo(f"noise of what was measured: {median(noise):.1%} in the median, {max(noise):.1%} at most")
+        common.say(f"noise of what was measured: {median(noise):.1%} in the median, {max(noise):.1%} at most")
     if result.rechecked:
-        common.print_text(recheck.recheck_verdict(result.rechecked))
-    typer.echo(f"stored in {session.database.where}")
+        common.say(recheck.recheck_verdict(result.rechecked))
+    common.say(f"stored in {session.database.where}")
     tuned = {one.workload for one in result.plans if is_asked_for(one.workload)}
     chosen = [one for one in data.workloads if one.workload in tuned and one.regime == session.settings.regime]
-    for line in step_words.step_lines(replace(data, workloads=tuple(chosen))):
-        common.print_text(line)
+    data = replace(data, workloads=tuple(chosen))
+    common.print_frame(steps.step_frame(data), name="steps", title="Steps", shown="files")
+    for line in step_words.step_lines(data):
+        common.print_line(line)
 
 
 def complain(result: TuneResult, load: MachineLoad) -> bool:
@@ -223,11 +230,6 @@ def complain(result: TuneResult, load: MachineLoad) -> bool:
         return False
     typer.echo(f"plan: error: {why}; nothing of that is stored, and the same command tries again", err=True)
     return True
-
-
-_SHOWN = [
-    "workload", "group", "place", "ops", "answer", "backend", "config", "fused_us", "unfused_us", "speedup", "source",
-]
 
 
 def _tuned_groups(records: Sequence[PlanRecord]) -> set[str]:

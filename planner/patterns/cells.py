@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from fuseplan.planner.errors import ShapeError, UnknownPatternError
 from fuseplan.planner.models.workload import read_size
+from fuseplan.planner.patterns.listing import LISTING
 from fuseplan.planner.patterns.table import PATTERNS, inputs_of
 
 #: Rows of every sweep: decode of one sequence to a long prefill.
@@ -97,7 +98,7 @@ def sweep_cells(
 
 def _shapes(name: str, rows: Sequence[int], cols: Sequence[int]) -> Iterator[str]:
     """Shapes of a pattern's sweep, as text."""
-    found = PATTERNS[name]
+    found = LISTING[name]
     sweep = SWEEPS.get(name, _NORMS if 2 in found.ranks else _HEADS)
     text = next((shape for shape in sweep.shapes if shape.count("x") + 1 in found.ranks), None)
     if text is None:

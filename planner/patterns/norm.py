@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fuseplan.planner.patterns.pattern import OVER_ROWS, Pattern, Shape, Specs, dense, rows
+from fuseplan.planner.patterns.pattern import Pattern, Shape, Specs, dense, rows
 
 
 def _normal(wide: Tensor) -> Tensor:
@@ -64,28 +64,18 @@ def _embedding_inputs(shape: Shape, dtype: str) -> Specs:
 NORMED, ADDED = rows("x", weights=("weight",)), rows("residual", "x", weights=("weight",))
 _BOTH = ("hidden", "out")
 NORM_PATTERNS = {
-    "rms_norm": Pattern(rms_norm, NORMED, *OVER_ROWS, "x / sqrt(mean(x^2) + eps) * weight"),
-    "add_rms_norm": Pattern(add_rms_norm, ADDED, *OVER_ROWS, "h = residual + x; h and rms_norm(h)", _BOTH),
-    "rms_norm_gemma": Pattern(
-        rms_norm_gemma, NORMED, *OVER_ROWS, "x / sqrt(mean(x^2) + eps) * (1 + weight), in fp32"
-    ),
-    "add_rms_norm_gemma": Pattern(
-        _add_rms_norm_gemma, ADDED, *OVER_ROWS, "h = residual + x; h and Gemma's rms_norm(h)", _BOTH
-    ),
+    "rms_norm": Pattern(rms_norm, NORMED),
+    "add_rms_norm": Pattern(add_rms_norm, ADDED, _BOTH),
+    "rms_norm_gemma": Pattern(rms_norm_gemma, NORMED),
+    "add_rms_norm_gemma": Pattern(_add_rms_norm_gemma, ADDED, _BOTH),
     "norm_add_norm_gemma": Pattern(
-        _norm_add_norm_gemma, rows("residual", "x", weights=("post_weight", "pre_weight")), *OVER_ROWS,
-        "h = residual + rms_norm(x); h and rms_norm(h), both Gemma's", _BOTH,
+        _norm_add_norm_gemma, rows("residual", "x", weights=("post_weight", "pre_weight")), _BOTH
     ),
     "residual_chain": Pattern(
-        _residual_chain, rows("residual", "attention", "mlp", "shared", weights=("weight",)), *OVER_ROWS,
-        "h = the sum of four branches; h and rms_norm(h)", _BOTH,
+        _residual_chain, rows("residual", "attention", "mlp", "shared", weights=("weight",)), _BOTH
     ),
-    "embedding_rms_norm": Pattern(
-        _embedding_rms_norm, _embedding_inputs, "tokens x vocabulary x columns", "32x32000x4096", (3,),
-        "h = embedding(ids, table); h and rms_norm(h)", _BOTH,
-    ),
+    "embedding_rms_norm": Pattern(_embedding_rms_norm, _embedding_inputs, _BOTH),
     "layer_norm": Pattern(
-        lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias), rows("x", weights=("weight", "bias")),
-        *OVER_ROWS, "(x - mean) / sqrt(var + eps) * weight + bias",
+        lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias), rows("x", weights=("weight", "bias"))
     ),
 }

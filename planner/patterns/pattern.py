@@ -21,29 +21,20 @@ Specs: TypeAlias = dict[str, TensorSpec]
 #: ``inputs(shape, dtype)``: the layout of each argument by name.
 Inputs: TypeAlias = Callable[[Shape, str], Specs]
 
-#: ``dims``, ``example`` and ``ranks`` of most patterns.
-OVER_ROWS: tuple[str, str, tuple[int, ...]] = ("rows x columns (or batch x rows x columns)", "32x4096", (2, 3))
-
 
 @dataclass(frozen=True)
 class Pattern:
-    """A named pattern.
+    """A named pattern's function. What its shapes mean is in :mod:`fuseplan.planner.patterns.listing`.
 
     Attributes:
         compute: The function, on tensors in the order of ``inputs``; one tensor or several.
         inputs: Layout of its arguments for a shape and dtype; a :class:`ShapeError` where the shape does not fit.
-        dims: What the dimensions of the shape mean; ``ranks`` are the numbers of them that it takes.
-        summary: Its formula.
         dtype: The one that it is built in unless another is given.
         typed: ``compute`` also takes the ``dtype``, which none of its tensors has.
     """
 
     compute: Callable[..., Any]
     inputs: Inputs
-    dims: str
-    example: str
-    ranks: tuple[int, ...]
-    summary: str
     outputs: tuple[str, ...] = ("out",)
     dtype: str = "bfloat16"
     typed: bool = False
@@ -81,17 +72,11 @@ def _pointwise_chain(x: Tensor) -> Tensor:
     return torch.sqrt(torch.abs(torch.neg(torch.exp(torch.tanh(torch.sigmoid(x)))))) * 0.5
 
 
-_CHAIN = ("any", "1024x1024", (1, 2, 3))
 POINTWISE_PATTERNS = {
-    "swiglu": Pattern(swiglu, GATED, *OVER_ROWS, "silu(gate) * up"),
-    "geglu": Pattern(lambda gate, up: F.gelu(gate) * up, GATED, *OVER_ROWS, "gelu(gate) * up, with erf"),
-    "geglu_tanh": Pattern(
-        lambda gate, up: F.gelu(gate, approximate="tanh") * up, GATED, *OVER_ROWS, "gelu(gate) * up, with tanh"
-    ),
-    "soft_cap": Pattern(lambda x: soft_capped(x, 30.0), rows("x"), *OVER_ROWS, "30 * tanh(x / 30)"),
-    "pointwise_chain": Pattern(_pointwise_chain, rows("x"), *_CHAIN, "11 pointwise ops in a row", dtype="float32"),
-    "sin_chain": Pattern(
-        lambda x: torch.sin((x + 1.0) * 2.0), rows("x"), "any", "10000000", (1, 2, 3), "sin((x + 1) * 2)",
-        dtype="float32",
-    ),
+    "swiglu": Pattern(swiglu, GATED),
+    "geglu": Pattern(lambda gate, up: F.gelu(gate) * up, GATED),
+    "geglu_tanh": Pattern(lambda gate, up: F.gelu(gate, approximate="tanh") * up, GATED),
+    "soft_cap": Pattern(lambda x: soft_capped(x, 30.0), rows("x")),
+    "pointwise_chain": Pattern(_pointwise_chain, rows("x"), dtype="float32"),
+    "sin_chain": Pattern(lambda x: torch.sin((x + 1.0) * 2.0), rows("x"), dtype="float32"),
 }

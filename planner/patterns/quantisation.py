@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fuseplan.planner.errors import ShapeError
 from fuseplan.planner.patterns.norm import ADDED, NORMED, add_rms_norm, rms_norm
-from fuseplan.planner.patterns.pattern import GATED, OVER_ROWS, Inputs, Pattern, Shape, Specs, dense, swiglu
+from fuseplan.planner.patterns.pattern import GATED, Inputs, Pattern, Shape, Specs, dense, swiglu
 
 _AWQ_GROUP = 128
 #: int4 numbers in an int32 word.
@@ -89,20 +89,15 @@ def quantisation_patterns() -> dict[str, Pattern]:
     ):
         for short, target in (("fp8", torch.float8_e4m3fn), ("int8", torch.int8)):
             found[f"{name}_{short}_token"] = Pattern(
-                _quantised(head, target, True), inputs, *OVER_ROWS,
-                f"{name} quantised to {short} with a scale for each row", (*results, "out", "scale"),
+                _quantised(head, target, True), inputs, (*results, "out", "scale")
             )
             found[f"{name}_{short}_tensor"] = Pattern(
-                _quantised(head, target, False), _with_scale(inputs), *OVER_ROWS,
-                f"{name} quantised to {short} with one given scale", (*results, "out"),
+                _quantised(head, target, False), _with_scale(inputs), (*results, "out")
             )
     found["dequantise_int8"] = Pattern(
         _dequantise_int8,
         lambda shape, dtype: {"weight": dense(shape, "int8"), "scale": dense((shape[0], 1), "float32")},
-        "output x input channels", "4096x4096", (2,), "int8 weight * scale of its channel", typed=True,
+        typed=True,
     )
-    found["dequantise_awq"] = Pattern(
-        _dequantise_awq, _awq_inputs, "input x output channels", "4096x4096", (2,),
-        "(int4 weight - zero) * scale, groups of 128",
-    )
+    found["dequantise_awq"] = Pattern(_dequantise_awq, _awq_inputs)
     return found

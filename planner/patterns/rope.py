@@ -63,19 +63,14 @@ def _normed_inputs(shape: Shape, dtype: str) -> Specs:
     return {**_inputs(shape, dtype, "qk_norm_rope"), "q_weight": weight, "k_weight": weight}
 
 
-_LAYOUT, _RESULTS = ("batch x heads x tokens x head dimension", "1x32x128x64", (4,)), ("q_out", "k_out")
+_RESULTS = ("q_out", "k_out")
 ROPE_PATTERNS = {
     name: Pattern(
-        partial(_rope, share=share, pairs=pairs), partial(_inputs, name=name, share=share, pairs=pairs), *_LAYOUT,
-        summary, _RESULTS,
+        partial(_rope, share=share, pairs=pairs), partial(_inputs, name=name, share=share, pairs=pairs), _RESULTS
     )
-    for name, share, pairs, summary in (
-        ("rope", 1, False, "x cos + rotate(x) sin, pairs half a head apart"),
-        ("rope_interleaved", 1, True, "x cos + rotate(x) sin, neighbouring pairs"),
-        ("rope_partial", 2, False, "rope of the first half of each head"),
-        ("rope_partial_interleaved", 2, True, "rope_interleaved of the first half of each head"),
+    for name, share, pairs in (
+        ("rope", 1, False), ("rope_interleaved", 1, True), ("rope_partial", 2, False),
+        ("rope_partial_interleaved", 2, True),
     )
 }
-ROPE_PATTERNS["qk_norm_rope"] = Pattern(
-    _qk_norm_rope, _normed_inputs, *_LAYOUT, "rope of the RMSNorm of each head of q and k", _RESULTS
-)
+ROPE_PATTERNS["qk_norm_rope"] = Pattern(_qk_norm_rope, _normed_inputs, _RESULTS)

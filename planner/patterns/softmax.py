@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fuseplan.planner.errors import ShapeError
-from fuseplan.planner.patterns.pattern import OVER_ROWS, Pattern, Shape, Specs, dense, rows, soft_capped
+from fuseplan.planner.patterns.pattern import Pattern, Shape, Specs, dense, rows, soft_capped
 
 
 def _softmax(x: Tensor) -> Tensor:
@@ -56,29 +56,23 @@ def _moe_sigmoid(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     return weights / (weights.sum(-1, keepdim=True) + 1e-20) * 2.5, experts
 
 
-_ROUTING, _ROUTED = ("tokens x experts", "32x128", (2,)), ("weights", "experts")
-_SCORES = ("... x queries x keys", "1x32x128x128", (2, 3, 4))
+_ROUTED = ("weights", "experts")
 SOFTMAX_PATTERNS = {
-    "softmax": Pattern(_softmax, rows("x"), *OVER_ROWS, "exp(x - max(x)) / sum(exp(x - max(x))), in fp32"),
+    "softmax": Pattern(_softmax, rows("x")),
     "causal_softmax": Pattern(
-        lambda x: _masked_softmax(x * 0.125), partial(_score_inputs, name="causal_softmax"), *_SCORES,
-        "softmax(scores / 8, later keys masked)",
+        lambda x: _masked_softmax(x * 0.125), partial(_score_inputs, name="causal_softmax")
     ),
     # Gemma 2's attention scores.
     "soft_cap_softmax": Pattern(
-        lambda x: _masked_softmax(soft_capped(x * 0.0625, 50.0)), partial(_score_inputs, name="soft_cap_softmax"),
-        *_SCORES, "softmax(50 * tanh(scores / 16 / 50), later keys masked)",
+        lambda x: _masked_softmax(soft_capped(x * 0.0625, 50.0)), partial(_score_inputs, name="soft_cap_softmax")
     ),
     "sampling_softmax": Pattern(
         _sampling_softmax,
         lambda shape, dtype: {"logits": dense(shape, dtype), "temperature": dense(shape[:-1], "float32")},
-        "rows x vocabulary", "8x128256", OVER_ROWS[2], "softmax(logits / temperature of the row)",
     ),
-    "moe_softmax": Pattern(
-        _moe_softmax, rows("logits"), *_ROUTING, "top-k of softmax(logits), made to sum to 1", _ROUTED
-    ),
+    "moe_softmax": Pattern(_moe_softmax, rows("logits"), _ROUTED),
     "moe_sigmoid": Pattern(
         _moe_sigmoid, lambda shape, dtype: {"logits": dense(shape, dtype), "bias": dense(shape[-1:], "float32")},
-        *_ROUTING, "sigmoid(logits) at the top-k of sigmoid(logits) + bias, made to sum to 2.5", _ROUTED,
+        _ROUTED,
     ),
 }

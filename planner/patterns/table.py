@@ -23,6 +23,7 @@ from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.errors import ShapeError, UnknownPatternError
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.models.workload import read_size
+from fuseplan.planner.patterns.listing import LISTING
 from fuseplan.planner.patterns.norm import NORM_PATTERNS
 from fuseplan.planner.patterns.pattern import POINTWISE_PATTERNS, Pattern, Shape, Specs
 from fuseplan.planner.patterns.quantisation import quantisation_patterns
@@ -55,12 +56,12 @@ def inputs_of(name: str, shape: str | Sequence[int], dtype: str | None = None) -
     """
     if name not in PATTERNS:
         raise UnknownPatternError(name, PATTERNS)
-    found = PATTERNS[name]
-    sizes = parse_shape(shape, found.example) if isinstance(shape, str) else tuple(int(size) for size in shape)
-    if len(sizes) not in found.ranks:
+    found, words = PATTERNS[name], LISTING[name]
+    sizes = parse_shape(shape, words.example) if isinstance(shape, str) else tuple(int(size) for size in shape)
+    if len(sizes) not in words.ranks:
         raise ShapeError(
-            f"pattern {name} takes {found.dims}, not {len(sizes)} sizes ({'x'.join(map(str, sizes))}); "
-            f"try {found.example}"
+            f"pattern {name} takes {words.dims}, not {len(sizes)} sizes ({'x'.join(map(str, sizes))}); "
+            f"try {words.example}"
         )
     dtype = found.dtype if dtype is None else dtype
     if dtype not in _DTYPES:

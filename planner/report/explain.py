@@ -29,6 +29,8 @@ from fuseplan.search.store.record import ATEN, GroupChoice, TuningRecord
 
 #: Examples of a kind that are spelled out; the rest is counted.
 _EXAMPLES = 5
+GROUP_COLUMNS = ("workload", "region", "name", "group", "runs", "ops", "place", "measured_us", "predicted_us",
+                 "lower_bound_us", "config", "source")
 
 
 def explain_plan(session: Session, workload: str, graph: DataflowGraph, plan: GraphPlan) -> Iterator[str]:
@@ -49,6 +51,17 @@ def explain_plan(session: Session, workload: str, graph: DataflowGraph, plan: Gr
         yield ""
         yield f"Region {number} of {len(unique)}, {_times(len(occurrences))}: {one.record.label}"
         yield from _RegionWords(session, graph, book, one, region_paths(graph, occurrences)).lines()
+
+
+def group_rows(workload: str, graph: DataflowGraph, plan: GraphPlan) -> Iterator[tuple[str | float | None, ...]]:
+    """A row (columns :data:`GROUP_COLUMNS`) for each group of each distinct region, named as in the words."""
+    for number, one in enumerate(plan.unique(), 1):
+        places = region_paths(graph, [at.region for at in plan.regions if at.region.key == one.region.key])
+        for at, choice in enumerate(one.record.groups):
+            ops = ", ".join(_short(graph.op(name).op) for name in one.group_ops(choice))
+            yield (workload, number, group_name(at), choice.label, how_it_runs(choice), ops,
+                   group_place(places, choice.ops), choice.measured_us, choice.predicted_us, choice.lower_bound_us,
+                   config_text(choice.config), one.source)
 
 
 def compare_plans(planned: Sequence[tuple[str, DataflowGraph, GraphPlan]]) -> Iterator[str]:
@@ -240,16 +253,3 @@ def _refused(graph: DataflowGraph, refusals: Sequence[Refusal]) -> Iterator[str]
         groups = "one group" if len(ops) == 1 else f"{len(ops)} groups, such as"
         yield f"  cannot be one kernel ({groups} {names}): {reason}"
 
-
-def sources(session: Session, graph: DataflowGraph, plan: GraphPlan) -> Iterator[tuple[str, str]]:
-    """Label and generated code of each distinct fused group."""
-    from fuseplan.planner.implementations.subject import group_subject
-
-    backends = {backend.name: backend for backend in session.backends}
-    for one in plan.unique():
-        for choice in one.record.groups:
-            if choice.is_kernel and choice.implementation in backends:
-                subject = group_subject(
-                    graph, one.group_ops(choice), choice.workload, session.settings.numerics, session.target.device_type
-                )
-                yield choice.label, backends[choice.implementation].source(subject.ir, choice.config)

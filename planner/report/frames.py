@@ -14,11 +14,11 @@ import pandas as pd
 from fuseplan.planner.cost.samples import RegionSamples
 from fuseplan.planner.cost.samples import load_samples as stored_samples
 from fuseplan.planner.errors import PlanError, nearest
+from fuseplan.planner.markdown import markdown_text
 from fuseplan.planner.module_paths import joined_places
 from fuseplan.planner.tuning import summary as summaries
 from fuseplan.planner.tuning.summary import RegionSummary, WorkloadSummary
 from fuseplan.planner.tuning.whole_step import StepTimes, stored_steps
-from fuseplan.search.errors import plain
 from fuseplan.search.store.record import Alternative, GroupChoice, PlanRecord, RecordKey, TuningRecord
 
 if TYPE_CHECKING:
@@ -204,12 +204,13 @@ def headline(groups: pd.DataFrame) -> str:
     if not len(groups):
         return "no group has been tuned"
     fused = int((groups["answer"] == "fuse").sum())
-    speedup = geometric_mean(groups["speedup"].dropna())
     slower = int((groups["speedup"] < 1 - groups["noise"].fillna(0.0)).sum())
-    return (
-        f"{fused} of {len(groups)} groups are fused; geometric mean speed-up over unfused {speedup:.2f}x; "
-        f"{slower} slower than unfused beyond noise"
-    )
+    return f"{fused} of {len(groups)} groups are fused; {slower} slower than unfused beyond noise"
+
+
+def average(groups: pd.DataFrame) -> str:
+    """The mean of the groups' speed-ups. It says nothing of a step: one that takes no time counts like others."""
+    return f"geometric mean of the groups' speed-ups over unfused: {geometric_mean(groups['speedup'].dropna()):.2f}x"
 
 
 def region_frame(data: ReportData) -> pd.DataFrame:
@@ -272,20 +273,4 @@ def miss_frame(data: ReportData) -> pd.DataFrame:
 def markdown_table(frame: pd.DataFrame) -> str:
     """A GitHub-flavoured Markdown table; numbers to the right with three decimals, ``|`` escaped."""
     numeric = [bool(pd.api.types.is_numeric_dtype(frame[name])) for name in frame.columns]
-    lines = [
-        "| " + " | ".join(str(name) for name in frame.columns) + " |",
-        "| " + " | ".join("---:" if right else "---" for right in numeric) + " |",
-    ]
-    lines += [
-        "| " + " | ".join(_markdown_cell(value) for value in row) + " |"
-        for row in frame.itertuples(index=False)
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _markdown_cell(value: object) -> str:
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return ""
-    if isinstance(value, float):
-        return f"{value:.3f}".rstrip("0").rstrip(".") if abs(value) < 1e6 else f"{value:.4g}"
-    return plain(str(value)).replace("|", "\\|").replace("<", "&lt;")
+    return markdown_text(map(str, frame.columns), frame.itertuples(index=False), numeric)

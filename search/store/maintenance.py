@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sqlalchemy import ColumnElement, Table, literal_column, select
 
@@ -14,9 +14,6 @@ from fuseplan.search.store import codec, rows, tables
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import PlanRecord, Trial, TuningRecord, Versions
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 #: Columns of :func:`ls`, in order.
 LS_COLUMNS = (
     "kind", "workload", "label", "device", "regime", "numerics", "answer", "backend",
@@ -24,11 +21,9 @@ LS_COLUMNS = (
 )
 
 
-def ls(database: Database) -> pd.DataFrame:
+def ls_rows(database: Database) -> list[tuple[str | float, ...]]:
     """One row per record and plan (columns :data:`LS_COLUMNS`)."""
-    import pandas as pd
-
-    found = []
+    found: list[tuple[str | float, ...]] = []
     for record in database.everything():
         key, when = record.key, record.evidence.created
         identity = (key.workload, record.label, key.device, key.regime, key.numerics)
@@ -39,7 +34,7 @@ def ls(database: Database) -> pd.DataFrame:
         else:
             answer = f"{sum(group.is_kernel for group in record.groups)} fused of {len(record.groups)} groups"
             found.append(("plan", *identity, answer, "", record.planned_us, record.unfused_us, record.margin, when))
-    return pd.DataFrame(found, columns=list(LS_COLUMNS))
+    return found
 
 
 def show_record(database: Database, prefix: str) -> list[TuningRecord | PlanRecord]:

@@ -4,7 +4,8 @@
 
 Runs every line of ``LINES``, that many of them, spread over the list, as processes of their own and the others in this
 one. A line passes when its status is 2, its error is one line of at most 600 characters without a Python traceback or
-the name of a Python class, and no file was made. Exits with status 1 when one fails. pytest runs a part of the list.
+the name of a Python class, and no file was made; lines that say what is being done do not count. Exits with status 1
+when one fails. pytest runs a part of the list.
 """
 
 from __future__ import annotations
@@ -441,6 +442,8 @@ def text_input(): return Says(), "words"
 #: Names of Python's and the libraries' classes do not help who made the mistake.
 _CLASS = re.compile(r"\b[A-Z][A-Za-z]*(Error|Exception|Exit|Interrupt|Warning)\b|\bHalt\b")
 _LONGEST = 600
+#: What a log is told while something takes long.
+PROGRESS = re.compile(r"plan: \[\d+ s\] ")
 #: Seconds after which a line is taken for one that never ends.
 _LIMIT_S = 60
 
@@ -471,7 +474,7 @@ class Ended:
     def faults(self) -> list[str]:
         """What a user would hold against it."""
         found = [] if self.status == 2 else [f"status {self.status}"]
-        lines = self.err.splitlines()
+        lines = [line for line in self.err.splitlines() if not PROGRESS.match(line)]
         if len(lines) != 1 or not lines[0].startswith("plan: error: "):
             found.append(f"{len(lines)} lines of errors")
         if "Traceback" in self.err or _CLASS.search(self.err):

@@ -22,7 +22,7 @@ from fuseplan.kernels.gpu.launch import Variant
 from fuseplan.kernels.gpu.overlap import OVERLAP_CHOICES, plainly
 from fuseplan.kernels.ir.backend import SM90, Config
 from fuseplan.kernels.ir.ir import KernelIR
-from fuseplan.planner.patterns.table import PATTERNS
+from fuseplan.planner.patterns.listing import LISTING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 from check_patterns_gpu import subjects
@@ -37,7 +37,7 @@ def kernels(folder: str) -> Iterator[tuple[str, KernelIR]]:
     """Samples and the groups of the patterns at their examples' shapes."""
     for sample in [*static_samples(), *dynamic_samples()]:
         yield label(sample), sample.ir
-    for name, pattern in PATTERNS.items():
+    for name, pattern in LISTING.items():
         for subject in subjects(name, pattern.example, folder):
             yield f"{name} {pattern.example}", subject.ir
 

@@ -23,6 +23,7 @@ import torch
 
 from fuseplan.kernels.ir.backend import SM90
 from fuseplan.planner.implementations.subject import GroupSubject, group_subject
+from fuseplan.planner.patterns.listing import LISTING
 from fuseplan.planner.patterns.table import PATTERNS, pattern_graph
 from fuseplan.planner.tuning.planner import Planner
 from fuseplan.search.store.database import Database
@@ -54,7 +55,7 @@ def subjects(name: str, shape: str, folder: str, dtype: str | None = None) -> It
 
 
 def odd_shape(name: str) -> str:
-    return ODD_OWN.get(name, ODD[PATTERNS[name].ranks[0]])
+    return ODD_OWN.get(name, ODD[LISTING[name].ranks[0]])
 
 
 def interpret(names: Sequence[str], kinds: Sequence[str], dtypes: Sequence[str], folder: str) -> None:
@@ -77,7 +78,7 @@ def compile_all(names: Sequence[str], kinds: Sequence[str], folder: str) -> int:
     """Compile default configs for sm_90; the number of complaints. A refusal by ninetoothed is none."""
     failed = 0
     for name in names:
-        groups = list(subjects(name, PATTERNS[name].example, folder))
+        groups = list(subjects(name, LISTING[name].example, folder))
         if len(groups) != KERNELS.get(name, 1):
             failed += 1
             print(f"{name}: {len(groups)} kernels, not {KERNELS.get(name, 1)}", flush=True)

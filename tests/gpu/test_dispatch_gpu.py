@@ -18,6 +18,7 @@ from fuseplan.planner.implementations.subject import reference_results
 from fuseplan.planner.models.build import build_model
 from fuseplan.planner.models.sources import find_source
 from fuseplan.planner.models.workload import Workload, decode, prefill
+from fuseplan.planner.patterns.listing import LISTING
 from fuseplan.planner.patterns.table import PATTERNS, pattern
 from fuseplan.planner.peers.contestant import make_inputs
 from fuseplan.planner.runtime.scheduler import FusionConfig, FusionScheduler
@@ -111,7 +112,7 @@ def complaint(result: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) ->
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_patterns(name: str, tmp_path: Path) -> None:
-    graph, specs = pattern(name, PATTERNS[name].example)
+    graph, specs = pattern(name, LISTING[name].example)
     traced = trace_subgraph(graph, specs, "cuda")
     tensors = make_inputs(traced, specs, "cuda")
     inputs = dict(zip(specs, tensors, strict=True))

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Context, Option
 
-from fuseplan.planner.cli import common
+from fuseplan.planner.cli import common, completion
 from fuseplan.planner.cli import source as opt
 from fuseplan.planner.cli.bench import generate, patterns
 from fuseplan.planner.cli.common import decimal, whole
+from fuseplan.planner.cli.output.options import answers
 from fuseplan.planner.cli.tune import ready
 from fuseplan.search.errors import plain
 
@@ -49,10 +50,11 @@ _OF_PATTERNS = {BenchTopic.PATTERNS: 0.3, BenchTopic.HEADLINES: 0.5, BenchTopic.
 _OF_GENERATE = frozenset(("batch", "prompt", "new_tokens", "fresh", "cold_caches"))
 _WITH_GENERATE = frozenset((
     "topic", "model", "config", "dtype", "layers", "numerics", "seconds", "max_autotune", "inductor", "out", "device",
-    "db",
+    "db", "style", "quiet",
 ))
 
 
+@answers("the first that is printed", out=False)
 def bench(
     context: Context,
     topic: Annotated[BenchTopic, Argument(
@@ -99,7 +101,8 @@ def bench(
         "--cold-caches", help="generate: give fresh processes empty caches instead (TorchInductor's, Triton's, ours).",
     )] = False,
     pattern: Annotated[list[str] | None, Option(
-        metavar="NAME", help="patterns, launch: this pattern; repeatable. Default: a set.",
+        metavar="NAME", autocompletion=completion.patterns,
+        help="patterns, launch: this pattern; repeatable. Default: a set.",
     )] = None,
     shape: Annotated[list[str] | None, Option(
         metavar="32x4096", help="patterns, launch: this shape of each --pattern; repeatable.",
@@ -256,7 +259,7 @@ def _groups(
     groups = fused_groups(session, planned)
     if not groups:
         raise PlanError("the plan fuses nothing, so there is no group to measure; run `plan tune` first")
-    with common.console(stderr=True).status("measuring") as status:
+    with common.status("measuring") as status:
         for number, group in enumerate(groups, 1):
             status.update(f"group {number} of {len(groups)}: {group.choice.label}")
             yield bench_group(session, group, peers, modes, seconds)
@@ -269,7 +272,7 @@ def _models(
     from fuseplan.planner.bench.model import bench_model
     from fuseplan.planner.models.build import build_model
 
-    with common.console(stderr=True).status(f"building {source.label}") as status:
+    with common.status(f"building {source.label}") as status:
         model = build_model(source, session.target.device_type)
         for workload in workloads:
             status.update(f"{source.label}, {workload.label}: compiling and measuring every contestant")
@@ -278,11 +281,15 @@ def _models(
 
 def _publish(session: Session, name: str, parts: dict[str, list[BenchRow]], out: Path | None) -> None:
     from fuseplan.planner.bench import rows as results
+    from fuseplan.planner.peers.contestant import EAGER, INDUCTOR
 
     frames: dict[str, pd.DataFrame] = {part: results.bench_frame(rows) for part, rows in parts.items()}
     words: list[str] = []
     for part, frame in frames.items():
-        common.print_frame(results.comparison(frame), title=f"{name}, {part}: median us")
+        common.print_frame(
+            results.comparison(frame), title=f"{name}, {part}: median us", spare=("mode",), name=part,
+            keep=("workload", "subject", f"vs_{EAGER}", f"vs_{INDUCTOR}"),
+        )
         words += results.verdict(frame, part)
         words += [f"{row.contestant}, {row.workload}, {row.mode}: {row.note}" for row in parts[part] if row.note]
     patterns.publish(session, name, frames, words, out)
@@ -291,9 +298,9 @@ def _publish(session: Session, name: str, parts: dict[str, list[BenchRow]], out:
 def _planner(session: Session, out: Path | None) -> None:
     from fuseplan.planner.bench.synthetic import plan_scaling
 
-    with common.console(stderr=True).status("planning synthetic graphs of 1k, 10k and 100k ops"):
+    with common.status("planning synthetic graphs of 1k, 10k and 100k ops"):
         frame = plan_scaling(session.planner)
-    common.print_frame(frame, title="Planning time by graph size")
+    common.print_frame(frame, title="Planning time by graph size", name="planner", keep=("ops", "total_s"))
     words = [
         f"{row['ops']:,} ops are built, hashed and planned in {row['total_s']:.2f} s: {row['us_per_op']:.0f} us per op"
         for row in frame.to_dict("records")

@@ -84,7 +84,7 @@ def _rounds(session: Session, wanted: Wanted, rows: list[GenerateRow]) -> None:
     from fuseplan.planner.bench.generate import bench_generate
     from fuseplan.planner.models.build import build_model
 
-    with common.console(stderr=True).status(f"building {wanted.source.label}") as status:
+    with common.status(f"building {wanted.source.label}") as status:
         module = build_model(wanted.source, session.target.device_type).module
         for sizes in wanted.sizes:
             status.update(f"{wanted.source.label}, {sizes.label}: compiling and measuring every contestant")
@@ -99,7 +99,7 @@ def _fresh(session: Session, wanted: Wanted, rows: list[GenerateRow]) -> None:
     kind = session.target.device_type
     forget(kind)
     by_label = {sizes.label: sizes for sizes in wanted.sizes}
-    with common.console(stderr=True).status("starting fresh processes") as status:
+    with common.status("starting fresh processes") as status:
         for at, row in enumerate(rows):
             status.update(f"{row.workload}, {row.contestant}: building and generating in a fresh process")
             order = Order(wanted.source, by_label[row.workload], row.contestant, kind, dispatch_options(session))
@@ -114,6 +114,7 @@ def _publish(session: Session, wanted: Wanted, rows: Sequence[GenerateRow]) -> N
     table = generate_table(frame)
     common.print_frame(
         table, title=f"{wanted.source.label}, generate(): ms a token", spare=("p20", "p80", "fresh_all_s"),
+        name="generate", keep=("workload", "contestant", "ms_token", "vs_inductor"),
     )
     said = generate_verdict(frame)
     if frame["floor_us"].isna().all():

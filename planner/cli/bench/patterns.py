@@ -10,9 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-import typer
-
-from fuseplan.planner.cli.common import console, print_frame
+from fuseplan.planner.cli import common
 from fuseplan.planner.cli.tune import run
 
 if TYPE_CHECKING:
@@ -64,6 +62,7 @@ def cells_of(
     """The cells that the options name, or the topic's own: the first fields of :class:`Wanted`."""
     from fuseplan.planner.errors import ConfigError
     from fuseplan.planner.patterns.cells import cell, parse_sizes, sweep_cells
+    from fuseplan.planner.patterns.listing import LISTING
     from fuseplan.planner.patterns.table import PATTERNS
 
     heights, widths = parse_sizes(rows, "--rows"), parse_sizes(cols, "--cols")
@@ -82,7 +81,7 @@ def cells_of(
     if topic == "launch" and (rows or cols):
         raise ConfigError("plan bench launch takes --shape; --rows and --cols are of plan bench patterns")
     if topic == "launch":
-        single = [(name, PATTERNS[name].example) for name in patterns] or _LAUNCHES
+        single = [(name, LISTING[name].example) for name in patterns] or _LAUNCHES
         return topic, found if shapes else [cell(name, shape, dtype) for name, shape in single], [], None
     # Only the whole matrix has the name of the whole: a part does not take the place of a published result.
     part = "-".join(dict.fromkeys(patterns)) or ("part" if rows or cols else "")
@@ -117,12 +116,13 @@ def launch(session: Session, wanted: Wanted) -> None:
     with make_pool(session.target.device_type) as pool:
         tune_cells(session, wanted.cells, wanted.budget, pool, said)
     # Not before the pool's processes are gone: they may still be compiling.
-    with console(stderr=True).status("timing look-ups and launches"):
+    with common.status("timing look-ups and launches"):
         lookups = [bench.bench_lookup(session, one) for one in wanted.cells]
         calls = bench.bench_launch(session, wanted.cells, wanted.seconds)
     frames = {"calls": bench_frame(calls), "lookups": bench_frame(lookups)}
     for part, frame in frames.items():
-        print_frame(frame, title=f"launch, {part}: us", spare=("note",))
+        common.print_frame(frame, title=f"launch, {part}: us", spare=("note",), name=part,
+                           keep=("subject", "workload", "contestant", "median_us"))
     said += bench.launch_verdict(frames["calls"], frames["lookups"])
     publish(session, wanted.name, frames, said, wanted.out)
 
@@ -131,6 +131,7 @@ def measure(session: Session, wanted: Wanted) -> None:
     """Tune and time the cells, writing rows as they come, and publish what there is whatever happens."""
     from fuseplan.planner.bench import verdicts
     from fuseplan.planner.bench.patterns import RowLog
+    from fuseplan.planner.peers.contestant import OURS
 
     log = RowLog(results_folder(session, wanted.out) / f"{wanted.name}-cells.csv", wanted.resume)
     said = list(wanted.left_out)
@@ -139,11 +140,12 @@ def measure(session: Session, wanted: Wanted) -> None:
     finally:  # an interrupted bench keeps what it has measured
         if log.frame.empty:
             for line in said:
-                typer.echo(line)
+                common.print_text(line)
         else:
             frame, claims = log.frame, wanted.claims
             table = verdicts.pattern_table(frame) if claims is None else verdicts.headline_table(frame, claims)
-            print_frame(table, title=f"{wanted.name}: median us", spare=("gbps", "mb"))
+            common.print_frame(table, title=f"{wanted.name}: median us", spare=("gbps", "mb"), name="cells",
+                               keep=("pattern", "shape", "vs_best" if claims is None else f"{OURS}_x"))
             said += [*verdicts.pattern_verdict(frame), *verdicts.notes(frame)]
             publish(session, wanted.name, {"cells": frame}, said, wanted.out, {"cells": table})
 
@@ -162,10 +164,10 @@ def _fill(session: Session, wanted: Wanted, cells: Sequence[Cell], log: RowLog, 
             if time.monotonic() >= end:
                 break
             batch = list(group)
-            with console(stderr=True).status(f"{pattern}: compiling peers in {wanted.processes} processes"):
+            with common.status(f"{pattern}: compiling peers in {wanted.processes} processes"):
                 said += [f"compiling beforehand failed: {failure}" for failure in compile_cells(batch)]
             tuned = tune_cells(tuned, batch, wanted.budget, workers, said)
-            with console(stderr=True).status("measuring") as status:
+            with common.status("measuring") as status:
                 for cell in batch:
                     if time.monotonic() >= end:
                         break
@@ -222,7 +224,7 @@ def publish(
     facts = evidence.environment(session, name)
     words = [*evidence.quietness(facts), *words]
     for line in words:
-        typer.echo(line)
+        common.print_text(line)
     folder, legend = results_folder(session, out), legend or evidence.LEGEND
     for path in evidence.write_results(folder, evidence.file_name(name), frames, facts, words, tables, legend):
-        typer.echo(f"written: {path}")
+        common.say(f"written: {path}")

@@ -23,6 +23,7 @@ from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations.sample_inputs import random_tensor
 from fuseplan.planner.implementations.subject import group_subject
 from fuseplan.planner.lowering.recipes import kind_of
+from fuseplan.planner.patterns.listing import LISTING
 from fuseplan.planner.patterns.table import PATTERNS, parse_shape, pattern, pattern_graph
 from fuseplan.planner.runtime.scheduler import FusionConfig, FusionScheduler
 from fuseplan.search.timing.verify import check_result, make_oracle
@@ -177,7 +178,7 @@ FORMULAS: dict[str, tuple[str, Callable[..., tuple[Tensor, ...]]]] = {
 
 
 def test_every_pattern_has_a_formula_here() -> None:
-    assert FORMULAS.keys() == PATTERNS.keys()
+    assert FORMULAS.keys() == PATTERNS.keys() == LISTING.keys()
 
 
 def assert_quantised(actual: Tensor, expected: Tensor) -> None:
@@ -250,7 +251,7 @@ def test_the_triton_kernels_of_every_pattern_are_right_under_the_interpreter(tmp
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_examples_and_keys(name: str) -> None:
-    example = PATTERNS[name].example
+    example = LISTING[name].example
     text, sizes, other = (
         [region.key for region in find_regions(graph)]
         for graph in (

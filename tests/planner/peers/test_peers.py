@@ -324,10 +324,11 @@ def test_flashinfer_is_asked_for_the_pattern(pattern: str, monkeypatch: pytest.M
 
 
 def test_every_library_op_is_of_a_pattern() -> None:
-    from fuseplan.planner.patterns.table import PATTERNS, pattern
+    from fuseplan.planner.patterns.listing import LISTING
+    from fuseplan.planner.patterns.table import pattern
 
     for name, op in {**LIGER_OPS, **FLASHINFER_OPS}.items():
-        assert tuple(pattern(name, PATTERNS[name].example)[1]) == op.inputs, name
+        assert tuple(pattern(name, LISTING[name].example)[1]) == op.inputs, name
 
 
 def test_contestants_by_default_take_inputs_and_return_outputs() -> None:

@@ -12,7 +12,7 @@ import report_samples as samples
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.patterns.table import pattern_graph
-from fuseplan.planner.report.explain import explain_plan, sources
+from fuseplan.planner.report.explain import explain_plan
 from fuseplan.planner.tuning.planner import GraphPlan, RegionPlan
 from fuseplan.planner.tuning.session import Session, open_session
 from fuseplan.search.store.database import Database
@@ -110,10 +110,3 @@ def test_a_boundary_between_ops_with_one_in_the_middle(session: Session) -> None
 def test_long_lists_are_counted(session: Session) -> None:
     many = tuple(Alternative((0,), f"silu {number}", "slower", 1.0, 2.0) for number in range(9))
     assert "and 4 more measured groups that were not chosen" in _apart(session, many)
-
-
-def test_sources_are_the_generated_code(session: Session) -> None:
-    graph = pattern_graph("swiglu", "3x128", "bfloat16")
-    ((label, text),) = sources(session, graph, session.planner().plan_graph(graph))
-    assert label == "silu+mul 3x128 bfloat16"
-    assert "for" in text and "{" in text

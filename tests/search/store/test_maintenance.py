@@ -31,11 +31,10 @@ def test_listing_shows_answers(db: Database) -> None:
     db.put_record(tuning("w1"))
     db.put_record(tuning("w2", fuse=False))
     db.put_plan(plan())
-    frame = maintenance.ls(db)
-    assert list(frame.columns) == list(maintenance.LS_COLUMNS)
-    assert list(frame["answer"]) == ["fuse", "do not fuse", "1 fused of 2 groups"]
-    assert list(frame["best_us"]) == [5.0, 10.0, 35.0]
-    assert len(maintenance.ls(Database("sqlite://"))) == 0
+    rows = [dict(zip(maintenance.LS_COLUMNS, row, strict=True)) for row in maintenance.ls_rows(db)]
+    assert [row["answer"] for row in rows] == ["fuse", "do not fuse", "1 fused of 2 groups"]
+    assert [row["best_us"] for row in rows] == [5.0, 10.0, 35.0]
+    assert maintenance.ls_rows(Database("sqlite://")) == []
     assert [item.key.workload for item in maintenance.show_record(db, "w")] == ["w1", "w2"]
     assert maintenance.show_record(db, "layer") == [plan()]
 

@@ -1,0 +1,114 @@
+"""The options that every command answers by, and the screen of the command that runs."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, cast
+
+import typer
+
+from fuseplan.planner.cli.output.progress_log import ProgressLog
+from fuseplan.planner.cli.output.screen import Format, PageFormat, Screen, check_writable
+from fuseplan.planner.errors import ConfigError
+
+_CURRENT: ContextVar[Screen | None] = ContextVar("screen", default=None)
+C = TypeVar("C", bound=Callable[..., Any])
+#: What a heavy import is announced with.
+STARTING = "starting: importing PyTorch"
+
+
+def current() -> Screen:
+    """The screen of the command that runs; outside of any, one that prints tables for whom it finds there."""
+    known = _CURRENT.get()
+    return known if known is not None else _screen("table", None, False)
+
+
+def _screen(style: str, out: Path | None, quiet: bool) -> Screen:
+    terminal = None
+    if sys.stdout.isatty():
+        from rich.console import Console
+
+        terminal = Console(highlight=False)
+    log = None if sys.stderr.isatty() else ProgressLog(lambda line: typer.echo(line, err=True))
+    return Screen(style, out, quiet, terminal, log)
+
+
+def answers(
+    main: str = "", page: bool = False, out: bool = True, tables: bool = True, torch: bool = True
+) -> Callable[[C], C]:
+    """A command gets the options ``--format``, ``--out`` and ``--quiet``, and a screen of its own while it runs.
+
+    Args:
+        main: What CSV has, in words.
+        page: It writes an HTML page, too.
+        out: It takes ``--out``; else that option is its own, or it has none.
+        tables: It takes ``--format``.
+        torch: It needs PyTorch, which is imported first, so that the user reads why nothing happens yet.
+    """
+    kinds = PageFormat if page else Format
+    which = f"csv has one table: {main}." if main else "csv has the table."
+    also = " html writes one self-contained page (fuseplan-report.html)." if page else ""
+    options: dict[str, tuple[Any, Any]] = {}
+    if tables:
+        words = f"{which} json has everything, numbers in full.{also} A pipe gets a table as tab-separated lines."
+        options["style"] = (Annotated[kinds, typer.Option("--format", help=words)], kinds.TABLE)
+    if tables and out:
+        words = "Write the answer to this file; one that exists is replaced."
+        options["out"] = (Annotated[Path | None, typer.Option("--out", metavar="FILE", help=words)], None)
+    words = "Print only the answer, errors and warnings."
+    options["quiet"] = (Annotated[bool, typer.Option("--quiet", "-q", help=words)], False)
+
+    def with_options(command: C) -> C:
+        @wraps(command)
+        def run(**given: Any) -> Any:
+            own = {name: given.pop(name, default) for name, (_, default) in options.items()}
+            screen = _screen(str(own.get("style", "table")), _target(own.get("out")), bool(own["quiet"]))
+            token = _CURRENT.set(screen)
+            try:
+                if torch:
+                    import_torch(screen)
+                result = command(**given)
+            except typer.Exit:  # the answer is that something is wrong
+                screen.finish()
+                raise
+            except KeyboardInterrupt:  # a bench has an answer then, too
+                if screen.has_tables:
+                    screen.finish()
+                raise
+            finally:
+                _CURRENT.reset(token)
+            screen.finish()
+            return result
+
+        signature = inspect.signature(command, eval_str=True)
+        more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+                for name, (kind, default) in options.items()]
+        full = signature.replace(parameters=[*signature.parameters.values(), *more])
+        # typer reads both.
+        vars(run).update(__signature__=full)
+        run.__annotations__ = {one.name: one.annotation for one in full.parameters.values()}
+        return cast(C, run)
+
+    return with_options
+
+
+def _target(out: Path | None) -> Path | None:
+    if out is not None:
+        if not str(out).strip():
+            raise ConfigError("--out is empty; give a file to write")
+        check_writable(out)
+    return out
+
+
+def import_torch(screen: Screen) -> None:
+    """Import PyTorch, and say so."""
+    if "torch" in sys.modules:
+        return
+    with screen.status(STARTING):
+        import numpy  # noqa: F401  # where torch is the one to load it, a Ctrl-C meanwhile is lost and leaves half of it
+        import torch  # noqa: F401

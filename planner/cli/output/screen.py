@@ -1,0 +1,301 @@
+"""Where a command prints: tables and sentences as ``--format``, ``--out`` and ``--quiet`` say, and what it is doing."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import typer
+
+from fuseplan.planner.cli.output.progress_log import ProgressLog
+from fuseplan.planner.cli.output.tables import Table, csv_text, fitted, json_rows, json_value, left_out_line, tab_lines
+from fuseplan.search.errors import plain
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class Format(StrEnum):
+    """How to write it."""
+
+    TABLE = "table"
+    CSV = "csv"
+    MARKDOWN = "markdown"
+    JSON = "json"
+
+
+class PageFormat(StrEnum):
+    """How to write it, where there is a page of it, too."""
+
+    TABLE = "table"
+    CSV = "csv"
+    MARKDOWN = "markdown"
+    JSON = "json"
+    HTML = "html"
+
+
+#: Where a part of an answer is: everywhere, not with ``--quiet`` in the terminal, or in files alone.
+Shown = Literal["always", "talk", "files"]
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """Names and what they are."""
+
+    name: str
+    of: Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class _Code:
+    """A program's text, for people."""
+
+    text: str
+    language: str
+
+
+class Screen:
+    """One command's output. Tables and sentences are printed at once, or written at the end as a file of one format.
+
+    Args:
+        style: A value of :class:`PageFormat`.
+        out: The file to write; None for the standard output.
+        quiet: Only the answer, errors and warnings.
+        terminal: Where it is printed for a person, a console; None for a pipe.
+        log: What is going on, for who reads the standard error as a log; None where that is a terminal.
+    """
+
+    def __init__(
+        self, style: str = "table", out: Path | None = None, quiet: bool = False, terminal: Console | None = None,
+        log: ProgressLog | None = None,
+    ) -> None:
+        self.style, self.quiet = style, quiet
+        self._out, self._terminal, self._log = out, terminal, log
+        self._parts: list[Table | _Facts | str] = []
+        self._page, self._title, self._main = "", "", ""
+
+    @property
+    def at_once(self) -> bool:
+        """Whether the answer is printed as it comes, not written at the end."""
+        return self.style == "table" and self._out is None
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether a person reads the answer as it comes."""
+        return self._terminal is not None and self.at_once
+
+    @property
+    def has_tables(self) -> bool:
+        """Whether there is anything to write at the end that took time to find."""
+        return any(isinstance(part, Table) for part in self._parts)
+
+    # -- what a command says
+
+    def table(self, table: Table, shown: Shown = "always") -> None:
+        """A table of the answer."""
+        if not self.at_once:
+            self._parts.append(table)
+        elif shown == "always" or (shown == "talk" and not self.quiet):
+            self._print_table(table)
+
+    def facts(self, name: str, of: Mapping[str, object]) -> None:
+        """A line for each name and what it is."""
+        facts = _Facts(name, of)
+        if self.at_once:
+            self._print("\n".join(_plain_lines(facts)))
+        else:
+            self._parts.append(facts)
+
+    def tell(self, line: str, shown: Shown = "always", one_line: bool = False) -> None:
+        """A sentence of the answer; a terminal shows ``one_line`` without its middle where it is too long."""
+        if not self.at_once:
+            self._parts.append(line)
+        elif shown == "always" or (shown == "talk" and not self.quiet):
+            if one_line and self._terminal is not None:
+                from rich.cells import cell_len
+
+                from fuseplan.planner.cli.output.tables import shortened
+
+                line = shortened(plain(line), self._terminal.width, cell_len)
+            self._print(line)
+
+    def say(self, line: str) -> None:
+        """What else there is to say: not with ``--quiet``, and beside the answer where a program reads that."""
+        if not self.quiet:
+            typer.echo("\n".join(map(plain, line.split("\n"))), err=self.style != "table" and self._out is None)
+
+    def code(self, text: str, language: str) -> None:
+        """A program's text, highlighted on a terminal; files have it in a table."""
+        if not self.at_once:
+            return
+        if self._terminal is None:
+            self._print(text)
+            return
+        from rich.syntax import Syntax
+
+        shown = "\n".join(map(plain, text.split("\n")))
+        self._terminal.print(Syntax(shown, language, background_color="default", word_wrap=True))
+
+    def page(self, text: str, otherwise: Path) -> None:
+        """The whole answer as a page, which goes to the file, or to ``otherwise``."""
+        self._page, self._out = text, self._out if self._out is not None else otherwise
+
+    def heading(self, title: str, main: str) -> None:
+        """The title of a Markdown file, and the table that CSV has; without one it is the first."""
+        self._title, self._main = title, main
+
+    # -- what it is doing
+
+    def status(self, text: str) -> AbstractContextManager[Status]:
+        """What takes long: on a terminal a line that vanishes, in a log a line now and then."""
+        if self.quiet:
+            return _Silent()
+        return _logged(self.log, text) if self.log is not None else stderr_console().status(plain(text))
+
+    @property
+    def log(self) -> ProgressLog | None:
+        """Where progress goes that is read as a log; None on a terminal, which has bars, and with ``--quiet``."""
+        return None if self.quiet else self._log
+
+    # -- the end
+
+    def finish(self) -> None:
+        """Write what was not printed yet."""
+        if self.at_once:
+            return
+        text = self._page or self._text()
+        if self._out is not None:
+            write_text(self._out, text)
+            self.say(f"written to {self._out}")
+        elif text:
+            # A pipe gets what is stored; a terminal would obey it.
+            typer.echo(text.removesuffix("\n") if self._terminal is None else _for_terminal(text.removesuffix("\n")))
+
+    def _text(self) -> str:
+        tables = [part for part in self._parts if isinstance(part, Table)]
+        if self.style == Format.CSV:
+            main = next((one for one in tables if one.name == self._main), tables[0] if tables else None)
+            facts = next((part for part in self._parts if isinstance(part, _Facts)), None)
+            if main is None and facts is not None:
+                main = Table(facts.name, ("name", "value"), tuple(facts.of.items()))
+            return csv_text(main) if main is not None else ""
+        if self.style == Format.JSON:
+            return json.dumps(self._as_json(), indent=2, allow_nan=False) + "\n"
+        if self.style == Format.MARKDOWN:
+            return "\n".join([f"# {self._title}\n"] * bool(self._title) + [*map(_markdown, self._parts), ""])
+        return "\n".join([*(line for part in self._parts for line in _plain_lines(part)), ""])
+
+    def _as_json(self) -> dict[str, Any]:
+        facts = {part.name: {name: json_value(value) for name, value in part.of.items()}
+                 for part in self._parts if isinstance(part, _Facts)}
+        tables = {part.name: json_rows(part) for part in self._parts if isinstance(part, Table)}
+        return {**facts, **tables, "sentences": [part for part in self._parts if isinstance(part, str) and part]}
+
+    def _print(self, text: str) -> None:
+        typer.echo("\n".join(map(plain, text.split("\n"))))
+
+    def _print_table(self, table: Table) -> None:
+        if self._terminal is None:
+            typer.echo("\n".join(_plain_lines(table)))
+            return
+        from rich.text import Text
+
+        def line(text: str, style: str = "") -> None:
+            assert self._terminal is not None
+            self._terminal.print(Text(text, style), no_wrap=True, overflow="ignore", crop=False)
+
+        shown = fitted(table, self._terminal.width)
+        if table.title:
+            line(plain(table.title), "italic")
+        line(shown.heading, "bold")
+        for row in shown.lines:
+            line(row)
+        if shown.left_out:
+            line(left_out_line(shown.left_out, self._terminal.width), "dim")
+        line("")
+
+
+def _plain_lines(part: Table | _Facts | str) -> list[str]:
+    """For a pipe: a title where there is one, the header, a line for each row, and an empty one where another follows.
+    """
+    if isinstance(part, str):
+        return [plain(line) for line in part.split("\n")]
+    if isinstance(part, _Facts):
+        return [f"{name}: {plain(str(value))}" for name, value in part.of.items()]
+    lines = tab_lines(part)
+    return [plain(part.title), *lines, ""] if part.title else lines
+
+
+def _markdown(part: Table | _Facts | str) -> str:
+    from fuseplan.planner.markdown import markdown_text
+
+    if isinstance(part, str):
+        return part
+    if isinstance(part, _Facts):
+        return "\n".join(f"* {name}: {plain(str(value))}" for name, value in part.of.items()) + "\n"
+    if not part.rows:
+        return ""
+    numeric = [part.numeric(at) for at in range(len(part.columns))]
+    text = markdown_text(part.columns, part.rows, numeric)
+    return f"## {plain(part.title)}\n\n{text}" if part.title else text
+
+
+def _for_terminal(text: str) -> str:
+    return "\n".join(map(plain, text.split("\n")))
+
+
+class Status(Protocol):
+    """Takes what is being done now."""
+
+    def update(self, status: str) -> None: ...
+
+
+class _Silent(AbstractContextManager[Status]):
+    """Takes it, and says nothing."""
+
+    def __enter__(self) -> Status:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+    def update(self, status: str) -> None:
+        return None
+
+
+@contextmanager
+def _logged(log: ProgressLog, text: str) -> Iterator[Status]:
+    log.phase(text)
+    yield log
+
+
+def stderr_console() -> Console:
+    """A rich console on the standard error; wide where that is no terminal."""
+    from rich.console import Console
+
+    screen = Console(stderr=True, highlight=False)
+    return screen if screen.is_terminal else Console(stderr=True, highlight=False, width=220)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, making its folder; an unwritable one is an :class:`OSError` that names it."""
+    path = path.expanduser()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def check_writable(path: Path) -> None:
+    """An :class:`OSError` that names the file where it cannot be written; makes its folder."""
+    path = path.expanduser()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    number = errno.EISDIR if path.is_dir() else 0 if os.access(path if path.exists() else path.parent, os.W_OK) else (
+        errno.EACCES)
+    if number:
+        raise OSError(number, os.strerror(number), str(path))

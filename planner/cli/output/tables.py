@@ -1,0 +1,204 @@
+"""A table, and how it is written: for a terminal of some width, a row a line for a pipe, or as a file."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fuseplan.search.errors import plain
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+#: Characters of a text column where there is room, and the fewest to which it is cut before a column is left out.
+_WIDEST, _LEAST = 44, 16
+#: The fewest characters of a text that nothing else can make room for.
+_NARROWEST = 4
+_GAP = 2
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under names.
+
+    Attributes:
+        name: In JSON.
+        title: Above it, where it is not the only one of its command.
+        digits: Decimals of numbers, except in CSV and JSON.
+        spare: Columns that a narrow terminal leaves out, in this order.
+        keep: Columns with the answer: never left out. Without any, the first and the last.
+    """
+
+    name: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Any, ...], ...]
+    title: str = ""
+    digits: int = 2
+    spare: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
+
+    def numeric(self, at: int) -> bool:
+        """Whether a column has numbers alone."""
+        values = [row[at] for row in self.rows if not missing(row[at])]
+        return bool(values) and all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in values)
+
+
+def table_of(
+    frame: pd.DataFrame, name: str, title: str = "", digits: int = 2, spare: Sequence[str] = (),
+    keep: Sequence[str] = (),
+) -> Table:
+    """A frame's columns and rows, without its index."""
+    rows = tuple(frame.itertuples(index=False, name=None))
+    return Table(name, tuple(map(str, frame.columns)), rows, title, digits, tuple(spare), tuple(keep))
+
+
+def missing(value: object) -> bool:
+    """Whether there is no value: None, or NaN."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def cell_text(value: object, digits: int, comma: str = "") -> str:
+    """Numbers at ``digits`` decimals, nothing for a missing value, text without what a terminal obeys.
+
+    A number that would be all zeros keeps three digits.
+    """
+    if missing(value):
+        return ""
+    if not isinstance(value, float):
+        return plain(str(value))
+    if value and abs(value) < 0.5 * 10.0**-digits:
+        return f"{value:.3g}"
+    return f"{value:{comma}.{digits}f}"
+
+
+# -- a terminal -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What of a table fits: its heading and rows as lines of text, and the columns that are left out."""
+
+    heading: str
+    lines: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+
+def fitted(table: Table, width: int) -> Fitted:
+    """The table in at most ``width`` characters a row, as far as its ``keep`` allows: numbers are never cut.
+
+    ``spare`` columns are left out first, then others from the right; text is cut only where that is not enough, or
+    where it is longer than 44 characters.
+    """
+    from rich.cells import cell_len
+
+    texts = [[cell_text(row[at], table.digits, ",") for row in table.rows] for at in range(len(table.columns))]
+    numeric = [table.numeric(at) for at in range(len(table.columns))]
+    natural = [max(map(cell_len, [name, *cells])) for name, cells in zip(table.columns, texts, strict=True)]
+    least = [wide if number else min(wide, max(_LEAST, cell_len(name)))
+             for name, wide, number in zip(table.columns, natural, numeric, strict=True)]
+    chosen = _columns(table, least, width)
+    room = width - _GAP * (len(chosen) - 1)
+    widths = _widths({at: natural[at] for at in chosen}, {at: least[at] for at in chosen}, numeric, room)
+
+    def line(cells: Callable[[int], str]) -> str:
+        parts = []
+        for at, wide in widths.items():
+            text = shortened(cells(at), wide, cell_len)
+            pad = " " * (wide - cell_len(text))
+            parts.append(pad + text if numeric[at] else text + pad)
+        return (" " * _GAP).join(parts).rstrip()
+
+    lines = tuple(line(lambda at, row=row: texts[at][row]) for row in range(len(table.rows)))  # type: ignore[misc]
+    left_out = tuple(name for at, name in enumerate(table.columns) if at not in widths)
+    return Fitted(line(lambda at: table.columns[at]), lines, left_out)
+
+
+def _columns(table: Table, least: Sequence[int], width: int) -> list[int]:
+    """Positions of the columns that fit, each at its least width."""
+    names = list(table.columns)
+    keep = set(table.keep) if table.keep else {names[0], names[-1]} if names else set()
+    others = [name for name in reversed(names) if name not in table.spare and name not in keep]
+    chosen = list(range(len(names)))
+    for name in [*table.spare, *others]:
+        if sum(least[at] for at in chosen) + _GAP * (len(chosen) - 1) <= width:
+            break
+        chosen = [at for at in chosen if names[at] != name]
+    return chosen
+
+
+def _widths(natural: dict[int, int], least: dict[int, int], numeric: Sequence[bool], room: int) -> dict[int, int]:
+    """Characters of each column: of texts, the longest give way first."""
+    widths = {at: wide if numeric[at] else min(_WIDEST, wide) for at, wide in natural.items()}
+    for floor in (least, dict.fromkeys(least, _NARROWEST)):
+        while sum(widths.values()) > room:
+            wider = [at for at, wide in widths.items() if not numeric[at] and wide > floor[at]]
+            if not wider:
+                break
+            widths[max(wider, key=lambda at: widths[at])] -= 1
+    for at in widths:  # what is left goes to the texts that were cut
+        widths[at] += 0 if numeric[at] else max(0, min(natural[at] - widths[at], room - sum(widths.values())))
+    return widths
+
+
+def shortened(text: str, width: int, measure: Callable[[str], int] = len) -> str:
+    """Text in at most ``width`` characters: its start and its end, with an ellipsis between them.
+
+    >>> shortened("silu+mul 32x8192 bfloat16", 16)
+    'silu+mul…bfloat16'
+    """
+    if measure(text) <= width:
+        return text
+    tail = (width - 1) // 2
+    head = width - 1 - tail
+    start, end = text[:head], text[len(text) - tail:]
+    while measure(start) > head:  # letters that are two characters wide
+        start = start[:-1]
+    while measure(end) > tail:
+        end = end[1:]
+    return f"{start}…{end}"
+
+
+def left_out_line(columns: Sequence[str], width: int) -> str:
+    """Which columns are left out and how to see them, in at most ``width`` characters where 60 are there."""
+    for shown in range(len(columns), 0, -1):
+        more = f" and {len(columns) - shown} more" if shown < len(columns) else ""
+        line = f"left out: {', '.join(columns[:shown])}{more} (--format csv, or a wider window)"
+        if len(line) <= width:
+            return line
+    return f"{len(columns)} columns left out (--format csv, or a wider window)"
+
+
+# -- pipes and files --------------------------------------------------------------------------------------------
+
+
+def tab_lines(table: Table) -> list[str]:
+    """The header and a line for each row, cells between tabs, nothing cut."""
+    rows = [[cell_text(value, table.digits) for value in row] for row in table.rows]
+    return ["\t".join(cells) for cells in [list(map(plain, table.columns)), *rows]]
+
+
+def csv_text(table: Table) -> str:
+    """As :meth:`pandas.DataFrame.to_csv` writes it: numbers in full, nothing for a missing value."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(table.columns)
+    writer.writerows(["" if missing(value) else value for value in row] for row in table.rows)
+    return out.getvalue()
+
+
+def json_rows(table: Table) -> list[dict[str, Any]]:
+    """Rows as objects: numbers in full, null for a missing value or an infinite one."""
+    return [dict(zip(table.columns, map(json_value, row), strict=True)) for row in table.rows]
+
+
+def json_value(value: Any) -> Any:
+    """A cell as JSON has it."""
+    item = getattr(value, "item", None)  # a numpy scalar
+    value = item() if item is not None else value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, (bool, int, str)) else str(value)

@@ -1,0 +1,95 @@
+"""The generated code of a plan's kernels: each text once, with the workloads that use it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from fuseplan.planner.errors import ConfigError, nearest
+from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.groups.places import region_paths
+from fuseplan.planner.implementations.subject import group_subject
+from fuseplan.planner.module_paths import group_place
+from fuseplan.planner.report.drawing import group_name
+from fuseplan.planner.tuning.planner import GraphPlan
+from fuseplan.planner.tuning.session import Session
+
+#: Stands for every kernel.
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """A kernel's code.
+
+    Attributes:
+        names: The letters that ``plan explain`` gives its group, one for each region.
+        label, place: Of its group.
+        text: All of it; ``common`` are the parts that other kernels have, too: includes and helpers.
+    """
+
+    names: tuple[str, ...]
+    label: str
+    place: str
+    backend: str
+    text: str
+    common: tuple[str, ...]
+    workloads: tuple[str, ...]
+
+    @property
+    def language(self) -> str:
+        """As highlighters call it."""
+        return "cpp" if self.backend == "cpp" else "python"
+
+    def own_text(self) -> str:
+        """The text without what other kernels have, too."""
+        text = self.text
+        for part in self.common:
+            text = text.replace(f"{part}\n\n\n", "", 1) if f"{part}\n\n\n" in text else text.replace(part, "", 1)
+        return text
+
+    def is_called(self, words: str) -> bool:
+        """Whether that is part of its group's label or place, in any case of letters."""
+        return words.lower() in self.label.lower() or words.lower() in self.place.lower()
+
+
+def kernel_sources(
+    session: Session, planned: Iterable[tuple[str, DataflowGraph, GraphPlan]]
+) -> list[KernelSource]:
+    """The kernels of several workloads, in the order of their groups."""
+    backends = {backend.name: backend for backend in session.backends}
+    found: dict[str, KernelSource] = {}
+    for workload, graph, plan in planned:
+        for one in plan.unique():
+            places = region_paths(graph, [at.region for at in plan.regions if at.region.key == one.region.key])
+            for number, choice in enumerate(one.record.groups):
+                if not choice.is_kernel or choice.implementation not in backends:
+                    continue
+                backend, name = backends[choice.implementation], group_name(number)
+                subject = group_subject(
+                    graph, one.group_ops(choice), choice.workload, session.settings.numerics, session.target.device_type
+                )
+                text = backend.source(subject.ir, choice.config)
+                known = found.get(text) or KernelSource(
+                    (), choice.label, group_place(places, choice.ops), backend.name, text, backend.common(text), ())
+                names, users = dict.fromkeys((*known.names, name)), dict.fromkeys((*known.workloads, workload))
+                found[text] = replace(known, names=tuple(names), workloads=tuple(users))
+    return list(found.values())
+
+
+def called(kernels: Sequence[KernelSource], wanted: str) -> list[KernelSource]:
+    """The kernels that ``wanted`` names: a letter, else part of a label or a place, or ``all``.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if not kernels:
+        raise ConfigError("no group of these workloads runs a generated kernel, so there is no source to show")
+    chosen = list(kernels) if wanted == ALL else [one for one in kernels if wanted.upper() in one.names]
+    if not chosen and wanted.strip():
+        chosen = [one for one in kernels if one.is_called(wanted)]
+    if not chosen:
+        labels = list(dict.fromkeys(one.label for one in kernels))
+        close = nearest(wanted, labels) or labels[:3]
+        raise ConfigError(f"--source {wanted!r}: no generated kernel is called so; try {', '.join(close)}, or all")
+    return chosen

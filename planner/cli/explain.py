@@ -112,4 +112,5 @@ def patterns() -> None:
     from fuseplan.planner.patterns.listing import LISTING
 
     rows = [(name, found.summary, found.dims, found.example) for name, found in sorted(LISTING.items())]
-    print_rows("patterns", ("pattern", "computes", "--shape is", "such as"), rows, spare=("--shape is",))
+    print_rows("patterns", ("pattern", "computes", "--shape is", "such as"), rows, spare=("--shape is",),
+               keep=("pattern", "computes", "such as"))

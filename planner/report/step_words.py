@@ -15,10 +15,15 @@ _SHOWN, _SHOWN_OF_ONE = 5, 3
 _UNITS = {"us": 1.0, "ms": 1e3, "s": 1e6}
 
 
-def step_lines(data: ReportData, shown: int = _SHOWN) -> Iterator[str]:
-    """In words: each workload's step, and then the groups that save most of one, each where it saves most."""
+def step_lines(data: ReportData, shown: int = _SHOWN, workloads: int | None = None) -> Iterator[str]:
+    """In words: each workload's step, and then the groups that save most of one, each where it saves most.
+
+    Of the steps at most as many as ``workloads`` are spelled out.
+    """
     found = steps(data)
-    yield from map(step_words, found)
+    yield from map(step_words, found[:workloads])
+    if workloads is not None and len(found) > workloads:
+        yield f"{len(found) - workloads} other workloads; `plan report steps --format csv` has all"
     best: dict[str, tuple[Step, Saved]] = {}
     for one in found:
         for saved in one.saved:

@@ -10,12 +10,21 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import typer
 
 from fuseplan.planner.cli.output.progress_log import ProgressLog
-from fuseplan.planner.cli.output.tables import Table, csv_text, fitted, json_rows, json_value, left_out_line, tab_lines
+from fuseplan.planner.cli.output.tables import (
+    Table,
+    csv_text,
+    fitted,
+    json_rows,
+    json_value,
+    left_out_line,
+    shortened,
+    tab_lines,
+)
 from fuseplan.search.errors import plain
 
 if TYPE_CHECKING:
@@ -53,12 +62,7 @@ class _Facts:
     of: Mapping[str, object]
 
 
-@dataclass(frozen=True)
-class _Code:
-    """A program's text, for people."""
-
-    text: str
-    language: str
+_Part: TypeAlias = Table | _Facts | str
 
 
 class Screen:
@@ -78,8 +82,9 @@ class Screen:
     ) -> None:
         self.style, self.quiet = style, quiet
         self._out, self._terminal, self._log = out, terminal, log
-        self._parts: list[Table | _Facts | str] = []
+        self._parts: list[_Part] = []
         self._page, self._title, self._main = "", "", ""
+        self._last: _Part | None = None
 
     @property
     def at_once(self) -> bool:
@@ -103,27 +108,26 @@ class Screen:
         if not self.at_once:
             self._parts.append(table)
         elif shown == "always" or (shown == "talk" and not self.quiet):
-            self._print_table(table)
+            self._print(table)
 
     def facts(self, name: str, of: Mapping[str, object]) -> None:
         """A line for each name and what it is."""
         facts = _Facts(name, of)
         if self.at_once:
-            self._print("\n".join(_plain_lines(facts)))
+            self._print(facts)
         else:
             self._parts.append(facts)
 
     def tell(self, line: str, shown: Shown = "always", one_line: bool = False) -> None:
-        """A sentence of the answer; a terminal shows ``one_line`` without its middle where it is too long."""
+        """A sentence of the answer; a terminal shows ``one_line`` without its end where it is too long."""
         if not self.at_once:
             self._parts.append(line)
         elif shown == "always" or (shown == "talk" and not self.quiet):
             if one_line and self._terminal is not None:
-                from rich.cells import cell_len
+                from rich.cells import cell_len, set_cell_size
 
-                from fuseplan.planner.cli.output.tables import shortened
-
-                line = shortened(plain(line), self._terminal.width, cell_len)
+                line, width = plain(line), self._terminal.width
+                line = line if cell_len(line) <= width else f"{set_cell_size(line, width - 1).rstrip()}…"
             self._print(line)
 
     def say(self, line: str) -> None:
@@ -190,7 +194,10 @@ class Screen:
             return json.dumps(self._as_json(), indent=2, allow_nan=False) + "\n"
         if self.style == Format.MARKDOWN:
             return "\n".join([f"# {self._title}\n"] * bool(self._title) + [*map(_markdown, self._parts), ""])
-        return "\n".join([*(line for part in self._parts for line in _plain_lines(part)), ""])
+        lines: list[str] = []
+        for before, part in zip([None, *self._parts], self._parts, strict=False):
+            lines += [""] * _apart(before, part) + _plain_lines(part)
+        return "\n".join([*lines, ""])
 
     def _as_json(self) -> dict[str, Any]:
         facts = {part.name: {name: json_value(value) for name, value in part.of.items()}
@@ -198,42 +205,53 @@ class Screen:
         tables = {part.name: json_rows(part) for part in self._parts if isinstance(part, Table)}
         return {**facts, **tables, "sentences": [part for part in self._parts if isinstance(part, str) and part]}
 
-    def _print(self, text: str) -> None:
-        typer.echo("\n".join(map(plain, text.split("\n"))))
-
-    def _print_table(self, table: Table) -> None:
-        if self._terminal is None:
-            typer.echo("\n".join(_plain_lines(table)))
+    def _print(self, part: _Part) -> None:
+        if self._terminal is not None and isinstance(part, Table) and not part.rows:
             return
+        if _apart(self._last, part):
+            typer.echo("")
+        self._last = part
+        if self._terminal is None or isinstance(part, _Facts):  # facts are for pasting: nothing wraps them
+            typer.echo("\n".join(_plain_lines(part)))
+        elif isinstance(part, str):
+            from rich.text import Text
+
+            self._terminal.print(Text("\n".join(_plain_lines(part))))
+        else:
+            self._print_table(part, self._terminal)
+
+    def _print_table(self, table: Table, terminal: Console) -> None:
         from rich.text import Text
 
         def line(text: str, style: str = "") -> None:
-            assert self._terminal is not None
-            self._terminal.print(Text(text, style), no_wrap=True, overflow="ignore", crop=False)
+            terminal.print(Text(text, style), no_wrap=True, overflow="ignore", crop=False)
 
-        shown = fitted(table, self._terminal.width)
+        shown = fitted(table, terminal.width)
         if table.title:
-            line(plain(table.title), "italic")
+            line(shortened(plain(table.title), terminal.width), "italic")
         line(shown.heading, "bold")
         for row in shown.lines:
             line(row)
         if shown.left_out:
-            line(left_out_line(shown.left_out, self._terminal.width), "dim")
-        line("")
+            line(left_out_line(shown.left_out, terminal.width), "dim")
 
 
-def _plain_lines(part: Table | _Facts | str) -> list[str]:
-    """For a pipe: a title where there is one, the header, a line for each row, and an empty one where another follows.
-    """
+def _apart(before: _Part | None, after: _Part) -> bool:
+    """Whether an empty line stands between two parts: around tables."""
+    return before is not None and (isinstance(before, Table) or isinstance(after, Table))
+
+
+def _plain_lines(part: _Part) -> list[str]:
+    """For a pipe: a title where there is one, the header, and a line for each row."""
     if isinstance(part, str):
         return [plain(line) for line in part.split("\n")]
     if isinstance(part, _Facts):
         return [f"{name}: {plain(str(value))}" for name, value in part.of.items()]
     lines = tab_lines(part)
-    return [plain(part.title), *lines, ""] if part.title else lines
+    return [plain(part.title), *lines] if part.title else lines
 
 
-def _markdown(part: Table | _Facts | str) -> str:
+def _markdown(part: _Part) -> str:
     from fuseplan.planner.markdown import markdown_text
 
     if isinstance(part, str):

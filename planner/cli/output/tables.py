@@ -30,7 +30,8 @@ class Table:
         title: Above it, where it is not the only one of its command.
         digits: Decimals of numbers, except in CSV and JSON.
         spare: Columns that a narrow terminal leaves out, in this order.
-        keep: Columns with the answer: never left out. Without any, the first and the last.
+        keep: Columns with the answer: never left out, and cut only where nothing else is left to give way. Without any,
+            the first and the last.
     """
 
     name: str
@@ -90,17 +91,19 @@ class Fitted:
 def fitted(table: Table, width: int) -> Fitted:
     """The table in at most ``width`` characters a row, as far as its ``keep`` allows: numbers are never cut.
 
-    ``spare`` columns are left out first, then others from the right; text is cut only where that is not enough, or
-    where it is longer than 44 characters.
+    Columns without any value are not shown. ``spare`` columns are left out first, then others from the right. Of others
+    than ``keep`` texts are cut to 16 characters before that.
     """
     from rich.cells import cell_len
 
     texts = [[cell_text(row[at], table.digits, ",") for row in table.rows] for at in range(len(table.columns))]
     numeric = [table.numeric(at) for at in range(len(table.columns))]
     natural = [max(map(cell_len, [name, *cells])) for name, cells in zip(table.columns, texts, strict=True)]
-    least = [wide if number else min(wide, max(_LEAST, cell_len(name)))
+    keep = _kept(table)
+    least = [wide if number else min(wide, _WIDEST if name in keep else max(_LEAST, cell_len(name)))
              for name, wide, number in zip(table.columns, natural, numeric, strict=True)]
-    chosen = _columns(table, least, width)
+    shown = [at for at, cells in enumerate(texts) if any(cells) or not table.rows]
+    chosen = _columns(table, shown, least, width)
     room = width - _GAP * (len(chosen) - 1)
     widths = _widths({at: natural[at] for at in chosen}, {at: least[at] for at in chosen}, numeric, room)
 
@@ -113,16 +116,19 @@ def fitted(table: Table, width: int) -> Fitted:
         return (" " * _GAP).join(parts).rstrip()
 
     lines = tuple(line(lambda at, row=row: texts[at][row]) for row in range(len(table.rows)))  # type: ignore[misc]
-    left_out = tuple(name for at, name in enumerate(table.columns) if at not in widths)
+    left_out = tuple(table.columns[at] for at in shown if at not in widths)
     return Fitted(line(lambda at: table.columns[at]), lines, left_out)
 
 
-def _columns(table: Table, least: Sequence[int], width: int) -> list[int]:
-    """Positions of the columns that fit, each at its least width."""
-    names = list(table.columns)
-    keep = set(table.keep) if table.keep else {names[0], names[-1]} if names else set()
+def _kept(table: Table) -> set[str]:
+    return set(table.keep) or set(table.columns[:1] + table.columns[-1:])
+
+
+def _columns(table: Table, shown: Sequence[int], least: Sequence[int], width: int) -> list[int]:
+    """Positions of those of the columns ``shown`` that fit, each at its least width."""
+    names, keep = list(table.columns), _kept(table)
     others = [name for name in reversed(names) if name not in table.spare and name not in keep]
-    chosen = list(range(len(names)))
+    chosen = list(shown)
     for name in [*table.spare, *others]:
         if sum(least[at] for at in chosen) + _GAP * (len(chosen) - 1) <= width:
             break

@@ -105,33 +105,30 @@ def _backends(kind: str) -> Iterator[tuple[str, object]]:
 
 
 def _database(db: str | None, key: str) -> Iterator[tuple[str, object]]:
+    held = _known(lambda: _held(db, key))
+    if isinstance(held, dict):
+        yield from held.items()
+    elif "://" in str(db):  # its address, and who asks it, are nobody else's business
+        yield "database", f"not known: the {str(db).split(':', 1)[0]} server cannot be used from here"
+    else:
+        yield "database", held
+
+
+def _held(db: str | None, key: str) -> dict[str, object]:
     from fuseplan.search.store.database import Database
 
-    def opened() -> Database:
-        return Database(db, mode="inspect")
-
-    def where() -> str:
-        with opened() as database:
-            engine = database.engine
-            if engine is not None and engine.dialect.name != "sqlite":
-                return f"a {engine.dialect.name} server"  # its address is nobody else's business
-            return database.where if engine is not None else f"{database.where} (not there yet)"
-
-    def count(what: str) -> int:
-        with opened() as database:
-            if what == "misses":
-                return sum(one["device"] == key for one in database.misses())
-            return sum(one.key.device == key for one in getattr(database, what)())
-
-    def probe() -> object:
-        with opened() as database:
-            spec = database.get_device(key)
-        return spec.get("measured_at") if spec is not None else "none: `plan probe` measures the device"
-
-    yield "database", _known(where)
-    for what in ("plans", "records", "misses"):
-        yield f"{what} of this device", _known(lambda what=what: count(what))  # type: ignore[misc]
-    yield "probe of this device", _known(probe)
+    with Database(db, mode="inspect") as database:
+        engine, spec = database.engine, database.get_device(key)
+        where = database.where if engine is not None else f"{database.where} (not there yet)"
+        if engine is not None and engine.dialect.name != "sqlite":
+            where = f"a {engine.dialect.name} server"
+        return {
+            "database": where,
+            "plans of this device": sum(one.key.device == key for one in database.plans()),
+            "records of this device": sum(one.key.device == key for one in database.records()),
+            "misses of this device": sum(one["device"] == key for one in database.misses()),
+            "probe of this device": spec["measured_at"] if spec is not None else "none: `plan probe` measures it",
+        }
 
 
 def _cache() -> str:

@@ -53,6 +53,8 @@ def explain(
     from fuseplan.planner.tuning.planner import PlanSettings
     from fuseplan.planner.tuning.session import open_session
 
+    if prelude and source is None:
+        raise ConfigError("--prelude is of the code that --source prints; give --source GROUP, too")
     kind = device_type(device)
     models, workloads = (model, config, module), (decode, kv_len, prefill)
     graphs = opt.named(kind, models, (pattern, shape), workloads, dtype, layers, pack_weights=pack_weights).graphs()

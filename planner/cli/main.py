@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Annotated, TextIO
 
 import typer
+from typer.completion import completion_init
 
 from fuseplan.planner.cli import completion, database, device, env, explain, report, tune
 from fuseplan.planner.cli.bench import command as bench
@@ -56,12 +57,14 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Options that stand before or after any command."""
+    context.obj.append(context.invoked_subcommand)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -72,13 +75,16 @@ def run(argv: Sequence[str]) -> int:
     """
     debug = "--debug" in argv
     args = [arg for arg in argv if arg != "--debug"]
+    begun: list[str | None] = []
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         try:
-            status = int(app(args=args, prog_name="plan", standalone_mode=False) or 0)
+            status = int(app(args=args, prog_name="plan", standalone_mode=False, obj=begun) or 0)
         except (KeyboardInterrupt, typer.Abort):
             status = _INTERRUPTED
         except BaseException as error:  # a library may leave with SystemExit, whose status is not ours
+            if isinstance(error, SystemExit) and not begun:  # a shell has asked how a line can go on
+                return int(error.code or 0)
             if isinstance(error.__context__, BrokenPipeError) and _nobody_reads():
                 return _NO_READER
             if debug:
@@ -147,6 +153,7 @@ def main() -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, terminate)
+    completion_init()
     status = run(sys.argv[1:])
     sys.exit(_TERMINATED if terminated else status)
 

@@ -258,7 +258,19 @@ tune --db /proc/nowhere/tuning.db --pattern swiglu --shape 3x8
 tune --db /dev/null --pattern swiglu --shape 3x8
 tune --db weights.bin --pattern swiglu --shape 3x8
 tune --db llama.json --pattern swiglu --shape 3x8
+tune --format pdf
+tune --format html --pattern swiglu --shape 3x8
+tune --out . --pattern swiglu --shape 3x8
+tune --out '' --pattern swiglu --shape 3x8
+tune --out /proc/nowhere/tune.json --format json --pattern swiglu --shape 3x8
 explain extra
+explain --source
+explain --source '' --pattern swiglu --shape 3x8
+explain --source ' ' --pattern swiglu --shape 3x8
+explain --source nosuchgroup --pattern swiglu --shape 3x8
+explain --prelude --pattern swiglu --shape 3x8
+explain --format html --pattern swiglu --shape 3x8
+explain --out folder --pattern swiglu --shape 3x8
 explain --pattern swiglu
 explain --pattern swiglu --shape 3x8 --workload 5x8
 explain --pattern swiglu --shape 3x99999999999999999999
@@ -283,6 +295,21 @@ bench generate --cold-caches --no-fresh
 bench patterns --pattern ''
 bench patterns --pattern swiglou
 bench patterns --shape 3x8
+patterns --format yaml
+patterns --format html
+patterns --out .
+patterns --out ''
+probe --format pdf
+probe --out /proc/nowhere/p.csv
+backends --out /proc/nowhere/b.csv
+env extra
+env --device tpu
+env --format yaml
+env --out .
+completion
+completion tcsh
+completion bash extra
+completion --quiet bash
 bench patterns --pattern swiglu --shape 3by8
 bench patterns --pattern swiglu --shape 3x99999999999999999999
 bench patterns --pattern swiglu --rows 0
@@ -312,6 +339,8 @@ bench planner --rows 4
 bench model --decode 0
 bench model --seconds 0
 bench model --layers 0
+bench generate --format pdf
+bench planner --format html
 report frobnicate
 report --format pdf
 report --regime warp
@@ -326,6 +355,9 @@ report --db weights.bin
 report --format html --out /proc/nowhere/r.html --db sound.db
 report --format html --out . --db sound.db
 report --format csv --out /dev/null/r.csv --db sound.db
+report steps --out . --db sound.db
+report accuracy --format json --out '' --db sound.db
+report --quiet=yes --db sound.db
 probe extra
 probe --device tpu
 probe --db /proc/nowhere/tuning.db
@@ -337,6 +369,10 @@ patterns --shape 3x8
 backends --device cpu
 db frobnicate
 db ls extra
+db ls --format html
+db ls --out .
+db verify --format pdf
+db export out.jsonl --format csv
 db ls --db nosuchdialect://host/db
 db ls --db sqlite+nosuchdriver:///x.db
 db ls --db postgresql://host:notaport/db

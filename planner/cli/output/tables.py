@@ -175,7 +175,7 @@ def left_out_line(columns: Sequence[str], width: int) -> str:
         line = f"left out: {', '.join(columns[:shown])}{more} (--format csv, or a wider window)"
         if len(line) <= width:
             return line
-    return f"{len(columns)} columns left out (--format csv, or a wider window)"
+    return f"{len(columns)} {'column' if len(columns) == 1 else 'columns'} left out (--format csv, or a wider window)"
 
 
 # -- pipes and files --------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
@@ -279,6 +280,13 @@ def test_database_commands(plan: Run, tmp_path: Path) -> None:
     samples.sample_database(path).close()
     status, out, _ = plan("db", "ls", "--db", path)
     assert status == 0 and "add+rms_norm" in out and "do not fuse" in out
+    assert out.splitlines()[0].split("\t")[:3] == ["kind", "workload", "label"]
+    csv, markdown, found = (
+        plan("db", "ls", "--db", path, "--format", style)[1] for style in ("csv", "markdown", "json")
+    )
+    labels = [line.split("\t")[2] for line in out.splitlines()[1:]]
+    assert pd.read_csv(io.StringIO(csv))["label"].tolist() == labels and markdown.count("| tuning |") == 3
+    assert [row["label"] for row in json.loads(found)["records"]] == labels
     status, out, _ = plan("db", "show", "silu+mul", "--db", path)
     assert status == 0
     assert '"TuningRecord"' in out and '"PlanRecord"' in out
@@ -286,6 +294,7 @@ def test_database_commands(plan: Run, tmp_path: Path) -> None:
     assert plan("db", "export", file, "--db", path)[0] == 0
     status, out, _ = plan("db", "import", file, "--db", copy)
     assert status == 0 and out.startswith("7 entries")  # one device, three records, three plans
+    assert plan("db", "import", file, "--db", copy, "--quiet") == (0, "", "")
     assert plan("db", "verify", "--db", copy)[0] == 0
     file.write_text(file.read_text()[:-100])
     assert_user_error(plan("db", "import", file, "--db", copy), "truncated")
@@ -301,6 +310,8 @@ def test_verify_fails_on_a_damaged_record(plan: Run, tmp_path: Path) -> None:
         connection.exec_driver_sql("UPDATE tuning_records SET checksum = 'x' WHERE label LIKE 'silu%'")
     status, out, _ = plan("db", "verify", "--db", path)
     assert status == 2 and "silu+mul" in out and "plan db prune" in out
+    status, out, _ = plan("db", "verify", "--db", path, "--format", "json")
+    assert status == 2 and [row["table"] for row in json.loads(out)["problems"]] == ["tuning_records"]
 
 
 # -- tune, explain, bench -------------------------------------------------------------------------------------------
@@ -323,6 +334,24 @@ def test_tune_stores_and_the_second_run_measures_nothing(plan: Run, db: Path) ->
     status, out, err = plan("explain", *toy)
     assert status == 0, err
     assert "plan from the database" in out and "aten.linear.default" in out and "silu" in out
+
+    status, out, err = plan(*command, "--quiet")
+    assert status == 0 and not [line for line in err.splitlines() if "warning" not in line], err
+    assert re.match(r"forward: [\d.]+ -> [\d.]+ us a step", out) and "stored in" not in out and "\t" not in out
+    status, out, err = plan(*command, "--format", "json", "--out", db.parent / "tune.json")
+    assert status == 0, err
+    written = json.loads((db.parent / "tune.json").read_text())
+    assert written["groups"][0]["group"] == "silu+mul 3x24 float32" and written["steps"][0]["planned_us"] > 0
+
+    status, out, err = plan("explain", "--source", "SILU", *toy)
+    assert status == 0, err
+    assert "silu+mul 3x24 float32" in out and "segment0" in out and "Region 1" not in out and "--prelude" in out
+    status, whole, err = plan("explain", "--source", "all", "--prelude", *toy)
+    assert status == 0 and len(whole) > 3 * len(out) and "--prelude" not in whole
+    status, text, err = plan("explain", "--source", "all", "--prelude", "--format", "json", *toy)
+    (kernel,) = json.loads(text)["kernels"]
+    assert status == 0 and kernel["source"].strip() in whole and kernel["workloads"] == "forward"
+    assert_user_error(plan("explain", "--source", "sillu+mul 3x24 float32", *toy), "silu+mul 3x24 float32")
 
     status, out, err = plan("report", "--model", "toy_models:gated", "--device", "cpu", "--db", db)
     assert status == 0, err

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import report_samples as samples
 
 from fuseplan.planner.cli import main
+from fuseplan.planner.report import frames
+from fuseplan.search.store.database import Database
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -74,6 +80,46 @@ def test_report_as_files(plan: Run, sampled: tuple[str, ...], tmp_path: Path) ->
     assert plan("report", "--format", "html", "--out", tmp_path / "r.html", *sampled)[0] == 0
     assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
     assert_user_error(plan("report", "--format", "html", "--out", "/proc/nowhere/r.html", *sampled), "/proc/nowhere")
+
+
+@pytest.mark.parametrize("topic", ["groups", "steps", "accuracy"])
+@pytest.mark.parametrize("style", ["table", "csv", "markdown", "json"])
+def test_out_is_honoured_for_every_format_and_topic(
+    plan: Run, sampled: tuple[str, ...], tmp_path: Path, topic: str, style: str
+) -> None:
+    file = tmp_path / "answer"
+    status, printed, err = plan("report", topic, "--format", style, *sampled)
+    assert status == 0, err
+    status, out, err = plan("report", topic, "--format", style, "--out", file, "--quiet", *sampled)
+    assert (status, out) == (0, ""), err
+    assert len(file.read_text()) > 100
+    if style != "table":
+        assert file.read_text().rstrip("\n") == printed.rstrip("\n")
+    if style == "json":
+        found = json.loads(file.read_text())
+        assert found["sentences"] and all(isinstance(rows, list) for rows in found.values())
+        assert ("saved" in found) == (topic != "accuracy")
+
+
+def test_numbers_of_json_and_csv_are_those_of_the_frames(plan: Run, sampled: tuple[str, ...]) -> None:
+    path = sampled[1]
+    with Database(path, mode="read") as database:
+        frame = frames.group_frame(frames.load_report(database, samples.DEVICE))
+    rows = json.loads(plan("report", "--format", "json", *sampled)[1])["groups"]
+    assert [row["unfused_us"] for row in rows] == frame["unfused_us"].tolist()
+    assert [list(row) for row in rows] == [list(frame.columns)] * len(frame)
+    found = pd.read_csv(io.StringIO(plan("report", "--format", "csv", *sampled)[1]))
+    assert found["speedup"].tolist() == frame["speedup"].tolist()
+
+
+def test_steps_come_first_and_a_pipe_has_every_column(plan: Run, sampled: tuple[str, ...]) -> None:
+    lines = plan("report", *sampled)[1].splitlines()
+    assert [bool(re.match(r"llama .*: [\d.]+ -> [\d.]+ ms a step \([\d.]+x\)", line)) for line in lines[:3]] == [
+        True, True, False,
+    ]
+    assert lines[2].startswith("    saves ")
+    header = next(line for line in lines if line.startswith("workload\tgroup\t"))
+    assert "key" in header.split("\t") and "│" not in "".join(lines)
 
 
 def test_report_of_an_unknown_model(plan: Run, sampled: tuple[str, ...]) -> None:

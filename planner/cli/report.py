@@ -135,8 +135,7 @@ def load(
 def _steps(screen: Screen, data: ReportData, topic: ReportTopic) -> None:
     from fuseplan.planner.report import step_words, steps
 
-    # With the groups below them, what a terminal of 24 lines shows at once.
-    for line in step_words.step_lines(data, workloads=15 if screen.is_terminal else None):
+    for line in step_words.step_lines(data, every=topic is ReportTopic.STEPS):
         screen.tell(line, one_line=True)
     files: Shown = "always" if topic is ReportTopic.STEPS else "files"
     found = {"steps": steps.step_frame(data), "parts": steps.part_frame(data), "saved": steps.saved_frame(data)}

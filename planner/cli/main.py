@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Annotated, TextIO
 
 import typer
-from typer.completion import completion_init
+from typer._completion_classes import completion_init
 
 from fuseplan.planner.cli import completion, database, device, env, explain, report, tune
 from fuseplan.planner.cli.bench import command as bench

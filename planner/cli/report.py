@@ -29,7 +29,7 @@ class ReportTopic(StrEnum):
 
 #: Of the group table, what a narrow terminal leaves out, in this order.
 _SPARE = ("key", "regime", "enumerated_configs", "measured_configs", "noise", "lower_bound_us", "predicted_us",
-          "config", "ops", "backend", "times", "source", "place", "answer", "fused_us", "unfused_us")
+          "config", "ops", "backend", "times", "source", "answer", "fused_us", "unfused_us", "place")
 _ANSWER = ("workload", "group", "speedup")
 
 

@@ -184,7 +184,7 @@ def say(result: TuneResult, name: str, is_asked_for: Callable[[str], bool]) -> N
     common.print_frame(
         shown, title=f"{name} on {session.device}", name="groups", shown="talk", keep=("workload", "group", "speedup"),
         spare=("key", "regime", "enumerated_configs", "measured_configs", "noise", "lower_bound_us", "predicted_us",
-               "config", "ops", "backend", "times", "source", "place", "answer", "fused_us", "unfused_us"),
+               "config", "ops", "backend", "times", "source", "answer", "fused_us", "unfused_us", "place"),
     )
     common.say(frames.headline(groups))
     common.say(outcome(result))

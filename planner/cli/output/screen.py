@@ -132,8 +132,12 @@ class Screen:
 
     def say(self, line: str) -> None:
         """What else there is to say: not with ``--quiet``, and beside the answer where a program reads that."""
-        if not self.quiet:
-            typer.echo("\n".join(map(plain, line.split("\n"))), err=self.style != "table" and self._out is None)
+        if self.quiet:
+            return
+        if self.is_terminal:
+            self._print(line)
+        else:
+            typer.echo("\n".join(_plain_lines(line)), err=self.style != "table" and self._out is None)
 
     def code(self, text: str, language: str) -> None:
         """A program's text, highlighted on a terminal; files have it in a table."""
@@ -144,7 +148,7 @@ class Screen:
             return
         from rich.syntax import Syntax
 
-        shown = "\n".join(map(plain, text.split("\n")))
+        shown = "\n".join(_plain_lines(text))
         self._terminal.print(Syntax(shown, language, background_color="default", word_wrap=True))
 
     def page(self, text: str, otherwise: Path) -> None:
@@ -180,7 +184,8 @@ class Screen:
             self.say(f"written to {self._out}")
         elif text:
             # A pipe gets what is stored; a terminal would obey it.
-            typer.echo(text.removesuffix("\n") if self._terminal is None else _for_terminal(text.removesuffix("\n")))
+            text = text.removesuffix("\n")
+            typer.echo(text if self._terminal is None else "\n".join(_plain_lines(text)))
 
     def _text(self) -> str:
         tables = [part for part in self._parts if isinstance(part, Table)]
@@ -263,10 +268,6 @@ def _markdown(part: _Part) -> str:
     numeric = [part.numeric(at) for at in range(len(part.columns))]
     text = markdown_text(part.columns, part.rows, numeric)
     return f"## {plain(part.title)}\n\n{text}" if part.title else text
-
-
-def _for_terminal(text: str) -> str:
-    return "\n".join(map(plain, text.split("\n")))
 
 
 class Status(Protocol):

@@ -293,7 +293,7 @@ def test_database_commands(plan: Run, tmp_path: Path) -> None:
     assert_user_error(plan("db", "show", "silu+mol 32x8192 bfloat16", "--db", path), "did you mean")
     assert plan("db", "export", file, "--db", path)[0] == 0
     status, out, _ = plan("db", "import", file, "--db", copy)
-    assert status == 0 and out.startswith("7 entries")  # one device, three records, three plans
+    assert status == 0 and out.startswith("9 entries")  # a device, three records, three plans, two workloads
     assert plan("db", "import", file, "--db", copy, "--quiet") == (0, "", "")
     assert plan("db", "verify", "--db", copy)[0] == 0
     file.write_text(file.read_text()[:-100])

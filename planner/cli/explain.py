@@ -36,7 +36,7 @@ def explain(
     turns. Uses the stored plan; what was never tuned is planned by the cost model. Nothing is measured.
     """
     from fuseplan.planner.errors import ConfigError, nearest
-    from fuseplan.planner.report import explain as words
+    from fuseplan.planner.reports import explain as words
     from fuseplan.planner.tuning.planner import PlanSettings
     from fuseplan.planner.tuning.session import open_session
 

@@ -16,7 +16,7 @@ from fuseplan.planner.cli.common import DbOption, Device, device_type, print_fra
 if TYPE_CHECKING:
     import pandas as pd
 
-    from fuseplan.planner.report.frames import ReportData
+    from fuseplan.planner.reports.frames import ReportData
 
 
 class ReportTopic(StrEnum):
@@ -68,7 +68,7 @@ def report(
     data = load(db, device, device_key, model, regime)
     other = _other(against, device, device_key, model, regime) if against is not None else None
     if style is Format.HTML:
-        from fuseplan.planner.report.html_page import html_report
+        from fuseplan.planner.reports.html_page import html_report
 
         target = out if out is not None else Path("fuseplan-report.html")
         write_text(target, html_report(data, other))
@@ -76,7 +76,7 @@ def report(
     elif style is Format.TABLE:
         _print(data, topic)
         if other is not None:
-            from fuseplan.planner.report.against import against_lines
+            from fuseplan.planner.reports.against import against_lines
 
             for line in against_lines(data, other):
                 print_text(line)
@@ -123,7 +123,7 @@ def load(
     from fuseplan.costmodel.identity import current_identity
     from fuseplan.planner.errors import PlanError
     from fuseplan.planner.models.sources import ALIASES
-    from fuseplan.planner.report.frames import load_report
+    from fuseplan.planner.reports.frames import load_report
     from fuseplan.planner.tuning.session import stored_spec
     from fuseplan.search.store.database import Database
     from fuseplan.search.store.layered import LayeredDatabase, shipped_files
@@ -146,7 +146,7 @@ def load(
 
 
 def _print(data: ReportData, topic: ReportTopic) -> None:
-    from fuseplan.planner.report import accuracy, frames, step_words, steps
+    from fuseplan.planner.reports import accuracy, frames, step_words, steps
 
     if topic is ReportTopic.ACCURACY:
         for title, frame in _accuracy(data):
@@ -175,13 +175,13 @@ def _print(data: ReportData, topic: ReportTopic) -> None:
 
 
 def _accuracy(data: ReportData) -> list[tuple[str, pd.DataFrame]]:
-    from fuseplan.planner.report import accuracy
+    from fuseplan.planner.reports import accuracy
 
     return [("Predicted against measured", accuracy.accuracy_table(data)), *accuracy.accuracy_tables(data)]
 
 
 def _text(data: ReportData, topic: ReportTopic, style: Format, other: ReportData | None) -> str:
-    from fuseplan.planner.report import accuracy, against, frames, steps
+    from fuseplan.planner.reports import accuracy, against, frames, steps
 
     if style is Format.CSV:
         whole = {ReportTopic.ACCURACY: accuracy.accuracy_samples, ReportTopic.STEPS: steps.saved_frame,

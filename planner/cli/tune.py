@@ -168,7 +168,7 @@ def run(
 
 def say(result: TuneResult, name: str, is_asked_for: Callable[[str], bool]) -> None:
     """The final table, what it took, and last the steps of the workloads that were asked for."""
-    from fuseplan.planner.report import frames, step_words
+    from fuseplan.planner.reports import frames, step_words
     from fuseplan.planner.tuning import recheck
 
     session = result.session

@@ -131,7 +131,8 @@ def logged_misses(database: Database | LayeredDatabase, device: str) -> tuple[Mi
     graphs = database.capture_names(MISSED)
     found = []
     for key, row in zip(keys, rows, strict=True):
-        place, seen, region, why = (_text(row["payload"], name) for name in ("place", "last_seen", "region", "untunable"))
+        names = ("place", "last_seen", "region", "untunable")
+        place, seen, region, why = (_text(row["payload"], name) for name in names)
         if plans[key].hit is not None:
             why = TUNED_SINCE
         elif f"{MISSED}{region}" in graphs:

@@ -108,9 +108,8 @@ def prune_database(
 ) -> dict[str, int]:
     """Delete trials of finished tunes and rows that cannot be read, and return how many rows went, by table.
 
-    Also records and plans of other versions than ``keep_versions``, every record of ``device``, and logged ``misses`` with
-    their graphs.
-    ``database`` is open for writing.
+    Also records and plans of other versions than ``keep_versions``, every record of ``device``, and logged ``misses``
+    with their graphs. ``database`` is open for writing.
     """
     removed: dict[str, int] = {}
     with database.writing() as connection:

@@ -7,11 +7,12 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
 
+from fuseplan.planner.api.device import Kind
 from fuseplan.planner.api.progress import SILENT, Progress
 from fuseplan.planner.errors import ConfigError, DeviceError, ShapeError, UnknownPatternError
 from fuseplan.planner.graph.dataflow import DataflowGraph
@@ -24,7 +25,6 @@ from fuseplan.planner.tuning.settings import PlanSettings
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-Kind: TypeAlias = Literal["cpu", "cuda"]
 #: A preset's name, the path of a config.json, ``"package.module:factory"``, a Hugging Face config, or a module.
 ModelLike: TypeAlias = "str | Path | nn.Module | PretrainedConfig"
 #: Sizes: one, or several.
@@ -168,18 +168,6 @@ def _sizes(name: str, sizes: Any) -> str | None:
     if any(isinstance(one, bool | float) for one in listed) or not all(texts):
         raise ShapeError(f"{name}={sizes!r}: sizes are whole numbers{' or (batch, length)' * (name == 'prefill')}")
     return ",".join(texts)
-
-
-def device_kind(device: str) -> Kind:
-    """``"cpu"`` or ``"cuda"``, with ``"auto"`` resolved; DeviceError where PyTorch sees no GPU that is asked for."""
-    if device not in ("auto", "cpu", "cuda"):
-        raise DeviceError(f"--device {device!r} is not one of auto, cpu, cuda")
-    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
-        return "cpu"
-    if torch.cuda.is_available():
-        return "cuda"
-    built = "" if torch.version.cuda else f"; torch {torch.__version__} is built without CUDA"
-    raise DeviceError(f"--device cuda: PyTorch sees no CUDA GPU{built}; use --device cpu, or check with nvidia-smi")
 
 
 def plan_settings(kind: Kind, numerics: str, regime: str) -> PlanSettings:

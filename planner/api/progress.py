@@ -25,9 +25,9 @@ class TuneEvents(Protocol):
 
 
 class Progress(Protocol):
-    """Told what a job is doing. To see it, give an object with these three methods."""
+    """Told what a job is doing. To see it, give an object with these methods."""
 
-    def status(self, what: str) -> AbstractContextManager[Callable[[str], object]]:
+    def status(self, what: str) -> AbstractContextManager[Callable[[str], None]]:
         """A stage begins, and ends with the context; what the context gives is called with words meanwhile."""
 
     def tuning(self) -> AbstractContextManager[TuneEvents]:
@@ -35,6 +35,9 @@ class Progress(Protocol):
 
     def note(self, text: str) -> None:
         """Something to know that is no error."""
+
+    def warn(self, text: str) -> None:
+        """Something that makes answers doubtful."""
 
 
 class _Nobody:
@@ -44,13 +47,15 @@ class _Nobody:
 
     def on_trial(self, event: ProgressEvent) -> None: ...
 
-    def status(self, what: str) -> AbstractContextManager[Callable[[str], object]]:
+    def status(self, what: str) -> AbstractContextManager[Callable[[str], None]]:
         return nullcontext(lambda text: None)
 
     def tuning(self) -> AbstractContextManager[TuneEvents]:
         return nullcontext(self)
 
     def note(self, text: str) -> None: ...
+
+    def warn(self, text: str) -> None: ...
 
 
 #: Says nothing.

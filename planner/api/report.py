@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.api.answer import first_screen
-from fuseplan.planner.api.asked import device_kind
+from fuseplan.planner.api.device import device_kind
 from fuseplan.planner.api.words import python_words
 from fuseplan.planner.errors import PlanError
 from fuseplan.planner.models.sources import ALIASES
@@ -28,7 +28,7 @@ _SAVED = ("workload", "group", "place", "uses", "saved_us", "unfused_us", "plann
 _GROUPS = ("group", "place", "answer", "fused_us", "unfused_us", "speedup", "workload")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Report:
     """What was tuned for a device: whole steps first, then groups, fused against unfused.
 

@@ -164,10 +164,18 @@ class MissedRegion:
 
     @property
     def label(self) -> str:
-        """What the misses compute, and where."""
-        most = max(self.misses, key=lambda miss: miss.count)
+        """What the misses compute."""
         more = f" and {len(self.misses) - 1} more" if len(self.misses) > 1 else ""
-        return f"{most.label}{more}"
+        return f"{self._most.label}{more}"
+
+    @property
+    def place(self) -> str:
+        """Where in the model the most frequent of them is."""
+        return self._most.place
+
+    @property
+    def _most(self) -> Miss:
+        return max(self.misses, key=lambda miss: miss.count)
 
 
 def missed_regions(misses: Iterable[Miss]) -> list[MissedRegion]:
@@ -213,9 +221,9 @@ def to_tune(session: Session, missed: MissedRegion, graph: DataflowGraph) -> lis
     return [part for part in region_parts(graph, whole) if part.key in keys]
 
 
-def forget_tuned(database: Database, device: str) -> int:
+def forget_tuned(database: Database, store: LayeredDatabase, device: str) -> int:
     """Delete the misses of a device that have a plan by now, and graphs that no miss needs; how many misses went."""
-    tuned = [miss.key for miss in logged_misses(database, device) if miss.why == TUNED_SINCE]
+    tuned = [miss.key for miss in logged_misses(store, device) if miss.why == TUNED_SINCE]
     gone = set(tuned)
     left = {
         _text(row["payload"], "region") for row in database.misses()

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from model_samples import write_config
 
+from fuseplan.planner.api.asked import capture_all
 from fuseplan.planner.capture.cache import cached_capture, capture_key
 from fuseplan.planner.capture.trace import Graphs
-from fuseplan.planner.cli.source import capture_all
 from fuseplan.planner.errors import CaptureError, ConfigError
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.models.sources import find_source

@@ -13,12 +13,12 @@ import pandas as pd
 from markupsafe import Markup
 
 from fuseplan.costmodel.identity import current_identity
-from fuseplan.costmodel.probe.probe import machine_load
+from fuseplan.costmodel.probe import probe
 from fuseplan.planner.api.answer import first_screen
 from fuseplan.planner.api.asked import plan_settings
 from fuseplan.planner.api.device import Kind, device_kind
+from fuseplan.planner.api.job import HowToTune, complaints, outcome, ready
 from fuseplan.planner.api.progress import SILENT, Progress
-from fuseplan.planner.api.tune import HowToTune, complaints, outcome, ready
 from fuseplan.planner.api.words import python_words
 from fuseplan.planner.errors import FuseplanError
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
@@ -33,6 +33,7 @@ from fuseplan.search.store.database import Database
 from fuseplan.search.store.layered import LayeredDatabase, shipped_files
 from fuseplan.search.store.record import Versions
 from fuseplan.search.tune import tuner
+from fuseplan.search.tune.study import Studies
 from fuseplan.search.tune.time_account import TimeAccount
 from fuseplan.search.tune.tuner import Budget
 
@@ -124,20 +125,20 @@ def tune_misses(
 ) -> TunedMisses:
     """Tune the regions that were missed most often, ``most`` at most; errors in the words of the command line."""
     account = account if account is not None else TimeAccount()
-    session = open_session(kind, db)
+    session, studies = open_session(kind, db), how.studies()
     with account.spend("reading misses"):
         chosen = logged.missed_regions(logged.logged_misses(session.store, session.device))[:most]
     rows: list[dict[str, Any]] = []
     said: list[str] = []
     warnings: list[str] = []
-    failure, load = "", machine_load()
+    failure, load = "", probe.machine_load()
     if chosen:
         session = ready(session, account, progress)
     chosen.sort(key=_launched)
     with ExitStack() as stack:
         pool = stack.enter_context(tuner.make_pool(kind))
         for _, some in groupby(chosen, key=_launched):
-            tuning = _Tuning(session, tuple(some), how)
+            tuning = _Tuning(session, tuple(some), how, studies)
             if tuning.graphs:
                 with progress.tuning() as events:
                     result = offline.tune(
@@ -168,9 +169,11 @@ def _launched(missed: MissedRegion) -> tuple[str, str]:
 class _Tuning:
     """Missed regions of one way to launch and to round, with their graphs by name, and what is planned of each."""
 
-    def __init__(self, session: Session, missed: tuple[MissedRegion, ...], how: HowToTune) -> None:
+    def __init__(
+        self, session: Session, missed: tuple[MissedRegion, ...], how: HowToTune, studies: Studies | None
+    ) -> None:
         self._settings, self._target = session.settings, session.target
-        self.session = how.of(logged.settings_of(session, missed[0]))
+        self.session = how.of(logged.settings_of(session, missed[0]), studies)
         self.refused: list[dict[str, Any]] = []
         self.graphs: list[tuple[str, DataflowGraph]] = []
         self.regions: dict[int, list[Region]] = {}

@@ -12,65 +12,35 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import pandas as pd
 from markupsafe import Markup
 
-from fuseplan.costmodel.probe.probe import MachineLoad, machine_load
+from fuseplan.costmodel.probe import probe
 from fuseplan.planner.api.answer import first_screen
 from fuseplan.planner.api.asked import Asked, Batches, ModelLike, Prefills, asked_for, plan_settings
 from fuseplan.planner.api.device import device_kind
+from fuseplan.planner.api.job import HowToTune, complaints, outcome, ready, run
+from fuseplan.planner.api.misses import TunedMisses, tune_misses
 from fuseplan.planner.api.progress import SILENT, Progress
 from fuseplan.planner.api.report import Report
 from fuseplan.planner.api.words import in_python, python_words
 from fuseplan.planner.errors import ConfigError, PlanError
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.reports import frames, step_words
-from fuseplan.planner.tuning import summary
-from fuseplan.planner.tuning import tune as offline
 from fuseplan.planner.tuning.graph_stream import GraphStream
 from fuseplan.planner.tuning.recheck import recheck_verdict
-from fuseplan.planner.tuning.session import Session, open_session
+from fuseplan.planner.tuning.session import open_session
 from fuseplan.planner.tuning.settings import PlanSettings
 from fuseplan.planner.tuning.tune import TuneResult
-from fuseplan.search.errors import NothingCompilesError, plain
+from fuseplan.search.errors import plain
 from fuseplan.search.store.location import left_behind
-from fuseplan.search.store.record import PlanRecord, now
+from fuseplan.search.store.record import PlanRecord
 from fuseplan.search.tune import tuner
-from fuseplan.search.tune.study import Studies
 from fuseplan.search.tune.time_account import TimeAccount
 from fuseplan.search.tune.tuner import Budget
-from fuseplan.search.workers.worker import WorkerPool
 
 if TYPE_CHECKING:
     import torch
 
-    from fuseplan.costmodel.device import DeviceSpec
-    from fuseplan.planner.api.misses import TunedMisses
 
 _GROUPS = ("group", "place", "answer", "fused_us", "unfused_us", "speedup", "workload")
-
-
-@dataclass(frozen=True)
-class HowToTune:
-    """How hard to search, and what is taken from earlier searches.
-
-    Attributes:
-        trials: Configurations tried per group, over all back ends; None: 12 on CPUs, 8 on CUDA.
-        seconds: Search time per group.
-        seed: That of the search and of the inputs.
-        shipped: Whether the records that come with fuseplan for this device count as stored.
-        again: Measure anew what is stored or shipped.
-        study: Where each search is kept as an Optuna study, too: a SQLAlchemy URL or the path of a journal file.
-    """
-
-    trials: int | None = None
-    seconds: float = 6.0
-    seed: int = 0
-    shipped: bool = True
-    again: bool = False
-    study: str | None = None
-
-    def of(self, session: Session) -> Session:
-        """The session as it is searched with."""
-        studies = None if self.study is None else Studies(self.study)
-        return replace(session, shipped=self.shipped, since=now() if self.again else "", studies=studies)
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,7 +145,7 @@ def tune(
         most: Of misses: how many regions, those that were missed most often first.
         numerics: ``"fp32"`` keeps a kernel's intermediates in fp32; ``"eager"`` rounds where PyTorch does.
         regime: ``"eager"`` for launches from Python, ``"graph"`` for replay in a CUDA graph.
-        trials, seconds, seed, shipped, again, study: See :class:`HowToTune`.
+        trials, seconds, seed, shipped, again, study: See :class:`~fuseplan.planner.api.job.HowToTune`.
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
         db: The tuning database, a file or a SQLAlchemy URL; None for the user's own.
         progress: Told what is done meanwhile (:class:`~fuseplan.planner.api.progress.Progress`); None for nobody.
@@ -192,8 +162,6 @@ def tune(
         if misses:
             if any(one is not None for one in (model, inputs, pattern, shape, decode, kv_len, prefill, dtype, layers)):
                 raise ConfigError("misses=True tunes what was missed; leave out the arguments of a model")
-            from fuseplan.planner.api.misses import tune_misses
-
             return tune_misses(kind, db, most, how, told)
         asked = asked_for(
             kind, model, inputs, pattern=pattern, shape=shape, decode=decode, kv_len=kv_len, prefill=prefill,
@@ -211,7 +179,7 @@ def tune_asked(
 ) -> Tuned:
     """:func:`tune`, with errors in the words of the command line; the time it takes is booked in ``account``."""
     account = account if account is not None else TimeAccount()
-    kind = asked.kind
+    kind, studies = asked.kind, how.studies()
     note = left_behind() if db is None else ""
     with ExitStack() as stack:
         pool = stack.enter_context(tuner.make_pool(kind))
@@ -228,56 +196,16 @@ def tune_asked(
         session = ready(session, account, progress)
         if note:
             progress.note(note)
-        load = machine_load()
+        load = probe.machine_load()
+        budget = Budget.on(kind, how.trials, how.seconds)
         result = run(
-            how.of(session), asked.label, graphs, Budget.on(kind, how.trials, how.seconds), how.seed, account, pool,
-            asked.is_asked_for, progress,
+            how.of(session, studies), asked.label, graphs, budget, how.seed, account, pool, asked.is_asked_for, progress,
         )
     with account.spend("reporting"):
         return tuned(result, asked.label, asked.is_asked_for, load)
 
 
-def doubts(spec: DeviceSpec) -> list[str]:
-    """What makes a probe's numbers doubtful."""
-    return [f"this probe is doubtful: {problem}; run `plan probe` when it is idle" for problem in spec.problems]
-
-
-def ready(session: Session, account: TimeAccount | None = None, progress: Progress = SILENT) -> Session:
-    """The session with a measured device: the stored one, else probed now."""
-    if session.spec is None:
-        account = account if account is not None else TimeAccount()
-        with account.spend("probing"), progress.status("probing this device once") as say:
-            session = session.probed(
-                progress=lambda fraction, step: say(f"probing this device once: {step}, {fraction:.0%}"))
-    assert session.spec is not None
-    for doubt in doubts(session.spec):
-        progress.warn(doubt)
-    return session
-
-
-def run(
-    session: Session, name: str, graphs: Iterable[tuple[str, DataflowGraph]], budget: Budget, seed: int = 0,
-    account: TimeAccount | None = None, executor: WorkerPool | None = None,
-    times_step: Callable[[str], bool] | None = None, progress: Progress = SILENT,
-) -> TuneResult:
-    """Tune, and keep a summary of each workload for the reports.
-
-    Whole steps are timed of the workloads that ``times_step`` says yes to.
-    """
-    with progress.tuning() as events:
-        result = offline.tune(
-            session, graphs, budget, seed, events.on_region, events.on_trial, account, executor, events.on_graph,
-            times_step,
-        )
-    for planned in result.plans:
-        pairs = [(one.region, one.record) for one in planned.plan.regions]
-        if pairs:
-            found = summary.summarise(name, planned.workload, planned.graph, pairs)
-            summary.store_summary(session.database, found)
-    return result
-
-
-def tuned(result: TuneResult, name: str, is_asked_for: Callable[[str], bool], load: MachineLoad) -> Tuned:
+def tuned(result: TuneResult, name: str, is_asked_for: Callable[[str], bool], load: probe.MachineLoad) -> Tuned:
     """What came of a tune, as a report of it. ``load`` is how busy the machine was when it began."""
     session = result.session
     warnings, failure = complaints(result, load)
@@ -296,43 +224,7 @@ def tuned(result: TuneResult, name: str, is_asked_for: Callable[[str], bool], lo
         replace(data, workloads=tuple(chosen)), None, name, result, shown, known, warnings, failure, noises)
 
 
-def complaints(result: TuneResult, load: MachineLoad) -> tuple[tuple[str, ...], str]:
-    """What was not decided, or doubtfully; and why nothing was, where that is more than a region or some noise."""
-    found = [str(failure) for failure in result.failures]
-    if result.measured and load.busy:
-        found.append(f"the machine was busy ({load}), so times are noisy; `plan tune --again` measures anew")
-    if hidden := sum(plan.record.undecided for _, plan in result.distinct()):
-        found.append(
-            f"noise hides the answer in {hidden} regions: until a tune on a quieter machine they are "
-            "planned by the cost model"
-        )
-    why = ""
-    if any(isinstance(failure.error, NothingCompilesError) for failure in result.failures):
-        why = "nothing compiles here"
-    elif result.failures and not result.distinct():
-        why = "no region could be planned"
-    return tuple(found), f"{why}; nothing of that is stored, and the same command tries again" if why else ""
-
-
 def _tuned_groups(records: Sequence[PlanRecord]) -> set[str]:
     """Keys of the tuning records that plans rest on."""
     groups = [one.workload for record in records for one in record.groups]
     return {*groups, *(one.workload for record in records for one in record.rejected)} - {""}
-
-
-def outcome(result: TuneResult) -> str:
-    """What was measured, in one sentence."""
-    distinct = result.distinct()
-    measured = sum(region.source == "tuned" for _, region in distinct)
-    shipped = sum(region.shipped for _, region in distinct)
-    stored = len(distinct) - measured - shipped
-    if not measured:
-        came = "came from the database"
-        if shipped:
-            came = f"come with fuseplan ({shipped}) or from the database ({stored})"
-        return f"nothing was measured: all {len(distinct)} distinct regions {came} ({result.elapsed_s:.1f} s)"
-    known = f"{stored} regions were stored already" + (f", {shipped} come with fuseplan" if shipped else "")
-    return (
-        f"measured {result.measured} of {result.enumerated} candidates in {measured} regions "
-        f"({known}); tuning took {result.elapsed_s:.1f} s"
-    )

@@ -13,7 +13,7 @@ from fuseplan.search.errors import plain
 from fuseplan.search.tune.time_account import TimeAccount, process_age_s
 
 if TYPE_CHECKING:
-    from fuseplan.planner.api.tune import HowToTune
+    from fuseplan.planner.api.job import HowToTune
 
 
 def tune(
@@ -86,7 +86,8 @@ def tune(
     account = TimeAccount(process_age_s())
     with account.spend("starting"):
         from fuseplan.planner.api.asked import plan_settings
-        from fuseplan.planner.api.tune import HowToTune, tune_asked
+        from fuseplan.planner.api.job import HowToTune
+        from fuseplan.planner.api.tune import tune_asked
 
         kind = common.device_type(device)
     how = HowToTune(trials, seconds, seed, shipped, again, study)

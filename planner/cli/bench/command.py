@@ -145,7 +145,7 @@ def bench(
     interrupted bench keeps the cells, groups, models and batch sizes that it has finished.
     """
     from fuseplan.planner.api.asked import full_dtype_name, plan_settings
-    from fuseplan.planner.api.tune import ready
+    from fuseplan.planner.api.job import ready
     from fuseplan.planner.errors import ConfigError
     from fuseplan.planner.peers.contestant import INDUCTOR, MAX_AUTOTUNE
     from fuseplan.planner.tuning.session import open_session

@@ -183,7 +183,7 @@ def tune_cells(
 
     Returns the session with the calibration that the new records gave.
     """
-    from fuseplan.planner.api.tune import run
+    from fuseplan.planner.api.job import run
     from fuseplan.planner.bench.rows import failure
     from fuseplan.planner.peers.contestant import trace_cell
 

@@ -199,7 +199,8 @@ def tune_asked(
         load = probe.machine_load()
         budget = Budget.on(kind, how.trials, how.seconds)
         result = run(
-            how.of(session, studies), asked.label, graphs, budget, how.seed, account, pool, asked.is_asked_for, progress,
+            how.of(session, studies), asked.label, graphs, budget, how.seed, account, pool, asked.is_asked_for,
+            progress,
         )
     with account.spend("reporting"):
         return tuned(result, asked.label, asked.is_asked_for, load)

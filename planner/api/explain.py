@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import pandas as pd
-from markupsafe import Markup
 
 from fuseplan.planner.api.answer import first_screen
 from fuseplan.planner.api.asked import Asked, Batches, ModelLike, Prefills, asked_for, plan_settings
@@ -99,7 +98,7 @@ class Explained:
     def __str__(self) -> str:
         return "\n".join(map(plain, self.lines()))
 
-    def _repr_html_(self) -> Markup:
+    def _repr_html_(self) -> str:
         groups = self.groups.sort_values("time_us", ascending=False, key=lambda times: times * self.groups["uses"])
         return first_screen(f"Why {self.label} is fused so", (), None, groups, _SHOWN, str(self))
 

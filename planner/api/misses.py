@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from markupsafe import Markup
 
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.costmodel.probe import probe
@@ -86,7 +85,7 @@ class TunedMisses:
     def __str__(self) -> str:
         return "\n".join(map(plain, (*self.lines(), *(f"warning: {one}" for one in self.warnings))))
 
-    def _repr_html_(self) -> Markup:
+    def _repr_html_(self) -> str:
         columns = ("label", "count", "place", "outcome", "unfused_us", "planned_us")
         return first_screen("Misses", str(self).splitlines(), None, self.regions, columns)
 

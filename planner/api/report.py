@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Literal
 
 import pandas as pd
-from markupsafe import Markup
 
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.api.answer import first_screen
@@ -123,7 +122,7 @@ class Report:
     def __str__(self) -> str:
         return "\n".join(map(plain, self.lines()))
 
-    def _repr_html_(self) -> Markup:
+    def _repr_html_(self) -> str:
         title = f"{self.data.model or 'everything tuned'} on {self.data.device}"
         saved, groups = self.saved, self.groups
         table, columns = (saved, _SAVED) if len(saved) else (groups, _GROUPS)

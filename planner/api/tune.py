@@ -10,7 +10,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import pandas as pd
-from markupsafe import Markup
 
 from fuseplan.costmodel.probe import probe
 from fuseplan.planner.api.answer import first_screen
@@ -86,7 +85,7 @@ class Tuned(Report):
     def __str__(self) -> str:
         return "\n".join(map(plain, (*self.lines(), *(f"warning: {one}" for one in self.warnings))))
 
-    def _repr_html_(self) -> Markup:
+    def _repr_html_(self) -> str:
         lines = [outcome(self.result)] if self.result is not None and self.result.distinct() else []
         lines += [f"Warning: {one}" for one in self.warnings]
         groups = self.groups.sort_values("speedup", ascending=False)

@@ -88,7 +88,8 @@ class Fragment(HTMLParser):
 def test_a_users_module_is_tuned_reported_and_left_alone(db: Path, tmp_path: Path) -> None:
     model, x = gated()
     model.train()
-    before = {name: (value, value.data_ptr(), value.clone()) for name, value in model.state_dict(keep_vars=True).items()}
+    held = model.state_dict(keep_vars=True)
+    before = {name: (value, value.data_ptr(), value.clone()) for name, value in held.items()}
     tuned = fuseplan.planner.tune(model, x, db=db, **QUICK)
     for name, value in model.state_dict(keep_vars=True).items():
         known, place, content = before[name]
@@ -135,12 +136,12 @@ def test_a_config_object_its_file_and_the_command_line_are_one_model(
 
     path = write_config(tmp_path, "llama")
     entries = {name: value for name, value in CONFIGS["llama"].items() if name != "model_type"}
-    sizes: dict[str, Any] = {"decode": 2, "kv_len": 16, "prefill": [(2, 4)], "device": "cpu", "db": db}
+    sizes: dict[str, Any] = {"decode": 2, "kv_len": 16, "prefill": [(2, 4)], "layers": 1, "device": "cpu", "db": db}
     of_file = fuseplan.planner.explain(path, **sizes)
     of_object = fuseplan.planner.explain(LlamaConfig(**entries), dtype=torch.bfloat16, **sizes)
     assert list(dict.fromkeys(of_file.groups["workload"])) == ["decode 2 @ 16", "prefill 2x4"]
     pd.testing.assert_frame_equal(of_file.groups, of_object.groups)
-    line = f"explain --config {path} --decode 2 --kv-len 16 --prefill 2x4 --device cpu --db {db}"
+    line = f"explain --config {path} --decode 2 --kv-len 16 --prefill 2x4 --layers 1 --device cpu --db {db}"
     assert main.run(line.split()) == 0
     assert capsys.readouterr().out.strip() == str(of_file).strip()
 
@@ -208,15 +209,15 @@ def test_mistakes_are_named_in_a_python_users_words(call: Any, words: list[str],
 
 
 def test_commands_in_messages_become_calls() -> None:
-    said = in_python("run `plan tune --model llama` first; `plan report --device h200` shows it, `plan db ls` lists all")
+    said = in_python("run `plan tune --model llama` first; `plan report --device h200` shows it, `plan db ls` lists")
     assert said == (
         "run `fuseplan.planner.tune(model='llama')` first; `fuseplan.planner.report(device='h200')` shows it, "
-        "`plan db ls` lists all"
+        "`plan db ls` lists"
     )
 
 
 def test_the_names_load_nothing_before_they_are_used() -> None:
-    code = "import sys, fuseplan.planner as p; dir(p); print([m for m in ('torch', 'pandas', 'rich') if m in sys.modules])"
+    code = "import sys, fuseplan.planner as p; dir(p); print([m for m in ('torch', 'pandas') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
     names = {"tune", "report", "explain", "misses"}

@@ -1,7 +1,7 @@
 """Tune a module of your own on this machine, compile it, and see what that bought. Takes seconds on a CPU.
 
-What was tuned is kept in your tuning database, so a second run measures nothing. Where fuseplan was never used before it
-measures the machine first.
+What was tuned is kept in your tuning database, so a second run measures nothing. Where fuseplan was never used before,
+it measures the machine first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import fuseplan.planner
 class FeedForward(nn.Module):
     """A norm, a gated feed-forward layer, and a residual: what fuses best in a decoder."""
 
-    def __init__(self, width: int = 256, inner: int = 512) -> None:
+    def __init__(self, width: int = 128, inner: int = 256) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(width))
         self.gate = nn.Linear(width, inner, bias=False)
@@ -30,8 +30,8 @@ class FeedForward(nn.Module):
 
 def main() -> None:
     torch.manual_seed(0)
-    model, x = FeedForward().eval(), torch.randn(32, 256)
-    print(fuseplan.planner.tune(model, x, device="cpu", trials=4, seconds=1.0))
+    model, x = FeedForward().eval(), torch.randn(32, 128)
+    print(fuseplan.planner.tune(model, x, device="cpu", trials=2, seconds=0.5))
 
     fast = torch.compile(model, backend="fuseplan")
     with torch.no_grad():

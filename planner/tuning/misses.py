@@ -192,18 +192,21 @@ def missed_graph(database: Database, missed: MissedRegion) -> DataflowGraph:
     """The graph of a missed region as dispatch wrote it down.
 
     Raises:
-        PlanError: It is damaged: it is none, or not that of the region.
+        PlanError: It is damaged: it is none, or not that of the region. It is deleted, and written anew when the model
+            misses the region again.
     """
-    data = database.captures(f"{MISSED}{missed.region}").get(f"{MISSED}{missed.region}")
+    name = f"{MISSED}{missed.region}"
+    data = database.captures(name).get(name)
     try:
         if data is None:
-            raise ValueError("it is not there any more")
+            raise ValueError("it is damaged")
         graph = graph_from_json(data["graph"])
         graph.fresh = frozenset(map(str, data["fresh"]))
         if find_region(graph, missed.region) is None:
             raise ValueError("it is that of another region")
     except Exception as error:  # stored data may be anything
-        raise PlanError(f"the stored graph of {missed.label} cannot be used: {error}") from None
+        database.forget_misses((), (name,))
+        raise PlanError(f"the stored graph of {missed.label} cannot be used: {error}; run the model again") from None
     return graph
 
 

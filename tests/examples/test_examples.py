@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import nbformat
+import pytest
 import report_samples as samples
 from nbclient import NotebookClient
 from paths import ROOT
 
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.search.store.database import Database
+from fuseplan.search.store.location import default_path
 
 EXAMPLES = ROOT / "examples"
 
@@ -28,11 +29,11 @@ def measured(path: Path) -> Path:
     return path
 
 
-def test_the_module_is_tuned_compiled_and_found(tmp_path: Path) -> None:
-    path = measured(tmp_path / "fuseplan" / "tuning.db")
+def test_the_module_is_tuned_compiled_and_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    path = measured(default_path())
     command = [sys.executable, str(EXAMPLES / "tune_a_module.py")]
-    environment = {**os.environ, "XDG_DATA_HOME": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert f"stored in {path}" in done.stdout and "forward: " in done.stdout
     assert "0 misses, 0 groups fell back" in done.stdout, done.stdout
@@ -55,5 +56,6 @@ def test_the_notebook_runs_and_stores_no_outputs(tmp_path: Path) -> None:
     for source in ("\ntuned", "\nreport", "\nexplained", "misses=True"):
         assert any(text.lstrip().startswith("<div") for text in shown(source)), source
     assert any("silu+mul 5x128" in text for text in shown("planner.misses(DB"))
-    first, again = ("".join(output["text"] for output in cell.outputs) for cell in code if "print(serve())" in cell.source)
+    serving = (cell for cell in code if "print(serve())" in cell.source)
+    first, again = ("".join(output["text"] for output in cell.outputs) for cell in serving)
     assert "0 misses" not in first and "0 misses" in again, (first, again)

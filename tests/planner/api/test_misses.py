@@ -96,6 +96,8 @@ def test_a_served_model_is_tuned_from_its_misses(db: Path, capsys: pytest.Captur
         assert database.capture_names(MISSED) == set() and verify_database(database) == []
     assert main.run(line.split()) == 0
     assert "no misses are logged" in capsys.readouterr().out
+    assert main.run([*line.split(), "--model", "llama"]) == 2
+    assert "--misses" in capsys.readouterr().err
 
 
 def test_a_dynamic_size_is_tuned_at_the_size_that_was_seen(db: Path) -> None:
@@ -153,6 +155,9 @@ def test_a_graph_that_is_not_the_regions_is_refused(graph: dict[str, object], db
     assert "cannot be used" in found.regions["outcome"][0] and len(found.left) == 1 and found.forgotten == 0
     with Database(db) as database:
         assert list(database.plans()) == []
+    restart()
+    compiled(swiglu, db)(torch.randn(3, 8), torch.randn(3, 8))  # writes it down once more
+    assert fuseplan.planner.misses(db, device="cpu")["tunable"].tolist() == ["yes"]
 
 
 def test_graphs_are_bounded_in_size_and_number(db: Path, monkeypatch: pytest.MonkeyPatch) -> None:

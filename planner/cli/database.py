@@ -8,7 +8,17 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from fuseplan.planner.cli.common import DbOption, Device, device_type, open_database, print_rows, print_text, say
+from fuseplan.planner.cli.common import (
+    DbOption,
+    Device,
+    DeviceOption,
+    device_type,
+    open_database,
+    print_frame,
+    print_rows,
+    print_text,
+    say,
+)
 from fuseplan.planner.cli.output.options import answers, current
 
 app = typer.Typer(no_args_is_help=True, help="List, show, export, import, verify and prune stored records.")
@@ -30,6 +40,24 @@ def list_records(db: DbOption = None) -> None:
         print_rows("records", LS_COLUMNS, rows, spare=(
             "numerics", "regime", "created", "backend", "device", "kind", "workload", "gain", "best_us", "unfused_us",
         ), keep=("label", "answer"))
+
+
+@app.command("misses")
+@answers("the misses")
+def list_misses(
+    device: DeviceOption = Device.AUTO,
+    device_key: Annotated[str | None, Option("--device-key", help="Another device, by its whole key.")] = None,
+    db: DbOption = None,
+) -> None:
+    """What torch.compile looked up in vain, most frequent first, and whether `plan tune --misses` can tune it."""
+    from fuseplan.planner.api.misses import listed
+
+    frame = listed(db, device_type(device), device_key)
+    if frame.empty:
+        say(f"no misses are logged for this device in {open_database(db, write=False).where}")
+    if len(frame) or not current().at_once:
+        spare = ("key", "numerics", "regime", "first_seen", "last_seen", "place")
+        print_frame(frame, name="misses", spare=spare, keep=("label", "count"))
 
 
 @app.command()

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from fuseplan.planner.cli import source as opt
-from fuseplan.planner.cli.common import DbOption, Device, DeviceOption, device_type, print_rows, print_text
+from fuseplan.planner.cli.common import DbOption, Device, DeviceOption, device_type, print_frame, print_rows, print_text
 from fuseplan.planner.cli.output.options import answers, current
 
 if TYPE_CHECKING:
-    from fuseplan.planner.graph.dataflow import DataflowGraph
-    from fuseplan.planner.tuning.planner import GraphPlan
-    from fuseplan.planner.tuning.session import Session
+    from fuseplan.planner.api.explain import Planned
 
 
 @answers("the groups, or with --source the kernels")
@@ -48,48 +46,38 @@ def explain(
     Last come tuned workloads side by side: what runs with each matmul and attention at how many rows, and where it
     turns. Uses the stored plan; what was never tuned is planned by the cost model. Nothing is measured.
     """
-    from fuseplan.planner.errors import ConfigError, nearest
-    from fuseplan.planner.report import explain as words
-    from fuseplan.planner.tuning.planner import PlanSettings
-    from fuseplan.planner.tuning.session import open_session
+    from fuseplan.planner.api.asked import plan_settings
+    from fuseplan.planner.api.explain import Explained, explained, side_by_side
+    from fuseplan.planner.errors import ConfigError
 
     if prelude and source is None:
         raise ConfigError("--prelude is of the code that --source prints; give --source GROUP, too")
     kind = device_type(device)
     models, workloads = (model, config, module), (decode, kv_len, prefill)
-    graphs = opt.named(kind, models, (pattern, shape), workloads, dtype, layers, pack_weights=pack_weights).graphs()
-    settings = PlanSettings(numerics=numerics.value, regime=opt.regime_name(kind, regime))
-    session = open_session(kind, db, settings, mode="inspect")
-    chosen = [(name, graph) for name, graph in graphs if workload is None or workload in name]
-    if not chosen:
-        names = [name for name, _ in graphs]
-        close = nearest(workload or "", names) or names
-        raise ConfigError(f"no workload is called {workload!r}; there are {', '.join(close)}")
-    planned, screen = [], current()
-    for name, graph in chosen:
-        failures: list[str] = []
-        plan = session.planner().plan_graph(graph, on_failure=words.note_failure(graph, failures))
-        planned.append((name, graph, plan))
+    asked = opt.named(kind, models, (pattern, shape), workloads, dtype, layers, pack_weights=pack_weights)
+    settings = plan_settings(kind, numerics.value, regime.value)
+    planned: list[Planned] = []
+    for one in explained(asked, settings, db, workload, opt.Terminal()):
+        planned.append(one)
         if source is None:
-            for line in [*words.explain_plan(session, name, graph, plan), *failures, ""]:
+            for line in (*one.lines, ""):
                 print_text(line)
     if source is not None:
-        _print_sources(session, planned, source, prelude)
+        _print_sources(planned, source, prelude)
         return
-    if not screen.at_once:
-        rows = [row for one in planned for row in words.group_rows(*one)]
-        print_rows("groups", words.GROUP_COLUMNS, rows)
-    for line in words.compare_plans(planned):
+    if not current().at_once:
+        frame = Explained(asked.label, tuple(planned)).groups
+        print_frame(frame, name="groups")
+    for line in side_by_side(planned):
         print_text(line)
 
 
-def _print_sources(
-    session: Session, planned: Sequence[tuple[str, DataflowGraph, GraphPlan]], wanted: str, prelude: bool
-) -> None:
+def _print_sources(planned: Sequence[Planned], wanted: str, prelude: bool) -> None:
+    from fuseplan.planner.api.explain import kernels
     from fuseplan.planner.module_paths import located
-    from fuseplan.planner.report.sources import called, kernel_sources
+    from fuseplan.planner.reports.sources import called
 
-    chosen, screen = called(kernel_sources(session, planned), wanted), current()
+    chosen, screen = called(kernels(planned), wanted), current()
     texts = [(one, one.text if prelude else one.own_text()) for one in chosen]
     if not screen.at_once:
         print_rows("kernels", ("group", "names", "place", "backend", "workloads", "source"), [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from fuseplan.planner.cli import completion
-from fuseplan.planner.cli.common import DbOption, Device, device_type
+from fuseplan.planner.cli.common import DbOption, Device
 from fuseplan.planner.cli.output.options import answers, current
 from fuseplan.planner.cli.output.screen import PageFormat, Screen, Shown
 from fuseplan.planner.cli.output.tables import table_of
 
 if TYPE_CHECKING:
-    from fuseplan.planner.report.frames import ReportData
+    from fuseplan.planner.reports.frames import ReportData
 
 
 class ReportTopic(StrEnum):
@@ -55,13 +54,13 @@ def report(
     db: DbOption = None,
 ) -> None:
     """Report what was tuned: whole steps first, then groups, fused against unfused. Nothing is measured."""
-    data = load(db, device, device_key, model, regime)
-    other = _other(against, device, device_key, model, regime) if against is not None else None
+    from fuseplan.planner.api.report import load
+
+    found = load(db, device, device_key, model, regime, against)
+    data, other = found.data, found.other
     screen = current()
     if screen.style == PageFormat.HTML:
-        from fuseplan.planner.report.html_page import html_report
-
-        screen.page(html_report(data, other), Path("fuseplan-report.html"))
+        screen.page(found.html(), Path("fuseplan-report.html"))
         return
     screen.heading(f"Fusion report: {data.model or data.device}", _MAIN[topic])
     if topic is ReportTopic.ACCURACY:
@@ -78,62 +77,8 @@ def report(
 _MAIN = {ReportTopic.GROUPS: "groups", ReportTopic.STEPS: "saved", ReportTopic.ACCURACY: "samples"}
 
 
-def _other(db: str, device: str, device_key: str | None, model: str | None, regime: str | None) -> ReportData:
-    from fuseplan.planner.errors import PlanError
-    from fuseplan.search.errors import plain
-
-    try:
-        return load(db, device, device_key, model, regime)
-    except PlanError as error:
-        raise PlanError(f"--against {plain(db)}: {error}") from None
-
-
-def _named(words: str, stored: Iterable[str]) -> str:
-    """The key of the one device with records that has ``words`` in its name."""
-    from fuseplan.planner.errors import PlanError
-    from fuseplan.search.errors import plain
-    from fuseplan.search.store.layered import shipped_devices
-
-    known = sorted({*stored, *shipped_devices()})
-    wanted = "-".join(words.lower().split())
-    found = [key for key in known if wanted and wanted in key]
-    if len(found) == 1:
-        return found[0]
-    which = "several devices have that in their names" if found else "no device with records has that in its name"
-    raise PlanError(f"--device {plain(words)}: {which}; there are {', '.join(found or known) or 'none'}")
-
-
-def load(
-    db: str | None, device: str, device_key: str | None, model: str | None, regime: str | None = None
-) -> ReportData:
-    """The stored and the shipped data of this machine's device, or of the one that is named by a part of its key."""
-    from fuseplan.costmodel.identity import current_identity
-    from fuseplan.planner.errors import PlanError
-    from fuseplan.planner.models.sources import ALIASES
-    from fuseplan.planner.report.frames import load_report
-    from fuseplan.planner.tuning.session import stored_spec
-    from fuseplan.search.store.database import Database
-    from fuseplan.search.store.layered import LayeredDatabase, shipped_files
-    from fuseplan.search.store.record import Versions
-
-    here = device in list(Device)
-    if device_key is None and not here:
-        with Database(db, mode="inspect") as stored:
-            device_key = _named(device, stored.devices())
-    kind = device_type(Device(device)) if here else str(device_key).split("-")[0]
-    key = device_key if device_key is not None else current_identity(kind).key()
-    # Which software another machine has is not known here.
-    versions = Versions.current(kind) if device_key is None else None
-    database = LayeredDatabase(Database(db, mode="inspect", versions=versions), shipped_files(key))
-    if regime not in (None, "eager", "graph"):
-        raise PlanError(f"unknown regime {regime!r}: expected eager or graph")
-    # llama stands for a preset of the device's size.
-    name = ALIASES.get(model, {}).get(kind, model) if model is not None else ""
-    return load_report(database, key, stored_spec(database, key), name, regime)
-
-
 def _steps(screen: Screen, data: ReportData, topic: ReportTopic) -> None:
-    from fuseplan.planner.report import step_words, steps
+    from fuseplan.planner.reports import step_words, steps
 
     for line in step_words.step_lines(data, every=topic is ReportTopic.STEPS):
         screen.tell(line, one_line=True)
@@ -154,7 +99,7 @@ def _steps(screen: Screen, data: ReportData, topic: ReportTopic) -> None:
 
 
 def _groups(screen: Screen, data: ReportData) -> None:
-    from fuseplan.planner.report import frames
+    from fuseplan.planner.reports import frames
 
     groups = frames.group_frame(data)
     title = f"Fused against unfused, {data.device}"
@@ -174,7 +119,7 @@ def _groups(screen: Screen, data: ReportData) -> None:
 
 
 def _accuracy(screen: Screen, data: ReportData) -> None:
-    from fuseplan.planner.report import accuracy
+    from fuseplan.planner.reports import accuracy
 
     tables = [("accuracy", "Predicted against measured", accuracy.accuracy_table(data))]
     tables += [(title, title, frame) for title, frame in accuracy.accuracy_tables(data)]
@@ -187,7 +132,7 @@ def _accuracy(screen: Screen, data: ReportData) -> None:
 
 
 def _against(screen: Screen, data: ReportData, other: ReportData) -> None:
-    from fuseplan.planner.report import against
+    from fuseplan.planner.reports import against
 
     for name, frame in (("steps", against.steps_against(data, other)), ("groups", against.groups_against(data, other))):
         title = f"{name.capitalize()} against the other database"

@@ -13,7 +13,7 @@ import pytest
 import report_samples as samples
 
 from fuseplan.planner.cli import main
-from fuseplan.planner.report import frames
+from fuseplan.planner.reports import frames
 from fuseplan.search.store.database import Database
 
 Run = Callable[..., tuple[int, str, str]]

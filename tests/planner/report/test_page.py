@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import report_samples as samples
 
-from fuseplan.planner.report.frames import ReportData, load_report
-from fuseplan.planner.report.html_page import html_report
-from fuseplan.planner.report.step_words import bars
-from fuseplan.planner.report.steps import steps
+from fuseplan.planner.reports.frames import ReportData, load_report
+from fuseplan.planner.reports.html_page import html_report
+from fuseplan.planner.reports.step_words import bars
+from fuseplan.planner.reports.steps import steps
 from fuseplan.planner.tuning.whole_step import StepTimes, step_key
 from fuseplan.search.store.record import GroupChoice
 

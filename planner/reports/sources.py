@@ -10,8 +10,8 @@ from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.places import region_paths
 from fuseplan.planner.implementations.subject import group_subject
 from fuseplan.planner.module_paths import group_place
-from fuseplan.planner.report.drawing import group_name
-from fuseplan.planner.tuning.planner import GraphPlan
+from fuseplan.planner.reports.drawing import group_name
+from fuseplan.planner.tuning.plans import GraphPlan
 from fuseplan.planner.tuning.session import Session
 
 #: Stands for every kernel.

@@ -19,9 +19,9 @@ from fuseplan.planner.implementations.implementations import kernel_mode
 from fuseplan.planner.lowering.recipes import kind_of, why_opaque
 from fuseplan.planner.module_paths import RepeatedPaths, group_place, located
 from fuseplan.planner.partition.plan_record import region_label
-from fuseplan.planner.report.drawing import group_name
-from fuseplan.planner.report.frames import config_text, how_it_runs, time_of
-from fuseplan.planner.report.side_by_side import Planned, in_words, side_by_side
+from fuseplan.planner.reports.drawing import group_name
+from fuseplan.planner.reports.frames import config_text, how_it_runs, time_of
+from fuseplan.planner.reports.side_by_side import Planned, in_words, side_by_side
 from fuseplan.planner.tuning.planner import GraphPlan, RegionPlan
 from fuseplan.planner.tuning.session import Session
 from fuseplan.planner.tuning.summary import summarise
@@ -29,8 +29,6 @@ from fuseplan.search.store.record import ATEN, GroupChoice, TuningRecord
 
 #: Examples of a kind that are spelled out; the rest is counted.
 _EXAMPLES = 5
-GROUP_COLUMNS = ("workload", "region", "name", "group", "runs", "ops", "place", "measured_us", "predicted_us",
-                 "lower_bound_us", "config", "source")
 
 
 def explain_plan(session: Session, workload: str, graph: DataflowGraph, plan: GraphPlan) -> Iterator[str]:
@@ -51,17 +49,6 @@ def explain_plan(session: Session, workload: str, graph: DataflowGraph, plan: Gr
         yield ""
         yield f"Region {number} of {len(unique)}, {_times(len(occurrences))}: {one.record.label}"
         yield from _RegionWords(session, graph, book, one, region_paths(graph, occurrences)).lines()
-
-
-def group_rows(workload: str, graph: DataflowGraph, plan: GraphPlan) -> Iterator[tuple[str | float | None, ...]]:
-    """A row (columns :data:`GROUP_COLUMNS`) for each group of each distinct region, named as in the words."""
-    for number, one in enumerate(plan.unique(), 1):
-        places = region_paths(graph, [at.region for at in plan.regions if at.region.key == one.region.key])
-        for at, choice in enumerate(one.record.groups):
-            ops = ", ".join(_short(graph.op(name).op) for name in one.group_ops(choice))
-            yield (workload, number, group_name(at), choice.label, how_it_runs(choice), ops,
-                   group_place(places, choice.ops), choice.measured_us, choice.predicted_us, choice.lower_bound_us,
-                   config_text(choice.config), one.source)
 
 
 def compare_plans(planned: Sequence[tuple[str, DataflowGraph, GraphPlan]]) -> Iterator[str]:

@@ -36,21 +36,27 @@ class Rejected:
         return math.inf if self.cover_us is None else self.cover_us - self.chosen_us
 
 
-def rejected_groups(plan: PlanRecord, region: RegionSummary | None) -> list[Rejected]:
+def rejected_groups(plan: PlanRecord, region: RegionSummary, most: int) -> list[Rejected]:
     """The rejected groups of a plan but for ATen's single ops, those first whose cover comes nearest to the chosen one.
 
-    Without its ``region``, which has the order of ops, a cover is a lower bound: it might wait for itself.
+    Of those with a time, the covers are solved of the ``most`` that cost least beyond their share of the chosen cover.
     """
     timed: list[GroupChoice | Alternative] = [*plan.groups, *(one for one in plan.rejected if _has_time(one))]
     number = {op: at for at, op in enumerate(sorted({op for one in plan.groups for op in one.ops}))}
     usable = [one for one in timed if set(one.ops) <= number.keys()]
-    edges = tuple((number[a], number[b]) for a, b in compute_edges(region) if a in number and b in number) \
-        if region is not None else ()
+    edges = tuple((number[a], number[b]) for a, b in compute_edges(region) if a in number and b in number)
     options = tuple(Option(sum(1 << number[op] for op in one.ops), time_of(one) * 1e-6) for one in usable)
     problem = CoverProblem(len(number), options, edges)
     chosen_us = math.fsum(map(time_of, plan.groups))
-    found = [_with(problem, usable, one, chosen_us, len(plan.groups)) for one in plan.rejected
-             if one.implementation != ATEN]
+    asked = [one for one in plan.rejected if one.implementation != ATEN]
+    share_us = {op: time_of(group) / len(group.ops) for group in plan.groups for op in group.ops}
+
+    def extra_us(one: Alternative) -> float:
+        return time_of(one) - math.fsum(share_us.get(op, 0.0) for op in one.ops)
+
+    solved = {id(one) for one in sorted(filter(_has_time, asked), key=extra_us)[:most]}
+    found = [_with(problem, usable, one, chosen_us, len(plan.groups)) if id(one) in solved
+             else Rejected(one, chosen_us) for one in asked]
     return sorted(found, key=lambda one: one.more_us)
 
 

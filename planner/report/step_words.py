@@ -89,22 +89,32 @@ def answers(one: Step) -> list[str]:
     """Three sentences: how much faster a step is, which groups made it, and what is left to gain."""
     faster = ratio(one.unfused_us, one.planned_us) or 1.0
     how = "measured end to end" if one.times is not None else "the sum of its regions; a whole step was not timed"
-    took = f"A step takes {time_text(one.planned_us)}, unfused {time_text(one.unfused_us)}"
-    found = [f"{took}: {faster:.2f}x ({how}{_doubt(one)}{_left_out(one)})."]
+    took = f"a step takes {time_text(one.planned_us)}, unfused {time_text(one.unfused_us)}"
     best = [saved for saved in one.saved if saved.saved_us > 0][:_SHOWN_OF_ONE]
-    if best:
-        names = "; ".join(f"{saved.place or saved.label} ({time_text(saved.saved_us)})" for saved in best)
-        found.append(f"Most is saved by {names}.")
+    names = "; ".join(f"{time_text(saved.saved_us)} by {where(saved)}" for saved in best)
+    return [f"{faster:.2f}x as fast: {took} ({how}{_doubt(one)}{_left_out(one)}).",
+            f"Most is saved by these: {names}." if names else "No group saves time.", _what_is_left(one)]
+
+
+def where(saved: Saved) -> str:
+    """A group's place in the model where that is known, else what it computes."""
+    return saved.place.replace("; ", ", ").replace("  ", " ") or saved.label
+
+
+def _what_is_left(one: Step) -> str:
+    """Which part takes most of a planned step, and what no plan can go below."""
+    found = []
     most = max(bars(one)[1], key=lambda piece: piece.share, default=None)
-    left = ""
     if most is not None:
         share = most.share * max(one.unfused_us, one.planned_us) / (100 * one.planned_us)
-        left = f"What is left is mostly {most.part} ({share:.0%})"
+        found.append(f"Most of what is left are {most.part} ({share:.0%}).")
     if one.times is not None and one.times.floor_us:
         over = one.planned_us / one.times.floor_us
-        floor = f"memory and arithmetic alone take {time_text(one.times.floor_us)}, at best {over:.2f} times less"
-        left = f"{left}; {floor}" if left else floor.capitalize()
-    return [*found, f"{left}."] if left else found
+        found.append(f"Memory and arithmetic alone take {time_text(one.times.floor_us)}"
+                     + (f", so no plan can be more than {over:.2f} times as fast as this one." if over > 1 else "."))
+    else:
+        found.append("How fast a step could be at best is not known: none was timed.")
+    return " ".join(found)
 
 
 def time_text(time_us: float) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 from markupsafe import Markup
 
+from fuseplan.planner.partition.plan_record import LOST
 from fuseplan.planner.report import frames
 from fuseplan.planner.report.accuracy import accuracy_text
 from fuseplan.planner.report.against import against_lines, groups_against
@@ -32,24 +33,26 @@ _REJECTED, _FEW_REJECTED = 12, 4
 _ANSWER = ["group", "answer", "fused_us", "unfused_us", "speedup", "times", "workload"]
 _QUESTIONS = ("How much faster is a step?", "Which groups made it?", "What is left to gain?")
 _LAUNCHED = {"graph": "in a CUDA graph", "eager": "from Python"}
-#: Without a model: which regions count as large, by their ops, and how many of those are shown.
-_LARGE, _SOME = 0.8, 5
+#: Without a model: how many regions are shown and how many groups named, and how labels of matmuls begin.
+_SOME, _NAMED, _MATMULS = 5, 3, frozenset({"linear", "matmul", "bmm", "addmm"})
 
 
 def html_report(data: ReportData, other: ReportData | None = None) -> str:
     """The whole page; with another tune also what differs from that."""
+    models = {one.model for one in data.workloads}
+    data = replace(data, model=data.model or (models.pop() if len(models) == 1 else ""))
     groups = frames.group_frame(data)
     coverage = frames.coverage_frame(data)
     regions = frames.region_frame(data)
     others = groups.columns.difference([*_ANSWER, "key", "regime"], sort=False)
     found = steps(data)
+    layers_alone = _with_matmuls(data, regions)
     layers = _layers(data)
     shown = {drawing["plan"].key for _, drawings in layers for drawing in drawings}
     tuned = [plan.evidence for plan in data.plans.values()] or [one.evidence for one in data.records.values()]
     device = data.spec.identity.name if data.spec is not None else data.device
-    models = {one.model for one in data.workloads}
     return templates().get_template("report.html.j2").render(
-        title=f"Fusion report: {data.model or (models.pop() if len(models) == 1 else device)}",
+        title=f"Fusion report: {data.model or device}",
         device=device,
         created=now(),
         tuned=max((evidence.created for evidence in tuned), default=""),
@@ -57,8 +60,9 @@ def html_report(data: ReportData, other: ReportData | None = None) -> str:
         steps=[_step(one) for one in found],
         parts=PARTS,
         duration=time_text,
-        words=None if found else list(_record_words(groups, regions)),
-        longest=[] if found else _longest(regions),
+        usual=LOST,
+        words=None if found else list(_record_words(groups, layers_alone)),
+        longest=[] if found else _longest(layers_alone),
         saved=_saved_rows(found) if found else _record_rows(groups),
         answers=groups["answer"],
         totals=coverage.drop(columns="workload").sum() if len(coverage) else None,
@@ -72,7 +76,7 @@ def html_report(data: ReportData, other: ReportData | None = None) -> str:
         side_by_side=_side_by_side(data),
         accuracy=accuracy_text(data),
         tables={
-            "coverage": table_html(coverage, "Coverage by workload", percent=("coverage",)),
+            "coverage": table_html(coverage, "Coverage by workload", percent=("coverage",)) if len(coverage) else "",
             "groups": table_html(groups[[*_ANSWER, *others]], "Every group of the chosen partitions"),
             "regions": table_html(regions.drop(columns=["key", "regime"]), "Every region", percent=("gap",)),
             "misses": table_html(frames.miss_frame(data).drop(columns=["key"]), "Look-ups without a plan"),
@@ -90,11 +94,18 @@ def _step(one: Step) -> dict[str, Any]:
     floor_us = one.times.floor_us if one.times is not None else None
     longest_us = max(one.unfused_us, one.planned_us)
     return {
-        "name": one.name, "answers": list(zip(_QUESTIONS, answers(one), strict=True)),
+        "name": one.name, "faster": _faster(one), "answers": list(zip(_QUESTIONS, answers(one), strict=True)),
         "floor": time_text(floor_us) if floor_us else "",
         "floor_share": 100 * floor_us / longest_us if floor_us and longest_us else None,
         "sides": [("unfused", time_text(one.unfused_us), unfused), ("planned", time_text(one.planned_us), planned)],
     }
+
+
+def _faster(one: Step) -> str:
+    """The first thing to know of a step."""
+    if one.times is not None and abs(one.unfused_us - one.planned_us) <= one.times.noise * one.planned_us:
+        return "no faster, as far as noise lets one tell"
+    return f"{one.unfused_us / one.planned_us:.2f}x as fast" if one.planned_us > 0 else ""
 
 
 def _saved_rows(found: Sequence[Step]) -> list[dict[str, Any]]:
@@ -136,40 +147,53 @@ def _with_shares(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def _with_matmuls(data: ReportData, regions: pd.DataFrame) -> pd.DataFrame:
+    """The regions that hold a matmul and more, as a model's layers do; those in CUDA graphs where there are any."""
+    held = {
+        (key.workload, key.regime) for key, plan in data.plans.items()
+        if len(plan.groups) > 1 and any(group.label.split(" ")[0] in _MATMULS for group in plan.groups)
+    }
+    found = regions[[pair in held for pair in zip(regions["key"], regions["regime"], strict=True)]]
+    return _by_device(found)
+
+
+def _by_device(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows of CUDA graphs, whose times are the device's alone; all where there is no such row."""
+    graphs = frame[frame["regime"] == "graph"]
+    return graphs if len(graphs) else frame
+
+
 def _record_words(groups: pd.DataFrame, regions: pd.DataFrame) -> Iterator[tuple[str, str]]:
     """The three answers as far as records without a model have them."""
-    faster = regions[regions["speedup"] > 1]["speedup"]
+    ratios = regions["speedup"].dropna()
+    faster = (f" {int((ratios > 1).sum())} of {len(ratios)} regions with matmuls, such as a layer, run faster than "
+              f"unfused, half of all at least {ratios.median():.2f}x as fast." if len(ratios) else "")
     yield _QUESTIONS[0], (
-        "No step was timed: these records name no model, only the regions and groups of one. "
-        f"Of {len(regions)} regions {len(faster)} run faster than unfused"
-        + (f", half of them at least {faster.median():.2f}x as fast." if len(faster) else ".")
-    )
+        f"No whole step was timed here: these records tell regions of models, not how often each runs.{faster}")
     timed = groups.assign(saved_us=groups["unfused_us"] - groups["fused_us"]).dropna(subset=["saved_us"])
-    best = timed.sort_values("saved_us", ascending=False).drop_duplicates("group").head(3)
-    names = "; ".join(f"{time_text(saved_us)} by {name}" for name, saved_us in zip(
-        best["group"], best["saved_us"], strict=True))
-    yield _QUESTIONS[1], (f"Most is saved, each time that they run, by these: {names}." if names
+    best = _by_device(timed).sort_values("saved_us", ascending=False).drop_duplicates("group").head(_NAMED)
+    names = "; ".join(f"{time_text(saved_us)} by {name}"
+                      for name, saved_us in zip(best["group"], best["saved_us"], strict=True))
+    yield _QUESTIONS[1], (f"Most is saved by these, each time that they run: {names}." if names
                           else "No group was measured fused and unfused.")
-    bounded = groups[(groups["lower_bound_us"] > 0) & groups["fused_us"].notna()]
+    bounded = _by_device(groups[(groups["lower_bound_us"] > 0) & groups["fused_us"].notna()])
     over = (bounded["fused_us"] / bounded["lower_bound_us"]).median()
     yield _QUESTIONS[2], (f"Half of the kernels take less than {over:.2f} times what memory and arithmetic alone take."
                           if len(bounded) else "No kernel has a floor to compare with.")
 
 
 def _longest(regions: pd.DataFrame) -> list[dict[str, Any]]:
-    """Some of the regions with most ops, a layer's as a rule, from the shortest to the longest, unfused and planned."""
-    large = regions[regions["ops"] >= regions["ops"].quantile(_LARGE)].sort_values("planned_us")
-    large = large.drop_duplicates(["region", "regime"])
+    """Some of the regions from the shortest to the longest, unfused and planned."""
+    large = regions.sort_values("planned_us").drop_duplicates(["region", "regime"])
     picked = large.iloc[sorted({round(at * (len(large) - 1) / (_SOME - 1)) for at in range(_SOME)})] \
         if len(large) else large
     return [
         {
-            "name": f"{row['region']}, {row['ops']} ops, {_LAUNCHED[row['regime']]}",
-            "speedup": row["unfused_us"] / row["planned_us"] if row["planned_us"] > 0 else 1.0,
+            "name": f"{row['region']}, {row['ops']} ops, {_LAUNCHED[row['regime']]}", "speedup": row["speedup"],
             "sides": [(side, time_text(time_us), 100 * time_us / max(row["unfused_us"], row["planned_us"]))
                       for side, time_us in (("unfused", row["unfused_us"]), ("planned", row["planned_us"]))],
         }
-        for row in picked.to_dict("records")
+        for row in picked.to_dict("records") if row["planned_us"] > 0
     ]
 
 
@@ -203,19 +227,24 @@ def _plots(data: ReportData) -> list[dict[str, Any]]:
 
 
 def _layers(data: ReportData) -> list[tuple[str, list[dict[str, Any]]]]:
-    """By model, regime and numerics: of each workload the region that takes most of its time, a layer as a rule."""
+    """By model, regime and numerics: of each workload the region that is most of a layer."""
     found: dict[str, dict[str, tuple[RegionSummary, PlanRecord]]] = {}
     for workload, region, plan in data.planned():
         if workload is not None and region is not None:
             known = found.setdefault(f"{workload.model}, {workload.regime}, {workload.numerics}", {})
             other = known.get(workload.workload)
-            if other is None or other[0].occurrences * other[1].unfused_us < region.occurrences * plan.unfused_us:
+            if other is None or _like_a_layer(other[0]) < _like_a_layer(region):
                 known[workload.workload] = region, plan
     return [
         (of, [_drawing(data, region, plan, f"{workload}, {region.occurrences} ×")
               for workload, (region, plan) in workloads.items()])
         for of, workloads in found.items()
     ]
+
+
+def _like_a_layer(region: RegionSummary) -> int:
+    """A layer occurs often, and holds many ops, several matmuls among them."""
+    return region.occurrences * len(region.ops) * (1 + region.kinds.count("anchor"))
 
 
 def _drawings(data: ReportData, shown: Collection[RecordKey]) -> list[dict[str, Any]]:
@@ -226,7 +255,8 @@ def _drawings(data: ReportData, shown: Collection[RecordKey]) -> list[dict[str, 
             _, _, where = first.setdefault(plan.key.workload, (region, plan, []))
             where.append(f"{region.occurrences} × {data.name_of(workload)}")
     costly = sorted(first.values(), key=lambda found: -found[0].occurrences * found[1].unfused_us)
-    return [_drawing(data, region, plan, ", ".join(where), _FEW_REJECTED) for region, plan, where in costly[:_MAX_DRAWINGS]]
+    return [_drawing(data, region, plan, ", ".join(where), _FEW_REJECTED)
+            for region, plan, where in costly[:_MAX_DRAWINGS]]
 
 
 def _drawing(
@@ -273,5 +303,5 @@ def _cell(value: Any, as_percent: bool) -> str:
     if as_percent:
         return f"{value:.1%}"
     if isinstance(value, float):
-        return f"{value:,.0f}" if value.is_integer() and abs(value) >= 100 else f"{value:,.3g}"
+        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -15,12 +15,12 @@ from fuseplan.planner.report.drawing import templates
 
 #: Extent in the drawing's units, and what of it the axes leave free on the left, at the top, right and bottom.
 _WIDTH, _HEIGHT = 480.0, 360.0
-_LEFT, _TOP, _RIGHT, _BOTTOM = 56.0, 26.0, 12.0, 42.0
+_LEFT, _TOP, _RIGHT, _BOTTOM = 56.0, 26.0, 24.0, 42.0
 #: Points of one kind that are closer than this share a mark.
 _CELL = 6.0
 #: Names that are written in the plot, their letters at most, and the extent of a letter.
-NAMED = 10
-_LETTERS, _LETTER, _LINE = 26, 6.6, 13.0
+NAMED, NAME_LETTERS = 10, 26
+_LETTER, _LINE = 6.6, 13.0
 #: Points that one mark names.
 _IN_A_MARK = 6
 #: Ticks on an axis at most.
@@ -184,11 +184,11 @@ def _labels(spots: Sequence[tuple[float, float, Point]]) -> Iterator[_Label]:
     """The names of points beside them: each at the nearest place where it covers neither a name nor a named point."""
     taken = [(x - 5, y - 5, x + 5, y + 5) for x, y, _ in spots]
     for x, y, point in spots:
-        text = point.name if len(point.name) <= _LETTERS else f"{point.name[:_LETTERS - 1]}…"
+        text = point.name if len(point.name) <= NAME_LETTERS else f"{point.name[:NAME_LETTERS - 1]}…"
         width = _LETTER * len(text)
         for row in _nearest_first():
             middle = y + row * _LINE
-            for left in (x + 9, x - 9 - width):
+            for left in (x + 9, x - 9 - width, *((x - width / 2, x + 40, x - 40 - width) if row else ())):
                 box = (left, middle - _LINE / 2, left + width, middle + _LINE / 2)
                 inside = (box[0] >= _LEFT + 2 and box[2] <= _WIDTH - _RIGHT
                           and box[1] >= _TOP and box[3] <= _HEIGHT - _BOTTOM)
@@ -197,8 +197,8 @@ def _labels(spots: Sequence[tuple[float, float, Point]]) -> Iterator[_Label]:
             else:
                 continue
             taken.append(box)
-            near = left if left > x else left + width
-            yield _Label(left, middle + 4, text, (x, y, near, middle) if row else None)
+            near = min(max(x, left), left + width)  # the name's end nearest to the point
+            yield _Label(left, middle + 4, text, (x, y, near, middle - math.copysign(5, row)) if row else None)
             break
 
 

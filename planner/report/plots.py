@@ -11,7 +11,7 @@ from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.costmodel.device_report import format_bytes
 from fuseplan.planner.report.accuracy import measured_choices
 from fuseplan.planner.report.frames import ReportData
-from fuseplan.planner.report.log_plot import Curve, LogPlot, Point
+from fuseplan.planner.report.log_plot import NAME_LETTERS, Curve, LogPlot, Point
 from fuseplan.planner.report.step_words import time_text
 from fuseplan.search.store.record import ATEN, RecordKey, TuningRecord
 
@@ -36,8 +36,8 @@ class Places:
             name = data.name_of(workload)
             for key in (plan.key, *workload.part_keys(region)):
                 plans[key][name] = None
-            for one in (*plan.groups, *plan.rejected):
-                groups[replace(plan.key, workload=one.workload)][name] = None
+            for group in (*(one.workload for one in plan.groups), *(one.workload for one in plan.rejected)):
+                groups[replace(plan.key, workload=group)][name] = None
         return Places(*({key: ", ".join(names) for key, names in found.items()} for found in (plans, groups)))
 
 
@@ -112,8 +112,11 @@ def scatter_plot(data: ReportData, places: Places) -> LogPlot:
 
 
 def short_name(label: str) -> str:
-    """A label without what it says of types: ``silu+mul 32x8192``."""
-    return " ".join(label.split(" ")[:2])
+    """A label without what it says of types, its ops cut short where it is long: ``silu+mul 32x8192``."""
+    ops, _, rest = label.partition(" ")
+    shape = rest.split(" ")[0]
+    room = NAME_LETTERS - len(shape) - 1
+    return f"{ops if len(ops) <= room else ops[:max(room - 1, 4)] + '…'} {shape}".strip()
 
 
 def _where(label: str, workload: str) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fuseplan.planner.partition.cover import CoverProblem, Option, best_cover_with
 from fuseplan.planner.report.accuracy import compute_edges
@@ -22,6 +23,7 @@ class Rejected:
         chosen_us: Of the chosen cover, by the same times.
         beside: What that cover runs besides, as far as the chosen one does not.
         predicted: Groups of that cover whose time is the model's; the others are measured.
+        places: How many places of the region it could take at the same cost.
     """
 
     group: Alternative
@@ -29,6 +31,7 @@ class Rejected:
     cover_us: float | None = None
     beside: tuple[GroupChoice | Alternative, ...] = ()
     predicted: int = 0
+    places: int = 1
 
     @property
     def more_us(self) -> float:
@@ -57,7 +60,12 @@ def rejected_groups(plan: PlanRecord, region: RegionSummary, most: int) -> list[
     solved = {id(one) for one in sorted(filter(_has_time, asked), key=extra_us)[:most]}
     found = [_with(problem, usable, one, chosen_us, len(plan.groups)) if id(one) in solved
              else Rejected(one, chosen_us) for one in asked]
-    return sorted(found, key=lambda one: one.more_us)
+    alike: defaultdict[tuple[object, ...], list[Rejected]] = defaultdict(list)
+    for one in sorted(found, key=lambda one: one.more_us):
+        group, cover_us = one.group, one.cover_us
+        about = None if cover_us is None else round(cover_us, 3)
+        alike[group.label, group.implementation, group.reason, about].append(one)
+    return [replace(same[0], places=len(same)) for same in alike.values()]
 
 
 def _with(

@@ -169,7 +169,8 @@ def _record_words(groups: pd.DataFrame, regions: pd.DataFrame) -> Iterator[tuple
     faster = (f" {int((ratios > 1).sum())} of {len(ratios)} regions with matmuls, such as a layer, run faster than "
               f"unfused, half of all at least {ratios.median():.2f}x as fast." if len(ratios) else "")
     yield _QUESTIONS[0], (
-        f"No whole step was timed here: these records tell regions of models, not how often each runs.{faster}")
+        f"No whole step was timed here: these records tell regions of models, not how often each runs; "
+        f"`plan tune` of a model on such a device times its steps.{faster}")
     timed = groups.assign(saved_us=groups["unfused_us"] - groups["fused_us"]).dropna(subset=["saved_us"])
     best = _by_device(timed).sort_values("saved_us", ascending=False).drop_duplicates("group").head(_NAMED)
     names = "; ".join(f"{time_text(saved_us)} by {name}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fuseplan.planner.report.frames import ReportData
@@ -11,6 +11,8 @@ from fuseplan.planner.report.steps import BETWEEN, Saved, Step, ratio, steps
 
 #: Groups that are named: of all workloads, and of one.
 _SHOWN, _SHOWN_OF_ONE = 5, 3
+#: Share of a gain that needs no explanation.
+_LITTLE = 0.1
 #: Microseconds in each unit.
 _UNITS = {"us": 1.0, "ms": 1e3, "s": 1e6}
 
@@ -93,7 +95,17 @@ def answers(one: Step) -> list[str]:
     best = [saved for saved in one.saved if saved.saved_us > 0][:_SHOWN_OF_ONE]
     names = "; ".join(f"{time_text(saved.saved_us)} by {where(saved)}" for saved in best)
     return [f"{faster:.2f}x as fast: {took} ({how}{_doubt(one)}{_left_out(one)}).",
-            f"Most is saved by these: {names}." if names else "No group saves time.", _what_is_left(one)]
+            f"Most is saved by these: {names}.{_besides(one, best)}" if names else "No group saves time.",
+            _what_is_left(one)]
+
+
+def _besides(one: Step, named: Sequence[Saved]) -> str:
+    """What a step that was timed gains beyond the groups that are named; "" where that is little."""
+    gained_us = one.unfused_us - one.planned_us
+    rest_us = gained_us - math.fsum(saved.saved_us for saved in named)
+    if one.times is None or rest_us < _LITTLE * gained_us or _doubt(one):
+        return ""
+    return f" The other {time_text(rest_us)} of the difference are smaller groups, launches and gaps."
 
 
 def where(saved: Saved) -> str:

@@ -25,10 +25,10 @@ from fuseplan.planner.report.steps import PARTS, Step, steps
 from fuseplan.planner.tuning.summary import RegionSummary
 from fuseplan.search.store.record import GroupChoice, PlanRecord, RecordKey, now
 
-#: More drawings than this make a page nobody scrolls through; the most expensive regions are drawn.
-_MAX_DRAWINGS = 24
+#: More drawings than this make a page nobody scrolls through: of layers, and of other regions, the most expensive ones.
+_MAX_LAYERS, _MAX_DRAWINGS = 8, 16
 #: Rejected groups whose covers are solved: of a region that is shown first, and of another.
-_REJECTED, _FEW_REJECTED = 12, 4
+_REJECTED, _FEW_REJECTED = 10, 2
 #: Columns that a table of groups begins with.
 _ANSWER = ["group", "answer", "fused_us", "unfused_us", "speedup", "times", "workload"]
 _QUESTIONS = ("How much faster is a step?", "Which groups made it?", "What is left to gain?")
@@ -46,8 +46,11 @@ def html_report(data: ReportData, other: ReportData | None = None) -> str:
     regions = frames.region_frame(data)
     others = groups.columns.difference([*_ANSWER, "key", "regime"], sort=False)
     found = steps(data)
+    # Where whole steps were timed, those are what was asked for; what masks and generate() make of them comes after.
+    told = [one for one in found if one.times is not None] or found
+    asked = replace(data, workloads=tuple(one.workload for one in told) or data.workloads)
     layers_alone = _with_matmuls(data, regions)
-    layers = _layers(data)
+    layers = _layers(asked)
     shown = {drawing["plan"].key for _, drawings in layers for drawing in drawings}
     tuned = [plan.evidence for plan in data.plans.values()] or [one.evidence for one in data.records.values()]
     device = data.spec.identity.name if data.spec is not None else data.device
@@ -57,13 +60,14 @@ def html_report(data: ReportData, other: ReportData | None = None) -> str:
         created=now(),
         tuned=max((evidence.created for evidence in tuned), default=""),
         speedup=frames.geometric_mean(groups["speedup"].dropna()),
-        steps=[_step(one) for one in found],
+        steps=[_step(one) for one in told],
+        untimed=[_step(one) for one in found[len(told):]],
         parts=PARTS,
         duration=time_text,
         usual=LOST,
         words=None if found else list(_record_words(groups, layers_alone)),
         longest=[] if found else _longest(layers_alone),
-        saved=_saved_rows(found) if found else _record_rows(groups),
+        saved=_saved_rows(told) if found else _record_rows(groups),
         answers=groups["answer"],
         totals=coverage.drop(columns="workload").sum() if len(coverage) else None,
         plans=data.decided().values(),
@@ -73,7 +77,7 @@ def html_report(data: ReportData, other: ReportData | None = None) -> str:
         changes=table_html(groups_against(data, other).drop(columns=["regime"]), "Groups, here and there")
         if other is not None else "",
         drawings=_drawings(data, shown),
-        side_by_side=_side_by_side(data),
+        side_by_side=_side_by_side(asked),
         accuracy=accuracy_text(data),
         tables={
             "coverage": table_html(coverage, "Coverage by workload", percent=("coverage",)) if len(coverage) else "",
@@ -230,7 +234,7 @@ def _plots(data: ReportData) -> list[dict[str, Any]]:
 def _layers(data: ReportData) -> list[tuple[str, list[dict[str, Any]]]]:
     """By model, regime and numerics: of each workload the region that is most of a layer."""
     found: dict[str, dict[str, tuple[RegionSummary, PlanRecord]]] = {}
-    for workload, region, plan in data.planned():
+    for workload, region, plan in replace(data, workloads=data.workloads[:_MAX_LAYERS]).planned():
         if workload is not None and region is not None:
             known = found.setdefault(f"{workload.model}, {workload.regime}, {workload.numerics}", {})
             other = known.get(workload.workload)

@@ -57,10 +57,10 @@ def data(tmp_path: Path) -> ReportData:
         return replace(found, workloads=(*found.workloads, web), plans={**found.plans, WEB_PLAN.key: WEB_PLAN})
 
 
-@pytest.fixture(scope="module")
-def shipped(tmp_path_factory: pytest.TempPathFactory) -> ReportData:
-    """The records that come with the package, of the first device that has any: no model, no step."""
-    device = shipped_devices()[0]
+@pytest.fixture(scope="module", params=shipped_devices())
+def shipped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ReportData:
+    """The records that come with the package, of each device."""
+    device = request.param
     with Database(tmp_path_factory.mktemp("shipped") / "tuning.db") as user:
         database = LayeredDatabase(user, shipped_files(device))
         return load_report(database, device, stored_spec(database, device))
@@ -144,15 +144,14 @@ def test_axe_finds_nothing(data: ReportData, opened: Open, width: int, look: str
     assert [(one["id"], [node["html"][:200] for node in one["nodes"][:3]]) for one in found["violations"]] == []
 
 
-@WIDTHS
-def test_shipped_records_answer_without_a_model(shipped: ReportData, opened: Open, width: int) -> None:
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_page_of_shipped_records_is_small_and_fits(shipped: ReportData, opened: Open, width: int) -> None:
     page_html = html_report(shipped)
     assert len(page_html.encode()) < 1_000_000
     page = opened(page_html, width)
     found = sees(page)
     assert found["page"] <= width and found["top"] < 500
-    assert "No whole step was timed" in found["text"] and "as fast" in found["text"]
-    assert page.locator("table.saved tbody tr").count() > 100
+    assert page.locator("table.saved tbody tr").count() > 50
     open_all(page)
     assert sees(page)["page"] <= width
 
@@ -161,6 +160,12 @@ def test_axe_finds_nothing_in_shipped_records(shipped: ReportData, opened: Open)
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="it carries axe-core").Axe()
     page = opened(html_report(shipped))
     assert [one["id"] for one in axe.run(page).response["violations"]] == []
+
+
+def test_records_without_a_model_answer_as_far_as_they_can(data: ReportData, opened: Open) -> None:
+    text = sees(opened(html_report(replace(data, model="", workloads=(), steps={}))))["text"]
+    assert "No whole step was timed" in text
+    assert "80.0 us by silu+mul" in text and "70.0 us by add+rms_norm" in text
 
 
 def test_a_step_is_drawn_as_long_as_it_takes(data: ReportData, opened: Open) -> None:
@@ -240,11 +245,8 @@ def test_the_page_asks_the_network_for_nothing(data: ReportData, chromium: Any, 
     assert asked == [path.as_uri()]
 
 
-@pytest.mark.parametrize("of", ["data", "shipped"])
-def test_names_in_plots_cover_neither_each_other_nor_the_edge(
-    of: str, opened: Open, request: pytest.FixtureRequest
-) -> None:
-    found = opened(html_report(request.getfixturevalue(of))).evaluate("""() =>
+def test_names_in_plots_cover_neither_each_other_nor_the_edge(shipped: ReportData, opened: Open) -> None:
+    found = opened(html_report(shipped)).evaluate("""() =>
         [...document.querySelectorAll("svg.plot")].map((plot) => ({
             box: (({ width, height }) => [0, 0, width, height])(plot.viewBox.baseVal),
             marks: [...plot.querySelectorAll(".mark")].filter((one) => !one.closest(".key-of")).length,
@@ -254,7 +256,7 @@ def test_names_in_plots_cover_neither_each_other_nor_the_edge(
                 return [at.x, at.y + 2, at.x + at.width, at.y + at.height - 2];
             }),
         }))""")
-    assert len(found) == 3 and sum(len(one["names"]) for one in found) >= (20 if of == "shipped" else 2)
+    assert len(found) == 3 and sum(len(one["names"]) for one in found) >= 18
     for one in found:
         assert one["marks"] == one["titles"] > 0
         for at, (x0, y0, x1, y1) in enumerate(one["names"]):
@@ -303,7 +305,7 @@ def test_tables_are_sorted_and_searched(data: ReportData, opened: Open) -> None:
 
 
 def test_savings_are_sorted_by_time_whatever_its_unit(data: ReportData, opened: Open) -> None:
-    page = opened(html_report(data))
+    page = opened(html_report(replace(data, steps={})))  # both workloads: none was timed
     box = page.get_by_role("group", name="Table of savings")
     cells = box.locator("tbody td:nth-child(3)")
     assert cells.all_text_contents() == ["2.24 ms", "2.24 ms", "1.28 ms", "1.28 ms"]  # 32 x 70 us, 16 x 80 us

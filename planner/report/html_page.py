@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import pandas as pd
@@ -174,7 +175,7 @@ def _record_words(groups: pd.DataFrame, regions: pd.DataFrame) -> Iterator[tuple
               f"unfused, half of all at least {ratios.median():.2f}x as fast." if len(ratios) else "")
     yield _QUESTIONS[0], (
         f"No whole step was timed here: these records tell regions of models, not how often each runs; "
-        f"`plan tune` of a model on such a device times its steps.{faster}")
+        f"to tune a model on such a device times its steps.{faster}")
     timed = groups.assign(saved_us=groups["unfused_us"] - groups["fused_us"]).dropna(subset=["saved_us"])
     best = _by_device(timed).sort_values("saved_us", ascending=False).drop_duplicates("group").head(_NAMED)
     names = "; ".join(f"{time_text(saved_us)} by {name}"
@@ -241,10 +242,18 @@ def _layers(data: ReportData) -> list[tuple[str, list[dict[str, Any]]]]:
             if other is None or _like_a_layer(other[0]) < _like_a_layer(region):
                 known[workload.workload] = region, plan
     return [
-        (of, [_drawing(data, region, plan, f"{workload}, {region.occurrences} ×")
-              for workload, (region, plan) in workloads.items()])
+        (of, [_drawing(data, *workloads[name], f"{name}, {workloads[name][0].occurrences} ×")
+              for name in _in_turn(workloads)])
         for of, workloads in found.items()
     ]
+
+
+def _in_turn(names: Iterable[str]) -> list[str]:
+    """One name of each kind (decode, prefill) after another, so that the kinds lie side by side."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(name.split(" ")[0], []).append(name)
+    return [name for together in zip_longest(*kinds.values()) for name in together if name is not None]
 
 
 def _like_a_layer(region: RegionSummary) -> int:

@@ -96,7 +96,7 @@ class LogPlot:
         return templates().get_template("plot.svg.j2").render(
             plot=self, width=_WIDTH, height=_HEIGHT, left=_LEFT, top=_TOP, right=_WIDTH - _RIGHT,
             bottom=_HEIGHT - _BOTTOM, marks=marks, labels=list(_labels(spots)), key=list(self._key()),
-            across=[(across(at), self.texts[0](at)) for at in self.ticks or across.ticks()],
+            across=list(_apart((across(at), self.texts[0](at)) for at in self.ticks or across.ticks())),
             up=[(up(at), self.texts[1](at)) for at in up.ticks()],
             band=[(across(x), up(y)) for x, y in band], diagonal=[(across(at), up(at)) for at in (low, high)],
             curves=[(one, [(across(x), up(y)) for x, y in one.points]) for one in self.curves],
@@ -111,7 +111,7 @@ class LogPlot:
 
     def _key(self) -> Iterator[tuple[float, str, str]]:
         """Where the next entry of the key begins, its class and its words."""
-        x = _LEFT
+        x = 8.0
         drawn = {one.tone for one in self.points}
         entries = [(tone, words) for tone, words in self.kinds.items() if tone in drawn]
         for tone, words in [*entries, *((one.tone, one.name) for one in self.curves)]:
@@ -148,6 +148,16 @@ class _Scale(NamedTuple):
             if len(found) <= _TICKS:
                 return found
         return found[:: -(-len(found) // _TICKS)]
+
+
+def _apart(ticks: Iterable[tuple[float, str]]) -> Iterator[tuple[float, str]]:
+    """The ticks whose words do not touch those of the one before."""
+    end = -math.inf
+    for x, text in ticks:
+        half = _LETTER * len(text) / 2
+        if x - half > end:
+            end = x + half
+            yield x, text
 
 
 class _Mark(NamedTuple):

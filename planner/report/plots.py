@@ -66,16 +66,22 @@ def roofline_plot(spec: DeviceSpec, data: ReportData, places: Places) -> LogPlot
     """Each group, unfused and by its best kernel, under the measured roofs; those without arithmetic have no place."""
     groups = [one for one in data.records.values() if one.work.total_flops > 0 and one.work.dram_bytes > 0]
     points = [point for one in groups for point in _of_group(one, places.of_groups.get(one.key, ""))]
+    # Matmuls have a unit of their own, so theirs is the highest roof where any group holds one.
+    units = {unit for one in groups for unit in one.work.flops if "matmul" in unit and unit in spec.peaks}
+    peaks = {unit: spec.peak(unit).per_s * 1e-9 for unit in (*sorted(units), "fp32") if unit in spec.peaks}
     curves = []
-    if "fp32" in spec.peaks and points:
-        peak_gops = spec.peak("fp32").per_s * 1e-9
+    if peaks and points:
+        highest = max(peaks.values())
         fastest_gbps, slowest_gbps = max(point.gbps for point in spec.bandwidth.points), spec.bandwidth.memory_gbps
-        left = min(*(point.x for point in points), peak_gops / fastest_gbps) / 2
-        right = max(*(point.x for point in points), peak_gops / slowest_gbps) * 2
+        left = min(*(point.x for point in points), highest / fastest_gbps) / 2
+        right = max(*(point.x for point in points), highest / slowest_gbps) * 2
         curves = [
-            Curve([(left, left * gbps), (peak_gops / gbps, peak_gops), (right, peak_gops)], name, tone)
+            Curve([(left, left * gbps), (highest / gbps, highest), (right, highest)], name, tone)
             for gbps, name, tone in ((slowest_gbps, "memory roof", "roof"), (fastest_gbps, "cache roof", "second"))
         ]
+        if peaks.get("fp32", highest) < highest:
+            curves.append(Curve([(peaks["fp32"] / fastest_gbps, peaks["fp32"]), (right, peaks["fp32"])],
+                                "fp32 roof", "cache"))
     words = (
         f"Roofline of {spec.identity.name}: {len(groups)} groups by operations per byte and operations per second, "
         f"unfused and fused, under the measured bandwidth and peak."

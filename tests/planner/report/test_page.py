@@ -251,6 +251,10 @@ def test_names_in_plots_cover_neither_each_other_nor_the_edge(shipped: ReportDat
             box: (({ width, height }) => [0, 0, width, height])(plot.viewBox.baseVal),
             marks: [...plot.querySelectorAll(".mark")].filter((one) => !one.closest(".key-of")).length,
             titles: [...plot.querySelectorAll(".mark title")].filter((one) => one.textContent).length,
+            texts: [...plot.querySelectorAll("text")].map((one) => {
+                const at = one.getBoundingClientRect(), whole = plot.getBoundingClientRect();
+                return at.left >= whole.left && at.right <= whole.right && at.bottom <= whole.bottom;
+            }),
             names: [...plot.querySelectorAll("text.name")].map((one) => {
                 const at = one.getBBox();
                 return [at.x, at.y + 2, at.x + at.width, at.y + at.height - 2];
@@ -258,7 +262,7 @@ def test_names_in_plots_cover_neither_each_other_nor_the_edge(shipped: ReportDat
         }))""")
     assert len(found) == 3 and sum(len(one["names"]) for one in found) >= 18
     for one in found:
-        assert one["marks"] == one["titles"] > 0
+        assert one["marks"] == one["titles"] > 0 and all(one["texts"])
         for at, (x0, y0, x1, y1) in enumerate(one["names"]):
             assert x0 >= 0 and x1 <= one["box"][2] and y0 >= 0 and y1 <= one["box"][3]
             for u0, v0, u1, v1 in one["names"][:at]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -186,3 +187,12 @@ def test_a_workload_with_a_region_that_has_no_plan_is_left_out(load: Load) -> No
 ])
 def test_times_have_three_digits(time_us: float, words: str) -> None:
     assert step_words.time_text(time_us) == words
+
+
+def test_what_the_named_groups_do_not_explain_is_said(load: Load) -> None:
+    timed = decode(load(StepTimes(5000.0, 1000.0, 0.01)))
+    named = [saved for saved in timed.saved if saved.saved_us > 0][:3]
+    rest_us = 4000.0 - math.fsum(saved.saved_us for saved in named)
+    assert step_words.time_text(rest_us) in step_words.answers(timed)[1]
+    explained = decode(load(StepTimes(1000.0 + math.fsum(saved.saved_us for saved in named), 1000.0, 0.01)))
+    assert "other" not in step_words.answers(explained)[1]

@@ -99,12 +99,20 @@ def answers(one: Step) -> list[str]:
     """Three sentences: how much faster a step is, which groups made it, and what is left to gain."""
     faster = ratio(one.unfused_us, one.planned_us) or 1.0
     how = "measured end to end" if one.times is not None else "the sum of its regions; a whole step was not timed"
+    how += _launched(one)
     took = f"a step takes {time_text(one.planned_us)}, unfused {time_text(one.unfused_us)}"
     best = [saved for saved in one.saved if saved.saved_us > 0][:_SHOWN_OF_ONE]
     names = "; ".join(f"{time_text(saved.saved_us)} by {where(saved)}" for saved in best)
     return [f"{faster:.2f}x as fast: {took} ({how}{_doubt(one)}{_left_out(one)}).",
             f"Most is saved by these: {names}.{_besides(one, best)}" if names else "No group saves time.",
             _what_is_left(one)]
+
+
+def _launched(one: Step) -> str:
+    """How a GPU's kernels were launched, which takes most of the time of a small unfused step; "" on CPUs."""
+    if not one.workload.device.startswith("cuda-"):
+        return ""
+    return "; replayed from a CUDA graph" if one.workload.regime == "graph" else "; launched from Python"
 
 
 def _besides(one: Step, named: Sequence[Saved]) -> str:

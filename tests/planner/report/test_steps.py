@@ -120,6 +120,16 @@ def test_of_groups_at_one_place_the_one_that_saves_most_is_named(load: Load) -> 
     assert len(named) == 1 and step_words.time_text(most.saved_us) in named[0]
 
 
+@pytest.mark.parametrize(("device", "regime", "said"), [
+    ("cuda-x", "eager", "launched from Python"), ("cuda-x", "graph", "CUDA graph"), ("cpu-x", "eager", ""),
+])
+def test_how_kernels_of_a_gpu_were_launched_is_said(load: Load, device: str, regime: str, said: str) -> None:
+    one = decode(load(StepTimes(2100.0, 1250.0, 0.01)))
+    (first, *_) = step_words.answers(replace(one, workload=replace(one.workload, device=device, regime=regime)))
+    assert [words in first for words in ("launched from Python", "CUDA graph")] == [
+        words == said for words in ("launched from Python", "CUDA graph")]
+
+
 def test_what_noise_hides_is_said(load: Load) -> None:
     close = decode(load(StepTimes(103.0, 100.0, 0.05)))
     assert "within the noise of 5%" in step_words.step_words(close)

@@ -32,7 +32,7 @@ def first_screen(
                for one in found[:_WORKLOADS]],
         more_steps=max(0, len(found) - _WORKLOADS), duration=time_text,
         columns=[str(name).removesuffix("_us").replace("_", " ") for name in shown.columns],
-        rows=[[_cell(name, value) for name, value in zip(shown, row, strict=True)]
+        rows=[[_cell(str(name), value) for name, value in zip(shown, row, strict=True)]
               for row in shown.itertuples(index=False)],
         more=len(table) - len(shown) if table is not None else 0,
     )

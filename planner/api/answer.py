@@ -31,13 +31,16 @@ def first_screen(
         steps=[(one.name, answers(one), zip(("unfused", "planned"), bars(one), strict=True))
                for one in found[:_WORKLOADS]],
         more_steps=max(0, len(found) - _WORKLOADS), duration=time_text,
-        columns=[str(name).replace("_", " ") for name in shown.columns],
-        rows=[[_cell(value) for value in row] for row in shown.itertuples(index=False)],
+        columns=[str(name).removesuffix("_us").replace("_", " ") for name in shown.columns],
+        rows=[[_cell(str(name), value) for name, value in zip(shown, row, strict=True)]
+              for row in shown.itertuples(index=False)],
         more=len(table) - len(shown) if table is not None else 0,
     )
 
 
-def _cell(value: Any) -> str:
+def _cell(name: str, value: Any) -> str:
     if value is None or value != value:
         return ""
-    return f"{value:,.3g}" if isinstance(value, float) else str(value)
+    if name.endswith("_us"):
+        return time_text(value).replace(" ", "\N{NO-BREAK SPACE}")
+    return f"{value:,.3g}{'x' * (name == 'speedup')}" if isinstance(value, float) else str(value)

@@ -23,7 +23,7 @@ from fuseplan.search.store.database import Database
 from fuseplan.search.store.layered import LayeredDatabase, shipped_devices, shipped_files
 from fuseplan.search.store.record import Versions
 
-_SAVED = ("workload", "group", "place", "uses", "saved_us", "unfused_us", "planned_us", "runs")
+_SAVED = ("group", "saved_us", "uses", "place", "workload")
 _GROUPS = ("group", "place", "answer", "fused_us", "unfused_us", "speedup", "workload")
 
 
@@ -124,7 +124,7 @@ class Report:
 
     def _repr_html_(self) -> str:
         title = f"{self.data.model or 'everything tuned'} on {self.data.device}"
-        saved, groups = self.saved, self.groups
+        saved, groups = self.saved.sort_values("saved_us", ascending=False), self.groups
         table, columns = (saved, _SAVED) if len(saved) else (groups, _GROUPS)
         lines = [frames.headline(groups)]
         if self.other is not None:

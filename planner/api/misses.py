@@ -24,6 +24,7 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.reports.frames import misses_frame
 from fuseplan.planner.tuning import misses as logged
 from fuseplan.planner.tuning import tune as offline
+from fuseplan.planner.tuning.miss_list import logged_misses
 from fuseplan.planner.tuning.misses import MissedRegion
 from fuseplan.planner.tuning.session import Session, open_session
 from fuseplan.planner.tuning.tune import TuneResult, WorkloadPlan
@@ -115,7 +116,7 @@ def listed(db: str | Path | None, kind: Kind, device_key: str | None = None) -> 
     key = device_key if device_key is not None else current_identity(kind).key()
     versions = Versions.current(kind) if device_key is None else None
     with Database(db, mode="inspect", versions=versions) as database:
-        return misses_frame(logged.logged_misses(LayeredDatabase(database, shipped_files(key)), key))
+        return misses_frame(logged_misses(LayeredDatabase(database, shipped_files(key)), key))
 
 
 def tune_misses(
@@ -126,7 +127,7 @@ def tune_misses(
     account = account if account is not None else TimeAccount()
     session, studies = open_session(kind, db), how.studies()
     with account.spend("reading misses"):
-        chosen = logged.missed_regions(logged.logged_misses(session.store, session.device))[:most]
+        chosen = logged.missed_regions(logged_misses(session.store, session.device))[:most]
     rows: list[dict[str, Any]] = []
     said: list[str] = []
     warnings: list[str] = []
@@ -154,7 +155,7 @@ def tune_misses(
             rows += tuning.refused
     forgotten = logged.forget_tuned(session.database, session.store, session.device)
     regions = pd.DataFrame(rows, columns=list(TUNED_COLUMNS)).sort_values("count", ascending=False, kind="stable")
-    left = misses_frame(logged.logged_misses(session.store, session.device))
+    left = misses_frame(logged_misses(session.store, session.device))
     return TunedMisses(
         session.database.where, regions, left, forgotten, most, tuple(dict.fromkeys(said)),
         tuple(dict.fromkeys(warnings)), failure,

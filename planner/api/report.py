@@ -102,7 +102,6 @@ class Report:
         """The answer in words, as the terminal has it."""
         yield from step_words.step_lines(self.data)
         yield frames.headline(self.groups)
-        yield from accuracy.accuracy_text(self.data)
         if self.other is not None:
             yield from against.against_lines(self.data, self.other)
 

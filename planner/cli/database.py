@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from typer import Argument, Option
@@ -11,10 +11,8 @@ from typer import Argument, Option
 from fuseplan.planner.cli.common import (
     DbOption,
     Device,
-    DeviceOption,
     device_type,
     open_database,
-    print_frame,
     print_rows,
     print_text,
     say,
@@ -43,21 +41,37 @@ def list_records(db: DbOption = None) -> None:
 
 
 @app.command("misses")
-@answers("the misses")
+@answers("the misses", torch=False)
 def list_misses(
-    device: DeviceOption = Device.AUTO,
-    device_key: Annotated[str | None, Option("--device-key", help="Another device, by its whole key.")] = None,
+    device: Annotated[Device | None, Option(help="Only this machine's device. Default: all that have misses.")] = None,
+    device_key: Annotated[str | None, Option("--device-key", help="Only this device, by its whole key.")] = None,
     db: DbOption = None,
 ) -> None:
     """What torch.compile looked up in vain, most frequent first, and whether `plan tune --misses` can tune it."""
-    from fuseplan.planner.api.misses import listed
+    from fuseplan.planner.tuning.miss_list import MISS_COLUMNS, logged_misses
+    from fuseplan.search.store.database import Database
+    from fuseplan.search.store.layered import LayeredDatabase, shipped_files
+    from fuseplan.search.store.record import Versions
 
-    frame = listed(db, device_type(device), device_key)
-    if frame.empty:
-        say(f"no misses are logged for this device in {open_database(db, write=False).where}")
-    if len(frame) or not current().at_once:
-        spare = ("key", "numerics", "regime", "first_seen", "last_seen", "place")
-        print_frame(frame, name="misses", spare=spare, keep=("label", "count"))
+    if device is not None and device_key is None:
+        from fuseplan.costmodel.identity import current_identity
+
+        device_key = current_identity(device_type(device)).key()
+    rows: list[tuple[str | int, ...]] = []
+    with Database(db, mode="inspect") as database:
+        where, found = database.where, {str(one["device"]) for one in database.misses()}
+    for key in sorted(found if device_key is None else found & {device_key}):
+        kind: Literal["cpu", "cuda"] = "cuda" if key.startswith("cuda") else "cpu"
+        with Database(db, mode="inspect", versions=Versions.current(kind)) as database:
+            logged = logged_misses(LayeredDatabase(database, shipped_files(key)), key)
+        rows += [(*one.row(), key) for one in logged]
+    if not rows:
+        say(f"no misses are logged in {where}" if device_key is None else
+            f"no misses are logged for this device in {where}")
+    if rows or not current().at_once:
+        rows.sort(key=lambda row: -int(row[1]))
+        print_rows("misses", (*MISS_COLUMNS, "device"), rows, keep=("label", "count", "tunable"), spare=(
+            "key", "device", "numerics", "regime", "first_seen", "last_seen", "place"))
 
 
 @app.command()

@@ -17,7 +17,7 @@ from fuseplan.planner.errors import PlanError, nearest
 from fuseplan.planner.markdown import markdown_text
 from fuseplan.planner.module_paths import joined_places
 from fuseplan.planner.tuning import summary as summaries
-from fuseplan.planner.tuning.misses import Miss, logged_misses
+from fuseplan.planner.tuning.miss_list import MISS_COLUMNS, Miss, logged_misses
 from fuseplan.planner.tuning.summary import RegionSummary, WorkloadSummary
 from fuseplan.planner.tuning.whole_step import StepTimes, stored_steps
 from fuseplan.search.store.record import Alternative, GroupChoice, PlanRecord, RecordKey, TuningRecord
@@ -40,9 +40,6 @@ COVERAGE_COLUMNS = (
     "planned_us", "unfused_us",
 )
 
-MISS_COLUMNS = (
-    "label", "count", "place", "tunable", "first_seen", "last_seen", "regime", "numerics", "key",
-)
 
 
 @dataclass(frozen=True)
@@ -276,13 +273,7 @@ def miss_frame(data: ReportData) -> pd.DataFrame:
 
 def misses_frame(misses: Iterable[Miss]) -> pd.DataFrame:
     """Look-ups at run time that found no plan, most frequent first. ``tunable`` is yes, or the reason why not."""
-    rows = [
-        {"label": one.label, "count": one.count, "place": one.place, "tunable": one.why or "yes",
-         "first_seen": one.first_seen, "last_seen": one.last_seen, "regime": one.key.regime,
-         "numerics": one.key.numerics, "key": one.key.workload}
-        for one in misses
-    ]
-    return pd.DataFrame(rows, columns=list(MISS_COLUMNS))
+    return pd.DataFrame([one.row() for one in misses], columns=list(MISS_COLUMNS))
 
 
 def markdown_table(frame: pd.DataFrame) -> str:

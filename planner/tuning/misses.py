@@ -20,6 +20,7 @@ from fuseplan.planner.graph.serialize import graph_from_json, graph_to_json
 from fuseplan.planner.groups.cut_out import cut_out, find_region
 from fuseplan.planner.groups.regions import find_regions, region_parts
 from fuseplan.planner.partition.plan_record import region_label
+from fuseplan.planner.tuning.miss_list import TUNED_SINCE, Miss, logged_misses, stored_text
 from fuseplan.planner.tuning.session import Session
 from fuseplan.planner.work.group_work import hot_inputs
 from fuseplan.search.store.database import Database, Missed
@@ -29,7 +30,6 @@ from fuseplan.search.store.record import RecordKey, now
 
 #: Graphs that a database keeps, and bytes of one; a transformer's layer takes 15 kB.
 MOST_GRAPHS, MOST_BYTES = 256, 256 * 1024
-TUNED_SINCE = "tuned since then"
 
 logger = logging.getLogger(__name__)
 
@@ -94,59 +94,6 @@ def _written(graph: DataflowGraph, region: Region, kept: int) -> Mapping[str, An
     if (size := len(json.dumps(data))) > MOST_BYTES:
         raise ValueError(f"its graph takes {size // 1024} kB, more than the {MOST_BYTES // 1024} kB that are kept")
     return data
-
-
-@dataclass(frozen=True)
-class Miss:
-    """A logged miss.
-
-    Attributes:
-        label: What it computes, in a few words.
-        count: How often it was looked up.
-        place: Where in the model it is; "" where that is not known.
-        first_seen, last_seen: ISO 8601 UTC times; ``last_seen`` is "" where an older version logged it.
-        region: Key of the region that is tuned for it; "" without a graph.
-        why: Why it cannot be tuned, or need not be; "" where it can.
-    """
-
-    key: RecordKey
-    label: str
-    count: int
-    place: str
-    first_seen: str
-    last_seen: str
-    region: str
-    why: str
-
-    @property
-    def tunable(self) -> bool:
-        return not self.why
-
-
-def logged_misses(database: Database | LayeredDatabase, device: str) -> tuple[Miss, ...]:
-    """The misses of a device, most frequent first."""
-    rows = [row for row in database.misses() if row["device"] == device]
-    keys = [RecordKey(row["workload"], row["device"], row["regime"], row["numerics"]) for row in rows]
-    plans = database.get_plans(keys)
-    graphs = database.capture_names(MISSED)
-    found = []
-    for key, row in zip(keys, rows, strict=True):
-        names = ("place", "last_seen", "region", "untunable")
-        place, seen, region, why = (_text(row["payload"], name) for name in names)
-        if plans[key].hit is not None:
-            why = TUNED_SINCE
-        elif f"{MISSED}{region}" in graphs:
-            why = ""
-        elif not why:
-            why = "its graph is not stored; run the model again"
-        found.append(Miss(key, row["label"], row["count"], place, row["first_seen"], seen, region, why))
-    return tuple(found)
-
-
-def _text(payload: Mapping[str, Any], name: str) -> str:
-    """Text of a payload, which may hold anything."""
-    value = payload.get(name, "")
-    return value if isinstance(value, str) and value.isprintable() and len(value) <= 1000 else ""
 
 
 @dataclass(frozen=True)
@@ -229,7 +176,7 @@ def forget_tuned(database: Database, store: LayeredDatabase, device: str) -> int
     tuned = [miss.key for miss in logged_misses(store, device) if miss.why == TUNED_SINCE]
     gone = set(tuned)
     left = {
-        _text(row["payload"], "region") for row in database.misses()
+        stored_text(row["payload"], "region") for row in database.misses()
         if RecordKey(row["workload"], row["device"], row["regime"], row["numerics"]) not in gone
     }
     unneeded = [name for name in database.capture_names(MISSED) if name.removeprefix(MISSED) not in left]

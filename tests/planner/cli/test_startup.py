@@ -39,7 +39,7 @@ def test_help_and_listings_import_nothing_heavy(line: str) -> None:
     assert out.strip() and names == []
 
 
-@pytest.mark.parametrize("line", ["ls", "ls --format csv", "show silu", "export {folder}/out.jsonl"])
+@pytest.mark.parametrize("line", ["ls", "ls --format csv", "misses", "show silu", "export {folder}/out.jsonl"])
 def test_looking_into_a_database_imports_nothing_heavy(line: str, tmp_path: Path) -> None:
     path = tmp_path / "tuning.db"
     samples.sample_database(path).close()

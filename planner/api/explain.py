@@ -14,6 +14,7 @@ from fuseplan.planner.api.answer import first_screen
 from fuseplan.planner.api.asked import Asked, Batches, ModelLike, Prefills, asked_for, plan_settings
 from fuseplan.planner.api.device import device_kind
 from fuseplan.planner.api.progress import SILENT, Progress
+from fuseplan.planner.api.sources import KernelSource, kernel_sources
 from fuseplan.planner.api.words import in_python, python_words
 from fuseplan.planner.errors import ConfigError, nearest
 from fuseplan.planner.graph.dataflow import DataflowGraph
@@ -21,7 +22,6 @@ from fuseplan.planner.groups.places import region_paths
 from fuseplan.planner.module_paths import group_place
 from fuseplan.planner.reports import explain as words
 from fuseplan.planner.reports.frames import config_text, how_it_runs, time_of
-from fuseplan.planner.reports.sources import KernelSource, kernel_sources
 from fuseplan.planner.tuning.plans import GraphPlan
 from fuseplan.planner.tuning.session import Session, open_session
 from fuseplan.planner.tuning.settings import PlanSettings

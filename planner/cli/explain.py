@@ -74,8 +74,8 @@ def explain(
 
 def _print_sources(planned: Sequence[Planned], wanted: str, prelude: bool) -> None:
     from fuseplan.planner.api.explain import kernels
+    from fuseplan.planner.api.sources import called
     from fuseplan.planner.module_paths import located
-    from fuseplan.planner.reports.sources import called
 
     chosen, screen = called(kernels(planned), wanted), current()
     texts = [(one, one.text if prelude else one.own_text()) for one in chosen]

@@ -93,7 +93,7 @@ class Explained:
         yield from side_by_side(self.planned)
 
     def __str__(self) -> str:
-        return "\n".join(map(plain, self.lines()))
+        return "\n".join(in_python(plain(line)) for line in self.lines())
 
     def _repr_html_(self) -> str:
         groups = self.groups.sort_values("time_us", ascending=False, key=lambda times: times * self.groups["uses"])
@@ -125,8 +125,7 @@ def explain(
             dtype=dtype, layers=layers, pack_weights=pack_weights,
         )
         planned = explained(asked, plan_settings(kind, numerics, regime), db, workload)
-        return Explained(asked.label, tuple(
-            replace(one, lines=tuple(map(in_python, one.lines))) for one in planned))
+        return Explained(asked.label, tuple(planned))
 
 
 def explained(

@@ -18,7 +18,7 @@ from fuseplan.planner.api.asked import plan_settings
 from fuseplan.planner.api.device import Kind, device_kind
 from fuseplan.planner.api.job import HowToTune, complaints, outcome, ready
 from fuseplan.planner.api.progress import SILENT, Progress
-from fuseplan.planner.api.words import python_words
+from fuseplan.planner.api.words import in_python, python_words
 from fuseplan.planner.errors import FuseplanError
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.reports.frames import misses_frame
@@ -84,7 +84,8 @@ class TunedMisses:
             yield f"{others} misses cannot be tuned by themselves; `plan db misses` says why"
 
     def __str__(self) -> str:
-        return "\n".join(map(plain, (*self.lines(), *(f"warning: {one}" for one in self.warnings))))
+        return "\n".join(
+            in_python(plain(line)) for line in (*self.lines(), *(f"warning: {one}" for one in self.warnings)))
 
     def _repr_html_(self) -> str:
         columns = ("label", "count", "place", "outcome", "unfused_us", "planned_us")

@@ -12,7 +12,7 @@ import pandas as pd
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.api.answer import first_screen
 from fuseplan.planner.api.device import device_kind
-from fuseplan.planner.api.words import python_words
+from fuseplan.planner.api.words import in_python, python_words
 from fuseplan.planner.errors import PlanError
 from fuseplan.planner.models.sources import ALIASES
 from fuseplan.planner.reports import accuracy, against, frames, step_words, steps
@@ -119,7 +119,7 @@ class Report:
         return target
 
     def __str__(self) -> str:
-        return "\n".join(map(plain, self.lines()))
+        return "\n".join(in_python(plain(line)) for line in self.lines())
 
     def _repr_html_(self) -> str:
         title = f"{self.data.model or 'everything tuned'} on {self.data.device}"

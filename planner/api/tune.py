@@ -88,7 +88,8 @@ class Tuned(Report):
         yield f"stored in {self.result.session.database.where}"
 
     def __str__(self) -> str:
-        return "\n".join(map(plain, (*self.lines(), *(f"warning: {one}" for one in self.warnings))))
+        return "\n".join(
+            in_python(plain(line)) for line in (*self.lines(), *(f"warning: {one}" for one in self.warnings)))
 
     def _repr_html_(self) -> str:
         lines = [outcome(self.result)] if self.result is not None and self.result.distinct() else []
@@ -174,7 +175,7 @@ def tune(
         found = tune_asked(asked, plan_settings(kind, numerics, regime), db, how, told)
         if found.failure:
             raise PlanError("; ".join((found.failure, *found.warnings[:1])))
-        return replace(found, warnings=tuple(map(in_python, found.warnings)))
+        return found
 
 
 def tune_asked(

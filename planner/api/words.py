@@ -16,6 +16,7 @@ _PHRASES = {
     "; `plan patterns` lists them all": "",
     "plan patterns lists them all": "fuseplan.planner.patterns.table.PATTERNS has them all",
     "`plan report` without --model": "`fuseplan.planner.report()` without model",
+    "`plan db misses`": "`fuseplan.planner.misses()`", "`plan report steps`": "`.saved`",
     "`plan tune --no-shipped`": "`fuseplan.planner.tune(shipped=False)`",
 }
 #: A command with options, quoted, and one of these with what it is given.
@@ -53,7 +54,9 @@ def in_python(text: str) -> str:
 
 
 def _called(found: re.Match[str]) -> str:
-    given = [f"{_argument(name)}={repr(value) if value else True}" for name, value in _OPTION.findall(found[2])]
+    options = _OPTION.findall(found[2])
+    given = [f"{_argument(name)}={(value if value.isdigit() else repr(value)) if value else True}"
+             for name, value in options]
     return f"`fuseplan.planner.{found[1]}({', '.join(given)})`"
 
 

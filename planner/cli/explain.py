@@ -86,8 +86,8 @@ def explain(
 def _print_sources(
     session: Session, planned: Sequence[tuple[str, DataflowGraph, GraphPlan]], wanted: str, prelude: bool
 ) -> None:
+    from fuseplan.planner.cli.sources import called, kernel_sources
     from fuseplan.planner.module_paths import located
-    from fuseplan.planner.report.sources import called, kernel_sources
 
     chosen, screen = called(kernel_sources(session, planned), wanted), current()
     texts = [(one, one.text if prelude else one.own_text()) for one in chosen]

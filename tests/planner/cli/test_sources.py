@@ -14,9 +14,9 @@ from ir_samples import static_samples
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.kernels.ir.backend import BuildError, Target
 from fuseplan.kernels.registry import backends_for
+from fuseplan.planner.cli.sources import KernelSource, called, kernel_sources
 from fuseplan.planner.errors import ConfigError
 from fuseplan.planner.patterns.table import pattern_graph
-from fuseplan.planner.report.sources import KernelSource, called, kernel_sources
 from fuseplan.planner.tuning.session import Session, open_session
 from fuseplan.search.store.database import Database
 

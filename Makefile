@@ -32,7 +32,7 @@ test: $(VENV)/.installed-dev lint types docs
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --cov --cov-report=term --cov-fail-under=85
 
 docs: $(VENV)/.installed-dev
-	$(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

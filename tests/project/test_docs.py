@@ -34,6 +34,7 @@ from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.cli import main
 from fuseplan.planner.runtime import resolve
 from fuseplan.planner.tuning import session
+from fuseplan.planner.tuning.settings import PlanSettings
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.location import default_path
 from fuseplan.search.tune import tuner
@@ -41,6 +42,8 @@ from fuseplan.search.tune import tuner
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 #: The tune that the default database has of ``my-llama``.
 TUNE = ("tune", "--config", "my-llama", "--prefill", "16", "--no-calls")
+#: Hardly any search: what is found is no matter here.
+QUICK = tuner.Budget(trials=1, steep_trials=1, seconds=0.1, screen_s=0.002, decide_s=0.01, finalists=1)
 #: Words of README, counted as ``wc -w`` does.
 MOST_WORDS = 900
 
@@ -56,13 +59,14 @@ class Reader:
     parsed: list[str] = field(default_factory=list)
     examples: dict[str, str] = field(default_factory=dict)
 
-    def sit_down(self, page: Path) -> Path:
-        """A page's folder, with the model, the examples and a database of its own."""
+    def sit_down(self, page: Path, patch: pytest.MonkeyPatch) -> None:
+        """Go to a page's folder, with the model, the examples and a database of its own."""
         here = self.folder / page.stem
         shutil.copytree(self.folder / "my-llama", here / "my-llama")
         (here / "examples").symlink_to(ROOT / "examples")
-        shutil.copy(self.tuned, default_path())
-        return here
+        patch.setenv("XDG_DATA_HOME", str(here / "data"))
+        shutil.copytree(self.tuned, default_path().parent)
+        patch.chdir(here)
 
 
 def knows_this_machine(path: Path) -> None:
@@ -96,7 +100,8 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         patch.setattr(session, "probe", lambda kind, *_: replace(samples.SPEC, identity=current_identity(kind)))
         patch.setattr(tuner, "make_pool", lambda _: InlineExecutor())
-        patch.setattr(tuner.Budget, "on", lambda *_: tuner.Budget(trials=1, seconds=0.1))
+        patch.setattr(tuner.Budget, "on", lambda *_: QUICK)
+        patch.setattr(PlanSettings, "measured_on", lambda *_: 1)
         patch.chdir(folder)
         LlamaConfig(
             architectures=["LlamaForCausalLM"], dtype="bfloat16", hidden_size=64, intermediate_size=128,
@@ -105,8 +110,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
         ).save_pretrained("my-llama")
         knows_this_machine(default_path())
         output = run_plan(*TUNE)
-        tuned = shutil.copy(default_path(), folder / "tuned.db")
-        yield Reader(folder, tuned, output)
+        yield Reader(folder, default_path().parent, output)
 
 
 @pytest.fixture
@@ -121,9 +125,8 @@ def fresh() -> Iterator[None]:
 
 
 def run_example(reader: Reader, script: str, settings: dict[str, str] | None = None) -> str:
-    """What an example prints in a process of its own; each is run once in all."""
-    key = f"{script} {settings or ''}"
-    if key not in reader.examples:
+    """What an example prints in a process of its own. It is run once for all who ask for no settings of their own."""
+    if settings or script not in reader.examples:
         arguments = []
         if Path(script).stem == "ship_a_database":  # its database knows the machine, so that nothing is measured for long
             arguments = [str(reader.folder / "shipped")]
@@ -134,8 +137,8 @@ def run_example(reader: Reader, script: str, settings: dict[str, str] | None = N
             cwd=reader.folder, env=os.environ | (settings or {}),
         )
         assert done.returncode == 0, f"{script}: {done.stdout[-1000:]}\n{done.stderr[-3000:]}"
-        reader.examples[key] = done.stdout + done.stderr
-    return reader.examples[key]
+        reader.examples[script] = done.stdout + done.stderr
+    return reader.examples[script]
 
 
 def run_command(reader: Reader, command: str) -> str:
@@ -176,10 +179,8 @@ def missing(shown: str, printed: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", pages(), ids=name)
-def test_a_page_does_what_it_says(
-    page: Path, reader: Reader, fresh: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(reader.sit_down(page))
+def test_a_page_does_what_it_says(page: Path, reader: Reader, fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader.sit_down(page, monkeypatch)
     names: dict[str, Any] = {"__name__": "__main__"}
     printed = ""
     for block in blocks(page):
@@ -187,7 +188,7 @@ def test_a_page_does_what_it_says(
             printed = run_snippet(block, page, names)
         elif block.kind == "bash":
             printed = "\n".join([run_command(reader, command) for command in block.commands])
-        elif block.kind == "text" and "form" not in block.info:
+        elif block.kind == "text":
             wrong = missing(block.body, printed)
             assert not wrong, f"{name(page)}:{block.line}: nothing like these is printed:\n" + "\n".join(
                 [*wrong, "but:", printed])

@@ -152,7 +152,7 @@ def _print(data: ReportData, topic: ReportTopic) -> None:
         for title, frame in _accuracy(data):
             print_frame(frame.drop(columns=["key"], errors="ignore"), title=title, digits=3)
     else:
-        for line in step_words.step_lines(data):
+        for line in step_words.step_lines(data, every=topic is ReportTopic.STEPS):
             print_text(line)
         parts = steps.part_frame(data)
         if len(parts):

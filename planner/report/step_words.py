@@ -15,16 +15,24 @@ _SHOWN, _SHOWN_OF_ONE = 5, 3
 _UNITS = {"us": 1.0, "ms": 1e3, "s": 1e6}
 
 
-def step_lines(data: ReportData, shown: int = _SHOWN) -> Iterator[str]:
-    """In words: each workload's step, and then the groups that save most of one, each where it saves most."""
+def step_lines(data: ReportData, shown: int = _SHOWN, every: bool = False) -> Iterator[str]:
+    """In words: each workload's step, and then the groups that save most of one, each where it saves most.
+
+    Where some steps were timed as a whole, the others are only counted unless ``every`` one is wanted. Of groups at one
+    place in the model, one is named.
+    """
     found = steps(data)
-    yield from map(step_words, found)
+    told = found if every else [one for one in found if one.times is not None] or found
+    yield from map(step_words, told)
+    if rest := len(found) - len(told):
+        yield f"    {rest} more workloads were not timed as whole steps; `plan report steps` lists them"
     best: dict[str, tuple[Step, Saved]] = {}
-    for one in found:
+    for one in told:
         for saved in one.saved:
-            known = best.get(saved.label)
+            where = saved.place or saved.label
+            known = best.get(where)
             if saved.saved_us > 0 and (known is None or known[1].saved_us < saved.saved_us):
-                best[saved.label] = one, saved
+                best[where] = one, saved
     ordered = sorted(best.values(), key=lambda pair: -pair[1].saved_us)
     for one, saved in ordered[:shown]:
         each = f"{time_text(saved.unfused_us)} -> {time_text(saved.planned_us)}"

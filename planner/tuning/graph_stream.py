@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
@@ -52,9 +53,15 @@ class GraphStream:
         others = set(multiprocessing.active_children())
         # Fresh processes: a fork of one that has touched a GPU cannot use it.
         self._pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=die_with_parent)
-        self._jobs = {
-            one: self._pool.submit(capture_to_disk, source, one, device_type, folder, pack_weights) for one in missing
-        }
+        # A Ctrl-C reaches the whole process group, and each of them would print a traceback: they inherit this mask.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._jobs = {
+                one: self._pool.submit(capture_to_disk, source, one, device_type, folder, pack_weights)
+                for one in missing
+            }
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._processes = set(multiprocessing.active_children()) - others
 
     def __enter__(self) -> Self:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from fuseplan.planner.module_paths import RepeatedPaths, group_place
 from fuseplan.search.store import codec
 from fuseplan.search.store.limits import Count
-from fuseplan.search.store.record import PlanRecord, RecordKey
+from fuseplan.search.store.record import PlanRecord, RecordKey, now
 
 if TYPE_CHECKING:
     from fuseplan.planner.graph.dataflow import DataflowGraph, Region
@@ -80,6 +80,7 @@ class WorkloadSummary:
         externs: How many are library calls, or ops no kernel can express.
         extern_ops: Number of each kind of opaque op by name.
         regions: Distinct regions, in order of first occurrence.
+        created: ISO 8601 UTC time; "" where older versions stored it.
     """
 
     model: str
@@ -92,6 +93,7 @@ class WorkloadSummary:
     externs: Count
     extern_ops: Mapping[str, Count]
     regions: tuple[RegionSummary, ...]
+    created: str = ""
 
     def plan_key(self, region: RegionSummary) -> RecordKey:
         """Key of the plan of one of the regions."""
@@ -139,6 +141,7 @@ def summarise(
         externs=externs.total(),
         extern_ops=dict(sorted(externs.items())),
         regions=tuple(_region(graph, kinds, occurrences, name) for name, occurrences in found.items()),
+        created=now(),
     )
 
 

@@ -47,6 +47,7 @@ class StepTimes:
         noise: Relative difference of two runs of the same.
         floor_us: What memory and arithmetic alone take; None where a peak is not known.
         created: ISO 8601 UTC time.
+        device: Identity of the device; "" where older versions stored it.
     """
 
     unfused_us: Amount
@@ -54,6 +55,7 @@ class StepTimes:
     noise: Amount
     floor_us: Amount | None = None
     created: str = ""
+    device: str = ""
 
 
 def step_key(planned: Iterable[tuple[int, PlanRecord]]) -> str:
@@ -102,7 +104,7 @@ def measure_step(session: Session, graph: DataflowGraph, plan: GraphPlan, tuner:
         return None
     floor = floor_us(book, session.spec, "graph" if regime == "graph" else "eager")
     unfused, chosen = (contest.time(side).median_us for side in (_UNFUSED, _PLANNED))
-    found = StepTimes(unfused, chosen, contest.noise, floor, now())
+    found = StepTimes(unfused, chosen, contest.noise, floor, now(), session.device)
     session.database.put_capture(f"{_PREFIX}/{key}", asdict(found))
     return found
 

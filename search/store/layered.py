@@ -15,7 +15,7 @@ from fuseplan.search.store import codec
 from fuseplan.search.store.database import Database, Lookup, reservations
 from fuseplan.search.store.record import PlanRecord, RecordKey, TuningRecord
 from fuseplan.search.store.rows import R
-from fuseplan.search.store.transfer import KINDS, checked_lines
+from fuseplan.search.store.transfer import KINDS, capture_of, checked_lines
 
 #: Where they are. Not importlib.resources: it cannot read a namespace package behind an editable install's path hook.
 FOLDER = Path(__file__).parent / "records"
@@ -63,7 +63,8 @@ class LayeredDatabase:
         return self._all(TuningRecord, self.user.records())
 
     def captures(self, prefix: str) -> dict[str, dict[str, Any]]:
-        return self.user.captures(prefix)
+        """Those that shipped, under the user's own of the same names."""
+        return {**dict(self._captures(prefix)), **self.user.captures(prefix)}
 
     def misses(self) -> list[dict[str, Any]]:
         return self.user.misses()
@@ -118,6 +119,16 @@ class LayeredDatabase:
                     stored = codec.parse(line, "shipped device")
                     if stored.get("device") == device and isinstance(stored.get("spec"), dict):
                         yield stored["spec"]
+
+    def _captures(self, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        if all(self._mismatch(plan) for plan in self._decoded(PlanRecord)):
+            return  # they speak of plans that nobody would find
+        for line in self._lines:
+            if line.startswith(f'{{"capture":"{prefix}'):
+                with contextlib.suppress(RecordError):
+                    found = capture_of(codec.parse(line, "shipped capture"))
+                    if found is not None:
+                        yield found
 
     @functools.cached_property
     def _lines(self) -> list[str]:

@@ -109,9 +109,14 @@ def read_json(row: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     value = codec.parse(_payload(row), "payload")
     if not isinstance(value, dict):
         raise RecordError("payload: expected an object")
+    check_name(name)
+    return name, value
+
+
+def check_name(name: object) -> None:
+    """RecordError where ``name`` is not what a device or a capture may be called."""
     if not isinstance(name, str) or _NAME(name):
         raise RecordError(f"name: {brief(name)} is not a name")
-    return name, value
 
 
 def read_device(row: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

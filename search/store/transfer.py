@@ -6,7 +6,8 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,28 @@ from fuseplan.search.errors import DatabaseError, ImportRefusedError, RecordErro
 from fuseplan.search.store import codec, tables
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import SCHEMA_VERSION, PlanRecord, TuningRecord, now
-from fuseplan.search.store.rows import device_spec, json_row, record_row
+from fuseplan.search.store.rows import check_name, device_spec, json_row, record_row
 
 _FORMAT = "fuseplan-records"
 #: What a line that holds a record begins with.
 KINDS: Mapping[type[TuningRecord | PlanRecord], str] = {TuningRecord: "tuning_record", PlanRecord: "plan_record"}
+#: Beginnings of the names of captures that go along: what a report says of whole models.
+REPORTED = ("step/", "summary/")
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What an export file holds: device specs by identity, records, and captures by name."""
+
+    devices: Mapping[str, dict[str, Any]]
+    records: Sequence[TuningRecord | PlanRecord]
+    captures: Mapping[str, dict[str, Any]]
 
 
 def export(database: Database, path: Path, device: str | None = None) -> int:
-    """Write every record (of one device, when given) to ``path``, and return how many lines of data that were.
+    """Write every record (of one device, when given), and what a report says of models, to ``path``; return how many
+    lines of data that were.
+
     DatabaseError where a part of the database cannot be read; ``path`` is then as it was.
     """
     lines = [_line({"format": _FORMAT, "schema_version": SCHEMA_VERSION, "created": now()})]
@@ -30,6 +44,11 @@ def export(database: Database, path: Path, device: str | None = None) -> int:
     lines += [_line({"device": name, "spec": specs[name]}) for name in sorted(specs) if device in (None, name)]
     wanted = [record for record in records if device in (None, record.key.device)]
     lines += [_line({KINDS[type(record)]: json.loads(codec.dumps(record))}) for record in wanted]
+    captures = {name: data for prefix in REPORTED for name, data in sorted(database.captures(prefix).items())}
+    lines += [
+        _line({"capture": name, "value": data})
+        for name, data in captures.items() if device in (None, data.get("device"))
+    ]
     if database.engine is None or database.broken:
         raise DatabaseError(f"there is no readable tuning database at {database.where}, so nothing was exported")
     digest = hashlib.sha256("".join(lines).encode()).hexdigest()
@@ -53,12 +72,13 @@ def _line(value: object) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":")) + "\n"
 
 
-def read_bundle(path: Path) -> tuple[dict[str, dict[str, Any]], list[TuningRecord | PlanRecord]]:
-    """Device specs by identity, and records, of an export file. ImportRefusedError where it is missing, truncated,
-    altered, or none, and SchemaVersionError where it is of another schema version.
+def read_bundle(path: Path) -> Bundle:
+    """What an export file holds. ImportRefusedError where it is missing, truncated, altered, or none, and
+    SchemaVersionError where it is of another schema version.
     """
     devices: dict[str, dict[str, Any]] = {}
     records: list[TuningRecord | PlanRecord] = []
+    captures: dict[str, dict[str, Any]] = {}
     for number, line in enumerate(checked_lines(path), 2):
         item = _object(line, path, number)
         try:
@@ -67,11 +87,28 @@ def read_bundle(path: Path) -> tuple[dict[str, dict[str, Any]], list[TuningRecor
             elif isinstance(item.get("device"), str) and isinstance(item.get("spec"), dict):
                 device_spec(item["spec"])
                 devices[item["device"]] = item["spec"]
+            elif (found := capture_of(item)) is not None:
+                captures[found[0]] = found[1]
             else:
                 raise RecordError(f"unknown kind of line ({brief(sorted(item))})")
         except RecordError as error:
             raise ImportRefusedError(f"{path}, line {number}: {error}; nothing was imported") from None
-    return devices, records
+    return Bundle(devices, records, captures)
+
+
+def capture_of(item: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """The name and the value of a line that holds a capture; None of any other line.
+
+    Raises:
+        RecordError: The capture is none that an export writes.
+    """
+    if "capture" not in item:
+        return None
+    name, value = item["capture"], item.get("value")
+    if not isinstance(name, str) or not name.startswith(REPORTED) or not isinstance(value, dict):
+        raise RecordError(f"{brief(name)} is no capture of a report")
+    check_name(name)
+    return name, value
 
 
 def checked_lines(path: Path) -> list[str]:
@@ -114,21 +151,30 @@ def _object(line: str, path: Path, number: int) -> dict[str, Any]:
 def import_bundle(database: Database, path: Path) -> int:
     """Merge an export file into the database in one transaction; a newer record of the same key wins.
 
-    Returns how many records, plans and devices were taken over. Errors as :func:`read_bundle`, and then the database is
-    unchanged.
+    Returns how many records, plans, captures and devices were taken over. Errors as :func:`read_bundle`, and then the
+    database is unchanged.
     """
-    devices, records = read_bundle(path)
+    found = read_bundle(path)
     taken = 0
     known = database.devices()
     newest = {(type(record), record.key): record.evidence.created for record in database.everything()}
+    created = {name: _created(data) for prefix in REPORTED for name, data in database.captures(prefix).items()}
     with database.writing() as connection:
-        for record in records:
+        for record in found.records:
             if newest.get((type(record), record.key), "") <= record.evidence.created:
                 table = tables.TUNINGS if isinstance(record, TuningRecord) else tables.PLANS
                 tables.upsert(connection, table, record_row(record))
                 taken += 1
-        for device, spec in devices.items():
+        for name, data in found.captures.items():
+            if created.get(name, "") <= _created(data):
+                tables.upsert(connection, tables.CAPTURES, json_row({"name": name}, data))
+                taken += 1
+        for device, spec in found.devices.items():
             if device not in known:
                 tables.upsert(connection, tables.DEVICES, json_row({"device": device}, spec))
                 taken += 1
     return taken
+
+
+def _created(capture: Mapping[str, Any]) -> str:
+    return str(capture.get("created", ""))

@@ -96,6 +96,29 @@ def test_steps_that_were_timed_come_first(load: Load) -> None:
     assert steps.steps(load(StepTimes(200.0, 100.0, 0.05)))[0].name == "decode b4"
 
 
+def test_steps_that_were_not_timed_are_counted_beside_those_that_were(load: Load) -> None:
+    data = load(StepTimes(2100.0, 1250.0, 0.01))
+    lines, every = list(step_words.step_lines(data)), list(step_words.step_lines(data, every=True))
+    others = len(steps.steps(data)) - 1
+    assert [line for line in lines if "a step" in line] == every[:1] and every[0].startswith("decode b4")
+    assert f"{others} more workloads" in lines[1]
+    assert sum("a step" in line for line in every) == others + 1
+    assert all("of decode b4" in line for line in lines if "saves" in line)
+
+
+def test_of_groups_at_one_place_the_one_that_saves_most_is_named(load: Load) -> None:
+    data = load(None)
+    at_one_place = [
+        replace(one, saved=tuple(replace(saved, place="model.norm") for saved in one.saved))
+        for one in steps.steps(data)
+    ]
+    most = max((saved for one in at_one_place for saved in one.saved), key=lambda saved: saved.saved_us)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_words, "steps", lambda _: at_one_place)
+        named = [line for line in step_words.step_lines(data) if "saves" in line]
+    assert len(named) == 1 and step_words.time_text(most.saved_us) in named[0]
+
+
 def test_what_noise_hides_is_said(load: Load) -> None:
     close = decode(load(StepTimes(103.0, 100.0, 0.05)))
     assert "within the noise of 5%" in step_words.step_words(close)

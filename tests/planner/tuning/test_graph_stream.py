@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +55,22 @@ def test_leaving_a_stream_early_ends_its_processes(tmp_path: Path) -> None:
         assert len(set(multiprocessing.active_children()) - before) == 2
         raise KeyboardInterrupt
     assert set(multiprocessing.active_children()) <= before
+
+
+def test_an_interrupt_of_the_process_group_leaves_the_captures_silent(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = find_source(config=write_config(tmp_path, "llama"), layers=1)
+    before = set(multiprocessing.active_children())
+    mine = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    with GraphStream(source, [DECODE, PREFILL], "cpu", cores=4, folder=tmp_path) as stream:
+        for process in set(multiprocessing.active_children()) - before:
+            os.kill(process.pid or 0, signal.SIGINT)  # as a terminal does, in whatever they are at
+        assert [name for name, _ in stream] == [DECODE.label, PREFILL.label]
+        for process in set(multiprocessing.active_children()) - before:
+            os.kill(process.pid or 0, signal.SIGINT)
+    signal.signal(signal.SIGINT, mine)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_what_is_not_there_yet_holds_back_what_comes_after_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

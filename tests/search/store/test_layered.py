@@ -36,6 +36,20 @@ def test_the_users_layer_lies_over_the_shipped_one(exported: Path, tmp_path: Pat
     assert len(mine.misses()) == 1
 
 
+def test_shipped_captures_lie_under_the_users_and_go_with_plans_that_fit(tmp_path: Path) -> None:
+    made = Database(tmp_path / "made.db", versions=HERE)
+    made.put_plan(plan())
+    made.put_capture("summary/a", {"ops": 1})
+    made.put_capture("summary/b", {"ops": 2})
+    made.put_capture("step/a", {"ops": 3})
+    transfer.export(made, shipped := tmp_path / "shipped.jsonl")
+    mine = Database(tmp_path / "mine.db", versions=HERE)
+    mine.put_capture("summary/b", {"ops": 4})
+    assert LayeredDatabase(mine, [shipped]).captures("summary/") == {"summary/a": {"ops": 1}, "summary/b": {"ops": 4}}
+    mine.versions = dataclasses.replace(HERE, torch="3")
+    assert LayeredDatabase(mine, [shipped]).captures("summary/") == {"summary/b": {"ops": 4}}
+
+
 def test_staleness_across_layers(exported: Path, tmp_path: Path) -> None:
     old = dataclasses.replace(HERE, torch="2.0")
     mine = Database(tmp_path / "mine.db", versions=HERE)

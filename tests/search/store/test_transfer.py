@@ -39,8 +39,31 @@ def test_an_export_imports_into_an_equal_database(db: Database, exported: Path, 
 
 def test_export_of_one_device(db: Database, exported: Path, tmp_path: Path) -> None:
     assert transfer.export(db, tmp_path / "b.jsonl", device="gpu-b") == 1
-    assert [r.key.device for r in transfer.read_bundle(tmp_path / "b.jsonl")[1]] == ["gpu-b"]
-    assert sum(map(len, transfer.read_bundle(exported))) == 6
+    assert [r.key.device for r in transfer.read_bundle(tmp_path / "b.jsonl").records] == ["gpu-b"]
+    whole = transfer.read_bundle(exported)
+    assert len(whole.devices) + len(whole.records) == 6
+
+
+def test_what_a_report_says_of_models_goes_along(db: Database, tmp_path: Path) -> None:
+    db.put_capture("summary/a", {"device": "gpu-a", "created": "2026-02-01T00:00:00+00:00", "ops": 3})
+    db.put_capture("step/b", {"device": "gpu-b", "unfused_us": 2.0})
+    db.put_capture("samples/c", {"device": "gpu-a"})  # what a calibration fits: no report reads it
+    path = tmp_path / "all.jsonl"
+    assert transfer.export(db, path) == 2
+    other = Database(tmp_path / "other.db")
+    assert transfer.import_bundle(other, path) == 2
+    assert other.captures("summary/") == db.captures("summary/") and other.captures("step/") == db.captures("step/")
+    assert transfer.export(db, path, device="gpu-b") == 1
+    assert list(transfer.read_bundle(path).captures) == ["step/b"]
+
+
+@pytest.mark.parametrize(("month", "kept"), [("01", 7), ("03", 3)])
+def test_import_keeps_the_newer_summary(db: Database, tmp_path: Path, month: str, kept: int) -> None:
+    db.put_capture("summary/a", {"created": f"2026-{month}-01T00:00:00+00:00", "ops": 3})
+    transfer.export(db, path := tmp_path / "all.jsonl")
+    db.put_capture("summary/a", {"created": "2026-02-01T00:00:00+00:00", "ops": 7})
+    transfer.import_bundle(db, path)
+    assert db.captures("summary/")["summary/a"]["ops"] == kept
 
 
 def test_import_keeps_the_newer_record(db: Database, exported: Path) -> None:
@@ -104,7 +127,8 @@ def reseal(path: Path, replacement: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", [{"tuning_record": {"fuse": True}}, {"plan_record": 3}, {"device": 1, "spec": {}}, {"pickle": "gASV"}]
+    "line", [{"tuning_record": {"fuse": True}}, {"plan_record": 3}, {"device": 1, "spec": {}}, {"pickle": "gASV"},
+             {"capture": "samples/a", "value": {}}, {"capture": "step/\x1b", "value": {}}, {"capture": "step/a"}]
 )
 def test_a_sealed_but_foreign_line_changes_nothing(exported: Path, tmp_path: Path, line: dict[str, object]) -> None:
     reseal(exported, line)

@@ -15,6 +15,8 @@ _FENCE = re.compile(r"^(?P<indent> *)```(?P<kind>\w+)?(?P<info>[^\n]*)\n(?P<body
 _TITLE = re.compile(r'title="([^"]+)"')
 #: Addresses of links and pictures.
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
+#: The name of a workload, with that of its model.
+_WORKLOAD = r"(?:\S+ )?(?:decode|prefill|generate) [\dx]+(?: @ \d+)?"
 
 
 @dataclass(frozen=True)
@@ -114,10 +116,36 @@ def shape(line: str) -> str:
     'W: # -> # U a step (#x); floor # U'
     >>> shape("    saves 2.3 ms of prefill 1x16: silu+mul 1x128 (model.mlp  x2), 2 x 4.39 us -> 850 us")
     'saves # U of W: G, # x # U -> # U'
+    >>> shape("    saves 2.3 ms of prefill 1x16: silu+mul 1x128 (mod…")
+    'saves # U of W: …'
     """
-    line = re.sub(r"; (within the noise of|without) [^;]*", "", line.strip())  # said where it is so
-    line = re.sub(r"^(\S+ )?((?:decode|prefill|generate) [\dx]+(?: @ \d+)?)", "W", line)
-    line = re.sub(r" of (\S+ )?((?:decode|prefill|generate) [\dx]+(?: @ \d+)?): .*, (\d+ x )", r" of W: G, \3", line)
-    line = re.sub(r"\b\d[\d.,]*", "#", line)
-    line = re.sub(r"# (us|ms|s)\b", "# U", line)
-    return re.sub(r"\s{2,}", "  ", line)
+    line = re.sub(r"; (?:within the noise of|without) [^;…]*", "", line.strip())  # said where it is so
+    line = re.sub(rf"^{_WORKLOAD}", "W", line)
+    line = re.sub(rf" of {_WORKLOAD}: .*, (\d+ x )", r" of W: G, \1", line)
+    line = re.sub(rf" of {_WORKLOAD}: [^…]*…$", r" of W: …", line)
+    line = re.sub(r"\d[\d.,]*", "#", line)
+    return re.sub(r"# (us|ms|s)\b", "# U", line)
+
+
+def is_like(shown: str, printed: str) -> bool:
+    """Whether a line of a page has the form of one that was printed: numbers and names of groups may differ.
+
+    A line or a cell that ends with ``…`` need only begin like it. Of a table's columns some may be left out.
+
+    >>> is_like("part       saved_us", "workload\tpart\tsaved_us")
+    True
+    >>> is_like("decode 1 @ 256: 6 -> 5 ms a st…", "prefill 1x16: 812 -> 330 us a step (2.46x)")
+    True
+    >>> is_like("part       gained_us", "workload\tpart\tsaved_us")
+    False
+    """
+    there = iter(_cells(printed))
+    return all(any(_begins(cell, other) for other in there) for cell in _cells(shown))
+
+
+def _cells(line: str) -> list[str]:
+    return [part for part in re.split(r"\t| {2,}", shape(line)) if part]
+
+
+def _begins(shown: str, printed: str) -> bool:
+    return printed.startswith(shown.rstrip("…").rstrip()) if shown.endswith("…") else shown == printed

@@ -133,8 +133,8 @@ def place(occurrences: Sequence[Paths]) -> str:
 
 
 def located(name: str, where: str) -> str:
-    """A name with the place of what it names, where that is known: ``silu 1x64 (layers.0.mlp.act_fn)``."""
-    return f"{name} ({where})" if where else name
+    """A name with the place of what it names, where there is one: ``silu 1x64 (layers.0.mlp.act_fn)``."""
+    return f"{name} ({where})" if where not in ("", TOP) else name
 
 
 def joined_places(found: Iterable[tuple[int, Paths]]) -> str:

@@ -259,6 +259,17 @@ def best_covers(problem: CoverProblem, count: int) -> Iterator[tuple[int, ...]]:
                 kept |= {option}
 
 
+def best_cover_with(problem: CoverProblem, number: int) -> tuple[float, tuple[int, ...]] | None:
+    """The cheapest acyclic cover that uses option ``number``: its cost in seconds and its options.
+
+    None where the others cannot run what that option leaves, be it that a cycle cannot be avoided.
+    """
+    dear_s = _FORBIDDEN * max(math.fsum(one.cost_s for one in problem.options if math.isfinite(one.cost_s)), 1e-12)
+    alone = {one.mask for one in problem.options if math.isfinite(one.cost_s)}
+    missing = tuple(Option(1 << op, dear_s) for op in range(problem.num_ops) if 1 << op not in alone)
+    return _solve(replace(problem, options=(*problem.options, *missing)), frozenset({number}), frozenset(), dear_s)
+
+
 def _solve(
     problem: CoverProblem, kept: frozenset[int], forbidden: frozenset[int], dear_s: float
 ) -> tuple[float, tuple[int, ...]] | None:

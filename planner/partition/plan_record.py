@@ -34,6 +34,8 @@ from fuseplan.search.store.record import (
     now,
 )
 
+#: Why most alternatives are none.
+LOST = "measured; the chosen cover costs less"
 _Placed = TypeVar("_Placed", GroupChoice, Alternative)
 
 
@@ -221,7 +223,7 @@ class PlanWriter:
         tuning = _tuning(choice, prices)
         measured_us = _alone_us(priced, prices) if math.isfinite(priced.cost_s) else None
         if measured_us is not None:
-            reason = "measured; the chosen cover costs less"
+            reason = LOST
         elif tuning is not None and tuning.fused is not None:
             reason = "not clearly faster than its ops unfused"
             measured_us = tuning.fused.median_us

@@ -14,7 +14,7 @@ from fuseplan.costmodel.device import Calibration
 from fuseplan.planner.report.frames import ReportData, geometric_mean
 from fuseplan.planner.report.held_out import SPLITS, ranked_covers, regret_frame, sample_frame, verdict_frame
 from fuseplan.planner.tuning.summary import RegionSummary
-from fuseplan.search.store.record import Alternative, GroupChoice, PlanRecord
+from fuseplan.search.store.record import Alternative, GroupChoice, PlanRecord, RecordKey
 
 
 def _measured(plan: PlanRecord) -> Iterator[tuple[GroupChoice | Alternative, float, float]]:
@@ -25,13 +25,21 @@ def _measured(plan: PlanRecord) -> Iterator[tuple[GroupChoice | Alternative, flo
             yield one, one.predicted_us, one.measured_us
 
 
+def measured_choices(data: ReportData) -> Iterator[tuple[RecordKey, GroupChoice | Alternative, float, float]]:
+    """Every kernel and op that a plan measured, one for each in a distinct part: the plan's key, what was measured, and
+    its predicted and measured time in microseconds.
+    """
+    for key, plan in data.decided().items():
+        for measured in _measured(plan):
+            yield key, *measured
+
+
 def accuracy_pairs(data: ReportData) -> list[MeasuredPair]:
-    """Predicted and measured time of every kernel and op that a plan measured; one for each in a distinct part."""
+    """Predicted and measured time of :func:`measured_choices`."""
     return [
         MeasuredPair(key.workload, f"{one.implementation} {one.label}", predicted_us, measured_us,
                      kind=one.implementation, regime=key.regime)
-        for key, plan in data.decided().items()
-        for one, predicted_us, measured_us in _measured(plan)
+        for key, one, predicted_us, measured_us in measured_choices(data)
     ]
 
 
@@ -56,7 +64,7 @@ def regret_table(data: ReportData) -> pd.DataFrame:
         if key in parts and region is None:
             continue
         choices = list(_measured(plan))
-        ranked = ranked_covers([one.ops for one, _, _ in choices], _compute_edges(region) if region else ())
+        ranked = ranked_covers([one.ops for one, _, _ in choices], compute_edges(region) if region else ())
         if ranked is None:
             continue
         predicted = [predicted_us + one.delay_us for one, predicted_us, _ in choices]
@@ -68,7 +76,7 @@ def regret_table(data: ReportData) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["region", "choices", "best_us", "model_us", "regret", "key"])
 
 
-def _compute_edges(region: RegionSummary) -> Iterable[tuple[int, int]]:
+def compute_edges(region: RegionSummary) -> Iterable[tuple[int, int]]:
     """Which compute op reads which, through views."""
     graph = nx.DiGraph(region.edges)
     for view in [op for op in graph if region.kinds[op] == "view"]:

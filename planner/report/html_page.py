@@ -3,50 +3,72 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import pandas as pd
 from markupsafe import Markup
 
+from fuseplan.planner.partition.plan_record import LOST
 from fuseplan.planner.report import frames
-from fuseplan.planner.report.accuracy import accuracy_pairs, accuracy_text
+from fuseplan.planner.report.accuracy import accuracy_text
 from fuseplan.planner.report.against import against_lines, groups_against
 from fuseplan.planner.report.drawing import group_class, group_name, partition_svg, templates
 from fuseplan.planner.report.frames import ReportData
-from fuseplan.planner.report.plots import bandwidth_plot, roofline_plot, scatter_plot
+from fuseplan.planner.report.log_plot import LogPlot
+from fuseplan.planner.report.plots import Places, bandwidth_plot, roofline_plot, scatter_plot
+from fuseplan.planner.report.rejected import rejected_groups
 from fuseplan.planner.report.side_by_side import Planned, as_frame, side_by_side
 from fuseplan.planner.report.step_words import answers, bars, time_text
-from fuseplan.planner.report.steps import PARTS, steps
+from fuseplan.planner.report.steps import PARTS, Step, steps
 from fuseplan.planner.tuning.summary import RegionSummary
 from fuseplan.search.store.record import GroupChoice, PlanRecord, RecordKey, now
 
-#: More drawings than this make a page nobody scrolls through; the most expensive regions are drawn.
-_MAX_DRAWINGS = 24
-#: Groups of a workload that are listed before the rest is folded away.
-_MOST_SAVED = 6
+#: More drawings than this make a page nobody scrolls through: of layers, and of other regions, the most expensive ones.
+_MAX_LAYERS, _MAX_DRAWINGS = 8, 16
+#: Rejected groups whose covers are solved: of a region that is shown first, and of another.
+_REJECTED, _FEW_REJECTED = 10, 2
 #: Columns that a table of groups begins with.
 _ANSWER = ["group", "answer", "fused_us", "unfused_us", "speedup", "times", "workload"]
+_QUESTIONS = ("How much faster is a step?", "Which groups made it?", "What is left to gain?")
+_LAUNCHED = {"graph": "in a CUDA graph", "eager": "from Python"}
+#: Without a model: how many regions are shown and how many groups named, and how labels of matmuls begin.
+_SOME, _NAMED, _MATMULS = 5, 3, frozenset({"linear", "matmul", "bmm", "addmm"})
 
 
 def html_report(data: ReportData, other: ReportData | None = None) -> str:
     """The whole page; with another tune also what differs from that."""
+    models = {one.model for one in data.workloads}
+    data = replace(data, model=data.model or (models.pop() if len(models) == 1 else ""))
     groups = frames.group_frame(data)
     coverage = frames.coverage_frame(data)
+    regions = frames.region_frame(data)
     others = groups.columns.difference([*_ANSWER, "key", "regime"], sort=False)
-    layers = _layers(data)
+    found = steps(data)
+    # Where whole steps were timed, those are what was asked for; what masks and generate() make of them comes after.
+    told = [one for one in found if one.times is not None] or found
+    asked = replace(data, workloads=tuple(one.workload for one in told) or data.workloads)
+    layers_alone = _with_matmuls(data, regions)
+    layers = _layers(asked)
     shown = {drawing["plan"].key for _, drawings in layers for drawing in drawings}
-    title = f"Fusion report: {data.model or 'everything tuned'}"
     tuned = [plan.evidence for plan in data.plans.values()] or [one.evidence for one in data.records.values()]
+    device = data.spec.identity.name if data.spec is not None else data.device
     return templates().get_template("report.html.j2").render(
-        title=title,
-        device=data.spec.identity.name if data.spec is not None else data.device,
+        title=f"Fusion report: {data.model or device}",
+        device=device,
         created=now(),
+        tuned=max((evidence.created for evidence in tuned), default=""),
         speedup=frames.geometric_mean(groups["speedup"].dropna()),
-        steps=_steps(data),
+        steps=[_step(one) for one in told],
+        untimed=[_step(one) for one in found[len(told):]],
         parts=PARTS,
         duration=time_text,
+        usual=LOST,
+        words=None if found else list(_record_words(groups, layers_alone)),
+        longest=[] if found else _longest(layers_alone),
+        saved=_saved_rows(told) if found else _record_rows(groups),
         answers=groups["answer"],
         totals=coverage.drop(columns="workload").sum() if len(coverage) else None,
         plans=data.decided().values(),
@@ -56,14 +78,12 @@ def html_report(data: ReportData, other: ReportData | None = None) -> str:
         changes=table_html(groups_against(data, other).drop(columns=["regime"]), "Groups, here and there")
         if other is not None else "",
         drawings=_drawings(data, shown),
-        side_by_side=_side_by_side(data),
+        side_by_side=_side_by_side(asked),
         accuracy=accuracy_text(data),
         tables={
-            "coverage": table_html(coverage, "Coverage by workload", percent=("coverage",)),
+            "coverage": table_html(coverage, "Coverage by workload", percent=("coverage",)) if len(coverage) else "",
             "groups": table_html(groups[[*_ANSWER, *others]], "Every group of the chosen partitions"),
-            "regions": table_html(
-                frames.region_frame(data).drop(columns=["key", "regime"]), "Every region", percent=("gap",)
-            ),
+            "regions": table_html(regions.drop(columns=["key", "regime"]), "Every region", percent=("gap",)),
             "misses": table_html(frames.miss_frame(data).drop(columns=["key"]), "Look-ups without a plan"),
         },
         misses=len(data.misses),
@@ -73,31 +93,114 @@ def html_report(data: ReportData, other: ReportData | None = None) -> str:
     )
 
 
-def _steps(data: ReportData) -> list[dict[str, Any]]:
-    """The workloads: what their steps take in words and as bars, and what each group saves on a scale for all."""
-    found = steps(data)
-    most_us = max((saved.saved_us for one in found for saved in one.saved), default=0.0)
-    listed = []
-    for one in found:
-        unfused, planned = bars(one)
-        floor_us = one.times.floor_us if one.times is not None else None
-        longest_us = max(one.unfused_us, one.planned_us)
-        rows = [
-            {
-                "group": saved.label, "place": saved.place, "uses": saved.uses, "saved": time_text(saved.saved_us),
-                "share": max(0.0, 100 * saved.saved_us / most_us) if most_us > 0 else 0.0,
-                "each": f"{time_text(saved.unfused_us)} → {time_text(saved.planned_us)}",
-                "how": frames.how_it_runs(saved.group),
-            }
-            for saved in one.saved
-        ]
-        listed.append({
-            "name": one.name, "answers": answers(one), "floor": time_text(floor_us) if floor_us else "",
-            "floor_share": 100 * floor_us / longest_us if floor_us and longest_us else None,
-            "sides": [("unfused", time_text(one.unfused_us), unfused), ("planned", time_text(one.planned_us), planned)],
-            "saved": rows[:_MOST_SAVED], "more": rows[_MOST_SAVED:],
-        })
-    return listed
+def _step(one: Step) -> dict[str, Any]:
+    """A workload: what its step takes in words and as bars."""
+    unfused, planned = bars(one)
+    floor_us = one.times.floor_us if one.times is not None else None
+    longest_us = max(one.unfused_us, one.planned_us)
+    return {
+        "name": one.name, "faster": _faster(one), "answers": list(zip(_QUESTIONS, answers(one), strict=True)),
+        "floor": time_text(floor_us) if floor_us else "",
+        "floor_share": 100 * floor_us / longest_us if floor_us and longest_us else None,
+        "sides": [("unfused", time_text(one.unfused_us), unfused), ("planned", time_text(one.planned_us), planned)],
+    }
+
+
+def _faster(one: Step) -> str:
+    """The first thing to know of a step."""
+    if one.times is not None and abs(one.unfused_us - one.planned_us) <= one.times.noise * one.planned_us:
+        return "no faster, as far as noise lets one tell"
+    return f"{one.unfused_us / one.planned_us:.2f}x as fast" if one.planned_us > 0 else ""
+
+
+def _saved_rows(found: Sequence[Step]) -> list[dict[str, Any]]:
+    """What each group saves in a step of each workload, most first."""
+    rows = [
+        {
+            "workload": one.name, "group": saved.label, "place": saved.place, "uses": saved.uses,
+            "saved_us": saved.saved_us, "each": f"{time_text(saved.unfused_us)} → {time_text(saved.planned_us)}",
+            "how": frames.how_it_runs(saved.group),
+        }
+        for one in found for saved in one.saved
+    ]
+    return _with_shares(rows)
+
+
+def _record_rows(groups: pd.DataFrame) -> list[dict[str, Any]]:
+    """What each group saves every time that it runs, most first: all that records without a model say."""
+    timed = groups[groups["fused_us"].notna() & groups["unfused_us"].notna()]
+    rows = [
+        {
+            "workload": _LAUNCHED[row["regime"]], "group": row["group"], "place": "", "uses": None,
+            "saved_us": row["unfused_us"] - row["fused_us"],
+            "each": f"{time_text(row['unfused_us'])} → {time_text(row['fused_us'])}",
+            "how": f"one {row['backend']} kernel",
+        }
+        for row in timed.to_dict("records")
+    ]
+    return _with_shares(rows)
+
+
+def _with_shares(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows in order, with their bars' lengths in percent of the longest."""
+    rows.sort(key=lambda row: -row["saved_us"])
+    most_us = rows[0]["saved_us"] if rows else 0.0
+    return [
+        {**row, "saved": time_text(row["saved_us"]),
+         "share": max(0.0, 100 * row["saved_us"] / most_us) if most_us > 0 else 0.0}
+        for row in rows
+    ]
+
+
+def _with_matmuls(data: ReportData, regions: pd.DataFrame) -> pd.DataFrame:
+    """The regions that hold a matmul and more, as a model's layers do; those in CUDA graphs where there are any."""
+    held = {
+        (key.workload, key.regime) for key, plan in data.plans.items()
+        if len(plan.groups) > 1 and any(group.label.split(" ")[0] in _MATMULS for group in plan.groups)
+    }
+    found = regions[[pair in held for pair in zip(regions["key"], regions["regime"], strict=True)]]
+    return _by_device(found)
+
+
+def _by_device(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows of CUDA graphs, whose times are the device's alone; all where there is no such row."""
+    graphs = frame[frame["regime"] == "graph"]
+    return graphs if len(graphs) else frame
+
+
+def _record_words(groups: pd.DataFrame, regions: pd.DataFrame) -> Iterator[tuple[str, str]]:
+    """The three answers as far as records without a model have them."""
+    ratios = regions["speedup"].dropna()
+    faster = (f" {int((ratios > 1).sum())} of {len(ratios)} regions with matmuls, such as a layer, run faster than "
+              f"unfused, half of all at least {ratios.median():.2f}x as fast." if len(ratios) else "")
+    yield _QUESTIONS[0], (
+        f"No whole step was timed here: these records tell regions of models, not how often each runs; "
+        f"to tune a model on such a device times its steps.{faster}")
+    timed = groups.assign(saved_us=groups["unfused_us"] - groups["fused_us"]).dropna(subset=["saved_us"])
+    best = _by_device(timed).sort_values("saved_us", ascending=False).drop_duplicates("group").head(_NAMED)
+    names = "; ".join(f"{time_text(saved_us)} by {name}"
+                      for name, saved_us in zip(best["group"], best["saved_us"], strict=True))
+    yield _QUESTIONS[1], (f"Most is saved by these, each time that they run: {names}." if names
+                          else "No group was measured fused and unfused.")
+    bounded = _by_device(groups[(groups["lower_bound_us"] > 0) & groups["fused_us"].notna()])
+    over = (bounded["fused_us"] / bounded["lower_bound_us"]).median()
+    yield _QUESTIONS[2], (f"Half of the kernels take less than {over:.2f} times what memory and arithmetic alone take."
+                          if len(bounded) else "No kernel has a floor to compare with.")
+
+
+def _longest(regions: pd.DataFrame) -> list[dict[str, Any]]:
+    """Some of the regions from the shortest to the longest, unfused and planned."""
+    large = regions.sort_values("planned_us").drop_duplicates(["region", "regime"])
+    picked = large.iloc[sorted({round(at * (len(large) - 1) / (_SOME - 1)) for at in range(_SOME)})] \
+        if len(large) else large
+    return [
+        {
+            "name": f"{row['region']}, {row['ops']} ops, {_LAUNCHED[row['regime']]}", "speedup": row["speedup"],
+            "sides": [(side, time_text(time_us), 100 * time_us / max(row["unfused_us"], row["planned_us"]))
+                      for side, time_us in (("unfused", row["unfused_us"]), ("planned", row["planned_us"]))],
+        }
+        for row in picked.to_dict("records") if row["planned_us"] > 0
+    ]
 
 
 def _side_by_side(data: ReportData) -> list[Markup]:
@@ -112,36 +215,50 @@ def _side_by_side(data: ReportData) -> list[Markup]:
             for (model, regime, numerics), frame in tables.items() if len(frame)]
 
 
-def _plots(data: ReportData) -> list[tuple[str, str, Markup]]:
-    """(title, caption, svg) of the plots that the data allows."""
-    plots = []
-    records = list(data.records.values())
-    if data.spec is not None and any(record.work.total_flops > 0 for record in records):
-        caption = "Every tuned group under the roofs measured on this device; an arrow up would be a faster kernel."
-        plots.append(("Roofline", caption, Markup(roofline_plot(data.spec, records))))
-    if pairs := accuracy_pairs(data):
-        caption = "On the diagonal the model is right; the band is ±25 %."
-        plots.append(("Predicted and measured", caption, Markup(scatter_plot(pairs))))
+def _plots(data: ReportData) -> list[dict[str, Any]]:
+    """Title, caption, picture, and the points that are named, of the plots that the data allows."""
+    places = Places.of(data)
+    found: list[tuple[str, str, LogPlot]] = []
+    if data.spec is not None and (roofs := roofline_plot(data.spec, data, places)).points:
+        caption = "Every tuned group under the roofs measured on this device. The named ones save most time each run."
+        found.append(("Roofline", caption, roofs))
+    if (pairs := scatter_plot(data, places)).points:
+        caption = "On the diagonal the model is right; the band is ±25 %. The named ones are off by most time."
+        found.append(("Predicted and measured", caption, pairs))
     if data.spec is not None:
         caption = f"Measured {data.spec.measured_at[:10]}; the steps are cache levels."
-        plots.append(("Memory bandwidth", caption, Markup(bandwidth_plot(data.spec))))
-    return plots
+        found.append(("Memory bandwidth", caption, bandwidth_plot(data.spec)))
+    return [{"title": title, "words": words, "svg": Markup(plot.svg()), "named": plot.most()}
+            for title, words, plot in found]
 
 
 def _layers(data: ReportData) -> list[tuple[str, list[dict[str, Any]]]]:
-    """By model, regime and numerics: of each workload the region that takes most of its time, a layer as a rule."""
+    """By model, regime and numerics: of each workload the region that is most of a layer."""
     found: dict[str, dict[str, tuple[RegionSummary, PlanRecord]]] = {}
-    for workload, region, plan in data.planned():
+    for workload, region, plan in replace(data, workloads=data.workloads[:_MAX_LAYERS]).planned():
         if workload is not None and region is not None:
             known = found.setdefault(f"{workload.model}, {workload.regime}, {workload.numerics}", {})
             other = known.get(workload.workload)
-            if other is None or other[0].occurrences * other[1].unfused_us < region.occurrences * plan.unfused_us:
+            if other is None or _like_a_layer(other[0]) < _like_a_layer(region):
                 known[workload.workload] = region, plan
     return [
-        (of, [_drawing(data, region, plan, f"{workload}, {region.occurrences} ×")
-              for workload, (region, plan) in workloads.items()])
+        (of, [_drawing(data, *workloads[name], f"{name}, {workloads[name][0].occurrences} ×")
+              for name in _in_turn(workloads)])
         for of, workloads in found.items()
     ]
+
+
+def _in_turn(names: Iterable[str]) -> list[str]:
+    """One name of each kind (decode, prefill) after another, so that the kinds lie side by side."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(name.split(" ")[0], []).append(name)
+    return [name for together in zip_longest(*kinds.values()) for name in together if name is not None]
+
+
+def _like_a_layer(region: RegionSummary) -> int:
+    """A layer occurs often, and holds many ops, several matmuls among them."""
+    return region.occurrences * len(region.ops) * (1 + region.kinds.count("anchor"))
 
 
 def _drawings(data: ReportData, shown: Collection[RecordKey]) -> list[dict[str, Any]]:
@@ -152,13 +269,17 @@ def _drawings(data: ReportData, shown: Collection[RecordKey]) -> list[dict[str, 
             _, _, where = first.setdefault(plan.key.workload, (region, plan, []))
             where.append(f"{region.occurrences} × {data.name_of(workload)}")
     costly = sorted(first.values(), key=lambda found: -found[0].occurrences * found[1].unfused_us)
-    return [_drawing(data, region, plan, ", ".join(where)) for region, plan, where in costly[:_MAX_DRAWINGS]]
+    return [_drawing(data, region, plan, ", ".join(where), _FEW_REJECTED)
+            for region, plan, where in costly[:_MAX_DRAWINGS]]
 
 
-def _drawing(data: ReportData, region: RegionSummary, plan: PlanRecord, where: str) -> dict[str, Any]:
+def _drawing(
+    data: ReportData, region: RegionSummary, plan: PlanRecord, where: str, most: int = _REJECTED
+) -> dict[str, Any]:
     facts = [_facts(data, region, plan, group) for group in plan.groups]
     return {
         "plan": plan, "where": where, "svg": Markup(partition_svg(region, plan, facts)),
+        "rejected": rejected_groups(plan, region, most),
         "groups": [(group_name(at), group_class(plan, at), group, facts[at]) for at, group in enumerate(plan.groups)],
     }
 
@@ -196,5 +317,5 @@ def _cell(value: Any, as_percent: bool) -> str:
     if as_percent:
         return f"{value:.1%}"
     if isinstance(value, float):
-        return f"{value:,.0f}" if value.is_integer() and abs(value) >= 100 else f"{value:,.3g}"
+        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
     return f"{value:,}" if isinstance(value, int) else str(value)

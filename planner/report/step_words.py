@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fuseplan.planner.report.frames import ReportData
@@ -11,6 +11,8 @@ from fuseplan.planner.report.steps import BETWEEN, Saved, Step, ratio, steps
 
 #: Groups that are named: of all workloads, and of one.
 _SHOWN, _SHOWN_OF_ONE = 5, 3
+#: Share of a gain that needs no explanation.
+_LITTLE = 0.1
 #: Microseconds in each unit.
 _UNITS = {"us": 1.0, "ms": 1e3, "s": 1e6}
 
@@ -97,22 +99,50 @@ def answers(one: Step) -> list[str]:
     """Three sentences: how much faster a step is, which groups made it, and what is left to gain."""
     faster = ratio(one.unfused_us, one.planned_us) or 1.0
     how = "measured end to end" if one.times is not None else "the sum of its regions; a whole step was not timed"
-    took = f"A step takes {time_text(one.planned_us)}, unfused {time_text(one.unfused_us)}"
-    found = [f"{took}: {faster:.2f}x ({how}{_doubt(one)}{_left_out(one)})."]
+    how += _launched(one)
+    took = f"a step takes {time_text(one.planned_us)}, unfused {time_text(one.unfused_us)}"
     best = [saved for saved in one.saved if saved.saved_us > 0][:_SHOWN_OF_ONE]
-    if best:
-        names = "; ".join(f"{saved.place or saved.label} ({time_text(saved.saved_us)})" for saved in best)
-        found.append(f"Most is saved by {names}.")
+    names = "; ".join(f"{time_text(saved.saved_us)} by {where(saved)}" for saved in best)
+    return [f"{faster:.2f}x as fast: {took} ({how}{_doubt(one)}{_left_out(one)}).",
+            f"Most is saved by these: {names}.{_besides(one, best)}" if names else "No group saves time.",
+            _what_is_left(one)]
+
+
+def _launched(one: Step) -> str:
+    """How a GPU's kernels were launched, which takes most of the time of a small unfused step; "" on CPUs."""
+    if not one.workload.device.startswith("cuda-"):
+        return ""
+    return "; replayed from a CUDA graph" if one.workload.regime == "graph" else "; launched from Python"
+
+
+def _besides(one: Step, named: Sequence[Saved]) -> str:
+    """What a step that was timed gains beyond the groups that are named; "" where that is little."""
+    gained_us = one.unfused_us - one.planned_us
+    rest_us = gained_us - math.fsum(saved.saved_us for saved in named)
+    if one.times is None or rest_us < _LITTLE * gained_us or _doubt(one):
+        return ""
+    return f" The other {time_text(rest_us)} of the difference are smaller groups, launches and gaps."
+
+
+def where(saved: Saved) -> str:
+    """A group's place in the model where that is known, else what it computes."""
+    return saved.place.replace("; ", ", ").replace("  ", " ") or saved.label
+
+
+def _what_is_left(one: Step) -> str:
+    """Which part takes most of a planned step, and what no plan can go below."""
+    found = []
     most = max(bars(one)[1], key=lambda piece: piece.share, default=None)
-    left = ""
     if most is not None:
         share = most.share * max(one.unfused_us, one.planned_us) / (100 * one.planned_us)
-        left = f"What is left is mostly {most.part} ({share:.0%})"
+        found.append(f"Most of what is left are {most.part} ({share:.0%}).")
     if one.times is not None and one.times.floor_us:
         over = one.planned_us / one.times.floor_us
-        floor = f"memory and arithmetic alone take {time_text(one.times.floor_us)}, at best {over:.2f} times less"
-        left = f"{left}; {floor}" if left else floor.capitalize()
-    return [*found, f"{left}."] if left else found
+        found.append(f"Memory and arithmetic alone take {time_text(one.times.floor_us)}"
+                     + (f", so no plan can be more than {over:.2f} times as fast as this one." if over > 1 else "."))
+    else:
+        found.append("How fast a step could be at best is not known: none was timed.")
+    return " ".join(found)
 
 
 def time_text(time_us: float) -> str:

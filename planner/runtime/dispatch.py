@@ -96,7 +96,7 @@ def compile_graph(
         traced, resolved.groups, session.target, tally, options.numerics, options.debug, options.in_place,
         parameters=parameter_positions(example_inputs), calls=resolved.calls,
     )
-    show_plans(resolved.regions, tally, options.debug)
+    show_plans(resolved.regions, tally, options.debug, traced.graph)
     if options.cuda_graphs:
         stationary = traced.written | _stationary(gm, example_inputs)
         return graphed(call, module, stationary, device_type, tally, options.cuda_graphs_copy_outputs)

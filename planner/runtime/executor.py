@@ -5,7 +5,7 @@ A group that cannot be placed, lowered or built is left as the ATen ops it was, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
@@ -27,6 +27,7 @@ from fuseplan.planner.implementations.direct_calls import GroupCall, bind_calls,
 from fuseplan.planner.implementations.subject import Fused, op_group
 from fuseplan.planner.implementations.view_chains import collapse_views
 from fuseplan.planner.lowering.lower import Lowered
+from fuseplan.planner.module_paths import Paths, place
 from fuseplan.planner.runtime.buffer_donation import plan_reuse
 from fuseplan.planner.runtime.fallback import Calling, CallPlan, FirstCall, GroupPlan
 from fuseplan.planner.runtime.logs import show_graph, show_kernels
@@ -69,12 +70,13 @@ def executable(
     namespace: dict[str, Any] = module.forward.__globals__
     fill_namespace(namespace)
     ranges: dict[str, str] = {}
+    places = _places(one.plan for one in built)
     for name, slot in list(namespace.items()):
         if isinstance(slot, GroupCall):
             first_calls[slot].bind(namespace, name, reused.get(slot, {}))
             plan = first_calls[slot].plan
             library = plan.library.name if isinstance(plan, CallPlan) else ""
-            ranges[name] = range_name(plan.label or slot.name, library)
+            ranges[name] = range_name(plan.label or slot.name, library, places.get(plan.label, ""))
     add_ranges(module, ranges)
     show_kernels([
         (one.plan.label or one.group.name, partial(one.plan.backend.source, one.ir, one.plan.config))
@@ -82,6 +84,14 @@ def executable(
     ])
     show_graph(module.code, debug)
     return forward
+
+
+def _places(plans: Iterable[GroupPlan | CallPlan]) -> dict[str, str]:
+    """Where in the model the groups of each label are: one name for all layers."""
+    found: dict[str, list[Paths]] = {}
+    for plan in plans:
+        found.setdefault(plan.label, []).append(plan.paths)
+    return {label: place(paths) for label, paths in found.items()}
 
 
 def _kernel_calls(

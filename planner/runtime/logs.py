@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -22,6 +21,9 @@ import torch
 from torch._logging._internal import trace_structured
 
 from fuseplan.planner.dispatch_stats import Tally
+from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.groups.places import region_paths
+from fuseplan.planner.module_paths import group_place, located
 from fuseplan.planner.tuning.plans import RegionPlan
 from fuseplan.search.store.record import GroupChoice
 
@@ -39,21 +41,35 @@ def debug_logger() -> logging.Logger:
     return _DEBUG
 
 
-def show_plans(regions: Sequence[RegionPlan], tally: Tally, debug: bool = False) -> None:
-    """The plans of one compiled graph, once for all occurrences of a region, and what does not run as planned."""
-    counts = Counter(plan.region.key for plan in regions)
-    distinct = list({plan.region.key: plan for plan in regions}.values())
+def show_plans(
+    regions: Sequence[RegionPlan], tally: Tally, debug: bool = False, graph: DataflowGraph | None = None
+) -> None:
+    """The plans of one compiled graph, once for all occurrences of a region, and what does not run as planned.
+
+    With the ``graph`` groups are told with their places in the model.
+    """
+    occurrences: dict[str, list[RegionPlan]] = {}
+    for plan in regions:
+        occurrences.setdefault(plan.region.key, []).append(plan)
+    distinct = [plans[0] for plans in occurrences.values()]
+    counts = {key: len(plans) for key, plans in occurrences.items()}
+
+    def place(plan: RegionPlan, choice: GroupChoice) -> str:
+        if graph is None:
+            return ""
+        return group_place(region_paths(graph, [one.region for one in occurrences[plan.region.key]]), choice.ops)
 
     def text() -> str:
         found = tally.snapshot()
-        lines = [*describe(distinct, counts=counts)]
+        lines = [*describe(distinct, counts=counts, place=place)]
         lines += [f"not done: {count} x {reason}" for reason, count in (*found.fallbacks.items(), *found.notes.items())]
         return "\n".join([f"plan of graph {tally.compile_id}:", *(lines or ["nothing to fuse"])])
 
     def data() -> str:
         found = tally.snapshot()
         records = [
-            {"source": plan.source, "times": counts[plan.region.key], **asdict(plan.record)} for plan in distinct
+            {"source": plan.source, "times": counts[plan.region.key], **asdict(plan.record),
+             "places": [place(plan, choice) for choice in plan.record.groups]} for plan in distinct
         ]
         told = {"regions": records, "fallbacks": dict(found.fallbacks), "notes": dict(found.notes)}
         return json.dumps(told, indent=1)
@@ -84,12 +100,12 @@ def show_graph(code: str, debug: bool = False) -> None:
 
 def describe(
     plans: Iterable[RegionPlan], instead: Callable[[RegionPlan, GroupChoice], str] = lambda plan, choice: "",
-    counts: Mapping[str, int] | None = None
+    counts: Mapping[str, int] | None = None, place: Callable[[RegionPlan, GroupChoice], str] = lambda plan, choice: "",
 ) -> Iterable[str]:
     """Lines for people: every region, its groups with their configuration and times, what was not chosen, and why.
 
     Regions of one op with one way to run it are left out. ``instead`` says how a group is run where the plan is not
-    followed, ``counts`` how often a region occurs, by its key.
+    followed, ``counts`` how often a region occurs, by its key, and ``place`` where in the model a group is.
     """
     for plan in plans:
         record = plan.record
@@ -102,7 +118,7 @@ def describe(
             how = "unfused" if choice.is_plain else f"fused by {choice.implementation} {dict(choice.config)}"
             told = {"predicted": choice.predicted_us, "measured": choice.measured_us}
             spent = "".join(f"; {name} {time_us:.1f} us" for name, time_us in told.items() if time_us)
-            yield f"  {choice.label}: {instead(plan, choice) or how}{spent}"
+            yield f"  {located(choice.label, place(plan, choice))}: {instead(plan, choice) or how}{spent}"
         yield from (f"  not chosen: {other.label}: {other.reason}" for other in record.rejected)
 
 

@@ -1,4 +1,4 @@
-"""Ranges of profilers around the calls of a compiled graph, named by group: ``fuseplan::silu+mul``.
+"""Ranges of profilers around the calls of a compiled graph: ``fuseplan::silu+mul (layers.*.mlp  x32)``.
 
 They are there while ``torch.profiler`` or ``torch.autograd.profiler.emit_nvtx`` is on. Off, a compiled graph reads one
 flag in each call, and its groups are called as if there were no profilers.
@@ -12,6 +12,8 @@ from typing import Any
 
 import torch.autograd.profiler
 from torch import fx
+
+from fuseplan.planner.module_paths import located
 
 #: Names in the generated code: the module with PyTorch's flag, and the same graph with ranges.
 _PROFILER, _RANGED = "_fuseplan_profiler", "_fuseplan_ranged"
@@ -53,10 +55,11 @@ def _in_range(namespace: Mapping[str, Any], slot: str, name: str) -> Callable[..
     return call
 
 
-def range_name(label: str, library: str = "") -> str:
-    """Of a group with a label for people, whose first word says its ops.
+def range_name(label: str, library: str = "", place: str = "") -> str:
+    """Of a group with a label for people, whose first word says its ops; ``place`` says where in the model it is.
 
-    >>> range_name("silu+mul 32x4096 bfloat16"), range_name("linear 1x4096 bfloat16", "matmul.rows")
-    ('fuseplan::silu+mul', 'fuseplan::linear (matmul.rows)')
+    >>> range_name("silu+mul 32x4096 bfloat16", place="layers.*.mlp  x32"), range_name("linear 1x4096", "matmul.rows")
+    ('fuseplan::silu+mul (layers.*.mlp  x32)', 'fuseplan::linear by matmul.rows')
     """
-    return f"fuseplan::{label.split(' ')[0]}" + (f" ({library})" if library else "")
+    ops = f"fuseplan::{label.split(' ')[0]}"
+    return located(f"{ops} by {library}" if library else ops, place)

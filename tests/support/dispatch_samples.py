@@ -61,10 +61,11 @@ class Block(nn.Module):
 def llama(**changes: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=61, hidden_size=48, intermediate_size=80, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, **changes,
-    )).eval()
+    sizes = {
+        "vocab_size": 61, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **changes})).eval()
 
 
 def store_plans(function: Any, inputs: tuple[torch.Tensor, ...], db: Path, sizes: tuple[dict[str, int], ...]) -> None:

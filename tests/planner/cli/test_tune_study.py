@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from wsgiref.util import setup_testing_defaults
 
 import optuna
 import pytest
@@ -33,3 +35,23 @@ def test_the_best_trial_of_a_study_is_the_stored_winner(tmp_path: Path, monkeypa
         assert study.study_name.startswith(f"{record.label} on {record.key.device}, eager [")
         assert study.best_trial.params == {"backend": record.backend, **record.config}
         assert study.best_trial.user_attrs["decided_us"] == record.best_us or not record.fuse
+    assert_opens_in_the_dashboard(url, len(studies[0].trials), studies[0].study_name)
+
+
+def assert_opens_in_the_dashboard(url: str, trials: int, name: str) -> None:
+    """Ask optuna-dashboard, as a browser would, for the studies and for one of them."""
+    dashboard = pytest.importorskip("optuna_dashboard")
+    app = dashboard.wsgi(optuna.storages.RDBStorage(url))
+
+    def ask(path: str) -> Any:
+        environ: dict[str, Any] = {"PATH_INFO": path}
+        setup_testing_defaults(environ)
+        answered = []
+        body = b"".join(app(environ, lambda status, headers, *rest: answered.append(status)))
+        assert answered == ["200 OK"]
+        return json.loads(body)
+
+    listed = {study["study_name"]: study["study_id"] for study in ask("/api/studies")["study_summaries"]}
+    shown = ask(f"/api/studies/{listed[name]}")
+    assert len(shown["trials"]) == trials
+    assert {param["name"] for trial in shown["trials"] for param in trial["params"]} >= {"backend"}

@@ -125,7 +125,9 @@ def test_records_without_a_summary_still_make_a_report(data: ReportData) -> None
     bare = replace(data, workloads=(), model="")
     assert len(frames.group_frame(bare)) == 3
     assert frames.coverage_frame(bare).empty
-    assert "no graph to draw" in html_report(bare)
+    page = html_report(bare)
+    assert 'class="partition"' not in page and "No whole step was timed" in page
+    assert page.index("80.0 us") < page.index("70.0 us")  # what SwiGLU and the norm save each time, most first
 
 
 def test_names_carry_the_model_when_there_are_several(tmp_path: Path) -> None:
@@ -346,11 +348,17 @@ def test_page_without_misses_says_so(data: ReportData) -> None:
     assert "every look-up on this device found its plan" in html_report(replace(data, misses=()))
 
 
-def test_plots_take_their_colours_from_the_page() -> None:
-    plot = plots.roofline_plot(samples.SPEC, [samples.SWIGLU, samples.NORM])
-    assert "var(--fused)" in plot and "#010a" not in plot
-    assert "font-family" not in plot and "http" not in plot
-    assert plots.roofline_plot(samples.SPEC, [samples.SWIGLU, samples.NORM]) == plot
+def test_every_point_of_a_plot_has_its_name_and_workloads(data: ReportData) -> None:
+    places = plots.Places.of(data)
+    for plot in (plots.roofline_plot(samples.SPEC, data, places), plots.scatter_plot(data, places)):
+        assert plot.points
+        for point in plot.points:
+            assert point.words.count("(decode b1") == 1  # each is of a group of that workload
+            assert point.words.split(" ")[0] in {"silu+mul", "add+rms_norm", "cat|neg", "neg", "silu"}
+    (fused,) = [one for one in plots.roofline_plot(samples.SPEC, data, places).points
+                if one.tone == "fused" and "silu+mul" in one.words]
+    assert (fused.x, fused.y) == pytest.approx((1.5e6 / 1.5e6, 1.5e6 / 40e-6 * 1e-9))
+    assert "decode b1, prefill 1x128" in fused.words and "40.0 us" in fused.words
 
 
 def test_table_html_escapes_and_aligns() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -119,6 +120,16 @@ def test_of_groups_at_one_place_the_one_that_saves_most_is_named(load: Load) -> 
     assert len(named) == 1 and step_words.time_text(most.saved_us) in named[0]
 
 
+@pytest.mark.parametrize(("device", "regime", "said"), [
+    ("cuda-x", "eager", "launched from Python"), ("cuda-x", "graph", "CUDA graph"), ("cpu-x", "eager", ""),
+])
+def test_how_kernels_of_a_gpu_were_launched_is_said(load: Load, device: str, regime: str, said: str) -> None:
+    one = decode(load(StepTimes(2100.0, 1250.0, 0.01)))
+    (first, *_) = step_words.answers(replace(one, workload=replace(one.workload, device=device, regime=regime)))
+    assert [words in first for words in ("launched from Python", "CUDA graph")] == [
+        words == said for words in ("launched from Python", "CUDA graph")]
+
+
 def test_what_noise_hides_is_said(load: Load) -> None:
     close = decode(load(StepTimes(103.0, 100.0, 0.05)))
     assert "within the noise of 5%" in step_words.step_words(close)
@@ -186,3 +197,12 @@ def test_a_workload_with_a_region_that_has_no_plan_is_left_out(load: Load) -> No
 ])
 def test_times_have_three_digits(time_us: float, words: str) -> None:
     assert step_words.time_text(time_us) == words
+
+
+def test_what_the_named_groups_do_not_explain_is_said(load: Load) -> None:
+    timed = decode(load(StepTimes(5000.0, 1000.0, 0.01)))
+    named = [saved for saved in timed.saved if saved.saved_us > 0][:3]
+    rest_us = 4000.0 - math.fsum(saved.saved_us for saved in named)
+    assert step_words.time_text(rest_us) in step_words.answers(timed)[1]
+    explained = decode(load(StepTimes(1000.0 + math.fsum(saved.saved_us for saved in named), 1000.0, 0.01)))
+    assert "other" not in step_words.answers(explained)[1]

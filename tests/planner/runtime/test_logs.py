@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -27,11 +28,23 @@ with torch.no_grad():
 """
 
 
-def shown(tmp_path: Path, debug: bool = False, **variables: str) -> str:
+LLAMA = """
+import sys, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+config = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+                     num_key_value_heads=2, vocab_size=31)
+model = LlamaForCausalLM(config).eval()
+with torch.no_grad():
+    compiled = torch.compile(model, backend="fuseplan", options={"db": sys.argv[1]})
+    compiled(input_ids=torch.ones(1, 5, dtype=torch.long), use_cache=False)
+"""
+
+
+def shown(tmp_path: Path, debug: bool = False, script: str = SCRIPT, **variables: str) -> str:
     """Standard error of a process that compiles a function; from the root of the checkout all our modules are found."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_")}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "t.db"), "debug" if debug else ""], cwd=ROOT,
+        [sys.executable, "-c", script, str(tmp_path / "t.db"), "debug" if debug else ""], cwd=ROOT,
         env={**kept, "XDG_CACHE_HOME": str(tmp_path), **variables}, capture_output=True, text=True, check=False,
         timeout=300,
     )
@@ -69,6 +82,24 @@ def test_plans_and_kernels_are_artifacts_of_torch_logs_and_of_the_trace(tmp_path
     assert "by the cost model" in region["evidence"]["reason"]
     assert "fuseplan_sigmoid_mul" in found[KERNELS][1]
     assert "fused_0_silu_mul" in found["fuseplan_graph"][1]
+
+
+def test_tlparse_shows_plans_kernels_and_the_fused_graph_of_a_llama(tmp_path: Path) -> None:
+    tlparse = shutil.which("tlparse", path=str(Path(sys.executable).parent))
+    if tlparse is None:
+        pytest.skip("tlparse is not installed")
+    shown(tmp_path, script=LLAMA, TORCH_TRACE=str(tmp_path / "trace"))
+    (log,) = (tmp_path / "trace").glob("dedicated_log_torch_trace_*.log")
+    site = tmp_path / "site"
+    subprocess.run([tlparse, str(log), "-o", str(site), "--no-browser"], check=True, capture_output=True, timeout=300)
+    index = (site / "index.html").read_text()
+    pages = {name: page for name in (PLANS, KERNELS, "fuseplan_graph") for page in site.rglob(f"{name}_*")}
+    assert pages.keys() == {PLANS, KERNELS, "fuseplan_graph"}
+    assert all(str(page.relative_to(site)) in index for page in pages.values())
+    plan = json.loads(pages[PLANS].read_text())
+    places = [place for region in plan["regions"] for place in region["places"]]
+    assert "model.layers.*.mlp: act_fn -> (itself)  x2" in places
+    assert "fuseplan_" in pages[KERNELS].read_text()
 
 
 def test_a_level_for_all_of_fuseplan_does_not_ask_for_artifacts(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from dispatch_samples import Block, compiled, fresh_start, swiglu
+from dispatch_samples import Block, compiled, fresh_start, llama, swiglu
 from reference_backend import ReferenceBackend, use
 
 import fuseplan.planner
@@ -43,6 +43,17 @@ def test_a_profile_names_the_groups_of_each_call(tmp_path: Path, kernels: Refere
     found = ranges(profile)
     assert len(found) == fuseplan.planner.stats().groups_fused and set(found.values()) == {2}
     assert any("silu" in name for name in found)
+
+
+def test_a_profile_says_where_in_the_model_a_group_is(tmp_path: Path, kernels: ReferenceBackend) -> None:
+    model = llama(num_hidden_layers=3)
+    fast, ids = compiled(model, tmp_path / "t.db"), torch.ones(1, 5, dtype=torch.long)
+    fast(input_ids=ids, use_cache=False)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        fast(input_ids=ids, use_cache=False)
+    found = ranges(profile)
+    (swiglu_name,) = [name for name in found if name.startswith("fuseplan::silu+mul")]
+    assert swiglu_name.endswith("(model.layers.*.mlp: act_fn -> (itself)  x3)") and found[swiglu_name] == 3
 
 
 def test_a_first_call_in_a_profile_is_guarded_as_ever(tmp_path: Path, kernels: ReferenceBackend) -> None:

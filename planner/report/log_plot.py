@@ -1,0 +1,224 @@
+"""Points and curves between two logarithmic axes as an inline SVG: every point says what it is.
+
+The page's colours apply, so a plot follows its light or dark look. Points that lie too close to be told apart share one
+mark, which names them all. Those that matter most have their names written beside them, where no name covers another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from fuseplan.planner.report.drawing import templates
+
+#: Extent in the drawing's units, and what of it the axes leave free on the left, at the top, right and bottom.
+_WIDTH, _HEIGHT = 480.0, 360.0
+_LEFT, _TOP, _RIGHT, _BOTTOM = 56.0, 26.0, 24.0, 42.0
+#: Points of one kind that are closer than this share a mark.
+_CELL = 6.0
+#: Names that are written in the plot, their letters at most, and the extent of a letter.
+NAMED, NAME_LETTERS = 10, 26
+_LETTER, _LINE = 6.6, 13.0
+#: Points that one mark names.
+_IN_A_MARK = 6
+#: Ticks on an axis at most.
+_TICKS = 8
+
+
+@dataclass(frozen=True)
+class Point:
+    """One thing in the plot.
+
+    Attributes:
+        name: Short, to be written beside it.
+        words: All there is to say of it: name, workload, times.
+        tone: ``"fused"`` or ``"unfused"``: its colour and shape.
+        weight: How much it matters; 0 for one whose name is not worth a place.
+    """
+
+    x: float
+    y: float
+    name: str
+    words: str
+    tone: str = "fused"
+    weight: float = 0.0
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points joined by lines; ``name`` is in the key, ``tone`` its CSS class."""
+
+    points: Sequence[tuple[float, float]]
+    name: str
+    tone: str
+
+
+@dataclass(frozen=True)
+class LogPlot:
+    """What a plot shows.
+
+    Attributes:
+        words: What a screen reader says of the whole.
+        axes: What the axes measure, across and up.
+        kinds: Of points, by tone, as the key names them.
+        band: Factor on either side of the diagonal that is shaded; 0 for no diagonal.
+        texts: How the ticks of either axis are written.
+        ticks: The ticks across; None for round numbers.
+    """
+
+    words: str
+    axes: tuple[str, str]
+    points: Sequence[Point]
+    curves: Sequence[Curve] = ()
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    band: float = 0.0
+    texts: tuple[Callable[[float], str], Callable[[float], str]] = ("{:,g}".format, "{:,g}".format)
+    ticks: Sequence[float] | None = None
+
+    def most(self) -> list[Point]:
+        """The points that matter most, each name once."""
+        found: dict[str, Point] = {}
+        for one in sorted(self.points, key=lambda point: -point.weight):
+            if one.weight > 0 and len(found) < NAMED:
+                found.setdefault(one.name, one)
+        return list(found.values())
+
+    def svg(self) -> str:
+        """The ``<svg>`` element."""
+        across, up = self._scales()
+        marks = list(_marks([(across(one.x), up(one.y), one) for one in self.points]))
+        spots = [(across(one.x), up(one.y), one) for one in self.most()]
+        low, high = max(across.low, up.low), min(across.high, up.high)
+        band = [(low, low / self.band), (high, high / self.band), (high, high * self.band), (low, low * self.band)] \
+            if self.band else []
+        return templates().get_template("plot.svg.j2").render(
+            plot=self, width=_WIDTH, height=_HEIGHT, left=_LEFT, top=_TOP, right=_WIDTH - _RIGHT,
+            bottom=_HEIGHT - _BOTTOM, marks=marks, labels=list(_labels(spots)), key=list(self._key()),
+            across=list(_apart((across(at), self.texts[0](at)) for at in self.ticks or across.ticks())),
+            up=[(up(at), self.texts[1](at)) for at in up.ticks()],
+            band=[(across(x), up(y)) for x, y in band], diagonal=[(across(at), up(at)) for at in (low, high)],
+            curves=[(one, [(across(x), up(y)) for x, y in one.points]) for one in self.curves],
+        )
+
+    def _scales(self) -> tuple[_Scale, _Scale]:
+        pairs = [(one.x, one.y) for one in self.points] + [pair for one in self.curves for pair in one.points]
+        xs, ys = ([pair[at] for pair in pairs] or [1.0, 10.0] for at in (0, 1))
+        if self.band:
+            xs = ys = [*xs, *ys]
+        return (_Scale.of(xs, _LEFT, _WIDTH - _RIGHT), _Scale.of(ys, _HEIGHT - _BOTTOM, _TOP))
+
+    def _key(self) -> Iterator[tuple[float, str, str]]:
+        """Where the next entry of the key begins, its class and its words."""
+        x = 8.0
+        drawn = {one.tone for one in self.points}
+        entries = [(tone, words) for tone, words in self.kinds.items() if tone in drawn]
+        for tone, words in [*entries, *((one.tone, one.name) for one in self.curves)]:
+            yield x, tone, words
+            x += 26 + _LETTER * len(words)
+
+
+class _Scale(NamedTuple):
+    """A logarithmic axis from ``low`` to ``high`` between two coordinates."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    @staticmethod
+    def of(values: Sequence[float], start: float, end: float) -> _Scale:
+        """An axis with some room beyond the values."""
+        low, high = min(values), max(values)
+        room = max(1.15, (high / low) ** 0.05)
+        return _Scale(low / room, high * room, start, end)
+
+    def __call__(self, value: float) -> float:
+        share = math.log(value / self.low) / math.log(self.high / self.low)
+        return self.start + share * (self.end - self.start)
+
+    def ticks(self) -> list[float]:
+        """Round numbers: 1, 2 and 5 of every decade, or as many as there is room for."""
+        first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
+        decades = range(first, last + 1)
+        for digits in ((1, 2, 5), (1, 3), (1,)):
+            found = [float(f"{digit}e{power}") for power in decades for digit in digits]
+            found = [one for one in found if self.low <= one <= self.high]
+            if len(found) <= _TICKS:
+                return found
+        return found[:: -(-len(found) // _TICKS)]
+
+
+def _apart(ticks: Iterable[tuple[float, str]]) -> Iterator[tuple[float, str]]:
+    """The ticks whose words do not touch those of the one before."""
+    end = -math.inf
+    for x, text in ticks:
+        half = _LETTER * len(text) / 2
+        if x - half > end:
+            end = x + half
+            yield x, text
+
+
+class _Mark(NamedTuple):
+    x: float
+    y: float
+    tone: str
+    words: str
+
+
+def _marks(placed: Iterable[tuple[float, float, Point]]) -> Iterator[_Mark]:
+    """One mark for the points of each cell and tone, in reading order; it lies on the one that matters most."""
+    cells: dict[tuple[str, int, int], list[tuple[float, float, Point]]] = {}
+    for x, y, point in placed:
+        cells.setdefault((point.tone, round(x / _CELL), round(y / _CELL)), []).append((x, y, point))
+    found = []
+    for (tone, _, _), own in cells.items():
+        own.sort(key=lambda one: -one[2].weight)
+        words = list(dict.fromkeys(point.words for _, _, point in own))
+        more = [f"and {len(words) - _IN_A_MARK} more here"] if len(words) > _IN_A_MARK else []
+        found.append(_Mark(own[0][0], own[0][1], tone, "\n".join([*words[:_IN_A_MARK], *more])))
+    yield from sorted(found)
+
+
+class _Label(NamedTuple):
+    """A name, the left end of its base line, and a line to the point that it names where that is farther off."""
+
+    x: float
+    y: float
+    text: str
+    line: tuple[float, float, float, float] | None
+
+
+def _labels(spots: Sequence[tuple[float, float, Point]]) -> Iterator[_Label]:
+    """The names of points beside them: each at the nearest place where it covers neither a name nor a named point."""
+    taken = [(x - 5, y - 5, x + 5, y + 5) for x, y, _ in spots]
+    for x, y, point in spots:
+        text = point.name if len(point.name) <= NAME_LETTERS else f"{point.name[:NAME_LETTERS - 1]}…"
+        width = _LETTER * len(text)
+        for row in _nearest_first():
+            middle = y + row * _LINE
+            for left in (x + 9, x - 9 - width, *((x - width / 2, x + 40, x - 40 - width) if row else ())):
+                box = (left, middle - _LINE / 2, left + width, middle + _LINE / 2)
+                inside = (box[0] >= _LEFT + 2 and box[2] <= _WIDTH - _RIGHT
+                          and box[1] >= _TOP and box[3] <= _HEIGHT - _BOTTOM)
+                if inside and not any(_overlap(box, other) for other in taken):
+                    break
+            else:
+                continue
+            taken.append(box)
+            near = min(max(x, left), left + width)  # the name's end nearest to the point
+            yield _Label(left, middle + 4, text, (x, y, near, middle - math.copysign(5, row)) if row else None)
+            break
+
+
+def _nearest_first() -> Iterator[int]:
+    """0, -1, 1, -2 and so on, over a plot's whole height."""
+    yield 0
+    for row in range(1, round(_HEIGHT / _LINE)):
+        yield -row
+        yield row
+
+
+def _overlap(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]

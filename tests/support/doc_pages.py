@@ -123,7 +123,7 @@ def shape(line: str) -> str:
     line = re.sub(rf"^{_WORKLOAD}", "W", line)
     line = re.sub(rf" of {_WORKLOAD}: .*, (\d+ x )", r" of W: G, \1", line)
     line = re.sub(rf" of {_WORKLOAD}: [^…]*…$", r" of W: …", line)
-    line = re.sub(r"\d[\d.,]*", "#", line)
+    line = re.sub(r"(?:(?<=\s)-)?\d[\d.,]*", "#", line)
     return re.sub(r"# (us|ms|s)\b", "# U", line)
 
 

@@ -11,6 +11,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fuseplan.planner.api.explain import explain
+    from fuseplan.planner.api.misses import misses
+    from fuseplan.planner.api.report import report
+    from fuseplan.planner.api.tune import tune
     from fuseplan.planner.dispatch_stats import CompileStats, Stats, reset_stats, stats
     from fuseplan.planner.errors import FuseplanError
     from fuseplan.planner.patterns.table import pattern
@@ -26,9 +30,13 @@ __all__ = [
     "OpNode",
     "Stats",
     "SubGraph",
+    "explain",
+    "misses",
     "pattern",
+    "report",
     "reset_stats",
     "stats",
+    "tune",
 ]
 
 _MODULES = {
@@ -40,9 +48,13 @@ _MODULES = {
     "OpNode": "runtime.scheduler",
     "Stats": "dispatch_stats",
     "SubGraph": "runtime.scheduler",
+    "explain": "api.explain",
+    "misses": "api.misses",
     "pattern": "patterns.table",
+    "report": "api.report",
     "reset_stats": "dispatch_stats",
     "stats": "dispatch_stats",
+    "tune": "api.tune",
 }
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import pandas as pd
 
 from fuseplan.planner.bench.rows import comparison
-from fuseplan.planner.report.drawing import templates
-from fuseplan.planner.report.frames import markdown_table
+from fuseplan.planner.reports.drawing import templates
+from fuseplan.planner.reports.frames import markdown_table
 from fuseplan.planner.tuning.session import Session
 from fuseplan.search.store.record import now
 from fuseplan.search.workers.jobs import clocks_mhz

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from fuseplan.planner.peers.contestant import EAGER, OURS, PeerError
-from fuseplan.planner.report.frames import geometric_mean
+from fuseplan.planner.reports.frames import geometric_mean
 from fuseplan.search.timing.contest import MIN_ROUNDS, Contest, contest
 from fuseplan.search.timing.timers import Operands, Run, Sampler, Timer
 

@@ -11,7 +11,7 @@ from fuseplan.costmodel.accuracy import spearman
 from fuseplan.planner.bench.patterns import COPY, LARGE_BYTES, OURS_IN_PLACE
 from fuseplan.planner.bench.rows import median_table
 from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS
-from fuseplan.planner.report.frames import geometric_mean
+from fuseplan.planner.reports.frames import geometric_mean
 
 #: A cell this far behind the best peer is listed.
 LOST = 0.97

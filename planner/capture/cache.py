@@ -72,7 +72,7 @@ def capture_key(source: ModelSource, workload: Workload, device_type: str, pack_
     """sha256 of everything a captured graph depends on. The path of a config file is not among it."""
     on_gpu = device_type == "cuda" and torch.cuda.is_available()
     facts = {
-        "source": {**dataclasses.asdict(source), "name": ""},
+        "source": dataclasses.asdict(dataclasses.replace(source, name="", made=None)),
         "workload": dataclasses.asdict(workload),
         "pack_weights": pack_weights,
         "device": torch.cuda.get_device_name() if on_gpu else ("meta" if device_type == "cuda" else device_type),

@@ -64,18 +64,9 @@ def _reader(kind: type[N], form: str, what: str, least: N, most: N) -> Callable[
 
 def device_type(device: Device) -> Literal["cpu", "cuda"]:
     """``"cpu"`` or ``"cuda"``, with ``auto`` resolved; DeviceError where PyTorch sees no GPU that is asked for."""
-    if device is Device.CPU:
-        return "cpu"
-    import torch
+    from fuseplan.planner.api.device import device_kind
 
-    if torch.cuda.is_available():
-        return "cuda"
-    if device is Device.AUTO:
-        return "cpu"
-    from fuseplan.planner.errors import DeviceError
-
-    built = "" if torch.version.cuda else f"; torch {torch.__version__} is built without CUDA"
-    raise DeviceError(f"--device cuda: PyTorch sees no CUDA GPU{built}; use --device cpu, or check with nvidia-smi")
+    return device_kind(device.value)
 
 
 def open_database(url: str | None, write: bool = True) -> Database:

@@ -8,7 +8,15 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from fuseplan.planner.cli.common import DbOption, Device, device_type, open_database, print_frame, print_text
+from fuseplan.planner.cli.common import (
+    DbOption,
+    Device,
+    DeviceOption,
+    device_type,
+    open_database,
+    print_frame,
+    print_text,
+)
 
 app = typer.Typer(no_args_is_help=True, help="List, show, export, import, verify and prune stored records.")
 
@@ -27,6 +35,23 @@ def list_records(db: DbOption = None) -> None:
     frame["gain"] = frame["gain"].map("{:.0%}".format)
     spare = ("regime", "created", "device", "backend")
     print_frame(frame.drop(columns="numerics"), title=database.where, digits=1, spare=spare)
+
+
+@app.command("misses")
+def list_misses(
+    device: DeviceOption = Device.AUTO,
+    device_key: Annotated[str | None, Option("--device-key", help="Another device, by its whole key.")] = None,
+    db: DbOption = None,
+) -> None:
+    """What torch.compile looked up in vain, most frequent first, and whether `plan tune --misses` can tune it."""
+    from fuseplan.planner.api.misses import listed
+
+    frame = listed(db, device_type(device), device_key)
+    if frame.empty:
+        typer.echo(f"no misses are logged for this device in {open_database(db, write=False).where}")
+        return
+    spare = ("numerics", "regime", "first_seen", "last_seen", "place")
+    print_frame(frame.drop(columns="key"), title="Look-ups without a plan", spare=spare)
 
 
 @app.command()

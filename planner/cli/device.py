@@ -63,8 +63,10 @@ def probe(
 
 def warn_of_problems(spec: DeviceSpec) -> None:
     """Say what makes a probe's numbers doubtful."""
-    for problem in spec.problems:
-        typer.echo(f"plan: warning: this probe is doubtful: {problem}; run `plan probe` when it is idle", err=True)
+    from fuseplan.planner.api.job import doubts
+
+    for doubt in doubts(spec):
+        typer.echo(f"plan: warning: {doubt}", err=True)
 
 
 def backends() -> None:

@@ -35,33 +35,23 @@ def explain(
     Last come tuned workloads side by side: what runs with each matmul and attention at how many rows, and where it
     turns. Uses the stored plan; what was never tuned is planned by the cost model. Nothing is measured.
     """
-    from fuseplan.planner.errors import ConfigError, nearest
-    from fuseplan.planner.report import explain as words
-    from fuseplan.planner.tuning.planner import PlanSettings
-    from fuseplan.planner.tuning.session import open_session
+    from fuseplan.planner.api.asked import plan_settings
+    from fuseplan.planner.api.explain import Planned, explained, side_by_side
 
     kind = device_type(device)
     models, workloads = (model, config, module), (decode, kv_len, prefill)
-    graphs = opt.named(kind, models, (pattern, shape), workloads, dtype, layers, pack_weights=pack_weights).graphs()
-    settings = PlanSettings(numerics=numerics.value, regime=opt.regime_name(kind, regime))
-    session = open_session(kind, db, settings, mode="inspect")
-    chosen = [(name, graph) for name, graph in graphs if workload is None or workload in name]
-    if not chosen:
-        names = [name for name, _ in graphs]
-        close = nearest(workload or "", names) or names
-        raise ConfigError(f"no workload is called {workload!r}; there are {', '.join(close)}")
-    planned = []
-    for name, graph in chosen:
-        failures: list[str] = []
-        plan = session.planner().plan_graph(graph, on_failure=words.note_failure(graph, failures))
-        planned.append((name, graph, plan))
-        for line in [*words.explain_plan(session, name, graph, plan), *failures]:
+    asked = opt.named(kind, models, (pattern, shape), workloads, dtype, layers, pack_weights=pack_weights)
+    settings = plan_settings(kind, numerics.value, regime.value)
+    planned: list[Planned] = []
+    for one in explained(asked, settings, db, workload, opt.Terminal()):
+        planned.append(one)
+        for line in one.lines:
             print_text(line)
         if source:
-            for label, text in words.sources(session, graph, plan):
+            for label, text in one.sources():
                 print_text(f"\n// ---- {label}\n{text}")
         typer.echo("")
-    for line in words.compare_plans(planned):
+    for line in side_by_side(planned):
         print_text(line)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from fuseplan.planner.cli.common import DbOption, Device, device_type, print_frame, print_text, write_text
+from fuseplan.planner.cli.common import DbOption, Device, print_frame, print_text, write_text
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from fuseplan.planner.report.frames import ReportData
+    from fuseplan.planner.reports.frames import ReportData
 
 
 class ReportTopic(StrEnum):
@@ -65,18 +64,17 @@ def report(
     db: DbOption = None,
 ) -> None:
     """Report what was tuned: whole steps first, then groups, fused against unfused. Nothing is measured."""
-    data = load(db, device, device_key, model, regime)
-    other = _other(against, device, device_key, model, regime) if against is not None else None
-    if style is Format.HTML:
-        from fuseplan.planner.report.html_page import html_report
+    from fuseplan.planner.api.report import load
 
-        target = out if out is not None else Path("fuseplan-report.html")
-        write_text(target, html_report(data, other))
+    found = load(db, device, device_key, model, regime, against)
+    data, other = found.data, found.other
+    if style is Format.HTML:
+        target = found.to_html(out if out is not None else Path("fuseplan-report.html"))
         typer.echo(f"report written to {target}")
     elif style is Format.TABLE:
         _print(data, topic)
         if other is not None:
-            from fuseplan.planner.report.against import against_lines
+            from fuseplan.planner.reports.against import against_lines
 
             for line in against_lines(data, other):
                 print_text(line)
@@ -91,62 +89,8 @@ def report(
             typer.echo(f"report written to {out}")
 
 
-def _other(db: str, device: str, device_key: str | None, model: str | None, regime: str | None) -> ReportData:
-    from fuseplan.planner.errors import PlanError
-    from fuseplan.search.errors import plain
-
-    try:
-        return load(db, device, device_key, model, regime)
-    except PlanError as error:
-        raise PlanError(f"--against {plain(db)}: {error}") from None
-
-
-def _named(words: str, stored: Iterable[str]) -> str:
-    """The key of the one device with records that has ``words`` in its name."""
-    from fuseplan.planner.errors import PlanError
-    from fuseplan.search.errors import plain
-    from fuseplan.search.store.layered import shipped_devices
-
-    known = sorted({*stored, *shipped_devices()})
-    wanted = "-".join(words.lower().split())
-    found = [key for key in known if wanted and wanted in key]
-    if len(found) == 1:
-        return found[0]
-    which = "several devices have that in their names" if found else "no device with records has that in its name"
-    raise PlanError(f"--device {plain(words)}: {which}; there are {', '.join(found or known) or 'none'}")
-
-
-def load(
-    db: str | None, device: str, device_key: str | None, model: str | None, regime: str | None = None
-) -> ReportData:
-    """The stored and the shipped data of this machine's device, or of the one that is named by a part of its key."""
-    from fuseplan.costmodel.identity import current_identity
-    from fuseplan.planner.errors import PlanError
-    from fuseplan.planner.models.sources import ALIASES
-    from fuseplan.planner.report.frames import load_report
-    from fuseplan.planner.tuning.session import stored_spec
-    from fuseplan.search.store.database import Database
-    from fuseplan.search.store.layered import LayeredDatabase, shipped_files
-    from fuseplan.search.store.record import Versions
-
-    here = device in list(Device)
-    if device_key is None and not here:
-        with Database(db, mode="inspect") as stored:
-            device_key = _named(device, stored.devices())
-    kind = device_type(Device(device)) if here else str(device_key).split("-")[0]
-    key = device_key if device_key is not None else current_identity(kind).key()
-    # Which software another machine has is not known here.
-    versions = Versions.current(kind) if device_key is None else None
-    database = LayeredDatabase(Database(db, mode="inspect", versions=versions), shipped_files(key))
-    if regime not in (None, "eager", "graph"):
-        raise PlanError(f"unknown regime {regime!r}: expected eager or graph")
-    # llama stands for a preset of the device's size.
-    name = ALIASES.get(model, {}).get(kind, model) if model is not None else ""
-    return load_report(database, key, stored_spec(database, key), name, regime)
-
-
 def _print(data: ReportData, topic: ReportTopic) -> None:
-    from fuseplan.planner.report import accuracy, frames, step_words, steps
+    from fuseplan.planner.reports import accuracy, frames, step_words, steps
 
     if topic is ReportTopic.ACCURACY:
         for title, frame in _accuracy(data):
@@ -175,13 +119,13 @@ def _print(data: ReportData, topic: ReportTopic) -> None:
 
 
 def _accuracy(data: ReportData) -> list[tuple[str, pd.DataFrame]]:
-    from fuseplan.planner.report import accuracy
+    from fuseplan.planner.reports import accuracy
 
     return [("Predicted against measured", accuracy.accuracy_table(data)), *accuracy.accuracy_tables(data)]
 
 
 def _text(data: ReportData, topic: ReportTopic, style: Format, other: ReportData | None) -> str:
-    from fuseplan.planner.report import accuracy, against, frames, steps
+    from fuseplan.planner.reports import accuracy, against, frames, steps
 
     if style is Format.CSV:
         whole = {ReportTopic.ACCURACY: accuracy.accuracy_samples, ReportTopic.STEPS: steps.saved_frame,

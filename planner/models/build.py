@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import re
@@ -218,22 +219,34 @@ def foreign_code(what: str) -> Iterator[None]:
         raise ConfigError(f"{what}: {in_words(error)}") from error
 
 
+def _from_factory(name: str) -> Any:
+    path, _, attribute = name.partition(":")
+    if not re.fullmatch(r"\w+(\.\w+)*:\w+", name):
+        raise ConfigError(f"--module {name!r}: write it as package.module:factory")
+    with foreign_code(f"--module {name}: importing it failed"):
+        if "" not in sys.path and str(Path.cwd()) not in sys.path:
+            sys.path.insert(0, str(Path.cwd()))  # as `python -m` does; a script's path begins with its own folder
+        factory = getattr(importlib.import_module(path), attribute)
+    with foreign_code(f"--module {name}: the factory failed"):
+        return factory()
+
+
+def twin(module: nn.Module) -> nn.Module:
+    """The same module out of copies that share its tensors: what is done to its modules leaves the user's alone."""
+    held = {id(value): value for one in module.modules() for each in (one._parameters, one._buffers, vars(one))
+            for value in each.values() if isinstance(value, torch.Tensor)}
+    with foreign_code(f"{type(module).__name__} cannot be copied"):
+        return copy.deepcopy(module, dict(held))
+
+
 def load_module(source: ModelSource) -> Model:
-    """The module and example inputs that the user's factory returns, where it put them.
+    """The module and example inputs that the user's factory returns, where it put them, or those at hand.
 
     It is imported from the current folder or from wherever Python finds it, and makes real tensors unless it builds
     under ``torch.device("meta")``. A source's dtype is that of the module's floating-point parameters and inputs. A
     factory that cannot be imported, fails, or returns something else is a :class:`ConfigError`.
     """
-    path, _, attribute = source.name.partition(":")
-    if not re.fullmatch(r"\w+(\.\w+)*:\w+", source.name):
-        raise ConfigError(f"--module {source.name!r}: write it as package.module:factory")
-    with foreign_code(f"--module {source.name}: importing it failed"):
-        if "" not in sys.path and str(Path.cwd()) not in sys.path:
-            sys.path.insert(0, str(Path.cwd()))  # as `python -m` does; a script's path begins with its own folder
-        factory = getattr(importlib.import_module(path), attribute)
-    with foreign_code(f"--module {source.name}: the factory failed"):
-        made = factory()
+    made = source.made() if source.made is not None else _from_factory(source.name)
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise ConfigError(f"--module {source.name}: the factory must return (nn.Module, example inputs)")
     module, inputs = made

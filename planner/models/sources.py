@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -54,10 +54,11 @@ class ModelSource:
     """Where a model comes from. Build one with :func:`find_source`.
 
     Attributes:
-        name: Preset name, file path, or ``package.module:factory``.
+        name: Preset name, file path, or ``package.module:factory``; of a module at hand what reports call it.
         config_json: The Hugging Face config as canonical JSON text; empty for a factory.
         dtype: Of the weights; None leaves a factory's module as it is.
         layers: Number of layers instead of the config's own.
+        made: Gives a module at hand, in the place of a factory, with its example inputs.
     """
 
     kind: Literal["preset", "config", "module"]
@@ -65,12 +66,13 @@ class ModelSource:
     config_json: str = ""
     dtype: str | None = None
     layers: int | None = None
+    made: Callable[[], tuple[Any, Any]] | None = field(default=None, compare=False, repr=False)
 
     @property
     def label(self) -> str:
         """Short name for tables and records."""
         path = Path(self.name)
-        folder = path.parent.name if path.name == "config.json" else path.stem
+        folder = path.parent.name if path.name == "config.json" else path.name.removesuffix(".json")
         base = (folder or self.name) if self.kind == "config" else self.name
         return f"{base}:{self.layers}L" if self.layers else base
 
@@ -95,12 +97,7 @@ def find_source(
             raise ConfigError("--layers needs a config; --module brings its own layers")
         return ModelSource("module", module, dtype=name)
     if config is not None:
-        entries = _read_config(Path(config))
-        given = str(entries.get("dtype") or entries.get("torch_dtype") or "auto")
-        name = name or {**_DTYPES, "auto": "bfloat16"}.get(given.removeprefix("torch."))
-        if name is None:
-            raise ConfigError(f"config {config}: dtype {given[:40]!r} cannot be planned; give --dtype bfloat16")
-        return ModelSource("config", str(config), json.dumps(entries, sort_keys=True), name, layers)
+        return source_of(_read_config(Path(config)), str(config), name, layers)
     preset = "llama" if model is None else model
     preset = ALIASES.get(preset, {}).get(device_type, preset)
     if preset not in PRESETS:
@@ -108,7 +105,22 @@ def find_source(
     return ModelSource("preset", preset, json.dumps(PRESETS[preset], sort_keys=True), name or "bfloat16", layers)
 
 
-def _read_config(path: Path) -> Config:
+def source_of(entries: Any, name: str, dtype: str | None = None, layers: int | None = None) -> ModelSource:
+    """The source with these entries of a config.json, which messages call ``name``; ConfigError where it is none."""
+    if not isinstance(entries, dict) or not isinstance(entries.get("model_type"), str):
+        raise ConfigError(f'config {name} has no "model_type"; it must be a Hugging Face config.json')
+    classes = entries.get("architectures") or []
+    if not isinstance(classes, list) or not all(isinstance(one, str) for one in classes):
+        raise ConfigError(f"config {name}: architectures is no list of names")
+    _check_numbers(entries, name)
+    given = str(entries.get("dtype") or entries.get("torch_dtype") or "auto")
+    dtype = dtype or {**_DTYPES, "auto": "bfloat16"}.get(given.removeprefix("torch."))
+    if dtype is None:
+        raise ConfigError(f"config {name}: dtype {given[:40]!r} cannot be planned; give --dtype bfloat16")
+    return ModelSource("config", name, json.dumps(entries, sort_keys=True), dtype, layers)
+
+
+def _read_config(path: Path) -> Any:
     if path.is_dir():
         path = path / "config.json"
     try:
@@ -119,12 +131,6 @@ def _read_config(path: Path) -> Config:
         raise ConfigError(f"config {path} is nested too deeply for a Hugging Face config.json") from None
     except ValueError as error:
         raise ConfigError(f"config {path} is not JSON: {in_words(error)}") from None
-    if not isinstance(entries, dict) or not isinstance(entries.get("model_type"), str):
-        raise ConfigError(f'config {path} has no "model_type"; it must be a Hugging Face config.json')
-    classes = entries.get("architectures") or []
-    if not isinstance(classes, list) or not all(isinstance(one, str) for one in classes):
-        raise ConfigError(f"config {path}: architectures is no list of names")
-    _check_numbers(entries, str(path))
     return entries
 
 

@@ -21,6 +21,7 @@ from fuseplan.planner.lowering.recipes import kind_of
 from fuseplan.planner.module_paths import located, place
 from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.planner.runtime.fallback import CallPlan, GroupPlan
+from fuseplan.planner.tuning.misses import log_missed
 from fuseplan.planner.tuning.planner import Planner, RegionPlan
 from fuseplan.planner.tuning.session import Session
 from fuseplan.search.store.record import GroupChoice
@@ -162,21 +163,19 @@ def _unfit(planner: Planner, books: Sequence[GroupBook], plan: RegionPlan) -> bo
 def _report_misses(
     planner: Planner, graph: DataflowGraph, regions: Mapping[str, Sequence[Region]], tally: Tally
 ) -> None:
-    """Count each distinct miss, store it for the next tune with its ops and sizes, and log it once per process."""
+    """Count each distinct miss, store it with its graph for the next tune, and log it once per process."""
+    missed = []
     for region, *others in regions.values():
         tally.count("misses")
         where = place([paths_of(graph, one.ops) for one in (region, *others)])
-        key, label = planner.key(region.key), region_label(graph, region)
-        specs = [graph.specs[value] for value in region.inputs]
-        planner.store.log_miss(key, label, {
-            "ops": [graph.op(name).op for name in region.ops],
-            "inputs": [{"shape": list(spec.shape), "dtype": spec.dtype} for spec in specs],
-            "place": where,
-        })
+        key = planner.key(region.key)
+        missed.append((key, region, where))
         if (key.workload, key.device) not in _LOGGED:
             _LOGGED.add((key.workload, key.device))
-            named = located(label, where)
-            logger.info("no tuned plan for %s; `plan tune` with this model and these sizes stores one", named)
+            named = located(region_label(graph, region), where)
+            logger.info("no tuned plan for %s; `plan tune --misses` stores one", named)
+    if missed:
+        log_missed(planner.store, graph, missed)
 
 
 def _neighbouring_plans(planner: Planner, graph: DataflowGraph, regions: list[Region]) -> list[RegionPlan]:

@@ -98,6 +98,7 @@ def tune(
     on_region: OnRegion | None = None, on_trial: Callable[[ProgressEvent], None] | None = None,
     account: TimeAccount | None = None, executor: WorkerPool | None = None, on_graph: OnGraph | None = None,
     times_step: Callable[[str], bool] | None = None,
+    regions_of: Callable[[DataflowGraph], Sequence[Region]] | None = None,
 ) -> TuneResult:
     """Plan every graph, measuring what is not stored. Each group and each part is stored as soon as it is done,
     a region after the run beside plain ATen that the next region does not wait for.
@@ -108,6 +109,7 @@ def tune(
     :class:`~fuseplan.planner.tuning.graph_stream.GraphStream` are planned as they come. What the tuner does not book in
     ``account`` is planning: enumerating, pricing, solving. Jobs run in ``executor``, by default in worker processes of
     its own. Whole steps are timed of the workloads that ``times_step`` says yes to, by name; of none without it.
+    ``regions_of`` says which regions, or parts of some, are planned of a graph; all regions without it.
 
     Raises:
         CaptureError: Of a stream: a workload cannot be captured; what was finished is stored.
@@ -158,7 +160,8 @@ def tune(
                     on_region(workload, label, number, total)
 
             planner.on_region = at_region
-            plan = planner.plan_graph(graph, lookahead, noting(failures, workload, graph))
+            plan = planner.plan_graph(
+                graph, lookahead, noting(failures, workload, graph), regions_of(graph) if regions_of else None)
             plans.append(WorkloadPlan(workload, graph, plan))
         for one in plans:
             if times_step is not None and times_step(one.workload):

@@ -29,8 +29,19 @@ Mode = Literal["write", "inspect", "read"]
 #: Servers that this process could not reach, and until when no graph that it compiles waits or warns for one again.
 _SILENT: dict[URL, float] = {}
 _SILENT_S = 60.0
+#: Seconds that a model which is being compiled waits for another process's transaction, to log what it missed.
+_PATIENCE_S = 0.5
 #: Keys of one statement: old releases of SQLite take 999 parameters.
 _BATCH = 500
+
+
+@dataclass(frozen=True)
+class Missed:
+    """A look-up that found nothing. ``payload`` is what JSON has; None leaves what is stored of it."""
+
+    key: RecordKey
+    label: str = ""
+    payload: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -185,16 +196,27 @@ class Database:
         return list(self._read(tables.TRIALS, *where, order=(columns.created, columns.config_hash)))
 
     def log_miss(self, key: RecordKey, label: str = "", payload: Mapping[str, Any] | None = None) -> bool:
-        """Count a look-up that found nothing. Never raises; False when it could not be stored."""
+        """Count one look-up that found nothing; see :meth:`log_misses`."""
+        return self.log_misses([Missed(key, label, payload)])
+
+    def log_misses(self, misses: Iterable[Missed], captures: Mapping[str, Mapping[str, Any]] | None = None) -> bool:
+        """Count look-ups that found nothing, and keep ``captures`` that belong to them, in one transaction.
+
+        Never raises, and never waits long for another process; False when it could not be stored.
+        """
         table = tables.MISSES
-        row = asdict(key) | {
-            "label": label, "payload": json.dumps(dict(payload or {})), "first_seen": now(), "count": 1,
-        }
         try:
+            found = [rows.json_row({"name": name}, capture) for name, capture in (captures or {}).items()]
             with self._miss_engine() as engine, tables.transaction(engine) as connection:
-                where = rows.same_key(table, key)
-                if connection.execute(table.update().where(where).values(count=table.c.count + 1)).rowcount == 0:
-                    tables.upsert(connection, table, row)
+                for miss in misses:
+                    where = rows.same_key(table, miss.key)
+                    payload = {} if miss.payload is None else {"payload": json.dumps(dict(miss.payload))}
+                    change = table.update().where(where).values(count=table.c.count + 1, **payload)
+                    if connection.execute(change).rowcount == 0:
+                        row = asdict(miss.key) | {"label": miss.label, "payload": "{}", "first_seen": now(), "count": 1}
+                        tables.upsert(connection, table, row | payload)
+                for row in found:
+                    tables.upsert(connection, tables.CAPTURES, row)
         except (DatabaseError, *tables.DRIVER_ERRORS, TypeError):
             self.broken = self.mode == "read"  # what cannot be reached is not waited for at each miss
             return False
@@ -211,11 +233,24 @@ class Database:
             return
         if self.broken:
             raise DatabaseError(f"{self.where} cannot be read")
-        engine = tables.open_for_writing(self.url, set_aside=0)
+        engine = tables.open_for_writing(self.url, set_aside=0, patience_s=_PATIENCE_S)
         try:
             yield engine
         finally:
             engine.dispose()
+
+    def forget_misses(self, keys: Iterable[RecordKey], captures: Iterable[str] = ()) -> None:
+        """Delete logged misses, and captures that belonged to them."""
+        with self.writing() as connection:
+            for key in keys:
+                connection.execute(tables.MISSES.delete().where(rows.same_key(tables.MISSES, key)))
+            for name in captures:
+                connection.execute(tables.CAPTURES.delete().where(tables.CAPTURES.c.name == name))
+
+    def capture_names(self, prefix: str) -> set[str]:
+        """Names of the captures that start with ``prefix``, unread."""
+        name = tables.CAPTURES.c.name
+        return {str(row["name"]) for row in self._run(select(name).where(name.startswith(prefix, autoescape=True)))}
 
     def misses(self) -> list[dict[str, Any]]:
         """Every miss with its count, most frequent first: keys, ``label``, ``payload`` (decoded), ``count``."""

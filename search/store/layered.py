@@ -12,7 +12,7 @@ from typing import Any
 
 from fuseplan.search.errors import DatabaseError, RecordError
 from fuseplan.search.store import codec
-from fuseplan.search.store.database import Database, Lookup, reservations
+from fuseplan.search.store.database import Database, Lookup, Missed, reservations
 from fuseplan.search.store.record import PlanRecord, RecordKey, TuningRecord
 from fuseplan.search.store.rows import R
 from fuseplan.search.store.transfer import KINDS, capture_of, checked_lines
@@ -73,8 +73,11 @@ class LayeredDatabase:
         """The device as the user's probe found it, else as the shipped one did."""
         return self.user.get_device(device) or next(self._devices(device), None)
 
-    def log_miss(self, key: RecordKey, label: str = "", payload: Mapping[str, Any] | None = None) -> bool:
-        return self.user.log_miss(key, label, payload)
+    def capture_names(self, prefix: str) -> set[str]:
+        return self.user.capture_names(prefix)
+
+    def log_misses(self, misses: Iterable[Missed], captures: Mapping[str, Mapping[str, Any]] | None = None) -> bool:
+        return self.user.log_misses(misses, captures)
 
     def _look_up(self, cls: type[R], key: RecordKey, users: R | None) -> Lookup[R]:
         mine = Lookup(users, self._mismatch(users))

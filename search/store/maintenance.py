@@ -17,6 +17,8 @@ from fuseplan.search.store.record import PlanRecord, Trial, TuningRecord, Versio
 if TYPE_CHECKING:
     import pandas as pd
 
+#: What the captures of regions that were missed are called, before their keys.
+MISSED = "missed/"
 #: Columns of :func:`ls`, in order.
 LS_COLUMNS = (
     "kind", "workload", "label", "device", "regime", "numerics", "answer", "backend",
@@ -106,8 +108,8 @@ def prune_database(
 ) -> dict[str, int]:
     """Delete trials of finished tunes and rows that cannot be read, and return how many rows went, by table.
 
-    Also records and plans of other versions than ``keep_versions``, every record of ``device``, and logged ``misses``.
-    ``database`` is open for writing.
+    Also records and plans of other versions than ``keep_versions``, every record of ``device``, and logged ``misses``
+    with their graphs. ``database`` is open for writing.
     """
     removed: dict[str, int] = {}
     with database.writing() as connection:
@@ -129,4 +131,6 @@ def prune_database(
         removed["trials"] += connection.execute(tables.TRIALS.delete().where(tables.TRIALS.c.open == 0)).rowcount
         if misses:
             removed["misses"] += connection.execute(tables.MISSES.delete()).rowcount
+            graphs = tables.CAPTURES.c.name.startswith(MISSED, autoescape=True)
+            removed["captures"] += connection.execute(tables.CAPTURES.delete().where(graphs)).rowcount
     return removed

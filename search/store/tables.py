@@ -78,8 +78,10 @@ MISSES = sa.Table(
 CAPTURES = sa.Table("captures", METADATA, _key("name"), _text("payload"), _text("checksum"), _text("created"))
 
 
-def open_for_writing(url: sa.URL, set_aside: int = _ATTEMPTS) -> sa.Engine:
+def open_for_writing(url: sa.URL, set_aside: int = _ATTEMPTS, patience_s: float = _BUSY_S) -> sa.Engine:
     """An engine whose tables exist; :class:`DatabaseError` where that cannot be.
+
+    In a file, a transaction waits up to ``patience_s`` seconds for that of another process.
 
     A corrupt database of ours is kept beside a fresh one, at most ``set_aside`` times, with a warning that names both
     files. What is not ours to change is left as it is.
@@ -95,7 +97,7 @@ def open_for_writing(url: sa.URL, set_aside: int = _ATTEMPTS) -> sa.Engine:
         location.file_size(file)
     with location.locked(file):
         found = None if file is None else location.identity(file)
-        engine = _engine(url)
+        engine = _engine(url, patience_s=patience_s)
         try:
             _create_or_check(engine)
             return engine
@@ -107,7 +109,7 @@ def open_for_writing(url: sa.URL, set_aside: int = _ATTEMPTS) -> sa.Engine:
     # None: another process has been quicker, and what lies there now is fresh.
     if (moved := location.move_aside(file, found, why)) is not None:
         warnings.warn(f"{why}; kept as {plain(str(moved))}, started afresh", stacklevel=3)
-    return open_for_writing(url, set_aside - 1)
+    return open_for_writing(url, set_aside - 1, patience_s)
 
 
 def open_for_reading(url: sa.URL) -> sa.Engine | None:
@@ -133,11 +135,11 @@ def open_for_reading(url: sa.URL) -> sa.Engine | None:
         return engine if check_schema(engine) else None
 
 
-def _engine(url: sa.URL, sqlite_mode: str = "") -> sa.Engine:
+def _engine(url: sa.URL, sqlite_mode: str = "", patience_s: float = _BUSY_S) -> sa.Engine:
     file = sqlite_file(url)
     if file is None:
         try:
-            limits = {"timeout": _BUSY_S} if url.get_backend_name() == "sqlite" else location.server_limits(url)
+            limits = {"timeout": patience_s} if url.get_backend_name() == "sqlite" else location.server_limits(url)
             engine = sa.create_engine(url, connect_args=limits)
         except (*DRIVER_ERRORS, ImportError) as error:
             message = f"cannot open database {location_name(url)}: {without_secrets(str(error), url)}"
@@ -151,7 +153,7 @@ def _engine(url: sa.URL, sqlite_mode: str = "") -> sa.Engine:
         pool: dict[str, Any] = {"poolclass": NullPool} if sqlite_mode == _FIXED else {"pool_size": 1}
         engine = sa.create_engine(
             url,
-            creator=lambda: sqlite3.connect(target, timeout=_BUSY_S, uri=bool(sqlite_mode), check_same_thread=False),
+            creator=lambda: sqlite3.connect(target, timeout=patience_s, uri=bool(sqlite_mode), check_same_thread=False),
             **pool,
         )
         _leave_what_is_not_ours(engine, file)

@@ -190,7 +190,8 @@ def _commands(seed: int, path: Path, folder: Path) -> tuple[bool, list[str]]:
     report = ["report", "--device-key", current_identity("cpu").key(), *where]
     wrong: list[str] = []
     commands = [
-        ["db", "ls", *where], ["db", "show", "silu", *where], ["db", "export", str(backup), *where],
+        ["db", "ls", *where], ["db", "misses", "--device", "cpu", *where],
+        ["db", "show", "silu", *where], ["db", "export", str(backup), *where],
         report, [*report, "--format", "markdown"], [*report, "--model", "small"], ["report", "accuracy", *report[1:]],
     ]
     if seed % _PAGE == 0:

@@ -60,5 +60,8 @@ class NothingStored:
     def get_plans(self, keys: Iterable[RecordKey]) -> dict[RecordKey, Lookup[PlanRecord]]:
         return dict.fromkeys(keys, Lookup())
 
-    def log_miss(self, *args: Any) -> bool:
+    def capture_names(self, prefix: str) -> set[str]:
+        return set()
+
+    def log_misses(self, *args: Any) -> bool:
         return False

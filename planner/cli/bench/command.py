@@ -15,7 +15,6 @@ from fuseplan.planner.cli import common
 from fuseplan.planner.cli import source as opt
 from fuseplan.planner.cli.bench import generate, patterns
 from fuseplan.planner.cli.common import decimal, whole
-from fuseplan.planner.cli.tune import ready
 from fuseplan.search.errors import plain
 
 if TYPE_CHECKING:
@@ -145,9 +144,10 @@ def bench(
     everything is timed both launched from Python and replayed from a CUDA graph; patterns also with a cold cache. An
     interrupted bench keeps the cells, groups, models and batch sizes that it has finished.
     """
+    from fuseplan.planner.api.asked import full_dtype_name, plan_settings
+    from fuseplan.planner.api.job import ready
     from fuseplan.planner.errors import ConfigError
     from fuseplan.planner.peers.contestant import INDUCTOR, MAX_AUTOTUNE
-    from fuseplan.planner.tuning.planner import PlanSettings
     from fuseplan.planner.tuning.session import open_session
 
     # An option that a topic does not take is a mistake, not something to pass over.
@@ -160,7 +160,7 @@ def bench(
     if regime is None:
         in_graphs = topic in (BenchTopic.PATTERNS, BenchTopic.HEADLINES, BenchTopic.GENERATE) and kind == "cuda"
         regime = opt.Regime.GRAPH if in_graphs else opt.Regime.EAGER
-    settings = PlanSettings(numerics=numerics.value, regime=opt.regime_name(kind, regime))
+    settings = plan_settings(kind, numerics.value, regime.value)
     of_model = (model, config, module, decode, kv_len, prefill, layers)
     of_patterns = (pattern, shape, rows, cols, rivals, modes, compile_processes, minutes)
     if topic in _OF_PATTERNS and any(option is not None for option in of_model):
@@ -177,7 +177,7 @@ def bench(
         from fuseplan.search.workers.worker import usable_cores
 
         processes = usable_cores() if kind == "cuda" else 0
-        full = opt.full_dtype_name(dtype)
+        full = full_dtype_name(dtype)
         wanted = patterns.Wanted(
             *patterns.cells_of(topic.value, pattern or (), shape or (), rows, cols, full),
             peer_names(rivals, kind, without), patterns.modes_of(modes, kind), spend,
@@ -187,7 +187,7 @@ def bench(
         )
         measure = patterns.launch if topic is BenchTopic.LAUNCH else patterns.measure
         session = open_session(kind, db, settings, mode="write" if tune else "inspect")
-        measure(ready(session) if tune else session, wanted)
+        measure(ready(session, progress=opt.Terminal()) if tune else session, wanted)
         return
     session = open_session(kind, db, settings, mode="inspect")
     if topic is BenchTopic.PLANNER:
@@ -237,11 +237,12 @@ def _groups(
     session: Session, source: ModelSource, workloads: tuple[Workload, ...], peers: Sequence[str],
     modes: Sequence[str], seconds: float,
 ) -> Iterator[list[BenchRow]]:
+    from fuseplan.planner.api.asked import capture_all
     from fuseplan.planner.bench.model import bench_group, fused_groups
     from fuseplan.planner.errors import PlanError
     from fuseplan.planner.tuning.tune import RegionFailure, noting
 
-    graphs = opt.capture_all(source, workloads, session.target.device_type)
+    graphs = capture_all(source, workloads, session.target.device_type, progress=opt.Terminal())
     failures: list[RegionFailure] = []
     planned = [
         (name, graph, session.planner().plan_graph(graph, on_failure=noting(failures, name, graph)))

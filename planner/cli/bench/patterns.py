@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from fuseplan.planner.cli.common import console, print_frame
-from fuseplan.planner.cli.tune import run
+from fuseplan.planner.cli.source import Terminal
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -183,6 +183,7 @@ def tune_cells(
 
     Returns the session with the calibration that the new records gave.
     """
+    from fuseplan.planner.api.job import run
     from fuseplan.planner.bench.rows import failure
     from fuseplan.planner.peers.contestant import trace_cell
 
@@ -199,7 +200,8 @@ def tune_cells(
             if session.planner().undecided(graph):
                 graphs.append((f"{cell.size} {cell.dtype}", graph))
         if graphs:
-            result = run(session, f"pattern {pattern}", graphs, budget, executor=pool)
+            result = run(
+                session, f"pattern {pattern}", graphs, budget, executor=pool, progress=Terminal())
             said += [f"{pattern} {one}" for one in result.failures]
             session = result.session
     return session

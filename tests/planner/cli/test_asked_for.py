@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from fuseplan.planner.cli.source import Named
+from fuseplan.planner.api.asked import Asked
 from fuseplan.planner.models.sources import ModelSource
 from fuseplan.planner.models.workload import Workload, decode, prefill, with_calls
 
 
-def named(*workloads: Workload, source: str = "preset") -> Named:
+def named(*workloads: Workload, source: str = "preset") -> Asked:
     found = ModelSource(kind="preset", name="llama-3.2-1b") if source else None
-    return Named("llama", "cpu", found, workloads)
+    return Asked("llama", "cpu", found, workloads)
 
 
 def test_derived_calls_and_their_parts_were_not_asked_for() -> None:

@@ -10,10 +10,10 @@ import pytest
 import report_samples as samples
 
 from fuseplan.planner.cli.main import run
-from fuseplan.planner.report.against import against_lines, groups_against, steps_against
-from fuseplan.planner.report.frames import ReportData, load_report
-from fuseplan.planner.report.html_page import html_report
-from fuseplan.planner.report.steps import saved_frame
+from fuseplan.planner.reports.against import against_lines, groups_against, steps_against
+from fuseplan.planner.reports.frames import ReportData, load_report
+from fuseplan.planner.reports.html_page import html_report
+from fuseplan.planner.reports.steps import saved_frame
 from fuseplan.planner.tuning.whole_step import StepTimes, step_key
 from fuseplan.search.store.record import TuningRecord
 

@@ -11,7 +11,7 @@ import report_samples as samples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuseplan.planner.report.drawing import Arrow, Box, partition_svg, path, place, reads
+from fuseplan.planner.reports.drawing import Arrow, Box, partition_svg, path, place, reads
 from fuseplan.planner.tuning.summary import RegionSummary
 from fuseplan.search.store.record import GroupChoice
 

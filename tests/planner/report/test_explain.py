@@ -12,7 +12,7 @@ import report_samples as samples
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.patterns.table import pattern_graph
-from fuseplan.planner.report.explain import explain_plan, sources
+from fuseplan.planner.reports.explain import explain_plan, sources
 from fuseplan.planner.tuning.planner import GraphPlan, RegionPlan
 from fuseplan.planner.tuning.session import Session, open_session
 from fuseplan.search.store.database import Database

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuseplan.planner.report.log_plot import NAMED, Curve, LogPlot, Point
+from fuseplan.planner.reports.log_plot import NAMED, Curve, LogPlot, Point
 
 AXES = ("across", "up")
 values = st.floats(1e-4, 1e6)

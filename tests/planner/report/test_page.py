@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import report_samples as samples
 
-from fuseplan.planner.report.frames import ReportData, load_report
-from fuseplan.planner.report.html_page import html_report
-from fuseplan.planner.report.step_words import bars
-from fuseplan.planner.report.steps import steps
+from fuseplan.planner.reports.frames import ReportData, load_report
+from fuseplan.planner.reports.html_page import html_report
+from fuseplan.planner.reports.step_words import bars
+from fuseplan.planner.reports.steps import steps
 from fuseplan.planner.tuning.session import stored_spec
 from fuseplan.planner.tuning.summary import RegionSummary
 from fuseplan.planner.tuning.whole_step import StepTimes, step_key

@@ -16,9 +16,9 @@ from fuseplan.planner.errors import PlanError
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.module_paths import RepeatedPaths
-from fuseplan.planner.report import accuracy, frames, plots
-from fuseplan.planner.report.frames import ReportData, load_report
-from fuseplan.planner.report.html_page import html_report, table_html
+from fuseplan.planner.reports import accuracy, frames, plots
+from fuseplan.planner.reports.frames import ReportData, load_report
+from fuseplan.planner.reports.html_page import html_report, table_html
 from fuseplan.planner.tuning import summary
 from fuseplan.search.store.record import Alternative, GroupChoice
 

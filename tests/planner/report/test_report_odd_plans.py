@@ -7,8 +7,8 @@ from pathlib import Path
 
 from report_samples import DEVICE, SWIGLU_PLAN, sample_database
 
-from fuseplan.planner.report.frames import load_report
-from fuseplan.planner.report.html_page import html_report
+from fuseplan.planner.reports.frames import load_report
+from fuseplan.planner.reports.html_page import html_report
 
 
 def test_a_plan_that_is_not_its_regions_is_left_out(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import report_samples as samples
 
-from fuseplan.planner.report.frames import ReportData
-from fuseplan.planner.report.html_page import html_report
-from fuseplan.planner.report.side_by_side import Planned, as_frame, in_words, side_by_side
+from fuseplan.planner.reports.frames import ReportData
+from fuseplan.planner.reports.html_page import html_report
+from fuseplan.planner.reports.side_by_side import Planned, as_frame, in_words, side_by_side
 from fuseplan.planner.tuning.summary import RegionSummary, WorkloadSummary
 from fuseplan.search.store.record import Alternative, GroupChoice, PlanRecord, RecordKey
 

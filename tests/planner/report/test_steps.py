@@ -11,8 +11,8 @@ import pytest
 import report_samples as samples
 
 from fuseplan.planner.module_paths import RepeatedPaths
-from fuseplan.planner.report import step_words, steps
-from fuseplan.planner.report.frames import ReportData, load_report
+from fuseplan.planner.reports import step_words, steps
+from fuseplan.planner.reports.frames import ReportData, load_report
 from fuseplan.planner.tuning import summary
 from fuseplan.planner.tuning.summary import RegionSummary
 from fuseplan.planner.tuning.whole_step import StepTimes, step_key

@@ -12,7 +12,7 @@ from search_records import HERE, evidence, plan, tuning
 
 from fuseplan.search.store import layered as layered_module
 from fuseplan.search.store import transfer
-from fuseplan.search.store.database import Database
+from fuseplan.search.store.database import Database, Missed
 from fuseplan.search.store.layered import LayeredDatabase
 from fuseplan.search.store.record import RecordKey
 
@@ -32,7 +32,7 @@ def test_the_users_layer_lies_over_the_shipped_one(exported: Path, tmp_path: Pat
     assert layered.get_record(tuning("w77").key).status == "miss"
     mine.put_plan(plan(label="mine"))
     assert layered.get_plans([plan().key])[plan().key].hit == plan(label="mine")
-    assert layered.log_miss(RecordKey("w77", "d"))
+    assert layered.log_misses([Missed(RecordKey("w77", "d"))])
     assert len(mine.misses()) == 1
 
 

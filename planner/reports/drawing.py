@@ -62,7 +62,7 @@ class Drawing:
 @cache
 def templates() -> Environment:
     """The report's templates; what they are given is escaped."""
-    loader = PackageLoader("fuseplan.planner.report")
+    loader = PackageLoader("fuseplan.planner.reports")
     return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
 
 

@@ -16,6 +16,7 @@ from fuseplan.planner.cost.samples import load_samples as stored_samples
 from fuseplan.planner.errors import PlanError, nearest
 from fuseplan.planner.module_paths import joined_places
 from fuseplan.planner.tuning import summary as summaries
+from fuseplan.planner.tuning.misses import Miss, logged_misses
 from fuseplan.planner.tuning.summary import RegionSummary, WorkloadSummary
 from fuseplan.planner.tuning.whole_step import StepTimes, stored_steps
 from fuseplan.search.errors import plain
@@ -39,6 +40,10 @@ COVERAGE_COLUMNS = (
     "planned_us", "unfused_us",
 )
 
+MISS_COLUMNS = (
+    "label", "count", "place", "tunable", "first_seen", "last_seen", "regime", "numerics", "key",
+)
+
 
 @dataclass(frozen=True)
 class ReportData:
@@ -60,7 +65,7 @@ class ReportData:
     records: Mapping[RecordKey, TuningRecord]
     plans: Mapping[RecordKey, PlanRecord]
     workloads: tuple[WorkloadSummary, ...] = ()
-    misses: tuple[Mapping[str, Any], ...] = ()
+    misses: tuple[Miss, ...] = ()
     samples: tuple[RegionSamples, ...] = ()
     shipped: frozenset[RecordKey] = frozenset()
     steps: Mapping[str, StepTimes] = field(default_factory=dict)
@@ -118,7 +123,7 @@ def load_report(
         plans = {key: plan for key, plan in plans.items() if key.regime == regime}
         records = {key: record for key, record in records.items() if key.regime == regime}
         workloads = tuple(workload for workload in workloads if workload.regime == regime)
-    misses = tuple(miss for miss in database.misses() if miss["device"] == device)
+    misses = logged_misses(database, device)
     samples = tuple(one for one in stored_samples(database, device, regime) if one.key in plans)
     shipped = frozenset(key for key, found in database.get_plans(plans).items() if found.shipped)
     return ReportData(device, model, spec, records, plans, workloads, misses, samples, shipped, stored_steps(database))
@@ -264,9 +269,19 @@ def _coverage_row(data: ReportData, workload: WorkloadSummary) -> dict[str, Any]
 
 
 def miss_frame(data: ReportData) -> pd.DataFrame:
-    """Look-ups at run time that found no plan, most frequent first."""
-    rows = [{**miss, "key": miss["workload"]} for miss in data.misses]
-    return pd.DataFrame(rows, columns=["label", "count", "first_seen", "regime", "numerics", "key"])
+    """:func:`misses_frame` of a report."""
+    return misses_frame(data.misses)
+
+
+def misses_frame(misses: Iterable[Miss]) -> pd.DataFrame:
+    """Look-ups at run time that found no plan, most frequent first. ``tunable`` is yes, or the reason why not."""
+    rows = [
+        {"label": one.label, "count": one.count, "place": one.place, "tunable": one.why or "yes",
+         "first_seen": one.first_seen, "last_seen": one.last_seen, "regime": one.key.regime,
+         "numerics": one.key.numerics, "key": one.key.workload}
+        for one in misses
+    ]
+    return pd.DataFrame(rows, columns=list(MISS_COLUMNS))
 
 
 def markdown_table(frame: pd.DataFrame) -> str:

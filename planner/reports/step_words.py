@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fuseplan.planner.report.frames import ReportData
-from fuseplan.planner.report.steps import BETWEEN, Saved, Step, ratio, steps
+from fuseplan.planner.reports.frames import ReportData
+from fuseplan.planner.reports.steps import BETWEEN, Saved, Step, ratio, steps
 
 #: Groups that are named: of all workloads, and of one.
 _SHOWN, _SHOWN_OF_ONE = 5, 3

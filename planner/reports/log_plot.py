@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fuseplan.planner.report.drawing import templates
+from fuseplan.planner.reports.drawing import templates
 
 #: Extent in the drawing's units, and what of it the axes leave free on the left, at the top, right and bottom.
 _WIDTH, _HEIGHT = 480.0, 360.0

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.costmodel.device_report import format_bytes
-from fuseplan.planner.report.accuracy import measured_choices
-from fuseplan.planner.report.frames import ReportData
-from fuseplan.planner.report.log_plot import NAME_LETTERS, Curve, LogPlot, Point
-from fuseplan.planner.report.step_words import time_text
+from fuseplan.planner.reports.accuracy import measured_choices
+from fuseplan.planner.reports.frames import ReportData
+from fuseplan.planner.reports.log_plot import NAME_LETTERS, Curve, LogPlot, Point
+from fuseplan.planner.reports.step_words import time_text
 from fuseplan.search.store.record import ATEN, RecordKey, TuningRecord
 
 _KINDS = {"unfused": "unfused", "fused": "fused"}

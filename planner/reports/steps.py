@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from fuseplan.planner.module_paths import joined_places, located
-from fuseplan.planner.report.frames import ReportData, time_of
+from fuseplan.planner.reports.frames import ReportData, time_of
 from fuseplan.planner.tuning.summary import RegionSummary, WorkloadSummary
 from fuseplan.planner.tuning.whole_step import StepTimes, step_key
 from fuseplan.search.store.record import ATEN, Alternative, GroupChoice, PlanRecord, RecordKey

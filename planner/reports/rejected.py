@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fuseplan.planner.partition.cover import CoverProblem, Option, best_cover_with
-from fuseplan.planner.report.accuracy import compute_edges
-from fuseplan.planner.report.frames import time_of
+from fuseplan.planner.reports.accuracy import compute_edges
+from fuseplan.planner.reports.frames import time_of
 from fuseplan.planner.tuning.summary import RegionSummary
 from fuseplan.search.store.record import ATEN, Alternative, GroupChoice, PlanRecord
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pandas as pd
 
-from fuseplan.planner.report.frames import ReportData
-from fuseplan.planner.report.step_words import time_text
-from fuseplan.planner.report.steps import Step, steps
+from fuseplan.planner.reports.frames import ReportData
+from fuseplan.planner.reports.step_words import time_text
+from fuseplan.planner.reports.steps import Step, steps
 
 STEP_COLUMNS = ("workload", "here_us", "there_us", "change_us", "here_measured", "there_measured", "regime")
 GROUP_COLUMNS = ("workload", "group", "here_us", "there_us", "change_us", "here", "there", "regime")

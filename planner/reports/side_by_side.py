@@ -18,7 +18,7 @@ from typing import TypeAlias
 import networkx as nx
 import pandas as pd
 
-from fuseplan.planner.report.frames import how_it_runs, time_of
+from fuseplan.planner.reports.frames import how_it_runs, time_of
 from fuseplan.planner.tuning.summary import RegionSummary
 from fuseplan.search.store.record import ATEN, GroupChoice, PlanRecord
 

@@ -19,9 +19,9 @@ from fuseplan.planner.implementations.implementations import kernel_mode
 from fuseplan.planner.lowering.recipes import kind_of, why_opaque
 from fuseplan.planner.module_paths import RepeatedPaths, group_place, located
 from fuseplan.planner.partition.plan_record import region_label
-from fuseplan.planner.report.drawing import group_name
-from fuseplan.planner.report.frames import config_text, how_it_runs, time_of
-from fuseplan.planner.report.side_by_side import Planned, in_words, side_by_side
+from fuseplan.planner.reports.drawing import group_name
+from fuseplan.planner.reports.frames import config_text, how_it_runs, time_of
+from fuseplan.planner.reports.side_by_side import Planned, in_words, side_by_side
 from fuseplan.planner.tuning.planner import GraphPlan, RegionPlan
 from fuseplan.planner.tuning.session import Session
 from fuseplan.planner.tuning.summary import summarise

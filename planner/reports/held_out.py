@@ -21,7 +21,7 @@ from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.costmodel.roofline import predict, roofline_terms
 from fuseplan.planner.cost.samples import ChoiceSample, RegionSamples
 from fuseplan.planner.partition.cover import CoverProblem, Option, best_covers
-from fuseplan.planner.report.frames import geometric_mean
+from fuseplan.planner.reports.frames import geometric_mean
 
 #: What the model has to reach, on every device.
 MIN_SPEARMAN, MAX_MEDIAN_ERROR, MAX_TOP_REGRET, MAX_TOP8_REGRET = 0.95, 0.10, 0.05, 0.01

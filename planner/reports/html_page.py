@@ -12,17 +12,17 @@ import pandas as pd
 from markupsafe import Markup
 
 from fuseplan.planner.partition.plan_record import LOST
-from fuseplan.planner.report import frames
-from fuseplan.planner.report.accuracy import accuracy_text
-from fuseplan.planner.report.against import against_lines, groups_against
-from fuseplan.planner.report.drawing import group_class, group_name, partition_svg, templates
-from fuseplan.planner.report.frames import ReportData
-from fuseplan.planner.report.log_plot import LogPlot
-from fuseplan.planner.report.plots import Places, bandwidth_plot, roofline_plot, scatter_plot
-from fuseplan.planner.report.rejected import rejected_groups
-from fuseplan.planner.report.side_by_side import Planned, as_frame, side_by_side
-from fuseplan.planner.report.step_words import answers, bars, time_text
-from fuseplan.planner.report.steps import PARTS, Step, steps
+from fuseplan.planner.reports import frames
+from fuseplan.planner.reports.accuracy import accuracy_text
+from fuseplan.planner.reports.against import against_lines, groups_against
+from fuseplan.planner.reports.drawing import group_class, group_name, partition_svg, templates
+from fuseplan.planner.reports.frames import ReportData
+from fuseplan.planner.reports.log_plot import LogPlot
+from fuseplan.planner.reports.plots import Places, bandwidth_plot, roofline_plot, scatter_plot
+from fuseplan.planner.reports.rejected import rejected_groups
+from fuseplan.planner.reports.side_by_side import Planned, as_frame, side_by_side
+from fuseplan.planner.reports.step_words import answers, bars, time_text
+from fuseplan.planner.reports.steps import PARTS, Step, steps
 from fuseplan.planner.tuning.summary import RegionSummary
 from fuseplan.search.store.record import GroupChoice, PlanRecord, RecordKey, now
 

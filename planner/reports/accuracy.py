@@ -11,8 +11,8 @@ import pandas as pd
 
 from fuseplan.costmodel.accuracy import MeasuredPair, accuracy_frame, accuracy_summary
 from fuseplan.costmodel.device import Calibration
-from fuseplan.planner.report.frames import ReportData, geometric_mean
-from fuseplan.planner.report.held_out import SPLITS, ranked_covers, regret_frame, sample_frame, verdict_frame
+from fuseplan.planner.reports.frames import ReportData, geometric_mean
+from fuseplan.planner.reports.held_out import SPLITS, ranked_covers, regret_frame, sample_frame, verdict_frame
 from fuseplan.planner.tuning.summary import RegionSummary
 from fuseplan.search.store.record import Alternative, GroupChoice, PlanRecord, RecordKey
 
@@ -87,7 +87,7 @@ def compute_edges(region: RegionSummary) -> Iterable[tuple[int, int]]:
 
 
 def accuracy_samples(data: ReportData) -> pd.DataFrame:
-    """Everything measured, one row each: :func:`~fuseplan.planner.report.held_out.sample_frame`.
+    """Everything measured, one row each: :func:`~fuseplan.planner.reports.held_out.sample_frame`.
 
     Where no samples were kept, the pairs of :func:`accuracy_pairs`, with ``ratio`` and ``relative_error``.
     """

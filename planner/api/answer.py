@@ -1,0 +1,46 @@
+"""What every answer has: frames, lines as the terminal prints them, and the first screen of it for a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pandas as pd
+
+from fuseplan.planner.reports.drawing import templates
+from fuseplan.planner.reports.frames import ReportData
+from fuseplan.planner.reports.step_words import answers, bars, time_text
+from fuseplan.planner.reports.steps import PARTS, steps
+
+#: Rows of a table, and workloads, on a first screen.
+_ROWS, _WORKLOADS = 6, 4
+
+
+def first_screen(
+    title: str, lines: Iterable[str] = (), data: ReportData | None = None, table: pd.DataFrame | None = None,
+    columns: Sequence[str] = (), code: str = "",
+) -> str:
+    """A fragment of HTML by itself: a title, each workload's step in words and as bars, lines, and the head of a table.
+
+    Everything is escaped. It takes its colours from the page around it, so that it reads in light and dark.
+    """
+    found = steps(data) if data is not None else []
+    shown = table[[name for name in columns if name in table]].head(_ROWS) if table is not None else pd.DataFrame()
+    return templates().get_template("answer.html.j2").render(
+        title=title, lines=list(lines), code=code, parts=PARTS,
+        steps=[(one.name, answers(one), zip(("unfused", "planned"), bars(one), strict=True))
+               for one in found[:_WORKLOADS]],
+        more_steps=max(0, len(found) - _WORKLOADS), duration=time_text,
+        columns=[str(name).removesuffix("_us").replace("_", " ") for name in shown.columns],
+        rows=[[_cell(str(name), value) for name, value in zip(shown, row, strict=True)]
+              for row in shown.itertuples(index=False)],
+        more=len(table) - len(shown) if table is not None else 0,
+    )
+
+
+def _cell(name: str, value: Any) -> str:
+    if value is None or value != value:
+        return ""
+    if name.endswith("_us"):
+        return time_text(value).replace(" ", "\N{NO-BREAK SPACE}")
+    return f"{value:,.3g}{'x' * (name == 'speedup')}" if isinstance(value, float) else str(value)

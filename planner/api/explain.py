@@ -1,0 +1,155 @@
+"""Why each boundary of a plan is where it is: in words, and by group with its generated code. Nothing is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import pandas as pd
+
+from fuseplan.planner.api.answer import first_screen
+from fuseplan.planner.api.asked import Asked, Batches, ModelLike, Prefills, asked_for, plan_settings
+from fuseplan.planner.api.device import device_kind
+from fuseplan.planner.api.progress import SILENT, Progress
+from fuseplan.planner.api.words import in_python, python_words
+from fuseplan.planner.errors import ConfigError, nearest
+from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.groups.places import region_paths
+from fuseplan.planner.module_paths import group_place
+from fuseplan.planner.reports import explain as words
+from fuseplan.planner.reports.frames import config_text, how_it_runs, time_of
+from fuseplan.planner.tuning.plans import GraphPlan
+from fuseplan.planner.tuning.session import Session, open_session
+from fuseplan.planner.tuning.settings import PlanSettings
+from fuseplan.search.errors import plain
+
+if TYPE_CHECKING:
+    import torch
+
+EXPLAINED_COLUMNS = (
+    "workload", "group", "place", "ops", "uses", "runs", "config", "time_us", "measured", "reason", "plan", "key",
+)
+_SHOWN = ("workload", "group", "place", "runs", "time_us", "reason")
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """A workload with its plan, and lines that say why it is so."""
+
+    session: Session
+    workload: str
+    graph: DataflowGraph
+    plan: GraphPlan
+    lines: tuple[str, ...]
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """A row for each group of each distinct region (:data:`EXPLAINED_COLUMNS`)."""
+        for one in self.plan.unique():
+            occurrences = [other.region for other in self.plan.regions if other.region.key == one.region.key]
+            places, record = region_paths(self.graph, occurrences), one.record
+            for group in record.groups:
+                key = replace(record.key, workload=group.workload)
+                tuning = self.session.store.get_record(key).record if group.workload else None
+                yield {
+                    "workload": self.workload, "group": group.label, "place": group_place(places, group.ops),
+                    "ops": ", ".join(self.graph.op(name).op for name in one.group_ops(group)),
+                    "uses": len(occurrences), "runs": how_it_runs(group), "config": config_text(group.config),
+                    "time_us": time_of(group), "measured": group.measured_us is not None,
+                    "reason": (tuning or record).evidence.reason, "plan": one.source, "key": group.workload,
+                }
+
+    def sources(self) -> Iterator[tuple[str, str]]:
+        """Label and generated code of each distinct fused group."""
+        yield from words.sources(self.session, self.graph, self.plan)
+
+
+@dataclass(frozen=True, eq=False)
+class Explained:
+    """Plans in words: ``print(explained)`` gives what ``plan explain`` prints, a notebook shows its groups.
+
+    Attributes:
+        label: What is explained.
+        planned: Each workload with its plan.
+    """
+
+    label: str
+    planned: tuple[Planned, ...]
+
+    @cached_property
+    def groups(self) -> pd.DataFrame:
+        """One row per workload and group: where it is, what runs it, how long one use takes (us), and why."""
+        rows = [row for one in self.planned for row in one.rows()]
+        return pd.DataFrame(rows, columns=list(EXPLAINED_COLUMNS))
+
+    def sources(self, group: str = "") -> Mapping[str, str]:
+        """Generated code by group, of those with ``group`` in their labels."""
+        return {label: text for one in self.planned for label, text in one.sources() if group in label}
+
+    def lines(self) -> Iterator[str]:
+        """The explanation in words, as the terminal has it."""
+        for one in self.planned:
+            yield from one.lines
+            yield ""
+        yield from side_by_side(self.planned)
+
+    def __str__(self) -> str:
+        return "\n".join(in_python(plain(line)) for line in self.lines())
+
+    def _repr_html_(self) -> str:
+        groups = self.groups.sort_values("time_us", ascending=False, key=lambda times: times * self.groups["uses"])
+        return first_screen(f"Why {self.label} is fused so", (), None, groups, _SHOWN, str(self))
+
+
+def explain(
+    model: ModelLike | None = None, inputs: Any = None, *, pattern: str | None = None,
+    shape: str | Sequence[int] | None = None, workload: str | None = None, decode: Batches | None = None,
+    kv_len: int | None = None, prefill: Prefills | str | None = None, dtype: str | torch.dtype | None = None,
+    layers: int | None = None, pack_weights: bool = False, numerics: Literal["fp32", "eager"] = "fp32",
+    regime: Literal["eager", "graph"] = "eager", device: str = "auto", db: str | Path | None = None,
+) -> Explained:
+    """Say what of a model is fused, what is not, and why each boundary is where it is. Nothing is measured.
+
+    The arguments are those of :func:`~fuseplan.planner.api.tune.tune`. What was never tuned is planned by the cost
+    model.
+
+    Args:
+        workload: Only workloads whose name contains this.
+
+    Raises:
+        FuseplanError: The arguments cannot be used, or the model cannot be captured.
+    """
+    with python_words():
+        kind = device_kind(device)
+        asked = asked_for(
+            kind, model, inputs, pattern=pattern, shape=shape, decode=decode, kv_len=kv_len, prefill=prefill,
+            dtype=dtype, layers=layers, pack_weights=pack_weights,
+        )
+        planned = explained(asked, plan_settings(kind, numerics, regime), db, workload)
+        return Explained(asked.label, tuple(planned))
+
+
+def explained(
+    asked: Asked, settings: PlanSettings, db: str | Path | None, workload: str | None = None,
+    progress: Progress = SILENT,
+) -> Iterator[Planned]:
+    """Each workload as soon as it is planned; errors in the words of the command line."""
+    graphs = asked.graphs(progress)
+    session = open_session(asked.kind, db, settings, mode="inspect")
+    chosen = [(name, graph) for name, graph in graphs if workload is None or workload in name]
+    if not chosen:
+        names = [name for name, _ in graphs]
+        close = nearest(workload or "", names) or names
+        raise ConfigError(f"no workload is called {workload!r}; there are {', '.join(close)}")
+    for name, graph in chosen:
+        failures: list[str] = []
+        plan = session.planner().plan_graph(graph, on_failure=words.note_failure(graph, failures))
+        lines = (*words.explain_plan(session, name, graph, plan), *failures)
+        yield Planned(session, name, graph, plan, lines)
+
+
+def side_by_side(planned: Sequence[Planned]) -> Iterator[str]:
+    """Lines that put the plans of several workloads side by side; none where they have nothing in common."""
+    yield from words.compare_plans([(one.workload, one.graph, one.plan) for one in planned])

@@ -1,0 +1,126 @@
+"""What every tune does: how hard it searches, a measured device, the tune itself, and what is doubtful about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from fuseplan.costmodel.device import DeviceSpec
+from fuseplan.costmodel.probe.probe import MachineLoad
+from fuseplan.planner.api.progress import SILENT, Progress
+from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.tuning import summary
+from fuseplan.planner.tuning import tune as offline
+from fuseplan.planner.tuning.session import Session
+from fuseplan.planner.tuning.tune import TuneResult
+from fuseplan.search.errors import NothingCompilesError
+from fuseplan.search.store.record import now
+from fuseplan.search.tune.study import Studies
+from fuseplan.search.tune.time_account import TimeAccount
+from fuseplan.search.tune.tuner import Budget
+from fuseplan.search.workers.worker import WorkerPool
+
+
+@dataclass(frozen=True)
+class HowToTune:
+    """How hard to search, and what is taken from earlier searches.
+
+    Attributes:
+        trials: Configurations tried per group, over all back ends; None: 12 on CPUs, 8 on CUDA.
+        seconds: Search time per group.
+        seed: That of the search and of the inputs.
+        shipped: Whether the records that come with fuseplan for this device count as stored.
+        again: Measure anew what is stored or shipped.
+        study: Where each search is kept as an Optuna study, too: a SQLAlchemy URL or the path of a journal file.
+    """
+
+    trials: int | None = None
+    seconds: float = 6.0
+    seed: int = 0
+    shipped: bool = True
+    again: bool = False
+    study: str | None = None
+
+    def studies(self) -> Studies | None:
+        """Where studies are kept; :class:`StudyError` where that cannot be."""
+        return None if self.study is None else Studies(self.study)
+
+    def of(self, session: Session, studies: Studies | None) -> Session:
+        """The session as it is searched with."""
+        return replace(session, shipped=self.shipped, since=now() if self.again else "", studies=studies)
+
+
+def doubts(spec: DeviceSpec) -> list[str]:
+    """What makes a probe's numbers doubtful."""
+    return [f"this probe is doubtful: {problem}; run `plan probe` when it is idle" for problem in spec.problems]
+
+
+def ready(session: Session, account: TimeAccount | None = None, progress: Progress = SILENT) -> Session:
+    """The session with a measured device: the stored one, else probed now."""
+    if session.spec is None:
+        account = account if account is not None else TimeAccount()
+        with account.spend("probing"), progress.status("probing this device once") as say:
+            session = session.probed(
+                progress=lambda fraction, step: say(f"probing this device once: {step}, {fraction:.0%}"))
+    assert session.spec is not None
+    for doubt in doubts(session.spec):
+        progress.warn(doubt)
+    return session
+
+
+def run(
+    session: Session, name: str, graphs: Iterable[tuple[str, DataflowGraph]], budget: Budget, seed: int = 0,
+    account: TimeAccount | None = None, executor: WorkerPool | None = None,
+    times_step: Callable[[str], bool] | None = None, progress: Progress = SILENT,
+) -> TuneResult:
+    """Tune, and keep a summary of each workload for the reports.
+
+    Whole steps are timed of the workloads that ``times_step`` says yes to.
+    """
+    with progress.tuning() as events:
+        result = offline.tune(
+            session, graphs, budget, seed, events.on_region, events.on_trial, account, executor, events.on_graph,
+            times_step,
+        )
+    for planned in result.plans:
+        pairs = [(one.region, one.record) for one in planned.plan.regions]
+        if pairs:
+            found = summary.summarise(name, planned.workload, planned.graph, pairs)
+            summary.store_summary(session.database, found)
+    return result
+
+
+def complaints(result: TuneResult, load: MachineLoad) -> tuple[tuple[str, ...], str]:
+    """What was not decided, or doubtfully; and why nothing was, where that is more than a region or some noise."""
+    found = [str(failure) for failure in result.failures]
+    if result.measured and load.busy:
+        found.append(f"the machine was busy ({load}), so times are noisy; `plan tune --again` measures anew")
+    if hidden := sum(plan.record.undecided for _, plan in result.distinct()):
+        found.append(
+            f"noise hides the answer in {hidden} regions: until a tune on a quieter machine they are "
+            "planned by the cost model"
+        )
+    why = ""
+    if any(isinstance(failure.error, NothingCompilesError) for failure in result.failures):
+        why = "nothing compiles here"
+    elif result.failures and not result.distinct():
+        why = "no region could be planned"
+    return tuple(found), f"{why}; nothing of that is stored, and the same command tries again" if why else ""
+
+
+def outcome(result: TuneResult) -> str:
+    """What was measured, in one sentence."""
+    distinct = result.distinct()
+    measured = sum(region.source == "tuned" for _, region in distinct)
+    shipped = sum(region.shipped for _, region in distinct)
+    stored = len(distinct) - measured - shipped
+    if not measured:
+        came = "came from the database"
+        if shipped:
+            came = f"come with fuseplan ({shipped}) or from the database ({stored})"
+        return f"nothing was measured: all {len(distinct)} distinct regions {came} ({result.elapsed_s:.1f} s)"
+    known = f"{stored} regions were stored already" + (f", {shipped} come with fuseplan" if shipped else "")
+    return (
+        f"measured {result.measured} of {result.enumerated} candidates in {measured} regions "
+        f"({known}); tuning took {result.elapsed_s:.1f} s"
+    )

@@ -1,0 +1,200 @@
+"""What is stored of a device, as an object with frames. Nothing is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pandas as pd
+
+from fuseplan.costmodel.identity import current_identity
+from fuseplan.planner.api.answer import first_screen
+from fuseplan.planner.api.device import device_kind
+from fuseplan.planner.api.words import in_python, python_words
+from fuseplan.planner.errors import PlanError
+from fuseplan.planner.models.sources import ALIASES
+from fuseplan.planner.reports import accuracy, against, frames, step_words, steps
+from fuseplan.planner.reports.frames import ReportData, load_report
+from fuseplan.planner.tuning.session import stored_spec
+from fuseplan.search.errors import plain
+from fuseplan.search.store.database import Database
+from fuseplan.search.store.layered import LayeredDatabase, shipped_devices, shipped_files
+from fuseplan.search.store.record import Versions
+
+_SAVED = ("group", "saved_us", "uses", "place", "workload")
+_GROUPS = ("group", "place", "answer", "fused_us", "unfused_us", "speedup", "workload")
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """What was tuned for a device: whole steps first, then groups, fused against unfused.
+
+    Each frame has one row per thing; times are microseconds. ``print(report)`` gives the lines of ``plan report``, a
+    notebook shows the first screen.
+
+    Attributes:
+        data: What the frames are made of.
+        other: Another tune, compared with this one; None without one.
+    """
+
+    data: ReportData
+    other: ReportData | None = None
+
+    @property
+    def steps(self) -> pd.DataFrame:
+        """One row per workload: a step unfused and as planned, its floor, its noise, and how it was measured."""
+        return steps.step_frame(self.data)
+
+    @property
+    def parts(self) -> pd.DataFrame:
+        """A step's time by part: matmuls, attention, fused groups, unfused ops, launches and gaps."""
+        return steps.part_frame(self.data)
+
+    @property
+    def saved(self) -> pd.DataFrame:
+        """One row per group and workload, by what it saves in a step, most first."""
+        return steps.saved_frame(self.data)
+
+    @property
+    def groups(self) -> pd.DataFrame:
+        """One row per distinct group of the plans: its answer, its times, its configuration, where it is."""
+        return frames.group_frame(self.data)
+
+    @property
+    def regions(self) -> pd.DataFrame:
+        """One row per distinct region and workload: the partition against running everything unfused."""
+        return frames.region_frame(self.data)
+
+    @property
+    def coverage(self) -> pd.DataFrame:
+        """One row per workload: how many of its ops are fused, and what is left to launch."""
+        return frames.coverage_frame(self.data)
+
+    @property
+    def misses(self) -> pd.DataFrame:
+        """One row per look-up at run time that found no plan, most frequent first."""
+        return frames.miss_frame(self.data)
+
+    @property
+    def accuracy(self) -> pd.DataFrame:
+        """Predicted against measured times."""
+        return accuracy.accuracy_table(self.data)
+
+    @property
+    def step_changes(self) -> pd.DataFrame:
+        """One row per workload that both tunes have: what a step takes here and there; empty without another tune."""
+        return against.steps_against(self.data, self._other)
+
+    @property
+    def group_changes(self) -> pd.DataFrame:
+        """One row per workload and group: what its uses take here and there; empty without another tune."""
+        return against.groups_against(self.data, self._other)
+
+    @property
+    def _other(self) -> ReportData:
+        if self.other is None:
+            raise PlanError("there is no other tune to compare with; give one: report(against='other.db')")
+        return self.other
+
+    def lines(self) -> Iterator[str]:
+        """The answer in words, as the terminal has it."""
+        yield from step_words.step_lines(self.data)
+        yield frames.headline(self.groups)
+        yield from accuracy.accuracy_text(self.data)
+        if self.other is not None:
+            yield from against.against_lines(self.data, self.other)
+
+    def html(self) -> str:
+        """The page of ``plan report --format html``: one self-contained file."""
+        from fuseplan.planner.reports.html_page import html_report
+
+        return html_report(self.data, self.other)
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write the page to a file, making its folder; OSError where that cannot be."""
+        target = Path(path).expanduser()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(self.html(), encoding="utf-8")
+        return target
+
+    def __str__(self) -> str:
+        return "\n".join(in_python(plain(line)) for line in self.lines())
+
+    def _repr_html_(self) -> str:
+        title = f"{self.data.model or 'everything tuned'} on {self.data.device}"
+        saved, groups = self.saved.sort_values("saved_us", ascending=False), self.groups
+        table, columns = (saved, _SAVED) if len(saved) else (groups, _GROUPS)
+        lines = [frames.headline(groups)]
+        if self.other is not None:
+            lines += against.against_lines(self.data, self.other)
+        return first_screen(title, lines, self.data, table, columns)
+
+
+def report(
+    model: str | None = None, *, device: str = "auto", device_key: str | None = None,
+    regime: Literal["eager", "graph"] | None = None, db: str | Path | None = None, against: str | Path | None = None,
+) -> Report:
+    """What is stored for a device: steps, groups and what they save. Nothing is measured.
+
+    Args:
+        model: Only what was tuned for this model, by the name that it was tuned under.
+        device: ``"auto"``, ``"cpu"``, ``"cuda"``, or any part of the name of a device that has records, such as
+            ``"h200"``: stored, or shipped with fuseplan.
+        device_key: The same by its whole key.
+        regime: Only what was tuned for this regime; None for both.
+        db: The tuning database, a file or a SQLAlchemy URL; None for the user's own.
+        against: Another tuning database, whose steps and groups are compared with these.
+
+    Raises:
+        FuseplanError: Nothing is stored for this device or model, or a database cannot be read.
+    """
+    with python_words():
+        return load(db, device, device_key, model, regime, against)
+
+
+def load(
+    db: str | Path | None, device: str = "auto", device_key: str | None = None, model: str | None = None,
+    regime: str | None = None, against: str | Path | None = None,
+) -> Report:
+    """:func:`report`, with errors in the words of the command line."""
+    data = load_data(db, device, device_key, model, regime)
+    if against is None:
+        return Report(data)
+    try:
+        return Report(data, load_data(against, device, device_key, model, regime))
+    except PlanError as error:
+        raise PlanError(f"--against {plain(str(against))}: {error}") from None
+
+
+def load_data(
+    db: str | Path | None, device: str, device_key: str | None = None, model: str | None = None,
+    regime: str | None = None
+) -> ReportData:
+    """The stored and the shipped data of this machine's device, or of the one that is named by a part of its key."""
+    here = device in ("auto", "cpu", "cuda")
+    if device_key is None and not here:
+        with Database(db, mode="inspect") as stored:
+            device_key = _named(device, stored.devices())
+    kind = device_kind(device) if here else str(device_key).split("-")[0]
+    key = device_key if device_key is not None else current_identity(kind).key()
+    # Which software another machine has is not known here.
+    versions = Versions.current(kind) if device_key is None else None
+    database = LayeredDatabase(Database(db, mode="inspect", versions=versions), shipped_files(key))
+    if regime not in (None, "eager", "graph"):
+        raise PlanError(f"unknown regime {regime!r}: expected eager or graph")
+    # llama stands for a preset of the device's size.
+    name = ALIASES.get(model, {}).get(kind, model) if model is not None else ""
+    return load_report(database, key, stored_spec(database, key), name, regime)
+
+
+def _named(words: str, stored: Iterable[str]) -> str:
+    """The key of the one device with records that has ``words`` in its name."""
+    known = sorted({*stored, *shipped_devices()})
+    wanted = "-".join(words.lower().split())
+    found = [key for key in known if wanted and wanted in key]
+    if len(found) == 1:
+        return found[0]
+    which = "several devices have that in their names" if found else "no device with records has that in its name"
+    raise PlanError(f"--device {plain(words)}: {which}; there are {', '.join(found or known) or 'none'}")

@@ -1,0 +1,231 @@
+"""Tuning as a function: capture, plan, measure what is not stored yet, store it, and say what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import pandas as pd
+
+from fuseplan.costmodel.probe import probe
+from fuseplan.planner.api.answer import first_screen
+from fuseplan.planner.api.asked import Asked, Batches, ModelLike, Prefills, asked_for, plan_settings
+from fuseplan.planner.api.device import device_kind
+from fuseplan.planner.api.job import HowToTune, complaints, outcome, ready, run
+from fuseplan.planner.api.misses import TunedMisses, tune_misses
+from fuseplan.planner.api.progress import SILENT, Progress
+from fuseplan.planner.api.report import Report
+from fuseplan.planner.api.words import in_python, python_words
+from fuseplan.planner.errors import ConfigError, PlanError
+from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.reports import frames, step_words
+from fuseplan.planner.tuning.graph_stream import GraphStream
+from fuseplan.planner.tuning.recheck import recheck_verdict
+from fuseplan.planner.tuning.session import open_session
+from fuseplan.planner.tuning.settings import PlanSettings
+from fuseplan.planner.tuning.tune import TuneResult
+from fuseplan.search.errors import plain
+from fuseplan.search.store.location import left_behind
+from fuseplan.search.store.record import PlanRecord
+from fuseplan.search.tune import tuner
+from fuseplan.search.tune.time_account import TimeAccount
+from fuseplan.search.tune.tuner import Budget
+
+if TYPE_CHECKING:
+    import torch
+
+
+_GROUPS = ("group", "place", "answer", "fused_us", "unfused_us", "speedup", "workload")
+
+
+@dataclass(frozen=True, eq=False)
+class Tuned(Report):
+    """What a tune did: a :class:`~fuseplan.planner.api.report.Report` of the sizes that were asked for.
+
+    Attributes:
+        label: What was tuned.
+        result: The plans of each workload, and what was measured for them.
+        decided: The groups of these plans, as :attr:`groups` gives them; those measured now say so in ``source``.
+        known: All groups that are stored for it.
+        warnings: What makes an answer doubtful or is missing, one line each.
+        failure: Why it failed as a whole; "" where it did not.
+        noises: Relative noise of each group that was measured now.
+    """
+
+    label: str = ""
+    result: TuneResult | None = None
+    decided: pd.DataFrame | None = None
+    known: pd.DataFrame | None = None
+    warnings: tuple[str, ...] = ()
+    failure: str = ""
+    noises: tuple[float, ...] = ()
+
+    @property
+    def groups(self) -> pd.DataFrame:
+        """One row per distinct group of the plans; ``source`` is ``measured``, ``stored`` or ``shipped``."""
+        return self.decided if self.decided is not None else super().groups
+
+    def lines(self) -> Iterator[str]:
+        """The answer in words, as the terminal has it below the table of groups."""
+        if self.result is None or not self.result.distinct():
+            return
+        yield frames.headline(self.known if self.known is not None else self.groups)
+        yield outcome(self.result)
+        if self.noises:
+            yield f"noise of what was measured: {median(self.noises):.1%} in the median, {max(self.noises):.1%} at most"
+        if self.result.rechecked:
+            yield recheck_verdict(self.result.rechecked)
+        yield f"stored in {self.result.session.database.where}"
+        yield from step_words.step_lines(self.data)
+
+    def __str__(self) -> str:
+        return "\n".join(
+            in_python(plain(line)) for line in (*self.lines(), *(f"warning: {one}" for one in self.warnings)))
+
+    def _repr_html_(self) -> str:
+        lines = [outcome(self.result)] if self.result is not None and self.result.distinct() else []
+        lines += [f"Warning: {one}" for one in self.warnings]
+        groups = self.groups.sort_values("speedup", ascending=False)
+        return first_screen(f"{self.label} on {self.data.device}", lines, self.data, groups, _GROUPS)
+
+
+@overload
+def tune(
+    model: ModelLike | None = None, inputs: Any = None, *, pattern: str | None = None,
+    shape: str | Sequence[int] | None = None, decode: Batches | None = None, kv_len: int | None = None,
+    prefill: Prefills | str | None = None, dtype: str | torch.dtype | None = None, layers: int | None = None,
+    calls: bool = True, pack_weights: bool = False, misses: Literal[False] = False, most: int = 16,
+    numerics: Literal["fp32", "eager"] = "fp32", regime: Literal["eager", "graph"] = "eager", trials: int | None = None,
+    seconds: float = 6.0, seed: int = 0, shipped: bool = True, again: bool = False, study: str | None = None,
+    device: str = "auto", db: str | Path | None = None, progress: Progress | None = None,
+) -> Tuned: ...
+
+
+@overload
+def tune(
+    *, misses: Literal[True], most: int = 16, trials: int | None = None, seconds: float = 6.0, seed: int = 0,
+    device: str = "auto", db: str | Path | None = None, progress: Progress | None = None,
+) -> TunedMisses: ...
+
+
+def tune(
+    model: ModelLike | None = None, inputs: Any = None, *, pattern: str | None = None,
+    shape: str | Sequence[int] | None = None, decode: Batches | None = None, kv_len: int | None = None,
+    prefill: Prefills | str | None = None, dtype: str | torch.dtype | None = None, layers: int | None = None,
+    calls: bool = True, pack_weights: bool = False, misses: bool = False, most: int = 16,
+    numerics: Literal["fp32", "eager"] = "fp32", regime: Literal["eager", "graph"] = "eager", trials: int | None = None,
+    seconds: float = 6.0, seed: int = 0, shipped: bool = True, again: bool = False, study: str | None = None,
+    device: str = "auto", db: str | Path | None = None, progress: Progress | None = None,
+) -> Tuned | TunedMisses:
+    """Plan a model's fusion, tune it on this device, and store the result, as ``plan tune`` does.
+
+    What is stored already is not measured again. An interrupted call goes on where it was when it is made again.
+
+    >>> fuseplan.planner.tune(model, torch.randn(4, 256))  # doctest: +SKIP
+    >>> fuseplan.planner.tune("llama-3.2-1b", decode=(1, 8), kv_len=1024, prefill=[512, (4, 512)])  # doctest: +SKIP
+
+    Args:
+        model: An ``nn.Module`` with ``inputs``, a preset's name (``"llama-3.2-1b"``), the path of a ``config.json``, a
+            Hugging Face config, or ``"package.module:factory"``. The preset ``llama`` without any.
+        inputs: Example inputs of a module: a tensor, a tuple of arguments, or a dict of keywords. The module is copied
+            without its tensors and otherwise left alone; tune it in the mode in which it will run (``model.eval()``).
+        pattern, shape: One of the named patterns instead, such as ``"swiglu"``, and the shape of its activations.
+        decode: Sequences that are decoded at once: one new token each.
+        kv_len: Length of the static KV cache in decoding.
+        prefill: Lengths of whole sequences, or pairs (sequences, length): ``[512, (4, 512)]``.
+        dtype: Of the weights of a config, or of a pattern; a config's own by default.
+        layers: Keep only the first layers of a config.
+        calls: Also plan what a call with an attention mask, and Hugging Face's ``generate()``, make of these sizes.
+        pack_weights: Plan for the option of that name: linear ops that read one value are one op.
+        misses: Tune what was looked up in vain in this database, in place of a model.
+        most: Of misses: how many regions, those that were missed most often first.
+        numerics: ``"fp32"`` keeps a kernel's intermediates in fp32; ``"eager"`` rounds where PyTorch does.
+        regime: ``"eager"`` for launches from Python, ``"graph"`` for replay in a CUDA graph.
+        trials, seconds, seed, shipped, again, study: See :class:`~fuseplan.planner.api.job.HowToTune`.
+        device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
+        db: The tuning database, a file or a SQLAlchemy URL; None for the user's own.
+        progress: Told what is done meanwhile (:class:`~fuseplan.planner.api.progress.Progress`); None for nobody.
+
+    Raises:
+        FuseplanError: The arguments cannot be used, the model cannot be captured, the machine fails, or nothing of it
+            could be planned. What was finished is stored.
+    """
+    with python_words():
+        kind, told = device_kind(device), progress if progress is not None else SILENT
+        how = HowToTune(trials, seconds, seed, shipped, again, study)
+        if (trials is not None and trials < 1) or not seconds > 0 or most < 1:
+            raise ConfigError("trials and most are at least 1, and seconds are more than 0")
+        if misses:
+            if any(one is not None for one in (model, inputs, pattern, shape, decode, kv_len, prefill, dtype, layers)):
+                raise ConfigError("misses=True tunes what was missed; leave out the arguments of a model")
+            return tune_misses(kind, db, most, how, told)
+        asked = asked_for(
+            kind, model, inputs, pattern=pattern, shape=shape, decode=decode, kv_len=kv_len, prefill=prefill,
+            dtype=dtype, layers=layers, calls=calls, pack_weights=pack_weights,
+        )
+        found = tune_asked(asked, plan_settings(kind, numerics, regime), db, how, told)
+        if found.failure:
+            raise PlanError("; ".join((found.failure, *found.warnings[:1])))
+        return found
+
+
+def tune_asked(
+    asked: Asked, settings: PlanSettings, db: str | Path | None, how: HowToTune, progress: Progress = SILENT,
+    account: TimeAccount | None = None,
+) -> Tuned:
+    """:func:`tune`, with errors in the words of the command line; the time it takes is booked in ``account``."""
+    account = account if account is not None else TimeAccount()
+    kind, studies = asked.kind, how.studies()
+    note = left_behind() if db is None else ""
+    with ExitStack() as stack:
+        pool = stack.enter_context(tuner.make_pool(kind))
+        graphs: Iterable[tuple[str, DataflowGraph]]
+        if kind == "cuda" and asked.source is not None:  # captured by the host beside what is measured on the GPU
+            graphs = stack.enter_context(
+                GraphStream(asked.source, asked.workloads, kind, asked.pack_weights, progress.note))
+        else:
+            with account.spend("capturing"):
+                graphs = asked.graphs(progress)
+        session = open_session(kind, db, settings)
+        if session.spec is None and kind == "cuda":  # hardly anything is stored: the workers will be needed
+            pool.start()
+        session = ready(session, account, progress)
+        if note:
+            progress.note(note)
+        load = probe.machine_load()
+        budget = Budget.on(kind, how.trials, how.seconds)
+        result = run(
+            how.of(session, studies), asked.label, graphs, budget, how.seed, account, pool, asked.is_asked_for,
+            progress,
+        )
+    with account.spend("reporting"):
+        return tuned(result, asked.label, asked.is_asked_for, load)
+
+
+def tuned(result: TuneResult, name: str, is_asked_for: Callable[[str], bool], load: probe.MachineLoad) -> Tuned:
+    """What came of a tune, as a report of it. ``load`` is how busy the machine was when it began."""
+    session = result.session
+    warnings, failure = complaints(result, load)
+    if not result.distinct():
+        data = frames.ReportData(session.device, name, session.spec, {}, {})
+        return Tuned(data, None, name, result, warnings=warnings, failure=failure)
+    data = frames.load_report(replace(session, since="").store, session.device, session.spec, name)
+    known = frames.group_frame(data)
+    shown = known[known["key"].isin(_tuned_groups([region.record for _, region in result.distinct()]))]
+    measured = _tuned_groups(result.decided())
+    shown = shown.assign(source=shown["source"].mask(shown["key"].isin(measured), "measured"))
+    noises = tuple(record.unfused.noise for record in data.records.values() if record.key.workload in measured)
+    asked = {one.workload for one in result.plans if is_asked_for(one.workload)}
+    chosen = [one for one in data.workloads if one.workload in asked and one.regime == session.settings.regime]
+    return Tuned(
+        replace(data, workloads=tuple(chosen)), None, name, result, shown, known, warnings, failure, noises)
+
+
+def _tuned_groups(records: Sequence[PlanRecord]) -> set[str]:
+    """Keys of the tuning records that plans rest on."""
+    groups = [one.workload for record in records for one in record.groups]
+    return {*groups, *(one.workload for record in records for one in record.rejected)} - {""}

@@ -1,0 +1,244 @@
+"""What dispatch missed: written down with its graph, listed, and tuned from that.
+
+A miss is a region, or a part of one, that was looked up in vain. Beside it the graph of its whole region is kept, in
+few bytes and for few regions, so that ``plan tune --misses`` needs no model. Dispatch waits for none of this: what
+cannot be written is not tunable, and what an older version wrote is listed without a graph.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from fuseplan.planner.errors import PlanError
+from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+from fuseplan.planner.graph.serialize import graph_from_json, graph_to_json
+from fuseplan.planner.groups.cut_out import cut_out, find_region
+from fuseplan.planner.groups.regions import find_regions, region_parts
+from fuseplan.planner.partition.plan_record import region_label
+from fuseplan.planner.tuning.session import Session
+from fuseplan.planner.work.group_work import hot_inputs
+from fuseplan.search.store.database import Database, Missed
+from fuseplan.search.store.layered import LayeredDatabase
+from fuseplan.search.store.maintenance import MISSED
+from fuseplan.search.store.record import RecordKey, now
+
+#: Graphs that a database keeps, and bytes of one; a transformer's layer takes 15 kB.
+MOST_GRAPHS, MOST_BYTES = 256, 256 * 1024
+TUNED_SINCE = "tuned since then"
+
+logger = logging.getLogger(__name__)
+
+
+class _Log(Protocol):
+    """Where misses are counted."""
+
+    def capture_names(self, prefix: str) -> set[str]: ...
+
+    def log_misses(
+        self, misses: Iterable[Missed], captures: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> bool: ...
+
+
+def log_missed(log: _Log, graph: DataflowGraph, missed: Sequence[tuple[RecordKey, Region, str]]) -> None:
+    """Count misses of a static graph, each with its key and its place, and keep the graphs of their regions.
+
+    Never raises: a model runs whether or not its misses are known.
+    """
+    try:
+        whole = find_regions(graph)
+        homes: defaultdict[str, list[Region]] = defaultdict(list)
+        for region in whole:
+            for name in region.ops:
+                homes[name].append(region)
+        known = {name.removeprefix(MISSED) for name in log.capture_names(MISSED)}
+        graphs: dict[str, Mapping[str, Any]] = {}
+        misses = []
+        for key, part, place in missed:
+            found: dict[str, str] = {}
+            around = [one for one in homes[part.ops[0]] if set(part.ops) <= set(one.ops)]
+            for region in dict.fromkeys((*around, part)):  # the part alone where its region depends on more
+                if region.key not in known and region.key not in graphs:
+                    try:
+                        graphs[region.key] = _written(graph, region, len(known) + len(graphs))
+                    except ValueError as error:
+                        found = {"untunable": str(error)}
+                        continue
+                found = {"region": region.key}
+                break
+            specs = [graph.specs[value] for value in part.inputs]
+            misses.append(Missed(key, region_label(graph, part), {
+                "ops": [graph.op(name).op for name in part.ops],
+                "inputs": [{"shape": list(spec.shape), "dtype": spec.dtype} for spec in specs],
+                "place": place, "last_seen": now(), **found,
+            }))
+        log.log_misses(misses, {f"{MISSED}{key}": data for key, data in graphs.items()})
+    except Exception as error:
+        logger.warning("misses are not logged: %s: %s", type(error).__name__, error)
+
+
+def _written(graph: DataflowGraph, region: Region, kept: int) -> Mapping[str, Any]:
+    """A region as data; ValueError, with the reason, where it cannot be kept."""
+    if kept >= MOST_GRAPHS:
+        raise ValueError(f"graphs of {MOST_GRAPHS} missed regions are kept already; tune those first")
+    try:
+        alone = cut_out(graph, region)
+        hot = zip(region.inputs, hot_inputs(graph, region.inputs), strict=True)
+        data = {"graph": graph_to_json(alone), "fresh": [value for value, is_hot in hot if is_hot]}
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"its graph cannot be written down: {error}") from None
+    if (size := len(json.dumps(data))) > MOST_BYTES:
+        raise ValueError(f"its graph takes {size // 1024} kB, more than the {MOST_BYTES // 1024} kB that are kept")
+    return data
+
+
+@dataclass(frozen=True)
+class Miss:
+    """A logged miss.
+
+    Attributes:
+        label: What it computes, in a few words.
+        count: How often it was looked up.
+        place: Where in the model it is; "" where that is not known.
+        first_seen, last_seen: ISO 8601 UTC times; ``last_seen`` is "" where an older version logged it.
+        region: Key of the region that is tuned for it; "" without a graph.
+        why: Why it cannot be tuned, or need not be; "" where it can.
+    """
+
+    key: RecordKey
+    label: str
+    count: int
+    place: str
+    first_seen: str
+    last_seen: str
+    region: str
+    why: str
+
+    @property
+    def tunable(self) -> bool:
+        return not self.why
+
+
+def logged_misses(database: Database | LayeredDatabase, device: str) -> tuple[Miss, ...]:
+    """The misses of a device, most frequent first."""
+    rows = [row for row in database.misses() if row["device"] == device]
+    keys = [RecordKey(row["workload"], row["device"], row["regime"], row["numerics"]) for row in rows]
+    plans = database.get_plans(keys)
+    graphs = database.capture_names(MISSED)
+    found = []
+    for key, row in zip(keys, rows, strict=True):
+        names = ("place", "last_seen", "region", "untunable")
+        place, seen, region, why = (_text(row["payload"], name) for name in names)
+        if plans[key].hit is not None:
+            why = TUNED_SINCE
+        elif f"{MISSED}{region}" in graphs:
+            why = ""
+        elif not why:
+            why = "its graph is not stored; run the model again"
+        found.append(Miss(key, row["label"], row["count"], place, row["first_seen"], seen, region, why))
+    return tuple(found)
+
+
+def _text(payload: Mapping[str, Any], name: str) -> str:
+    """Text of a payload, which may hold anything."""
+    value = payload.get(name, "")
+    return value if isinstance(value, str) and value.isprintable() and len(value) <= 1000 else ""
+
+
+@dataclass(frozen=True)
+class MissedRegion:
+    """What is tuned for some misses: a region, for one way to launch kernels and to round."""
+
+    region: str
+    regime: str
+    numerics: str
+    misses: tuple[Miss, ...]
+
+    @property
+    def count(self) -> int:
+        return sum(miss.count for miss in self.misses)
+
+    @property
+    def label(self) -> str:
+        """What the misses compute."""
+        more = f" and {len(self.misses) - 1} more" if len(self.misses) > 1 else ""
+        return f"{self._most.label}{more}"
+
+    @property
+    def place(self) -> str:
+        """Where in the model the most frequent of them is."""
+        return self._most.place
+
+    @property
+    def _most(self) -> Miss:
+        return max(self.misses, key=lambda miss: miss.count)
+
+
+def missed_regions(misses: Iterable[Miss]) -> list[MissedRegion]:
+    """The regions of the misses that can be tuned, each once, those that were missed most first."""
+    found: defaultdict[tuple[str, str, str], list[Miss]] = defaultdict(list)
+    for miss in misses:
+        if miss.tunable:
+            found[miss.region, miss.key.regime, miss.key.numerics].append(miss)
+    regions = [MissedRegion(*of, tuple(each)) for of, each in found.items()]
+    return sorted(regions, key=lambda one: (-one.count, one.region, one.regime, one.numerics))
+
+
+def missed_graph(database: Database, missed: MissedRegion) -> DataflowGraph:
+    """The graph of a missed region as dispatch wrote it down.
+
+    Raises:
+        PlanError: It is damaged: it is none, or not that of the region. It is deleted, and written anew when the model
+            misses the region again.
+    """
+    name = f"{MISSED}{missed.region}"
+    data = database.captures(name).get(name)
+    try:
+        if data is None:
+            raise ValueError("it is damaged")
+        graph = graph_from_json(data["graph"])
+        graph.fresh = frozenset(map(str, data["fresh"]))
+        if find_region(graph, missed.region) is None:
+            raise ValueError("it is that of another region")
+    except Exception as error:  # stored data may be anything
+        database.forget_misses((), (name,))
+        raise PlanError(f"the stored graph of {missed.label} cannot be used: {error}; run the model again") from None
+    return graph
+
+
+def to_tune(session: Session, missed: MissedRegion, graph: DataflowGraph) -> list[Region]:
+    """What to plan of a missed region's graph: all of it, or the missed parts where it has a plan as a whole.
+
+    A plan of the whole has groups that are no kernels where sizes are dynamic; parts are then looked up.
+    """
+    planner = session.planner()
+    whole = find_region(graph, missed.region)
+    assert whole is not None
+    if not planner.look_up_all(graph, [whole]):
+        return [whole]
+    keys = {miss.key.workload for miss in missed.misses}
+    return [part for part in region_parts(graph, whole) if part.key in keys]
+
+
+def forget_tuned(database: Database, store: LayeredDatabase, device: str) -> int:
+    """Delete the misses of a device that have a plan by now, and graphs that no miss needs; how many misses went."""
+    tuned = [miss.key for miss in logged_misses(store, device) if miss.why == TUNED_SINCE]
+    gone = set(tuned)
+    left = {
+        _text(row["payload"], "region") for row in database.misses()
+        if RecordKey(row["workload"], row["device"], row["regime"], row["numerics"]) not in gone
+    }
+    unneeded = [name for name in database.capture_names(MISSED) if name.removeprefix(MISSED) not in left]
+    database.forget_misses(tuned, unneeded)
+    return len(tuned)
+
+
+def settings_of(session: Session, missed: MissedRegion) -> Session:
+    """The session, for what the region was looked up for."""
+    settings = replace(session.settings, regime=missed.regime, numerics=missed.numerics)
+    in_graph = session.target.device_type == "cuda" and missed.regime == "graph"
+    return replace(session, settings=settings, target=replace(session.target, in_graph=in_graph))

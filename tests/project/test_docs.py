@@ -42,7 +42,8 @@ from fuseplan.search.store.location import default_path
 from fuseplan.search.timing.timers import CpuTimer, Operands, Run, Sampler
 from fuseplan.search.tune import tuner
 
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+#: Those of a model and of a database; the others have tests beside what they show.
+EXAMPLES = [ROOT / "examples" / f"{one}.py" for one in ("compile_a_llama", "generate_static_cache", "ship_a_database")]
 #: The tune that the default database has of ``my-llama``.
 TUNE = ("tune", "--config", "my-llama", "--prefill", "16", "--no-calls")
 #: Hardly any search: what is found is no matter here.
@@ -256,6 +257,20 @@ def test_every_page_can_be_reached_from_the_first_one() -> None:
             reached.add(page)
             ahead += [(page.parent / link.split("#")[0]).resolve() for link in links(page) if link.endswith(".md")]
     assert reached == set((ROOT / "docs").glob("*.md"))
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_warnings_and_needs_no_network(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)], cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, check=False, timeout=300,
+    )
+    assert done.returncode == 0 and not done.stderr.strip(), done.stderr
+    pages_built = list(tmp_path.rglob("*.html"))
+    from_elsewhere = re.compile(r"<(?:script|link|img)[^>]*(?:src|href)=\"?(https?:[^\" >]*)")
+    fetched = {address for page in pages_built for address in from_elsewhere.findall(page.read_text())}
+    assert len(pages_built) > len(pages()) and not fetched, fetched
+    assert 'id="fuseplan.planner.dispatch_stats.stats"' in (tmp_path / "api" / "index.html").read_text()
 
 
 def test_readme_is_short() -> None:

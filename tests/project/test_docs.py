@@ -234,6 +234,12 @@ def test_what_was_run_and_what_was_only_read(reader: Reader) -> None:
 
 
 @pytest.mark.parametrize("page", pages(), ids=name)
+def test_commands_in_sentences_exist(page: Path) -> None:
+    for command in doc_pages.named_commands(page):
+        parse(command.removesuffix(" ...").split()[1:])
+
+
+@pytest.mark.parametrize("page", pages(), ids=name)
 def test_links_lead_somewhere(page: Path) -> None:
     wrong = []
     for link in links(page):

@@ -61,6 +61,11 @@ def links(path: Path) -> list[str]:
     return _LINK.findall(_FENCE.sub("", path.read_text(encoding="utf-8")))
 
 
+def named_commands(path: Path) -> list[str]:
+    """``plan`` commands that a page names in its sentences and tables; not ``plan db``, which is several."""
+    return re.findall(r"`(plan (?!db`)[^`<$]+)`", _FENCE.sub("", path.read_text(encoding="utf-8")))
+
+
 def anchors(path: Path) -> set[str]:
     """What a page's headings are called in addresses."""
     text = _FENCE.sub("", path.read_text(encoding="utf-8"))

@@ -236,7 +236,11 @@ def test_what_was_run_and_what_was_only_read(reader: Reader) -> None:
 @pytest.mark.parametrize("page", pages(), ids=name)
 def test_commands_in_sentences_exist(page: Path) -> None:
     for command in doc_pages.named_commands(page):
-        parse(command.removesuffix(" ...").split()[1:])
+        try:
+            parse(command.removesuffix(" ...").split()[1:])
+        except Exception as error:  # a command is named without what it is given
+            if type(error).__name__ != "MissingParameter":
+                raise AssertionError(f"{name(page)}: {command}: {error}") from error
 
 
 @pytest.mark.parametrize("page", pages(), ids=name)

@@ -1,5 +1,6 @@
 # make tune   one command from a clone to a tuned Llama: creates .venv, installs, runs the main job
-# make test   creates .venv, installs, runs the tests with coverage, ruff and mypy
+# make test   creates .venv, installs, runs the tests with coverage, ruff and mypy, and builds the site
+# make docs   builds the site from docs/ into build/docs: no network, and no warning is let pass
 PYTHON ?= python3
 VENV ?= .venv
 # Without an NVIDIA GPU, `make TORCH="torch --index-url https://download.pytorch.org/whl/cpu" ...` saves the CUDA download.
@@ -8,7 +9,7 @@ TORCH ?= torch==2.13.0
 JOBS ?= 2
 BIN := $(VENV)/bin
 
-.PHONY: tune test lint types wheel clean
+.PHONY: tune test docs lint types wheel clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -20,15 +21,18 @@ $(VENV)/.installed: $(BIN)/python pyproject.toml
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --editable ".[dev,docs]"
 	touch $@
 
 tune: $(VENV)/.installed
 	$(BIN)/plan tune --model llama
 	$(BIN)/plan report --model llama
 
-test: $(VENV)/.installed-dev lint types
+test: $(VENV)/.installed-dev lint types docs
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --cov --cov-report=term --cov-fail-under=85
+
+docs: $(VENV)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -249,7 +250,7 @@ def _judged(arguments: list[str], status: int, printed: str, allowed: tuple[int,
         found.append(f"plan {_short(arguments)} ended with status {status}: {printed.strip()[-200:]!r}")
     if "Traceback" in printed:
         found.append(f"plan {_short(arguments)} printed a traceback")
-    if not all(line.isprintable() for line in printed.split("\n")):
+    if not all(line.isprintable() for line in re.split("[\n\t]", printed)):
         found.append(f"plan {_short(arguments)} printed what a terminal obeys")
     return found
 

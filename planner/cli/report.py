@@ -66,6 +66,7 @@ def report(
     if topic is ReportTopic.ACCURACY:
         _accuracy(screen, data)
     else:
+        screen.tell(f"{data.model or 'everything tuned'} on {data.device}", one_line=True)
         _steps(screen, data, topic)
         if topic is ReportTopic.GROUPS:
             _groups(screen, data)

@@ -96,6 +96,7 @@ def load_report(
 ) -> ReportData:
     """Everything known of ``device``, limited to ``model`` and ``regime`` where they are given.
 
+    Where one model is known and none is given, it is that model's report.
     ``regime`` is ``"eager"`` or ``"graph"``, None for both. Nothing stored for this device, or for this model on it, is
     a :class:`PlanError`.
     """
@@ -123,6 +124,9 @@ def load_report(
     misses = logged_misses(database, device)
     samples = tuple(one for one in stored_samples(database, device, regime) if one.key in plans)
     shipped = frozenset(key for key, found in database.get_plans(plans).items() if found.shipped)
+    models = {workload.model for workload in workloads}
+    if not model and len(models) == 1:
+        model = models.pop()
     return ReportData(device, model, spec, records, plans, workloads, misses, samples, shipped, stored_steps(database))
 
 

@@ -40,8 +40,6 @@ _SOME, _NAMED, _MATMULS = 5, 3, frozenset({"linear", "matmul", "bmm", "addmm"})
 
 def html_report(data: ReportData, other: ReportData | None = None) -> str:
     """The whole page; with another tune also what differs from that."""
-    models = {one.model for one in data.workloads}
-    data = replace(data, model=data.model or (models.pop() if len(models) == 1 else ""))
     groups = frames.group_frame(data)
     coverage = frames.coverage_frame(data)
     regions = frames.region_frame(data)

@@ -37,8 +37,8 @@ def step_lines(data: ReportData, shown: int = _SHOWN, every: bool = False) -> It
                 best[where] = one, saved
     ordered = sorted(best.values(), key=lambda pair: -pair[1].saved_us)
     for one, saved in ordered[:shown]:
-        each = f"{time_text(saved.unfused_us)} -> {time_text(saved.planned_us)}"
-        yield f"    saves {time_text(saved.saved_us)} of {one.name}: {saved.name}, {saved.uses} x {each}"
+        each = f"{saved.uses} x ({time_text(saved.unfused_us)} -> {time_text(saved.planned_us)})"
+        yield f"    saves {time_text(saved.saved_us)} of {one.name}, {each}: {saved.name}"
     if len(ordered) > shown:
         yield f"    {len(ordered) - shown} other groups save less; `plan report steps` lists them"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from fuseplan.planner.module_paths import joined_places, located
+from fuseplan.planner.module_paths import TOP, joined_places, located
 from fuseplan.planner.reports.frames import ReportData, time_of
 from fuseplan.planner.tuning.summary import RegionSummary, WorkloadSummary
 from fuseplan.planner.tuning.whole_step import StepTimes, step_key
@@ -41,8 +41,8 @@ class Saved:
 
     @property
     def name(self) -> str:
-        """Its label, and where in the model it is."""
-        return located(self.label, self.place)
+        """Where in the model it is, as far as that is known, and its label."""
+        return located(self.place, self.label) if self.place not in ("", TOP) else self.label
 
     @property
     def saved_us(self) -> float:

@@ -119,15 +119,14 @@ def shape(line: str) -> str:
 
     >>> shape("decode 1 @ 256: 64.9 -> 48.0 ms a step (1.35x); floor 16.6 ms; within the noise of 42%")
     'W: # -> # U a step (#x); floor # U'
-    >>> shape("    saves 2.3 ms of prefill 1x16: silu+mul 1x128 (model.mlp  x2), 2 x 4.39 us -> 850 us")
-    'saves # U of W: G, # x # U -> # U'
-    >>> shape("    saves 2.3 ms of prefill 1x16: silu+mul 1x128 (mod…")
-    'saves # U of W: …'
+    >>> shape("    saves 2.3 ms of prefill 1x16, 2 x (4.39 us -> 850 us): model.mlp  x2 (silu+mul 1x128 float32)")
+    'saves # U of W, # x (# U -> # U): G'
+    >>> shape("    saves 2.3 ms of prefill 1x16, 2 x (4.39 us -> 850 us): model.mlp  x2 (silu+…")
+    'saves # U of W, # x (# U -> # U): G'
     """
     line = re.sub(r"; (?:within the noise of|without) [^;…]*", "", line.strip())  # said where it is so
     line = re.sub(rf"^{_WORKLOAD}", "W", line)
-    line = re.sub(rf" of {_WORKLOAD}: .*, (\d+ x )", r" of W: G, \1", line)
-    line = re.sub(rf" of {_WORKLOAD}: [^…]*…$", r" of W: …", line)
+    line = re.sub(rf" of {_WORKLOAD}, (\d+ x \([^)]*\)): .*", r" of W, \1: G", line)
     line = re.sub(r"(?:(?<=\s)-)?\d[\d.,]*", "#", line)
     return re.sub(r"# (us|ms|s)\b", "# U", line)
 

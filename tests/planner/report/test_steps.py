@@ -151,9 +151,9 @@ def test_the_groups_that_save_most_are_named_where_they_do(load: Load) -> None:
     assert [line.split(":")[0] for line in lines[:3]] == ["decode b1", "decode b4", "prefill 1x128"]
     # SwiGLU runs 16 times in two workloads, the norm 32 times in decode b1 and prefill, and 10 times in decode b4.
     assert [line.strip() for line in lines[3:]] == [
-        f"saves 2.24 ms of decode b1: {samples.NORM.label}, 32 x 90.0 us -> 20.0 us",
-        f"saves 1.28 ms of decode b1: {samples.SWIGLU.label}, 16 x 120 us -> 40.0 us",
-        "saves 90.0 us of decode b4: linear 1x8, 10 x 40.0 us -> 31.0 us",
+        f"saves 2.24 ms of decode b1, 32 x (90.0 us -> 20.0 us): {samples.NORM.label}",
+        f"saves 1.28 ms of decode b1, 16 x (120 us -> 40.0 us): {samples.SWIGLU.label}",
+        "saves 90.0 us of decode b4, 10 x (40.0 us -> 31.0 us): linear 1x8",
     ]
     short = list(step_words.step_lines(load(None), shown=1))
     assert len(short) == 5 and "2 other groups save less" in short[4]

@@ -1,4 +1,4 @@
-# make tune   one command from a clone to a tuned Llama: creates .venv, installs, runs the main job
+# make tune   one command from a clone to a tuned Llama: creates .venv, installs, runs the main job, ends with what it gained
 # make test   creates .venv, installs, runs the tests with coverage, ruff and mypy, and builds the site
 # make docs   builds the site from docs/ into build/docs: no network, and no warning is let pass
 PYTHON ?= python3
@@ -26,7 +26,6 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 tune: $(VENV)/.installed
 	$(BIN)/plan tune --model llama
-	$(BIN)/plan report --model llama
 
 test: $(VENV)/.installed-dev lint types docs
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --cov --cov-report=term --cov-fail-under=85

@@ -87,6 +87,9 @@ def _steps(screen: Screen, data: ReportData, topic: ReportTopic) -> None:
     found = {"steps": steps.step_frame(data), "parts": steps.part_frame(data), "saved": steps.saved_frame(data)}
     if topic is ReportTopic.GROUPS and screen.style == PageFormat.TABLE and not any(map(len, found.values())):
         return
+    timed = found["steps"]["workload"][found["steps"]["noise"].notna()]
+    if screen.style == PageFormat.TABLE and topic is ReportTopic.GROUPS and len(timed):
+        found["parts"] = found["parts"][found["parts"]["workload"].isin(timed)]
     times = ("unfused_us", "planned_us")
     screen.table(table_of(found["steps"], "steps", "Steps"), "files")
     screen.table(table_of(

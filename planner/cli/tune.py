@@ -83,7 +83,7 @@ def tune(
     """Plan a model's fusion, tune it on this device, and store the result.
 
     What is stored already is not measured again. Without options, tunes the llama preset. Ctrl-C loses nothing that
-    was finished: the same command goes on. The last line says where the time went.
+    was finished: the same command goes on. Last come whole steps, unfused and as planned.
     """
     account = TimeAccount(process_age_s())
     with account.spend("starting"):
@@ -107,9 +107,9 @@ def tune(
     common.print_frame(found.steps, "Steps", name="steps", shown="files")
     for line in found.course():
         common.say(line)
+    common.say(account.line())
     for line in step_lines(found.data):
         common.print_line(line)
-    common.say(account.line())
     complain(found.warnings, found.failure)
 
 

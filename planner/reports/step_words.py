@@ -27,7 +27,9 @@ def step_lines(data: ReportData, shown: int = _SHOWN, every: bool = False) -> It
     told = found if every else [one for one in found if one.times is not None] or found
     yield from map(step_words, told)
     if rest := len(found) - len(told):
-        yield f"    {rest} more workloads were not timed as whole steps; `plan report steps` lists them"
+        more = "1 more workload was not timed as a whole step" if rest == 1 else (
+            f"{rest} more workloads were not timed as whole steps")
+        yield f"    {more}; `plan report steps` lists {'it' if rest == 1 else 'them'}"
     best: dict[str, tuple[Step, Saved]] = {}
     for one in told:
         for saved in one.saved:
@@ -135,7 +137,7 @@ def _what_is_left(one: Step) -> str:
     most = max(bars(one)[1], key=lambda piece: piece.share, default=None)
     if most is not None:
         share = most.share * max(one.unfused_us, one.planned_us) / (100 * one.planned_us)
-        found.append(f"Most of what is left are {most.part} ({share:.0%}).")
+        found.append(f"What is left is mostly {most.part} ({share:.0%}).")
     if one.times is not None and one.times.floor_us:
         over = one.planned_us / one.times.floor_us
         found.append(f"Memory and arithmetic alone take {time_text(one.times.floor_us)}"

@@ -88,7 +88,7 @@ def measure_step(session: Session, graph: DataflowGraph, plan: GraphPlan, tuner:
     """
     planned = counted(plan)
     key = step_key(planned)
-    known = stored_steps(session.database).get(key)
+    known = stored_steps(session.store).get(key)
     if known is not None:
         return known
     unfused_us = sum(count * record.unfused_us for count, record in planned)

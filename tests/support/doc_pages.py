@@ -123,9 +123,12 @@ def shape(line: str) -> str:
     'saves # U of W, # x (# U -> # U): G'
     >>> shape("    saves 2.3 ms of prefill 1x16, 2 x (4.39 us -> 850 us): model.mlp  x2 (silu+…")
     'saves # U of W, # x (# U -> # U): G'
+    >>> shape("decode 1 @ 256  linear 1x1x8192 bfloat16  32  28,891.42")
+    'W  G  #  #'
     """
     line = re.sub(r"; (?:within the noise of|without) [^;…]*", "", line.strip())  # said where it is so
     line = re.sub(rf"^{_WORKLOAD}", "W", line)
+    line = re.sub(r"[\w.+…]+ (?:\d+x)*\d+ (?:bfloat16|float16|float32|int64|bool)", "G", line)
     line = re.sub(rf" of {_WORKLOAD}, (\d+ x \([^)]*\)): .*", r" of W, \1: G", line)
     line = re.sub(r"(?:(?<=\s)-)?\d[\d.,]*", "#", line)
     return re.sub(r"# (us|ms|s)\b", "# U", line)

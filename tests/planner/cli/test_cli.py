@@ -324,7 +324,8 @@ def test_tune_stores_and_the_second_run_measures_nothing(plan: Run, db: Path) ->
     assert status == 0, err
     assert "silu+mul 3x24 float32" in out and "measured" in out and str(db) in out
     assert re.search(r"^forward: [\d.]+ -> [\d.]+ us a step \([\d.]+x\)", out, re.MULTILINE), out
-    account = out.strip().splitlines()[-1]
+    account = next(line for line in out.splitlines() if line.startswith("where"))
+    assert out.index(account) < out.index("forward: ")  # it ends with the answer
     assert account.startswith("where the time went: ") and "capturing" in account and "deciding" in account
     status, out, err = plan(*command)
     assert status == 0, err

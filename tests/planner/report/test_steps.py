@@ -102,7 +102,7 @@ def test_steps_that_were_not_timed_are_counted_beside_those_that_were(load: Load
     lines, every = list(step_words.step_lines(data)), list(step_words.step_lines(data, every=True))
     others = len(steps.steps(data)) - 1
     assert [line for line in lines if "a step" in line] == every[:1] and every[0].startswith("decode b4")
-    assert f"{others} more workloads" in lines[1]
+    assert f"{others} more workload" in lines[1]
     assert sum("a step" in line for line in every) == others + 1
     assert all("of decode b4" in line for line in lines if "saves" in line)
 

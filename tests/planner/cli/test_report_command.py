@@ -114,7 +114,7 @@ def test_numbers_of_json_and_csv_are_those_of_the_frames(plan: Run, sampled: tup
 
 def test_steps_come_first_and_a_pipe_has_every_column(plan: Run, sampled: tuple[str, ...]) -> None:
     lines = plan("report", *sampled)[1].splitlines()
-    step = r"decode .*: [\d.]+ -> [\d.]+ ms a step \([\d.]+x\)"
+    step = r"(decode|prefill) .*: [\d.]+ -> [\d.]+ ms a step \([\d.]+x\)"
     assert [bool(re.match(step, line)) for line in lines[:4]] == [False, True, True, False]
     assert lines[0].startswith("llama on ") and lines[3].startswith("    saves ")
     header = next(line for line in lines if line.startswith("workload\tgroup\t"))

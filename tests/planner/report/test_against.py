@@ -95,5 +95,5 @@ def test_steps_as_csv_are_what_each_group_saves(here: ReportData, tmp_path: Path
     command = ["report", "steps", "--device-key", samples.DEVICE, "--db", db]
     assert run([*command, "--format", "csv", "--out", str(tmp_path / "saved.csv")]) == 0
     found = pd.read_csv(tmp_path / "saved.csv").fillna({"place": ""})
-    wanted = saved_frame(replace(here, model=""))  # workloads are named with their models
+    wanted = saved_frame(here)
     pd.testing.assert_frame_equal(found, wanted, check_dtype=False)

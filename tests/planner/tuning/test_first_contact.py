@@ -106,7 +106,9 @@ def test_report_and_explain_work_before_any_tune(plan: Run, shipped: Path, tmp_p
     status, out, err = plan("explain", *TOY, "--db", db)
     assert status == 0, err
     assert "plan that comes with fuseplan, measured on another such device" in out and "why: the" in out
-    status, _, err = plan("report", "--model", "toy_models:gated", "--device", "cpu", "--db", db)
+    status, out, err = plan("report", "--model", "toy_models:gated", "--device", "cpu", "--db", db)
+    assert status == 0 and "silu+mul 3x24 float32" in out, err  # what a report says of models ships, too
+    status, _, err = plan("report", "--model", "toy_models:other", "--device", "cpu", "--db", db)
     assert status == 2 and "plan tune" in err and "`plan report` without --model" in err
     for style in ("csv", "markdown", "html"):
         status, _, err = plan("report", "--format", style, "--device", "cpu", "--db", db, "--out", tmp_path / "r")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import nbformat
@@ -14,24 +12,14 @@ import report_samples as samples
 from nbclient import NotebookClient
 from paths import ROOT
 
-from fuseplan.costmodel.identity import current_identity
-from fuseplan.search.store.database import Database
 from fuseplan.search.store.location import default_path
 
 EXAMPLES = ROOT / "examples"
 
 
-def measured(path: Path) -> Path:
-    """A database that knows this machine's CPU, so that nothing is probed."""
-    identity = current_identity("cpu")
-    with Database(path) as database:
-        database.put_device(identity.key(), json.loads(replace(samples.SPEC, identity=identity).to_json()))
-    return path
-
-
 def test_the_module_is_tuned_compiled_and_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    path = measured(default_path())
+    path = samples.known_machine(default_path())
     command = [sys.executable, str(EXAMPLES / "tune_a_module.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
@@ -40,7 +28,7 @@ def test_the_module_is_tuned_compiled_and_found(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_notebook_runs_and_stores_no_outputs(tmp_path: Path) -> None:
-    measured(tmp_path / "notebook.db")
+    samples.known_machine(tmp_path / "notebook.db")
     notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
     nbformat.validate(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import re
 import shutil
@@ -37,7 +36,6 @@ from fuseplan.planner.cli import main
 from fuseplan.planner.runtime import resolve
 from fuseplan.planner.tuning import session
 from fuseplan.planner.tuning.settings import PlanSettings
-from fuseplan.search.store.database import Database
 from fuseplan.search.store.location import default_path
 from fuseplan.search.timing.timers import CpuTimer, Operands, Run, Sampler
 from fuseplan.search.tune import tuner
@@ -71,13 +69,6 @@ class Reader:
         patch.setenv("XDG_DATA_HOME", str(here / "data"))
         shutil.copytree(self.tuned, default_path().parent)
         patch.chdir(here)
-
-
-def knows_this_machine(path: Path) -> None:
-    """Put this machine's CPU into a database, with numbers that nobody measured."""
-    identity = current_identity("cpu")
-    with Database(path) as database:
-        database.put_device(identity.key(), json.loads(replace(samples.SPEC, identity=identity).to_json()))
 
 
 def counted(self: CpuTimer, run: Run, operands: Operands) -> Sampler:
@@ -131,7 +122,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
             num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=256,
             max_position_embeddings=512, eos_token_id=None,
         ).save_pretrained("my-llama")
-        knows_this_machine(default_path())
+        samples.known_machine(default_path())
         output = run_plan(*TUNE)
         yield Reader(folder, default_path().parent, output)
 
@@ -154,7 +145,7 @@ def run_example(reader: Reader, script: str, settings: dict[str, str] | None = N
         if Path(script).stem == "ship_a_database":  # its database knows the machine, which takes long to measure
             arguments = [str(reader.folder / "shipped")]
             (reader.folder / "shipped").mkdir()
-            knows_this_machine(reader.folder / "shipped" / "tuning.db")
+            samples.known_machine(reader.folder / "shipped" / "tuning.db")
         done = subprocess.run(
             [sys.executable, str(ROOT / script), *arguments], capture_output=True, text=True, check=False, timeout=300,
             cwd=reader.folder, env=os.environ | (settings or {}),

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import report_samples as samples
 
-from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.bench.case import plan_case
 from fuseplan.planner.bench.patterns import PatternRow
 from fuseplan.planner.patterns.cells import cell
 from fuseplan.planner.peers.contestant import Case
 from fuseplan.planner.tuning.session import Session, open_session
-from fuseplan.search.store.database import Database
 
 
 def cpu_session(folder: Path) -> Session:
     """A session whose database, in ``folder``, has a hand-made spec for this CPU."""
     path = folder / "tuning.db"
-    identity = current_identity("cpu")
-    with Database(path) as database:
-        database.put_device(identity.key(), json.loads(replace(samples.SPEC, identity=identity).to_json()))
+    samples.known_machine(path)
     return open_session("cpu", path)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import random
 import re
 import shutil
@@ -100,9 +99,7 @@ def make_database(folder: Path) -> None:
     context = TracingContext(FakeTensorMode())
     with torch.no_grad(), tracing(context):
         graph = normalise(trace_predispatch(_graph(), arguments())).graph
-    identity = current_identity("cpu")
-    with Database(path) as database:
-        database.put_device(identity.key(), json.loads(replace(report_samples.SPEC, identity=identity).to_json()))
+    report_samples.known_machine(path)
     session = open_session("cpu", path)
     database, versions = session.database, Versions.current("cpu")
     plans = session.planner().plan_graph(graph).regions
@@ -121,7 +118,7 @@ def make_database(folder: Path) -> None:
                 database.log_trial(Trial(own, "cpp", dict(group.config), 5.0), versions)
     planned = [(plan.region, plan.record) for plan in plans]
     summary.store_summary(database, summary.summarise("small", "forward", graph, planned))
-    database.log_miss(RecordKey("f" * 64, identity.key()), "gelu 7x13 float32", {"ops": ["aten.gelu.default"]})
+    database.log_miss(RecordKey("f" * 64, session.device), "gelu 7x13 float32", {"ops": ["aten.gelu.default"]})
     database.close()
     assert main.run(["db", "export", str(folder / "export.jsonl"), "--db", str(path)]) == 0
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,6 @@ from fuseplan.planner.api.words import in_python
 from fuseplan.planner.cli import main
 from fuseplan.planner.errors import FuseplanError
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
-from fuseplan.search.store.database import Database
 from fuseplan.search.tune import tuner
 from fuseplan.search.tune.tuner import ProgressEvent
 
@@ -45,10 +42,7 @@ def fresh() -> Iterator[None]:
 def db(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A database that knows this machine's CPU, and jobs in this process."""
     monkeypatch.setattr(tuner, "make_pool", lambda _: InlineExecutor())
-    path = tmp_path / "tuning.db"
-    with Database(path) as database:
-        database.put_device(HERE.key(), json.loads(replace(samples.SPEC, identity=HERE).to_json()))
-    return path
+    return samples.known_machine(tmp_path / "tuning.db")
 
 
 @pytest.fixture

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
 import sqlite3
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +38,7 @@ def fresh() -> Iterator[None]:
 def db(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A database that knows this machine's CPU, and jobs in this process."""
     monkeypatch.setattr(tuner, "make_pool", lambda _: InlineExecutor())
-    path = tmp_path / "tuning.db"
-    with Database(path) as database:
-        database.put_device(HERE.key(), json.loads(replace(samples.SPEC, identity=HERE).to_json()))
-    return path
+    return samples.known_machine(tmp_path / "tuning.db")
 
 
 class Layers(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,25 +10,19 @@ import pytest
 import report_samples as samples
 from ir_samples import static_samples
 
-from fuseplan.costmodel.identity import current_identity
 from fuseplan.kernels.ir.backend import BuildError, Target
 from fuseplan.kernels.registry import backends_for
 from fuseplan.planner.api.sources import KernelSource, called, kernel_sources
 from fuseplan.planner.errors import ConfigError
 from fuseplan.planner.patterns.table import pattern_graph
 from fuseplan.planner.tuning.session import Session, open_session
-from fuseplan.search.store.database import Database
 
 SM90 = Target("cuda", "sm_90", 132, 50 << 20)
 
 
 @pytest.fixture
 def session(tmp_path: Path) -> Session:
-    path = tmp_path / "tuning.db"
-    identity = current_identity("cpu")
-    with Database(path) as database:
-        database.put_device(identity.key(), json.loads(replace(samples.SPEC, identity=identity).to_json()))
-    return open_session("cpu", path)
+    return open_session("cpu", samples.known_machine(tmp_path / "tuning.db"))
 
 
 def sources(session: Session, *sizes: tuple[str, str, str]) -> list[KernelSource]:

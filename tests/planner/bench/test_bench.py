@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import replace
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 import report_samples as samples
 import torch
 
-from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.bench import evidence
 from fuseplan.planner.bench import model as bench_model
 from fuseplan.planner.bench import rows as bench
@@ -26,18 +24,13 @@ from fuseplan.planner.models.workload import Workload, decode
 from fuseplan.planner.patterns.table import pattern_graph
 from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, OURS
 from fuseplan.planner.tuning.session import Session, open_session
-from fuseplan.search.store.database import Database
 from fuseplan.search.timing.contest import Contest
 from fuseplan.search.timing.timers import Operands, Run, Sampler, Timer
 
 
 @pytest.fixture
 def session(tmp_path: Path) -> Session:
-    path = tmp_path / "tuning.db"
-    identity = current_identity("cpu")
-    with Database(path) as database:
-        database.put_device(identity.key(), json.loads(replace(samples.SPEC, identity=identity).to_json()))
-    return open_session("cpu", path)
+    return open_session("cpu", samples.known_machine(tmp_path / "tuning.db"))
 
 
 # -- statistics -------------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from inline_executor import InlineExecutor
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
-from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.bench import launch
 from fuseplan.planner.bench.launch import ADD, GROUP, PLAN, LaunchRow, LookupRow
 from fuseplan.planner.bench.patterns import PatternBench
@@ -35,7 +34,6 @@ from fuseplan.planner.peers.contestant import EAGER, OURS
 from fuseplan.planner.tuning.planner import Planner
 from fuseplan.planner.tuning.session import Session, open_session
 from fuseplan.search.errors import DatabaseError, MachineFailureError
-from fuseplan.search.store.database import Database
 from fuseplan.search.tune.tuner import Budget, make_pool
 
 Run = Callable[..., tuple[int, str, str]]
@@ -44,11 +42,7 @@ Run = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def db(tmp_path: Path) -> Path:
     """A database that knows this machine's CPU, so that no command has to probe it."""
-    path = tmp_path / "tuning.db"
-    identity = current_identity("cpu")
-    with Database(path) as database:
-        database.put_device(identity.key(), json.loads(replace(samples.SPEC, identity=identity).to_json()))
-    return path
+    return samples.known_machine(tmp_path / "tuning.db")
 
 
 @pytest.fixture

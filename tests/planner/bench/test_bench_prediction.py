@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import pandas as pd
 import pytest
 import report_samples as samples
 
-from fuseplan.costmodel.identity import current_identity
 from fuseplan.costmodel.roofline import lower_bound
 from fuseplan.planner.bench.case import plan_case, predicted_us
 from fuseplan.planner.bench.patterns import PatternBench, PatternRow
@@ -22,15 +20,12 @@ from fuseplan.planner.patterns.cells import cell
 from fuseplan.planner.peers.contestant import EAGER, OURS, trace_cell
 from fuseplan.planner.tuning.session import Session, open_session
 from fuseplan.planner.work.group_work import op_work
-from fuseplan.search.store.database import Database
 
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
     path = tmp_path_factory.mktemp("prediction") / "tuning.db"
-    identity = current_identity("cpu")
-    with Database(path) as database:
-        database.put_device(identity.key(), json.loads(replace(samples.SPEC, identity=identity).to_json()))
+    samples.known_machine(path)
     return open_session("cpu", path)
 
 

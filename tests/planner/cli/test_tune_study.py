@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from wsgiref.util import setup_testing_defaults
@@ -13,7 +12,6 @@ import pytest
 import report_samples as samples
 from inline_executor import InlineExecutor
 
-from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.cli import main
 from fuseplan.search.store.database import Database
 from fuseplan.search.tune import tuner
@@ -21,9 +19,8 @@ from fuseplan.search.tune import tuner
 
 def test_the_best_trial_of_a_study_is_the_stored_winner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuner, "make_pool", lambda _: InlineExecutor())
-    path, url, identity = tmp_path / "tuning.db", f"sqlite:///{tmp_path / 'studies.db'}", current_identity("cpu")
-    with Database(path) as database:  # it knows this machine, so that nothing is probed
-        database.put_device(identity.key(), json.loads(replace(samples.SPEC, identity=identity).to_json()))
+    path, url = tmp_path / "tuning.db", f"sqlite:///{tmp_path / 'studies.db'}"
+    samples.known_machine(path)
     line = f"tune --pattern add_rms_norm --shape 32x512 --device cpu --trials 4 --db {path} --study {url}"
     assert main.run(line.split()) == 0
     with Database(path, mode="read") as database:

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import report_samples as samples
 
-from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.patterns.table import pattern_graph
 from fuseplan.planner.reports.explain import explain_plan
 from fuseplan.planner.tuning.planner import GraphPlan, RegionPlan
 from fuseplan.planner.tuning.session import Session, open_session
-from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import Alternative, GroupChoice
 
 
 @pytest.fixture
 def session(tmp_path: Path) -> Session:
-    path = tmp_path / "tuning.db"
-    identity = current_identity("cpu")
-    with Database(path) as database:
-        database.put_device(identity.key(), json.loads(replace(samples.SPEC, identity=identity).to_json()))
-    return open_session("cpu", path)
+    return open_session("cpu", samples.known_machine(tmp_path / "tuning.db"))
 
 
 def _words(session: Session, graph: DataflowGraph, plan: GraphPlan) -> str:

@@ -20,8 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paths import ROOT
-
+ROOT = Path(__file__).resolve().parents[2]
 MOST_GRADE, MOST_WORDS = 10.0, 35
 LEFT_OUT = ("api.md",)
 _FENCE = re.compile(r"^( *)(```|~~~).*?^\1\2 *$", re.MULTILINE | re.DOTALL)

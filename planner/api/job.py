@@ -82,12 +82,17 @@ def run(
             session, graphs, budget, seed, events.on_region, events.on_trial, account, executor, events.on_graph,
             times_step,
         )
+    keep_summaries(result, name)
+    return result
+
+
+def keep_summaries(result: TuneResult, name: str) -> None:
+    """Store a summary of each workload of the model ``name``."""
     for planned in result.plans:
         pairs = [(one.region, one.record) for one in planned.plan.regions]
         if pairs:
             found = summary.summarise(name, planned.workload, planned.graph, pairs)
-            summary.store_summary(session.database, found)
-    return result
+            summary.store_summary(result.session.database, found)
 
 
 def complaints(result: TuneResult, load: MachineLoad) -> tuple[tuple[str, ...], str]:

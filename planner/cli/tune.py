@@ -76,6 +76,14 @@ def tune(
         typer.Option(
             parser=common.whole(1), metavar="N", help="Regions that --misses tunes, those missed most often first."),
     ] = 16,
+    workers: Annotated[
+        str | None,
+        typer.Option(
+            "--workers", metavar="URL|local",
+            help="Who measures: `local` is one worker for each GPU of this host, tcp://HOST:8786 are those of a Dask "
+            "scheduler; see `plan fleet`.",
+        ),
+    ] = None,
     regime: opt.RegimeOption = opt.Regime.EAGER,
     device: common.DeviceOption = common.Device.AUTO,
     db: common.DbOption = None,
@@ -88,12 +96,16 @@ def tune(
     account = TimeAccount(process_age_s())
     with account.spend("starting"):
         from fuseplan.planner.api.asked import plan_settings
+        from fuseplan.planner.api.fleet import fleet_kind, tune_by_fleet
         from fuseplan.planner.api.job import HowToTune
         from fuseplan.planner.api.tune import tune_asked
+        from fuseplan.planner.errors import ConfigError
         from fuseplan.planner.reports.step_words import step_lines
 
-        kind = common.device_type(device)
+        kind = common.device_type(device) if workers is None else fleet_kind(workers, device.value)
     how = HowToTune(trials, seconds, seed, shipped, again, study)
+    if misses and workers is not None:
+        raise ConfigError("--misses tunes on this device; leave out --workers")
     if misses:
         given = (model, config, module, pattern, shape, decode, kv_len, prefill, dtype, layers)
         tune_misses(kind, db, most, how, account, any(one is not None for one in given))
@@ -101,16 +113,22 @@ def tune(
     what = opt.named(
         kind, (model, config, module), (pattern, shape), (decode, kv_len, prefill), dtype, layers, calls, pack_weights
     )
-    found = tune_asked(what, plan_settings(kind, numerics.value, regime.value), db, how, opt.Terminal(), account)
-    title = f"{found.label} on {found.data.device}"
-    common.print_frame(found.groups, title, name="groups", shown="talk", spare=_SPARE, keep=_ANSWER)
-    common.print_frame(found.steps, "Steps", name="steps", shown="files")
-    for line in found.course():
-        common.say(line)
+    settings = plan_settings(kind, numerics.value, regime.value)
+    if workers is None:
+        found = [tune_asked(what, settings, db, how, opt.Terminal(), account)]
+    else:
+        found = tune_by_fleet([(what, settings)], workers, db, how, opt.Terminal(), account)
+    for one in found:
+        title = f"{one.label} on {one.data.device}"
+        common.print_frame(one.groups, title, name="groups", shown="talk", spare=_SPARE, keep=_ANSWER)
+        common.print_frame(one.steps, "Steps", name="steps", shown="files")
+        for line in one.course():
+            common.say(line)
     common.say(account.line())
-    for line in step_lines(found.data):
-        common.print_line(line)
-    complain(found.warnings, found.failure)
+    for one in found:
+        for line in step_lines(one.data):
+            common.print_line(line)
+    complain([text for one in found for text in one.warnings], next((one.failure for one in found if one.failure), ""))
 
 
 def tune_misses(

@@ -1,0 +1,122 @@
+"""What travels to the workers and back: regions, what they are tuned for, and what came of it."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fuseplan.costmodel.probe.probe import MachineLoad
+from fuseplan.kernels.ir.backend import Target
+from fuseplan.planner.errors import PlanError, failure_reason
+from fuseplan.planner.tuning.plans import RegionPlan
+from fuseplan.planner.tuning.settings import PlanSettings
+from fuseplan.search.store.record import Versions
+from fuseplan.search.tune.tuner import Budget
+
+#: How the names of our resources begin: ``fuseplan <device key>`` is a device, for one measurement at a time.
+_PREFIX = "fuseplan"
+#: A worker has so many of what says which device is beside it: as many as it likes to prepare or capture at once.
+PLENTY = 1000
+
+
+def measuring(device: str) -> str:
+    """The resource that a measurement on a device asks for; a worker has one of it."""
+    return f"{_PREFIX} {device}"
+
+
+def beside(device: str) -> str:
+    """The resource of what is done beside a device of this key, or of this type, and does not disturb it."""
+    return f"{_PREFIX} beside {device}"
+
+
+def device_of(resource: str) -> str | None:
+    """The device's key, of a :func:`measuring` resource; None of any other."""
+    words = resource.split(" ")
+    return words[1] if len(words) == 2 and words[0] == _PREFIX else None
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What regions are tuned for, and how.
+
+    Attributes:
+        run: Name of the tune: workers keep what they made for it until it ends.
+        kind: Type of the devices.
+        db: The database as all workers reach it; it may hold a password.
+        settings: What plans are made for.
+        budget, seed, shipped, since, study: As a :class:`~fuseplan.planner.tuning.session.Session` has them.
+    """
+
+    run: str
+    kind: str
+    db: str = field(repr=False)
+    settings: PlanSettings
+    budget: Budget
+    seed: int = 0
+    shipped: bool = True
+    since: str = ""
+    study: str | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class RegionTask:
+    """A region to be tuned, by itself.
+
+    Attributes:
+        key: Its workload key.
+        label: What it computes, and where it is, for people.
+        data: Its graph (:func:`~fuseplan.planner.work.region_data.region_data`).
+        shares: Of the model's time, by the key of each of its parts.
+        ops: Its compute ops and matmuls that are searched: what the time of its tune grows with.
+    """
+
+    key: str
+    label: str
+    data: Mapping[str, Any] = field(repr=False)
+    shares: Mapping[str, float] = field(repr=False)
+    ops: float
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A region is prepared in one worker, which took so long (``elapsed_s``)."""
+
+    elapsed_s: float
+
+    def __sizeof__(self) -> int:
+        """Bytes whose transfer would take as long (Dask assumes 100 MB/s): so is it weighed whether to measure
+        elsewhere, where the region would have to be prepared anew.
+        """
+        return int(self.elapsed_s * 1e8)
+
+
+@dataclass(frozen=True)
+class RegionOutcome:
+    """What came of a region: its plan, with its region in the graph that travelled; or why it has none."""
+
+    plan: RegionPlan | None
+    failure: Exception | None = None
+
+
+@dataclass(frozen=True)
+class WorkerDevice:
+    """A worker's device: its identity key, what kernels are compiled for, and how busy its machine was."""
+
+    device: str
+    target: Target
+    versions: Versions
+    host: str
+    load: MachineLoad
+    sees_database: bool
+
+
+def carried(error: Exception) -> Exception:
+    """The error, if it says the same after a journey; else one that does."""
+    try:
+        if str(pickle.loads(pickle.dumps(error))) == str(error):
+            return error
+    except Exception:  # whatever a class makes of its own arguments
+        pass
+    return PlanError(failure_reason(error))

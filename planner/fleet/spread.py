@@ -7,11 +7,12 @@ that are known comes next whichever was captured first, and a worker that joins 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -71,11 +72,12 @@ class Spread:
         self.counts = Counts()
         self._client, self._kind, self._run, self._tell = client, kind, run, tell
         self._tasks = tasks if tasks is not None else Tasks()
-        self._coming = as_completed()
+        self._coming = as_completed(loop=client.loop)
         self._then: dict[Any, Callable[[Future[Any]], None]] = {}
         self._calls: list[Future[Any]] = []
         self._captures: deque[tuple[tuple[Any, ...], Callable[[Any], None]]] = deque()
         self._capturing = 0
+        self._numbers = itertools.count()
         self._waiting: dict[str, list[tuple[float, int, Terms, RegionTask, Callable[[RegionOutcome], None]]]] = {}
         self._under_way: Counter[str] = Counter()
         self._unprobed: set[str] = set()
@@ -100,7 +102,7 @@ class Spread:
         self.counts.regions += 1
         self.counts.ops += task.ops
         heap = self._waiting.setdefault(device, [])
-        heapq.heappush(heap, (-task.ops, self.counts.regions, terms, task, then))
+        heapq.heappush(heap, (-task.ops, next(self._numbers), terms, task, then))
 
     def call(self, function: Callable[..., Any], device: str, terms: Terms, *args: Any) -> Any:
         """Run a task on a device when no region wants it, and wait for its result. Safe from any thread."""
@@ -154,7 +156,7 @@ class Spread:
             then(future.result())
 
         self._submit(partial(self._tasks.capture, *args), None, {beside(self._kind): 1}, _CAPTURE,
-                     ("capture", self._run, len(self._captures)), captured)
+                     ("capture", self._run, next(self._numbers)), captured)
 
     def _next_region(
         self, device: str, terms: Terms, task: RegionTask, then: Callable[[RegionOutcome], None]
@@ -163,12 +165,16 @@ class Spread:
 
         def measured(future: Future[Any]) -> None:
             self._under_way[device] -= 1
+            outcome = _outcome(future)
+            if outcome.taken:  # last of all, when its plan may be there
+                waiting = 0.0, next(self._numbers), terms, replace(task, waits=True), then
+                return heapq.heappush(self._waiting[device], waiting)
             self.counts.regions_done += 1
             self.counts.ops_done += task.ops
-            then(_outcome(future))
+            return then(outcome)
 
         # Dask learns how long tasks take by the first part of their names.
-        size, name = size_name(task.ops), (self._run, device, hash(terms), task.key, task.label)
+        size, name = size_name(task.ops), (self._run, device, hash(terms), task.key, task.waits, task.label)
         prepared = self._client.submit(
             self._tasks.prepare, terms, task, key=(f"prepare-{size}", *name), resources={beside(device): 1},
             priority=_PREPARE + task.ops, retries=_RETRIES)

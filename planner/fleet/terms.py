@@ -69,7 +69,8 @@ class RegionTask:
         label: What it computes, and where it is, for people.
         data: Its graph (:func:`~fuseplan.planner.work.region_data.region_data`).
         shares: Of the model's time, by the key of each of its parts.
-        ops: Its compute ops and matmuls that are searched: what the time of its tune grows with.
+        ops: Its compute ops and matmuls, those that are searched: what the time of its tune grows with.
+        waits: Whether it waits for another tuner that is at work on it.
     """
 
     key: str
@@ -77,6 +78,7 @@ class RegionTask:
     data: Mapping[str, Any] = field(repr=False)
     shares: Mapping[str, float] = field(repr=False)
     ops: float
+    waits: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,10 +96,17 @@ class Prepared:
 
 @dataclass(frozen=True)
 class RegionOutcome:
-    """What came of a region: its plan, with its region in the graph that travelled; or why it has none."""
+    """What came of a region: its plan, with its region in the graph that travelled; or why it has none.
 
-    plan: RegionPlan | None
+    Neither where another tuner is at work on it.
+    """
+
+    plan: RegionPlan | None = None
     failure: Exception | None = None
+
+    @property
+    def taken(self) -> bool:
+        return self.plan is None and self.failure is None
 
 
 @dataclass(frozen=True)

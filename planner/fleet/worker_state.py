@@ -158,10 +158,14 @@ class RegionTuner:
                 with contextlib.suppress(Exception):
                     self._lookahead.problem(part)
 
-    def measure(self, task: RegionTask) -> RegionPlan:
-        """The region's plan: the stored one, else measured now and stored."""
+    def measure(self, task: RegionTask) -> RegionPlan | None:
+        """The region's plan: the stored one, else measured now and stored; None where another tuner is at work on it,
+        and the task does not wait.
+        """
         graph, region = self._graph(task)
-        return self._planner.plan_graph(graph, self._lookahead, regions=[region]).regions[0]
+        on_taken = None if task.waits else [].append
+        plans = self._planner.plan_graph(graph, self._lookahead, regions=[region], on_taken=on_taken).regions
+        return plans[0] if plans else None
 
     def close(self) -> None:
         self._stack.close()

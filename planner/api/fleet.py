@@ -15,6 +15,7 @@ from fuseplan.planner.api.job import HowToTune, doubts, keep_summaries
 from fuseplan.planner.api.progress import SILENT, Progress
 from fuseplan.planner.api.tune import Tuned, tuned
 from fuseplan.planner.errors import ConfigError
+from fuseplan.planner.fleet.terms import Terms, needs_dask
 from fuseplan.planner.tuning.settings import PlanSettings
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.location import location_name, resolve_url, sqlite_file
@@ -25,18 +26,10 @@ from fuseplan.search.tune.tuner import Budget
 if TYPE_CHECKING:
     from distributed import Client
 
-    from fuseplan.planner.fleet.terms import Terms, WorkerDevice
+    from fuseplan.planner.fleet.terms import WorkerDevice
     from fuseplan.planner.fleet.tune import Order
 
 LOCAL = "local"
-
-
-def needs_dask() -> None:
-    """Raise :class:`ConfigError` where the extra is not installed."""
-    try:
-        import distributed  # noqa: F401
-    except ImportError:
-        raise ConfigError("a fleet needs Dask; install it with: pip install 'fuseplan[fleet]'") from None
 
 
 def fleet_kind(workers: str, device: str) -> Kind:
@@ -84,7 +77,6 @@ def tune_by_fleet(
     """
     needs_dask()
     from fuseplan.planner.fleet.cluster import connected
-    from fuseplan.planner.fleet.terms import Terms
     from fuseplan.planner.fleet.tune import FleetTune
 
     account = account if account is not None else TimeAccount()

@@ -26,10 +26,10 @@ def worker(
 
     Ends with the scheduler, or with Ctrl-C.
     """
-    from fuseplan.planner.api.fleet import needs_dask
+    from fuseplan.planner.fleet.terms import needs_dask
 
-    kind = common.device_type(device)
     needs_dask()
+    kind = common.device_type(device)
     from fuseplan.planner.fleet.cluster import scheduler_client, serve
 
     scheduler_client(scheduler).close()  # in one line where there is none
@@ -39,7 +39,9 @@ def worker(
 @app.command()
 @answers("the devices, or without a scheduler what is missing")
 def status(
-    scheduler: Annotated[str | None, Argument(metavar="URL", help=f"{_ADDRESS} Leave out for the database alone.")] = None,
+    scheduler: Annotated[
+        str | None, Argument(metavar="URL", help=f"{_ADDRESS} Leave it out to read the database alone.")
+    ] = None,
     model: opt.ModelOption = None,
     config: opt.ConfigOption = None,
     module: opt.ModuleOption = None,
@@ -50,7 +52,9 @@ def status(
     prefill: opt.PrefillOption = None,
     dtype: opt.DtypeOption = None,
     layers: opt.LayersOption = None,
-    calls: Annotated[bool, typer.Option("--calls/--no-calls", help="With what `plan tune` adds to these sizes.")] = True,
+    calls: Annotated[
+        bool, typer.Option("--calls/--no-calls", help="With the calls that `plan tune` adds to these sizes.")
+    ] = True,
     pack_weights: opt.PackWeightsOption = False,
     numerics: opt.NumericsOption = opt.Numerics.FP32,
     regime: opt.RegimeOption = opt.Regime.EAGER,
@@ -63,15 +67,16 @@ def status(
     """
     from fuseplan.planner.api.asked import plan_settings
     from fuseplan.planner.api.fleet import fleet_kind
-    from fuseplan.planner.api.fleet_status import fleet_status
+    from fuseplan.planner.fleet.overview import Wanted, fleet_status
 
-    asked = []
+    wanted = []
     if any(one is not None for one in (model, config, module, pattern, shape, decode, kv_len, prefill, dtype, layers)):
         kind = common.device_type(device) if scheduler is None else fleet_kind(scheduler, device.value)
+        settings = plan_settings(kind, numerics.value, regime.value)
         what = opt.named(kind, (model, config, module), (pattern, shape), (decode, kv_len, prefill), dtype, layers,
                          calls, pack_weights)
-        asked = [(what, plan_settings(kind, numerics.value, regime.value))]
-    found = fleet_status(scheduler, db, asked, opt.Terminal())
+        wanted = [Wanted(what.label, kind, settings, what.graphs(opt.Terminal()))]
+    found = fleet_status(scheduler, db, wanted)
     if found.devices is not None:
         common.print_frame(found.devices, "Devices", name="devices", keep=("device", "doing"))
     for title, frame, what_else in (

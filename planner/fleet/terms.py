@@ -9,7 +9,7 @@ from typing import Any
 
 from fuseplan.costmodel.probe.probe import MachineLoad
 from fuseplan.kernels.ir.backend import Target
-from fuseplan.planner.errors import PlanError, failure_reason
+from fuseplan.planner.errors import ConfigError, PlanError, failure_reason
 from fuseplan.planner.tuning.plans import RegionPlan
 from fuseplan.planner.tuning.settings import PlanSettings
 from fuseplan.search.store.record import Versions
@@ -19,6 +19,14 @@ from fuseplan.search.tune.tuner import Budget
 _PREFIX = "fuseplan"
 #: A worker has so many of what says which device is beside it: as many as it likes to prepare or capture at once.
 PLENTY = 1000
+
+
+def needs_dask() -> None:
+    """Raise :class:`ConfigError` where the extra is not installed."""
+    try:
+        import distributed  # noqa: F401
+    except ImportError:
+        raise ConfigError("a fleet needs Dask; install it with: pip install 'fuseplan[fleet]'") from None
 
 
 def measuring(device: str) -> str:

@@ -163,8 +163,9 @@ class RegionTuner:
         and the task does not wait.
         """
         graph, region = self._graph(task)
-        on_taken = None if task.waits else [].append
-        plans = self._planner.plan_graph(graph, self._lookahead, regions=[region], on_taken=on_taken).regions
+        taken: list[Region] = []
+        plans = self._planner.plan_graph(
+            graph, self._lookahead, regions=[region], on_taken=None if task.waits else taken.append).regions
         return plans[0] if plans else None
 
     def close(self) -> None:

@@ -6,13 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 import pandas as pd
 
-from fuseplan.planner.api.asked import Asked
-from fuseplan.planner.api.fleet import needs_dask
-from fuseplan.planner.api.progress import SILENT, Progress
+from fuseplan.planner.fleet.terms import needs_dask
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.places import place_of
 from fuseplan.planner.groups.regions import find_regions, unique_regions
@@ -29,8 +26,14 @@ LEASE_COLUMNS = ("label", "owner", "taken", "left_s", "device", "regime", "numer
 MISSING_COLUMNS = ("device", "label", "place", "workload", "count", "key")
 
 
-#: What is asked for, what for, and its graphs by workload name.
-_Graphs: TypeAlias = tuple[Asked, PlanSettings, Sequence[tuple[str, DataflowGraph]]]
+@dataclass(frozen=True)
+class Wanted:
+    """A model's graphs by workload name, for a type of devices."""
+
+    label: str
+    kind: str
+    settings: PlanSettings
+    graphs: Sequence[tuple[str, DataflowGraph]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,34 +50,32 @@ class FleetStatus:
 
 
 def fleet_status(
-    scheduler: str | None, db: str | Path | None, asked: Sequence[tuple[Asked, PlanSettings]] = (),
-    progress: Progress = SILENT,
+    scheduler: str | None, db: str | Path | None, wanted: Sequence[Wanted] = ()
 ) -> FleetStatus:
     """What the fleet of a scheduler does, and what is done and missing in a database.
 
-    What is missing are the regions of ``asked`` without a plan, for each device of the fleet and of the database;
+    What is missing are the regions of ``wanted`` without a plan, for each device of the fleet and of the database;
     without any, the misses that dispatch has logged.
 
     Raises:
-        FuseplanError: No scheduler answers, or something cannot be captured.
+        FuseplanError: No scheduler answers, or Dask is not installed.
         DatabaseError: The database cannot be read.
     """
     devices, versions, labels = None, dict[str, Versions](), dict[str, str]()
     if scheduler is not None:
         devices, versions, labels = _of_scheduler(scheduler)
-    graphs = [(one, settings, one.graphs(progress)) for one, settings in asked]
     with Database(db, mode="inspect") as database:
         held = leases.listed(database)
         labels |= {str(row["workload"]): str(row["label"]) for row in database.misses()}
-        for record in (*database.plans(), *database.records()):
-            labels[record.key.workload] = record.label
+        labels |= {one.key.workload: one.label for one in database.records()}
+        labels |= {one.key.workload: one.label for one in database.plans()}
         keys = {*versions, *database.devices(), *(str(row["device"]) for row in database.misses())}
         where = database.where
     rows: list[tuple[str, str, str, str, int, str]] = []
     for key in sorted(keys):
         with Database(db, mode="inspect", versions=versions.get(key)) as database:
             store = LayeredDatabase(database, shipped_files(key))
-            rows += _without_plan(store, key, graphs) if asked else _missed(store, key)
+            rows += _without_plan(store, key, wanted) if wanted else _missed(store, key)
     return FleetStatus(
         where, devices,
         pd.DataFrame([(labels.get(one.key.workload, ""), one.owner, one.taken, one.left_s, one.key.device,
@@ -91,7 +92,7 @@ def _of_scheduler(address: str) -> tuple[pd.DataFrame, dict[str, Versions], dict
     from fuseplan.planner.fleet.cluster import device_workers, scheduler_client
     from fuseplan.planner.fleet.status import device_statuses, known_labels
 
-    versions = {}
+    versions: dict[str, Versions] = {}
     with ExitStack() as stack:
         client = stack.enter_context(scheduler_client(address))
         statuses = device_statuses(client)
@@ -112,19 +113,17 @@ def _missed(store: LayeredDatabase, device: str) -> Iterator[tuple[str, str, str
 
 
 def _without_plan(
-    store: LayeredDatabase, device: str, graphs: Sequence[_Graphs],
+    store: LayeredDatabase, device: str, wanted: Iterable[Wanted]
 ) -> Iterator[tuple[str, str, str, str, int, str]]:
     """Each region once, with the workload in which it occurs first, and how often it occurs there."""
     told: set[RecordKey] = set()
-    for asked, settings, named in graphs:
-        if not device.startswith(f"{asked.kind}-"):
-            continue
-        for name, graph in named:
-            distinct = {RecordKey(key, device, settings.regime, settings.numerics): found
+    for one in wanted:
+        for name, graph in one.graphs if device.startswith(f"{one.kind}-") else ():
+            distinct = {RecordKey(key, device, one.settings.regime, one.settings.numerics): found
                         for key, found in unique_regions(find_regions(graph)).items()}
             for key, lookup in store.get_plans(distinct.keys() - told).items():
                 told.add(key)
                 if lookup.hit is None:
                     region = distinct[key][0]
                     yield (device, region_label(graph, region), place_of(graph, region.ops),
-                           f"{asked.label}: {name}", len(distinct[key]), key.workload)
+                           f"{one.label}: {name}", len(distinct[key]), key.workload)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,6 +19,7 @@ from fuseplan.planner.fleet.terms import device_of
 from fuseplan.search.workers.worker import usable_cores
 
 LOCAL = "local"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 #: A measurement, the preparing of the next regions, and a capture.
 _THREADS = 4
 _PRELOAD = "fuseplan.planner.fleet.worker_state"
@@ -103,13 +105,14 @@ def nannies(kind: str, **options: Any) -> list[dict[str, Any]]:
     if kind == "cpu":
         environments: list[dict[str, str]] = [{}]
     else:
-        environments = [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in visible_gpus()]
+        environments = [{_VISIBLE: gpu} for gpu in visible_gpus()]
     compilers = max(1, usable_cores() // len(environments))
+    names = [f"{socket.gethostname()}-{os.getpid()}-{one.get(_VISIBLE, kind)}" for one in environments]
     return [
-        {"nthreads": _THREADS, "memory_limit": None, "env": environment, "preload": _PRELOAD,
+        {"name": name, "nthreads": _THREADS, "memory_limit": None, "env": environment, "preload": _PRELOAD,
          "preload_argv": ["--device", kind, "--compilers", str(compilers)], "dashboard": False,
          "dashboard_address": None, **options}
-        for environment in environments
+        for name, environment in zip(names, environments, strict=True)
     ]
 
 
@@ -124,7 +127,7 @@ def visible_gpus() -> list[str]:
     count = torch.cuda.device_count()
     if not count:
         raise DeviceError("PyTorch sees no CUDA GPU on this host; use --device cpu, or check with nvidia-smi")
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    named = os.environ.get(_VISIBLE)
     names = named.split(",") if named is not None else list(map(str, range(count)))
     return [name.strip() for name in names[:count]]
 

@@ -174,7 +174,7 @@ class Spread:
             return then(outcome)
 
         # Dask learns how long tasks take by the first part of their names.
-        size, name = size_name(task.ops), (self._run, device, hash(terms), task.key, task.waits, task.label)
+        size, name = size_name(task.ops), (self._run, device, hash(terms), task.key, int(task.waits), task.label)
         prepared = self._client.submit(
             self._tasks.prepare, terms, task, key=(f"prepare-{size}", *name), resources={beside(device): 1},
             priority=_PREPARE + task.ops, retries=_RETRIES)

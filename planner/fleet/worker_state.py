@@ -80,7 +80,8 @@ class WorkerState(WorkerPlugin):
         with self._lock:
             if kind not in self._pools:
                 pool = self._pools[kind] = tuner.make_pool(kind)
-                pool.compilers = self._compilers or pool.compilers
+                if self._compilers:
+                    pool.compilers = self._compilers
             return self._pools[kind]
 
     def region_tuner(self, terms: Terms) -> RegionTuner:

@@ -20,8 +20,9 @@ from fuseplan.search.workers.worker import usable_cores
 
 LOCAL = "local"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-#: A measurement, the preparing of the next regions, and a capture.
-_THREADS = 4
+#: What is done beside a measurement has threads and processes of its own. Dask steals only what is more than a worker
+#: has threads for.
+_THREADS = 1
 _PRELOAD = "fuseplan.planner.fleet.worker_state"
 #: A region may cost so many workers before it is held to be at fault itself.
 _LOST_WORKERS = 4

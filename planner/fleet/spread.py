@@ -23,8 +23,9 @@ from fuseplan.planner.fleet import work
 from fuseplan.planner.fleet.cluster import device_workers
 from fuseplan.planner.fleet.terms import RegionOutcome, RegionTask, Terms, beside, measuring
 
-#: Regions that a device has: the one that is measured, and one that is prepared meanwhile.
-AHEAD = 2
+#: Regions that a device has: the one that is measured, one that is prepared meanwhile, and one to be prepared next. An
+#: idle worker may steal what is not begun.
+AHEAD = 3
 #: What is urgent: nothing can be prepared before it is captured, nor measured before it is prepared. Regions of equal
 #: urgency come by their ops, fewer than a million.
 _CAPTURE, _PREPARE, _MEASURE, _STEP = 3_000_000, 2_000_000, 1_000_000, 0

@@ -19,6 +19,8 @@ from fuseplan.search.tune.tuner import Budget
 _PREFIX = "fuseplan"
 #: A worker has so many of what says which device is beside it: as many as it likes to prepare or capture at once.
 PLENTY = 1000
+#: About how long an op of a region takes to be prepared.
+_PREPARING_S = 0.03
 
 
 def needs_dask() -> None:
@@ -91,15 +93,15 @@ class RegionTask:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A region is prepared in one worker, which took so long (``elapsed_s``)."""
+    """A region is being prepared in one worker, which takes the longer the more ops it has."""
 
-    elapsed_s: float
+    ops: float
 
     def __sizeof__(self) -> int:
-        """Bytes whose transfer would take as long (Dask assumes 100 MB/s): so is it weighed whether to measure
-        elsewhere, where the region would have to be prepared anew.
+        """Bytes whose transfer would take as long as preparing it (Dask assumes 100 MB/s): so is it weighed whether to
+        measure it elsewhere, where it would have to be prepared anew.
         """
-        return int(self.elapsed_s * 1e8)
+        return int(self.ops * _PREPARING_S * 1e8)
 
 
 @dataclass(frozen=True)

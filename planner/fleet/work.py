@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +43,9 @@ def capture(source: ModelSource, workload: Workload, kind: str, pack_weights: bo
 
 
 def prepare(terms: Terms, task: RegionTask) -> Prepared:
-    """Do what can be done of a region beside the measurement of another."""
-    began = time.monotonic()
+    """Begin what can be done of a region beside the measurement of another."""
     state().region_tuner(terms).prepare(task)
-    return Prepared(time.monotonic() - began)
+    return Prepared(task.ops)
 
 
 def measure(terms: Terms, task: RegionTask, prepared: Prepared) -> RegionOutcome:

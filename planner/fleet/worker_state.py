@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import threading
 from contextlib import ExitStack
@@ -13,14 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 import click
-from distributed import Worker, WorkerPlugin, get_worker
+from distributed import Worker, WorkerPlugin, get_worker, secede
 
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.capture.cache import capture_as_text
 from fuseplan.planner.errors import FuseplanError
 from fuseplan.planner.fleet.terms import PLENTY, RegionTask, Terms, beside, carried, measuring
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
-from fuseplan.planner.groups.regions import is_anchor
 from fuseplan.planner.tuning.plans import RegionPlan
 from fuseplan.planner.tuning.session import Session, open_session
 from fuseplan.planner.work.region_data import region_graph
@@ -101,6 +99,7 @@ class WorkerState(WorkerPlugin):
             CaptureError, ConfigError: It cannot be captured.
             MachineFailureError: The process failed.
         """
+        secede()  # regions are measured and prepared meanwhile
         with self._one_capture:
             outcome = self._capturing.call(_captured, *args, limit_s=_CAPTURE_S)
         if not outcome.ok:
@@ -125,10 +124,7 @@ class WorkerState(WorkerPlugin):
 
 
 class RegionTuner:
-    """Tunes regions that come one by one, as :func:`fuseplan.planner.tuning.tune.tune` does those of a graph.
-
-    Its methods may be called from several threads; one measures at a time.
-    """
+    """Tunes regions that come one by one, as :func:`fuseplan.planner.tuning.tune.tune` does those of a graph."""
 
     def __init__(self, terms: Terms, pool: WorkerPool) -> None:
         with ExitStack() as stack:
@@ -141,23 +137,14 @@ class RegionTuner:
                 stack.enter_context(self._lookahead)
             self._stack = stack.pop_all()
         self._graphs: dict[str, tuple[DataflowGraph, Region]] = {}
-        self._lock = threading.Lock()
 
     def prepare(self, task: RegionTask) -> None:
-        """Enumerate a region and have its kernels compiled, where that disturbs no measurement; what cannot be
-        enumerated is told by :meth:`measure`.
+        """Begin to enumerate a region and to compile its kernels, where that disturbs no measurement; at once returns.
         """
-        if self._lookahead is None:
-            return
-        graph, region = self._graph(task)
-        with self._lock:
-            parts = self._planner.undecided_parts(graph, [region])
-            self._lookahead.send(graph, parts)
+        if self._lookahead is not None:
+            graph, region = self._graph(task)
+            self._lookahead.send(graph, self._planner.undecided_parts(graph, [region]))
             self._lookahead.send_whole(graph, [region])
-        for part in parts:
-            if not is_anchor(graph, part):
-                with contextlib.suppress(Exception):
-                    self._lookahead.problem(part)
 
     def measure(self, task: RegionTask) -> RegionPlan | None:
         """The region's plan: the stored one, else measured now and stored; None where another tuner is at work on it,
@@ -173,12 +160,11 @@ class RegionTuner:
         self._stack.close()
 
     def _graph(self, task: RegionTask) -> tuple[DataflowGraph, Region]:
-        with self._lock:
-            if task.key not in self._graphs:
-                graph, region = region_graph(task.data, task.key)
-                graph.shares = task.shares
-                self._graphs[task.key] = graph, region
-            return self._graphs[task.key]
+        if task.key not in self._graphs:
+            graph, region = region_graph(task.data, task.key)
+            graph.shares = task.shares
+            self._graphs[task.key] = graph, region
+        return self._graphs[task.key]
 
 
 def _captured(*args: Any) -> str | Exception:

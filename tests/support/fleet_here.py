@@ -55,7 +55,7 @@ def tune_quickly(patch: pytest.MonkeyPatch) -> None:
 def workers_here(number: int) -> Iterator[Client]:
     """A client of workers that all own this CPU."""
     with (
-        LocalCluster(n_workers=number, processes=False, dashboard_address=None, threads_per_worker=4, memory_limit=None,
+        LocalCluster(n_workers=number, processes=False, dashboard_address=None, threads_per_worker=1, memory_limit=None,
                      preload="fuseplan.planner.fleet.worker_state", preload_argv=["--device", "cpu"]) as local,
         Client(local) as client,
     ):

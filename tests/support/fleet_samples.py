@@ -21,7 +21,7 @@ TERMS = Terms("run", "cpu", "nowhere", PlanSettings(), Budget())
 
 
 @contextmanager
-def fleet(workers: int, devices: Sequence[str] = (DEVICE,), threads: int = 4) -> Iterator[Client]:
+def fleet(workers: int, devices: Sequence[str] = (DEVICE,), threads: int = 1) -> Iterator[Client]:
     """A client of that many workers, threads of this process, which own the devices in turn."""
     with (
         LocalCluster(n_workers=0, processes=False, dashboard_address=None, threads_per_worker=threads,
@@ -72,7 +72,7 @@ def fresh_log() -> Log:
 
 def prepare(terms: Terms, task: RegionTask) -> Prepared:
     LOG.prepared.append(task.key)
-    return Prepared(0.0)
+    return Prepared(task.ops)
 
 
 def measure(terms: Terms, task: RegionTask, prepared: Prepared) -> RegionOutcome:

@@ -34,7 +34,7 @@ def test_each_region_is_measured_once_and_one_at_a_time_on_a_device(log: Log) ->
 
 
 def test_the_longest_that_are_known_come_first(log: Log) -> None:
-    with fleet(1, threads=1) as client:
+    with fleet(1) as client:
         tune = spread(client)
 
         def captured(found: object) -> None:
@@ -72,7 +72,7 @@ def test_what_another_tuner_is_at_work_on_comes_last_and_is_then_waited_for(log:
         return RegionOutcome(failure=ValueError(task.key))
 
     log.outcome = outcome
-    with fleet(1, threads=1) as client:
+    with fleet(1) as client:
         tune = spread(client)
         for key, ops in (("theirs", 9), ("a", 3), ("b", 2), ("c", 1)):
             tune.region(DEVICE, TERMS, region(key, ops), lambda outcome: None)
@@ -82,8 +82,8 @@ def test_what_another_tuner_is_at_work_on_comes_last_and_is_then_waited_for(log:
 
 
 def test_a_lost_worker_is_replaced_by_another_that_does_its_region(log: Log) -> None:
-    begun, lost = threading.Event(), threading.Event()
-    log.meanwhile = lambda key: (begun.set(), lost.wait(60)) if key == "first" and not lost.is_set() else None
+    begun, over = threading.Event(), threading.Event()
+    log.meanwhile = lambda key: (begun.set(), over.wait(60)) if key == "first" and not begun.is_set() else None
     with fleet(2) as client:
         tune = spread(client)
         for key in ("first", *map(str, range(10))):
@@ -93,11 +93,11 @@ def test_a_lost_worker_is_replaced_by_another_that_does_its_region(log: Log) -> 
             assert begun.wait(60)
             victim = next(worker for worker, key in log.measured if key == "first")
             client.sync(client.cluster.scheduler.remove_worker, victim, stimulus_id="lost", close=False)
-            lost.set()
 
         thread = threading.Thread(target=lose)
         thread.start()
         tune.run()
+        over.set()  # it was in the middle of it for as long as it mattered
         thread.join(60)
     workers = [worker for worker, key in log.measured if key == "first"]
     assert len(set(workers)) == 2, "another one does it again"

@@ -143,7 +143,8 @@ def _engine(url: sa.URL, sqlite_mode: str = "", patience_s: float = _BUSY_S) -> 
             engine = sa.create_engine(url, connect_args=limits)
         except (*DRIVER_ERRORS, ImportError) as error:
             message = f"cannot open database {location_name(url)}: {without_secrets(str(error), url)}"
-            raise DatabaseError(message) from None
+            missing = isinstance(error, ImportError) and url.get_driver_name() == "psycopg"
+            raise DatabaseError(f"{message}; pip install 'fuseplan[postgres]'" if missing else message) from None
         if url.get_backend_name() != "sqlite":
             return engine
     else:

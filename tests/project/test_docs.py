@@ -21,8 +21,8 @@ import pytest
 import report_samples as samples
 import torch
 from doc_pages import blocks, is_like, links, name, pages, parse
-from given_times import give_times
-from page_reader import TUNES, Reader, check_install, make_calls, run_plan, write_model
+from given_times import give_times, write_model
+from page_reader import TUNES, Reader, check_install, make_calls, run_plan
 from paths import ROOT
 from postgres_server import Server, binaries
 

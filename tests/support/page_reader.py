@@ -41,17 +41,6 @@ _PROGRAMS = ("python", "plan", "mkdocs", "ruff", "mypy")
 _SERVER = re.compile(r"(?P<driver>postgresql(?:\+\w+)?)://[^\s/]+@host/(?P<name>\w+)")
 
 
-def write_model(folder: Path) -> None:
-    """A config of two small layers."""
-    from transformers import LlamaConfig
-
-    LlamaConfig(
-        architectures=["LlamaForCausalLM"], dtype="bfloat16", hidden_size=64, intermediate_size=128,
-        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=256,
-        max_position_embeddings=512, eos_token_id=None,
-    ).save_pretrained(folder)
-
-
 def run_plan(*argv: str, status: int = 0) -> str:
     """What a command prints, and its complaint where it is to end with another status."""
     out, err = io.StringIO(), io.StringIO()
@@ -152,7 +141,7 @@ class Reader:
                 return self.example(script, settings)
             case ["pip", "install", *wanted]:
                 check_install(wanted)
-            case ["git", "clone", "<this repository>"]:
+            case ["git", "clone", *_]:
                 subprocess.run(["git", "clone", "--quiet", "--no-checkout", str(ROOT), "fuseplan"], check=True)
             case ["cd", folder]:
                 assert Path(folder).is_dir()

@@ -186,6 +186,4 @@ def forget_tuned(database: Database, store: LayeredDatabase, device: str) -> int
 
 def settings_of(session: Session, missed: MissedRegion) -> Session:
     """The session, for what the region was looked up for."""
-    settings = replace(session.settings, regime=missed.regime, numerics=missed.numerics)
-    in_graph = session.target.device_type == "cuda" and missed.regime == "graph"
-    return replace(session, settings=settings, target=replace(session.target, in_graph=in_graph))
+    return session.planning_for(replace(session.settings, regime=missed.regime, numerics=missed.numerics))

@@ -12,10 +12,12 @@ from fuseplan.planner.cost.running_calibration import RunningCalibration
 from fuseplan.planner.errors import failure_reason
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.places import place_of
+from fuseplan.planner.groups.regions import find_regions, unique_regions
 from fuseplan.planner.module_paths import located
 from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.planner.tuning.graph_stream import GraphStream
-from fuseplan.planner.tuning.planner import GraphPlan, RegionPlan
+from fuseplan.planner.tuning.lookahead import Lookahead
+from fuseplan.planner.tuning.planner import GraphPlan, Planner, RegionPlan
 from fuseplan.planner.tuning.recheck import Rechecked, recheck
 from fuseplan.planner.tuning.session import Session
 from fuseplan.planner.tuning.whole_step import measure_step
@@ -33,11 +35,15 @@ OnGraph = Callable[[DataflowGraph, Sequence[Region]], None]
 
 @dataclass(frozen=True)
 class WorkloadPlan:
-    """The plan of one captured workload."""
+    """The plan of one captured workload.
+
+    ``elapsed_s`` is the wall time of planning it, of measuring what no workload before it had, and of its whole step.
+    """
 
     workload: str
     graph: DataflowGraph
     plan: GraphPlan
+    elapsed_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -99,17 +105,21 @@ def tune(
     account: TimeAccount | None = None, executor: WorkerPool | None = None, on_graph: OnGraph | None = None,
     times_step: Callable[[str], bool] | None = None,
     regions_of: Callable[[DataflowGraph], Sequence[Region]] | None = None,
+    on_plan: Callable[[WorkloadPlan], None] | None = None,
 ) -> TuneResult:
     """Plan every graph, measuring what is not stored. Each group and each part is stored as soon as it is done,
     a region after the run beside plain ATen that the next region does not wait for.
 
-    A region that cannot be planned costs only itself, unless the fault is the machine's or the database's.
+    A region is planned once, in the first graph that has it: also where noise hides its answer, which is then not
+    stored, or where it fails. One that cannot be planned costs only itself, unless the fault is the machine's or the
+    database's.
 
     The session's device is probed; ``graphs`` are static, each with the name of its workload. Those of a
     :class:`~fuseplan.planner.tuning.graph_stream.GraphStream` are planned as they come. What the tuner does not book in
     ``account`` is planning: enumerating, pricing, solving. Jobs run in ``executor``, by default in worker processes of
     its own. Whole steps are timed of the workloads that ``times_step`` says yes to, by name; of none without it.
-    ``regions_of`` says which regions, or parts of some, are planned of a graph; all regions without it.
+    ``regions_of`` says which regions, or parts of some, are planned of a graph; all regions without it. ``on_plan`` is
+    told about each workload once it is planned.
 
     Raises:
         CaptureError: Of a stream: a workload cannot be captured; what was finished is stored.
@@ -121,7 +131,7 @@ def tune(
     account = account if account is not None else TimeAccount()
     budget = budget or Budget.on(session.target.device_type)
     plans: list[WorkloadPlan] = []
-    failures: list[RegionFailure] = []
+    once = _Once()
     learner = RunningCalibration(session.spec)
     with ExitStack() as stack:
         stack.enter_context(account.spend("planning"))
@@ -131,6 +141,7 @@ def tune(
         if lookahead is not None:
             stack.enter_context(lookahead)
         waiting: deque[tuple[str, DataflowGraph]] = deque()
+        sent: set[str] = set()
 
         def arrive(found: Iterable[tuple[str, DataflowGraph]]) -> None:
             for workload, graph in found:
@@ -138,8 +149,10 @@ def tune(
                 if on_graph is not None:
                     on_graph(graph, undecided)
                 if lookahead is not None:
-                    lookahead.send(graph, planner.undecided_parts(graph, undecided))
-                    lookahead.send_whole(graph, undecided)
+                    fresh = [region for region in undecided if region.key not in sent]
+                    sent.update(region.key for region in fresh)
+                    lookahead.send(graph, planner.undecided_parts(graph, fresh))
+                    lookahead.send_whole(graph, fresh)
                 waiting.append((workload, graph))
 
         stream = graphs if isinstance(graphs, GraphStream) else None
@@ -160,21 +173,55 @@ def tune(
                     on_region(workload, label, number, total)
 
             planner.on_region = at_region
-            plan = planner.plan_graph(
-                graph, lookahead, noting(failures, workload, graph), regions_of(graph) if regions_of else None)
-            plans.append(WorkloadPlan(workload, graph, plan))
-        for one in plans:
+            began = time.monotonic()
+            plan = once.planned(planner, workload, graph, lookahead, regions_of(graph) if regions_of else None)
+            plans.append(WorkloadPlan(workload, graph, plan, time.monotonic() - began))
+            if on_plan is not None:
+                on_plan(plans[-1])
+        for at, one in enumerate(plans):
             if times_step is not None and times_step(one.workload):
+                began = time.monotonic()
                 measure_step(session, one.graph, one.plan, tuner)
+                plans[at] = replace(one, elapsed_s=one.elapsed_s + time.monotonic() - began)
         taken_over = [(one.graph, one.plan) for one in plans]
         with account.spend("checking shipped times"):
             rechecked = recheck(session, taken_over, tuner)
-    result = TuneResult(tuple(plans), session, time.monotonic() - start, rechecked, tuple(failures))
+    result = TuneResult(tuple(plans), session, time.monotonic() - start, rechecked, tuple(once.failures))
     if not result.measured:
         return result
     with account.spend("calibrating"):
         learner.update(final=True)
         return replace(result, session=replace(session, spec=learner.spec).recalibrated())
+
+
+class _Once:
+    """Plans each region once in a tune, whether or not its answer is stored."""
+
+    def __init__(self) -> None:
+        self.failures: list[RegionFailure] = []
+        self._plans: dict[str, RegionPlan] = {}
+        self._errors: dict[str, Exception] = {}
+
+    def planned(
+        self, planner: Planner, workload: str, graph: DataflowGraph, lookahead: Lookahead | None,
+        regions: Sequence[Region] | None,
+    ) -> GraphPlan:
+        """The plan of a graph, or of these regions of it; those that no graph before had are planned now."""
+        note = noting(self.failures, workload, graph)
+        regions = find_regions(graph) if regions is None else regions
+        for key, (region, *_) in unique_regions(regions).items():
+            if key in self._errors:
+                note(region, self._errors[key])
+
+        def failed(region: Region, error: Exception) -> None:
+            note(region, error)
+            self._errors[region.key] = error
+
+        fresh = [one for one in regions if one.key not in self._plans and one.key not in self._errors]
+        plan = planner.plan_graph(graph, lookahead, failed, fresh)
+        self._plans |= {one.region.key: one for one in plan.unique()}
+        whole = [replace(self._plans[one.key], region=one) for one in regions if one.key in self._plans]
+        return GraphPlan(tuple(whole), plan.lookup_us)
 
 
 def noting(failures: list[RegionFailure], workload: str, graph: DataflowGraph) -> Callable[[Region, Exception], None]:
@@ -187,4 +234,3 @@ def noting(failures: list[RegionFailure], workload: str, graph: DataflowGraph) -
         failures.append(RegionFailure(workload, label, error))
 
     return note
-

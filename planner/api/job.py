@@ -12,7 +12,7 @@ from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.tuning import summary
 from fuseplan.planner.tuning import tune as offline
 from fuseplan.planner.tuning.session import Session
-from fuseplan.planner.tuning.tune import TuneResult
+from fuseplan.planner.tuning.tune import TuneResult, WorkloadPlan
 from fuseplan.search.errors import NothingCompilesError
 from fuseplan.search.store.record import now
 from fuseplan.search.tune.study import Studies
@@ -78,16 +78,17 @@ def run(
     Whole steps are timed of the workloads that ``times_step`` says yes to.
     """
     with progress.tuning() as events:
-        result = offline.tune(
+        return offline.tune(
             session, graphs, budget, seed, events.on_region, events.on_trial, account, executor, events.on_graph,
-            times_step,
+            times_step, on_plan=lambda planned: keep_summary(session, name, planned.workload, planned),
         )
-    for planned in result.plans:
-        pairs = [(one.region, one.record) for one in planned.plan.regions]
-        if pairs:
-            found = summary.summarise(name, planned.workload, planned.graph, pairs)
-            summary.store_summary(session.database, found)
-    return result
+
+
+def keep_summary(session: Session, model: str, workload: str, planned: WorkloadPlan) -> None:
+    """Store what reports say of a planned workload, under the names of its model and of itself."""
+    pairs = [(one.region, one.record) for one in planned.plan.regions]
+    if pairs:
+        summary.store_summary(session.database, summary.summarise(model, workload, planned.graph, pairs))
 
 
 def complaints(result: TuneResult, load: MachineLoad) -> tuple[tuple[str, ...], str]:

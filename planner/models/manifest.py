@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -129,7 +130,7 @@ def _values(table: Mapping[str, Any], where: str) -> dict[str, Any]:
         try:
             found[key] = read(value)
         except ValueError:
-            shown = repr(value)
+            shown = json.dumps(value, default=str, ensure_ascii=False)  # what TOML has, too
             shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
             raise ConfigError(f"{where}: {key} = {shown} is not {allowed}") from None
     return found

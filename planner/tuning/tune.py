@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from fuseplan.planner.cost.running_calibration import RunningCalibration
 from fuseplan.planner.errors import failure_reason
@@ -22,6 +22,7 @@ from fuseplan.planner.tuning.recheck import Rechecked, recheck
 from fuseplan.planner.tuning.session import Session
 from fuseplan.planner.tuning.whole_step import measure_step
 from fuseplan.search.errors import DatabaseError, MachineFailureError
+from fuseplan.search.store.leases import POLL_S
 from fuseplan.search.store.record import PlanRecord
 from fuseplan.search.tune.time_account import TimeAccount
 from fuseplan.search.tune.tuner import Budget, ProgressEvent
@@ -112,7 +113,8 @@ def tune(
 
     A region is planned once, in the first graph that has it: also where noise hides its answer, which is then not
     stored, or where it fails. One that cannot be planned costs only itself, unless the fault is the machine's or the
-    database's.
+    database's. What another tuner on the database is at work on is left to it, and waited for when there is nothing
+    else to do.
 
     The session's device is probed; ``graphs`` are static, each with the name of its workload. Those of a
     :class:`~fuseplan.planner.tuning.graph_stream.GraphStream` are planned as they come. What the tuner does not book in
@@ -130,8 +132,7 @@ def tune(
     start = time.monotonic()
     account = account if account is not None else TimeAccount()
     budget = budget or Budget.on(session.target.device_type)
-    plans: list[WorkloadPlan] = []
-    once = _Once()
+    failures: list[RegionFailure] = []
     learner = RunningCalibration(session.spec)
     with ExitStack() as stack:
         stack.enter_context(account.spend("planning"))
@@ -140,8 +141,9 @@ def tune(
         lookahead = planner.lookahead()
         if lookahead is not None:
             stack.enter_context(lookahead)
-        waiting: deque[tuple[str, DataflowGraph]] = deque()
-        sent: set[str] = set()
+        waiting: deque[_Work] = deque()
+        work: list[_Work] = []
+        known, sent = _Known(), set[str]()
 
         def arrive(found: Iterable[tuple[str, DataflowGraph]]) -> None:
             for workload, graph in found:
@@ -153,40 +155,49 @@ def tune(
                     sent.update(region.key for region in fresh)
                     lookahead.send(graph, planner.undecided_parts(graph, fresh))
                     lookahead.send_whole(graph, fresh)
-                waiting.append((workload, graph))
+                work.append(_Work(workload, graph, regions_of(graph) if regions_of else find_regions(graph)))
+                waiting.append(work[-1])
 
         stream = graphs if isinstance(graphs, GraphStream) else None
         if stream is None:
             arrive(graphs)
+        in_vain = 0
         while waiting or (stream is not None and stream.waiting):
-            if not waiting and stream is not None:
+            if in_vain >= len(waiting) and stream is not None and stream.waiting:
                 with account.spend("capturing"):
                     found = stream.take()
                 arrive(found)
+                in_vain = 0
                 continue
-            workload, graph = waiting.popleft()
+            if in_vain and in_vain >= len(waiting):
+                with account.spend("waiting for other tuners"):
+                    time.sleep(POLL_S)
+                in_vain = 0
+            one = waiting.popleft()
 
-            def at_region(label: str, number: int, total: int, workload: str = workload) -> None:
+            def at_region(label: str, number: int, total: int, workload: str = one.workload) -> None:
                 if stream is not None:
                     arrive(stream.ready())
                 if on_region is not None:
                     on_region(workload, label, number, total)
 
             planner.on_region = at_region
-            began = time.monotonic()
-            plan = once.planned(planner, workload, graph, lookahead, regions_of(graph) if regions_of else None)
-            plans.append(WorkloadPlan(workload, graph, plan, time.monotonic() - began))
-            if on_plan is not None:
-                on_plan(plans[-1])
-        for at, one in enumerate(plans):
-            if times_step is not None and times_step(one.workload):
+            gains = one.plan(planner, lookahead, known, failures)
+            in_vain = 0 if gains else in_vain + 1
+            if one.left:  # everything else comes first
+                waiting.append(one)
+            elif on_plan is not None:
+                on_plan(one.planned(known))
+        plans = [one.planned(known) for one in work]
+        for at, done in enumerate(plans):
+            if times_step is not None and times_step(done.workload):
                 began = time.monotonic()
-                measure_step(session, one.graph, one.plan, tuner)
-                plans[at] = replace(one, elapsed_s=one.elapsed_s + time.monotonic() - began)
-        taken_over = [(one.graph, one.plan) for one in plans]
+                measure_step(session, done.graph, done.plan, tuner)
+                plans[at] = replace(done, elapsed_s=done.elapsed_s + time.monotonic() - began)
+        taken_over = [(done.graph, done.plan) for done in plans]
         with account.spend("checking shipped times"):
             rechecked = recheck(session, taken_over, tuner)
-    result = TuneResult(tuple(plans), session, time.monotonic() - start, rechecked, tuple(once.failures))
+    result = TuneResult(tuple(plans), session, time.monotonic() - start, rechecked, tuple(failures))
     if not result.measured:
         return result
     with account.spend("calibrating"):
@@ -194,34 +205,53 @@ def tune(
         return replace(result, session=replace(session, spec=learner.spec).recalibrated())
 
 
-class _Once:
-    """Plans each region once in a tune, whether or not its answer is stored."""
+@dataclass
+class _Known:
+    """What a tune has decided, and what it failed at and why, by key of the region."""
 
-    def __init__(self) -> None:
-        self.failures: list[RegionFailure] = []
-        self._plans: dict[str, RegionPlan] = {}
-        self._errors: dict[str, Exception] = {}
+    plans: dict[str, RegionPlan] = field(default_factory=dict)
+    errors: dict[str, Exception] = field(default_factory=dict)
 
-    def planned(
-        self, planner: Planner, workload: str, graph: DataflowGraph, lookahead: Lookahead | None,
-        regions: Sequence[Region] | None,
-    ) -> GraphPlan:
-        """The plan of a graph, or of these regions of it; those that no graph before had are planned now."""
-        note = noting(self.failures, workload, graph)
-        regions = find_regions(graph) if regions is None else regions
-        for key, (region, *_) in unique_regions(regions).items():
-            if key in self._errors:
-                note(region, self._errors[key])
+
+@dataclass
+class _Work:
+    """A workload that is being planned: ``left`` are the regions that other tuners are at work on."""
+
+    workload: str
+    graph: DataflowGraph
+    regions: Sequence[Region]
+    lookup_us: float = 0.0
+    elapsed_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.left = list(self.regions)
+
+    def plan(
+        self, planner: Planner, lookahead: Lookahead | None, known: _Known, failures: list[RegionFailure]
+    ) -> bool:
+        """Plan what is not known, and what nobody else is at work on; False where that was nothing."""
+        began, taken = time.monotonic(), set[str]()
+        note = noting(failures, self.workload, self.graph)
 
         def failed(region: Region, error: Exception) -> None:
             note(region, error)
-            self._errors[region.key] = error
+            known.errors[region.key] = error
 
-        fresh = [one for one in regions if one.key not in self._plans and one.key not in self._errors]
-        plan = planner.plan_graph(graph, lookahead, failed, fresh)
-        self._plans |= {one.region.key: one for one in plan.unique()}
-        whole = [replace(self._plans[one.key], region=one) for one in regions if one.key in self._plans]
-        return GraphPlan(tuple(whole), plan.lookup_us)
+        for key, (region, *_) in unique_regions(self.left).items():
+            if key in known.errors:
+                note(region, known.errors[key])
+        fresh = [one for one in self.left if one.key not in known.plans and one.key not in known.errors]
+        plan = planner.plan_graph(self.graph, lookahead, failed, fresh, lambda region: taken.add(region.key))
+        known.plans |= {one.region.key: one for one in plan.unique()}
+        before, self.left = len(self.left), [region for region in self.left if region.key in taken]
+        self.lookup_us += plan.lookup_us
+        self.elapsed_s += time.monotonic() - began
+        return len(self.left) < before or not before
+
+    def planned(self, known: _Known) -> WorkloadPlan:
+        """Its plan, in graph order."""
+        regions = [replace(known.plans[one.key], region=one) for one in self.regions if one.key in known.plans]
+        return WorkloadPlan(self.workload, self.graph, GraphPlan(tuple(regions), self.lookup_us), self.elapsed_s)
 
 
 def noting(failures: list[RegionFailure], workload: str, graph: DataflowGraph) -> Callable[[Region, Exception], None]:
@@ -234,3 +264,4 @@ def noting(failures: list[RegionFailure], workload: str, graph: DataflowGraph) -
         failures.append(RegionFailure(workload, label, error))
 
     return note
+

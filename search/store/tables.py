@@ -74,6 +74,12 @@ MISSES = sa.Table(
     "misses", METADATA, _key("workload"), _key("device"), _key("regime"), _key("numerics"),
     _text("label"), _text("payload"), _text("first_seen"), sa.Column("count", sa.Integer, nullable=False, default=1),
 )
+#: Keys that a tuner is at work on: by whom, and until when unless it says more (seconds since 1970 by this database's
+#: clock).
+LEASES = sa.Table(
+    "leases", METADATA, _key("workload"), _key("device"), _key("regime"), _key("numerics"),
+    sa.Column("owner", sa.String(255), nullable=False), sa.Column("expires", sa.Float, nullable=False), _text("taken"),
+)
 #: Captured graphs, as JSON, so that a second tune need not trace the model again.
 CAPTURES = sa.Table("captures", METADATA, _key("name"), _text("payload"), _text("checksum"), _text("created"))
 
@@ -211,6 +217,8 @@ def _create_or_check(engine: sa.Engine) -> None:
                 found = [str(row[0]) for row in connection.exec_driver_sql("PRAGMA quick_check(3)")]
             if found != ["ok"]:
                 raise _corrupt(engine, "; ".join(found))
+        with transaction(engine) as connection:
+            LEASES.create(connection, checkfirst=True)  # a database from before there were leases
         check_columns(engine)
         return
     with transaction(engine) as connection:

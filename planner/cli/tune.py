@@ -182,6 +182,6 @@ _SPARE = ("key", "regime", "enumerated_configs", "measured_configs", "noise", "l
           "config", "ops", "backend", "times", "source", "answer", "fused_us", "unfused_us", "place")
 _ANSWER = ("workload", "group", "speedup")
 _SPARE_OF_MISSES = ("key", "numerics", "first_seen", "regime", "last_seen", "place")
-_SPARE_OF_MODELS = ("numerics", "dtype", "regime", "capture_s", "workloads", "failed", "outcome", "unfused_us",
-                    "planned_us", "step", "stored")
+_SPARE_OF_MODELS = ("numerics", "dtype", "regime", "capture_s", "workloads", "failed", "unfused_us", "planned_us",
+                    "step", "outcome", "stored")
 _ANSWER_OF_MODELS = ("model", "regions", "shared", "measured", "tune_s", "saved_us")

@@ -90,8 +90,8 @@ class TunedMany:
         """The answer in words, as the terminal has it below the table of models."""
         total = self.totals
         yield (
-            f"{total['models']} model{'s' * (total['models'] != 1)}, {total['regions']} regions, {total['distinct']} distinct: "
-            f"{total['stored']} were stored, {total['measured']} measured now in {total['tune_s']:.1f} s"
+            f"{total['models']} model{'s' * (total['models'] != 1)}, {total['regions']} regions, {total['distinct']} "
+            f"distinct: {total['stored']} were stored, {total['measured']} measured now in {total['tune_s']:.1f} s"
         )
         for result in self.results:
             what = result.session.settings

@@ -11,6 +11,7 @@ from sqlalchemy import ColumnElement, Table, literal_column, select
 from fuseplan.kernels.registry import malformed_config
 from fuseplan.search.errors import DatabaseError, RecordError, plain
 from fuseplan.search.store import codec, rows, tables
+from fuseplan.search.store.connections import connected
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import PlanRecord, Trial, TuningRecord, Versions
 
@@ -65,8 +66,8 @@ def verify_database(database: Database) -> list[Problem]:
     problems: list[Problem] = []
     try:
         tables.check_schema(engine)
-        tables.check_columns(engine)
-        with tables.connected(engine) as connection:
+        with connected(engine) as connection:
+            tables.check_columns(connection)
             if engine.dialect.name == "sqlite":
                 found = [str(row[0]) for row in connection.exec_driver_sql("PRAGMA integrity_check(20)")]
                 problems += [Problem("file", "", plain(what)) for what in found if what != "ok"]

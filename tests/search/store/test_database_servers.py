@@ -27,7 +27,7 @@ SECRET = "hunter2hunter2"
 
 @pytest.fixture(autouse=True)
 def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(database, "_SILENT", {})
+    monkeypatch.setattr(database, "_AWAY", {})
 
 
 # -- passwords ----------------------------------------------------------------------------------------------------

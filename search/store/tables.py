@@ -123,7 +123,7 @@ def open_for_reading(url: sa.URL) -> sa.Engine | None:
     engine = connections.engine_of(url, "" if file is None else "mode=ro")
     try:
         with location.locked(file):
-            return None if check_schema(engine) is None else engine
+            return _unless_empty(engine)
     except CorruptDatabaseError as error:
         if file is not None:
             location.check_ours(file, str(error))
@@ -133,7 +133,14 @@ def open_for_reading(url: sa.URL) -> sa.Engine | None:
             raise
         # A read-only folder has no room for the shared-memory file that WAL readers need.
         engine = connections.engine_of(url, connections.FIXED)
-        return None if check_schema(engine) is None else engine
+        return _unless_empty(engine)
+
+
+def _unless_empty(engine: sa.Engine) -> sa.Engine | None:
+    if check_schema(engine) is not None:
+        return engine
+    engine.dispose()
+    return None
 
 
 def _create_or_upgrade(engine: sa.Engine) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
@@ -28,20 +27,19 @@ from fuseplan.planner.partition.across_anchors import (
 )
 from fuseplan.planner.partition.by_measurement import MeasuredRegion
 from fuseplan.planner.partition.guided_loop import Prices, guided_partition, predicted_partition
-from fuseplan.planner.partition.plan_check import PlanCheck, RefusedPlanError
 from fuseplan.planner.partition.plan_record import PlanWriter, region_label
 from fuseplan.planner.partition.whole_region import Verdict, beats_plain
 from fuseplan.planner.tuning.lookahead import Lookahead
 from fuseplan.planner.tuning.plans import GraphPlan, RegionPlan
 from fuseplan.planner.tuning.settings import PlanSettings
-from fuseplan.search.store.database import Database, Lookup
+from fuseplan.planner.tuning.stored_plans import StoredPlans
+from fuseplan.search.store.database import Database
 from fuseplan.search.store.layered import LayeredDatabase
+from fuseplan.search.store.leases import POLL_S
 from fuseplan.search.store.record import PlanRecord, RecordKey
 from fuseplan.search.tune.tuner import Tuner
 
 __all__ = ["GraphPlan", "PlanSettings", "Planner", "RegionPlan"]
-
-logger = logging.getLogger(__name__)
 
 
 class Planner:
@@ -73,12 +71,11 @@ class Planner:
         self.implementations = implementations_for(regime, self.backends, target)
         #: What runs what nothing was measured for: a library's call is chosen by measurement alone.
         self.unmeasured = replace(self.implementations, libraries=())
-        #: Why stored plans are not used although they were found, by region key.
-        self.refused: dict[str, str] = {}
-        #: Which versions differ from those that the user's plans were measured with, by region key.
-        self.outdated: dict[str, tuple[str, ...]] = {}
-        #: Stored plans that were checked, and what was accepted of them, by region key.
-        self._sound: dict[str, tuple[PlanRecord, PlanRecord]] = {}
+        #: What is stored; why plans are not used although they were found, and which versions differ, by region key.
+        self.stored = StoredPlans(
+            store, RecordKey("", device, regime, self.settings.numerics), self.backends, target,
+            self.implementations.libraries)
+        self.refused, self.outdated = self.stored.refused, self.stored.outdated
         #: What was measured by this planner, by key: a part is decided once for all regions that have it.
         self._decided: dict[str, PlanRecord] = {}
         self._shares: WeakKeyDictionary[GroupBook, Mapping[str, float]] = WeakKeyDictionary()
@@ -112,6 +109,7 @@ class Planner:
         lookahead: Lookahead | None = None,
         on_failure: Callable[[Region, Exception], None] | None = None,
         regions: Sequence[Region] | None = None,
+        on_taken: Callable[[Region], None] | None = None,
     ) -> GraphPlan:
         """Plan every region of a static graph; equal regions are planned once.
 
@@ -123,6 +121,8 @@ class Planner:
             on_failure: Told about a region that cannot be planned, which is then left out with all regions equal to
                 it. Without it the error is raised.
             regions: What to plan; None for all regions.
+            on_taken: Told about a region that another tuner is at work on, which is then left out with all regions
+                equal to it. Without it the other tuner is waited for.
         """
         book = lookahead.book(graph) if lookahead is not None else self._book(graph)
         if regions is None:
@@ -131,33 +131,39 @@ class Planner:
                 known = self.look_up_all(graph, regions)
                 regions = [part for region in regions for part in self.parts_to_plan(graph, region, known)]
         planned: dict[str, RegionPlan] = {}
-        unfinished: list[tuple[Region, Callable[[], RegionPlan]]] = []
+        unfinished: list[tuple[Region, Callable[[], RegionPlan], ExitStack]] = []
 
         def finish() -> None:
             while unfinished:
-                region, last_word = unfinished.pop()
-                with _reporting(region, on_failure):
+                region, last_word, leased = unfinished.pop()
+                with leased, _reporting(region, on_failure):
                     planned[region.key] = last_word()
 
         distinct = unique_regions(regions)
         start = time.perf_counter()
-        stored = self._find_all(book, (occurrences[0] for occurrences in distinct.values()))
+        stored = self.stored.find_all(book, (occurrences[0] for occurrences in distinct.values()))
         spent_us = (time.perf_counter() - start) * 1e6
-        for number, (key, occurrences) in enumerate(distinct.items(), 1):
-            region = occurrences[0]
-            if self.on_region is not None:
-                self.on_region(region_label(graph, region), number, len(distinct))
-            found = stored[key]
-            if found.hit is None and self.tuner is not None:
-                found = self._find_all(book, [region])[key]  # another process may have tuned it meanwhile
-            with _reporting(region, on_failure):
-                if found.hit is not None:
-                    planned[key] = RegionPlan(region, found.hit, "database", found.shipped)
-                else:
-                    last_word = self._decide(graph, region, book, lookahead)
-                    finish()  # the region before was run as a whole beside this one's planning
-                    unfinished.append((region, last_word))
-        finish()
+        with ExitStack() as ending:
+            for number, (key, occurrences) in enumerate(distinct.items(), 1):
+                region = occurrences[0]
+                found, leased = stored[key], ExitStack()
+                if found.hit is None and self.tuner is not None:
+                    if not self._lease(self.tuner, region, leased, wait=on_taken is None):
+                        assert on_taken is not None
+                        on_taken(region)
+                        continue
+                    found = self.stored.find_all(book, [region])[key]  # another tuner may have tuned it meanwhile
+                with leased:
+                    if self.on_region is not None:
+                        self.on_region(region_label(graph, region), number, len(distinct))
+                    with _reporting(region, on_failure):
+                        if found.hit is not None:
+                            planned[key] = RegionPlan(region, found.hit, "database", found.shipped)
+                        else:
+                            last_word = self._decide(graph, region, book, lookahead)
+                            finish()  # the region before was run as a whole beside this one's planning
+                            unfinished.append((region, last_word, ending.enter_context(leased.pop_all())))
+            finish()
         plans = tuple(replace(planned[region.key], region=region) for region in regions if region.key in planned)
         return GraphPlan(plans, spent_us)
 
@@ -198,42 +204,12 @@ class Planner:
         return [RegionPlan(region, records[region.key], "model") for region, _ in wanted]
 
     def key(self, region_key: str) -> RecordKey:
-        return RecordKey(region_key, self.device, self.settings.regime, self.settings.numerics)
+        return self.stored.key(region_key)
 
     def look_up_all(self, graph: DataflowGraph, regions: Iterable[Region]) -> dict[str, PlanRecord]:
         """The stored plans of regions of a static graph that are current and checked, by region key."""
-        found = self._find_all(self._book(graph), regions).items()
+        found = self.stored.find_all(self._book(graph), regions).items()
         return {workload: lookup.hit for workload, lookup in found if lookup.hit is not None}
-
-    def _find_all(self, book: GroupBook, regions: Iterable[Region]) -> dict[str, Lookup[PlanRecord]]:
-        """Asked for all at once."""
-        by_key = {self.key(region.key): region for region in regions}
-        return {
-            key.workload: self._checked(book, by_key[key], lookup)
-            for key, lookup in self.store.get_plans(by_key).items()
-        }
-
-    def _checked(self, book: GroupBook, region: Region, lookup: Lookup[PlanRecord]) -> Lookup[PlanRecord]:
-        """The look-up, or one that found nothing where a hit cannot be the region's plan."""
-        if lookup.hit is None:
-            names = tuple(one for one in lookup.mismatch if one != "undecided")
-            if names and not lookup.shipped:
-                self.outdated[region.key] = names
-            return lookup
-        stored, accepted = self._sound.get(region.key, (None, None))
-        if stored == lookup.hit:
-            return replace(lookup, record=accepted)
-        try:
-            check = PlanCheck(book, self.backends, self.target, self.implementations.libraries)
-            accepted = check.accepted(region, lookup.hit)
-            self._sound[region.key] = lookup.hit, accepted
-            return replace(lookup, record=accepted)
-        except Exception as error:  # whatever else the check trips over: it costs this region alone
-            reason = str(error) if isinstance(error, RefusedPlanError) else f"its check failed: {type(error).__name__}"
-        if region.key not in self.refused:
-            self.refused[region.key] = reason
-            logger.warning("the stored plan of %s is not used: %s", region_label(book.graph, region), reason)
-        return Lookup()
 
     def undecided(self, graph: DataflowGraph) -> list[Region]:
         """The distinct regions of a graph that have no stored plan, in the order in which they are planned."""
@@ -261,6 +237,15 @@ class Planner:
             return lambda: predicted
         return self._by_measurement(region, parts, book, self.tuner, lookahead)
 
+    def _lease(self, tuner: Tuner, region: Region, leased: ExitStack, wait: bool) -> bool:
+        """Be at work on a region alone until ``leased`` is closed; False where another tuner is, and not to be waited
+        for.
+        """
+        if wait:
+            leased.enter_context(tuner.leases.alone(self.key(region.key)))
+            return True
+        return bool(leased.enter_context(tuner.leases.taking([self.key(region.key)])))
+
     def _predicted(self, book: GroupBook, part: Region, problem: RegionProblem, reason: str) -> PlanRecord:
         prices = ModelPrices(book, self.spec, part)
         result = predicted_partition(problem, prices.predict_s, self._margin)
@@ -281,26 +266,43 @@ class Planner:
         began = time.monotonic()
         if lookahead is not None:
             lookahead.remind(region)
-        stored = self._find_all(book, parts)
+        stored = self.stored.find_all(book, parts)
         known = {part.key: self._decided.get(part.key) or stored[part.key].hit for part in parts}
         fresh = {part.key: part for part in reversed(parts) if known[part.key] is None}
         fresh = dict(reversed(fresh.items()))  # the first of equal parts, as the look-ahead has it
-        anchors = {key: self._opened(book, part, tuner) for key, part in fresh.items() if is_anchor(book.graph, part)}
-        for opened in anchors.values():
-            opened.begin()
-        for key in sorted(fresh, key=anchors.__contains__):
-            known[key] = self._decided[key] = self._measured(book, fresh[key], tuner, anchors.get(key), lookahead)
-        decided = tuple(self._decided[key] for key in fresh)
+        decided: list[PlanRecord] = []
+        while fresh:
+            with tuner.leases.taking(self.key(key) for key in fresh) as taken:
+                mine = {key: part for key, part in fresh.items() if self.key(key) in taken}
+                found = self._measured_parts(book, mine, tuner, lookahead)
+                known |= found
+                decided += [found[key] for key in mine if key in self._decided]
+            fresh = {key: part for key, part in fresh.items() if key not in mine}
+            if fresh:  # those that another tuner is at work on
+                time.sleep(POLL_S)
         self.learner.update()
         plans = [(part, record) for part in parts if (record := known[part.key]) is not None]
         if len(parts) == 1:
-            alone = RegionPlan(region, plans[0][1], "tuned", decided=decided)
+            alone = RegionPlan(region, plans[0][1], "tuned", decided=tuple(decided))
             return lambda: alone
         joint = self._across_anchors(book, region, plans, tuner)
         if joint is not None:
             plans = [(region, joint)]
         verdict = beats_plain(book, region, plans, self.implementations, tuner)
-        return lambda: self._finished(book, region, plans, decided, tuner, verdict(), began)
+        return lambda: self._finished(book, region, plans, tuple(decided), tuner, verdict(), began)
+
+    def _measured_parts(
+        self, book: GroupBook, parts: Mapping[str, Region], tuner: Tuner, lookahead: Lookahead | None
+    ) -> dict[str, PlanRecord]:
+        """Plans of leased parts: decided and stored now, unless another tuner has done it."""
+        found = {key: lookup.hit for key, lookup in self.stored.find_all(book, parts.values()).items() if lookup.hit}
+        fresh = {key: part for key, part in parts.items() if key not in found}
+        anchors = {key: self._opened(book, part, tuner) for key, part in fresh.items() if is_anchor(book.graph, part)}
+        for opened in anchors.values():
+            opened.begin()
+        for key in sorted(fresh, key=anchors.__contains__):
+            found[key] = self._decided[key] = self._measured(book, fresh[key], tuner, anchors.get(key), lookahead)
+        return found
 
     def _across_anchors(
         self, book: GroupBook, region: Region, plans: Sequence[tuple[Region, PlanRecord]], tuner: Tuner

@@ -6,20 +6,23 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from fuseplan.planner.cost.running_calibration import RunningCalibration
 from fuseplan.planner.errors import failure_reason
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.places import place_of
+from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.module_paths import located
 from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.planner.tuning.graph_stream import GraphStream
-from fuseplan.planner.tuning.planner import GraphPlan, RegionPlan
+from fuseplan.planner.tuning.lookahead import Lookahead
+from fuseplan.planner.tuning.planner import GraphPlan, Planner, RegionPlan
 from fuseplan.planner.tuning.recheck import Rechecked, recheck
 from fuseplan.planner.tuning.session import Session
 from fuseplan.planner.tuning.whole_step import measure_step
 from fuseplan.search.errors import DatabaseError, MachineFailureError
+from fuseplan.search.store.leases import POLL_S
 from fuseplan.search.store.record import PlanRecord
 from fuseplan.search.tune.time_account import TimeAccount
 from fuseplan.search.tune.tuner import Budget, ProgressEvent
@@ -103,7 +106,8 @@ def tune(
     """Plan every graph, measuring what is not stored. Each group and each part is stored as soon as it is done,
     a region after the run beside plain ATen that the next region does not wait for.
 
-    A region that cannot be planned costs only itself, unless the fault is the machine's or the database's.
+    A region that cannot be planned costs only itself, unless the fault is the machine's or the database's. What another
+    tuner on the database is at work on is left to it, and waited for when there is nothing else to do.
 
     The session's device is probed; ``graphs`` are static, each with the name of its workload. Those of a
     :class:`~fuseplan.planner.tuning.graph_stream.GraphStream` are planned as they come. What the tuner does not book in
@@ -120,7 +124,6 @@ def tune(
     start = time.monotonic()
     account = account if account is not None else TimeAccount()
     budget = budget or Budget.on(session.target.device_type)
-    plans: list[WorkloadPlan] = []
     failures: list[RegionFailure] = []
     learner = RunningCalibration(session.spec)
     with ExitStack() as stack:
@@ -130,7 +133,8 @@ def tune(
         lookahead = planner.lookahead()
         if lookahead is not None:
             stack.enter_context(lookahead)
-        waiting: deque[tuple[str, DataflowGraph]] = deque()
+        waiting: deque[_Work] = deque()
+        work: list[_Work] = []
 
         def arrive(found: Iterable[tuple[str, DataflowGraph]]) -> None:
             for workload, graph in found:
@@ -140,33 +144,42 @@ def tune(
                 if lookahead is not None:
                     lookahead.send(graph, planner.undecided_parts(graph, undecided))
                     lookahead.send_whole(graph, undecided)
-                waiting.append((workload, graph))
+                work.append(_Work(workload, graph, regions_of(graph) if regions_of else find_regions(graph)))
+                waiting.append(work[-1])
 
         stream = graphs if isinstance(graphs, GraphStream) else None
         if stream is None:
             arrive(graphs)
+        in_vain = 0
         while waiting or (stream is not None and stream.waiting):
-            if not waiting and stream is not None:
+            if in_vain >= len(waiting) and stream is not None and stream.waiting:
                 with account.spend("capturing"):
                     found = stream.take()
                 arrive(found)
+                in_vain = 0
                 continue
-            workload, graph = waiting.popleft()
+            if in_vain and in_vain >= len(waiting):
+                with account.spend("waiting for other tuners"):
+                    time.sleep(POLL_S)
+                in_vain = 0
+            one = waiting.popleft()
 
-            def at_region(label: str, number: int, total: int, workload: str = workload) -> None:
+            def at_region(label: str, number: int, total: int, workload: str = one.workload) -> None:
                 if stream is not None:
                     arrive(stream.ready())
                 if on_region is not None:
                     on_region(workload, label, number, total)
 
             planner.on_region = at_region
-            plan = planner.plan_graph(
-                graph, lookahead, noting(failures, workload, graph), regions_of(graph) if regions_of else None)
-            plans.append(WorkloadPlan(workload, graph, plan))
-        for one in plans:
-            if times_step is not None and times_step(one.workload):
-                measure_step(session, one.graph, one.plan, tuner)
-        taken_over = [(one.graph, one.plan) for one in plans]
+            gains = one.plan(planner, lookahead, noting(failures, one.workload, one.graph))
+            in_vain = 0 if gains else in_vain + 1
+            if one.left:  # everything else comes first
+                waiting.append(one)
+        plans = [one.planned() for one in work]
+        for done in plans:
+            if times_step is not None and times_step(done.workload):
+                measure_step(session, done.graph, done.plan, tuner)
+        taken_over = [(done.graph, done.plan) for done in plans]
         with account.spend("checking shipped times"):
             rechecked = recheck(session, taken_over, tuner)
     result = TuneResult(tuple(plans), session, time.monotonic() - start, rechecked, tuple(failures))
@@ -175,6 +188,35 @@ def tune(
     with account.spend("calibrating"):
         learner.update(final=True)
         return replace(result, session=replace(session, spec=learner.spec).recalibrated())
+
+
+@dataclass
+class _Work:
+    """A workload that is being planned: ``left`` are the regions that other tuners are at work on."""
+
+    workload: str
+    graph: DataflowGraph
+    regions: Sequence[Region]
+    plans: list[GraphPlan] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.left = list(self.regions)
+
+    def plan(
+        self, planner: Planner, lookahead: Lookahead | None, on_failure: Callable[[Region, Exception], None]
+    ) -> bool:
+        """Plan what nobody else is at work on; False where that was nothing."""
+        taken: set[str] = set()
+        self.plans.append(planner.plan_graph(
+            self.graph, lookahead, on_failure, self.left, lambda region: taken.add(region.key)))
+        before, self.left = len(self.left), [region for region in self.left if region.key in taken]
+        return len(self.left) < before or not before
+
+    def planned(self) -> WorkloadPlan:
+        """Its plan, in graph order."""
+        found = {one.region: one for plan in self.plans for one in plan.regions}
+        regions = tuple(found[region] for region in self.regions if region in found)
+        return WorkloadPlan(self.workload, self.graph, GraphPlan(regions, sum(one.lookup_us for one in self.plans)))
 
 
 def noting(failures: list[RegionFailure], workload: str, graph: DataflowGraph) -> Callable[[Region, Exception], None]:

@@ -14,6 +14,7 @@ from functools import partial
 from fuseplan.kernels.ir.backend import Backend, Target
 from fuseplan.search.errors import SubjectError
 from fuseplan.search.store.database import Database, reservations
+from fuseplan.search.store.leases import Leases
 from fuseplan.search.store.record import Measurement, RecordKey, Trial, TuningRecord, Versions, now
 from fuseplan.search.timing.contest import Contest
 from fuseplan.search.timing.sequence import Part
@@ -55,7 +56,8 @@ class Tuner:
     ``database`` is open for writing; ``backends`` are in order of preference. ``device``, ``regime`` (``"eager"`` or
     ``"graph"``) and ``numerics`` (``"fp32"`` or ``"eager"``) are part of every key; ``seed`` is that of the search and
     of the inputs. By default jobs run in a pool of its own. What was stored before ``since`` (ISO 8601) is measured
-    anew; "" for nothing. Each search is copied to ``studies``.
+    anew; "" for nothing. Each search is copied to ``studies``. What another tuner on this database is measuring is
+    waited for (``leases``).
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Tuner:
         self.numerics = numerics
         self.studies = studies
         self.versions = Versions.current(target.device_type)
+        self.leases = Leases(database)
         self.account = account if account is not None else TimeAccount()
         self._executor = executor if executor is not None else make_pool(target.device_type)
         self._owns_executor = executor is None
@@ -95,7 +98,8 @@ class Tuner:
         self.close()
 
     def close(self) -> None:
-        """End the worker processes, unless the executor is the caller's."""
+        """Release what is leased; end the worker processes, unless the executor is the caller's."""
+        self.leases.close()
         if self._owns_executor:
             self._executor.close()
 
@@ -110,15 +114,25 @@ class Tuner:
         where the unfused chain or its reference fails.
         """
         key = self.key(subject)
+        return self.leases.once(
+            key, partial(self._known, subject, key, minor), partial(self._search, subject, key, neighbours, minor))
+
+    def _known(self, subject: Subject, key: RecordKey, minor: bool) -> TuningRecord | None:
+        """The stored answer, unless there is more to try."""
+        if (current := self._current(key)) is None:
+            return None
+        # One that rests on fewer trials than its group gets if it counts is searched once more.
+        was_minor = current.measured <= self.budget.minor().trials < min(self.budget.trials, current.enumerated)
+        if (reason := self._refuse_record(subject, current)) is not None:
+            logger.warning("the stored record of %s is not used: %s", subject.label, reason)
+        elif minor or key in self._searched or not was_minor:
+            return current
+        return None
+
+    def _search(
+        self, subject: Subject, key: RecordKey, neighbours: Iterable[TuningRecord], minor: bool
+    ) -> TuningRecord:
         stored = self.database.get_record(key).record
-        if (current := self._current(key)) is not None:
-            reason = self._refuse_record(subject, current)
-            # One that rests on fewer trials than its group gets if it counts is searched once more.
-            was_minor = current.measured <= self.budget.minor().trials < min(self.budget.trials, current.enumerated)
-            if reason is None and (minor or key in self._searched or not was_minor):
-                return current
-            if reason is not None:
-                logger.warning("the stored record of %s is not used: %s", subject.label, reason)
         hints = [*([stored] if stored is not None else []), *neighbours]
         if not minor:
             self._searched.add(key)
@@ -151,6 +165,9 @@ class Tuner:
         An op that was timed beside libraries' calls is not timed again.
         """
         key = self.key(subject)
+        return self.leases.once(key, partial(self._known_unfused, subject, key), partial(self._time, subject, key))
+
+    def _known_unfused(self, subject: Subject, key: RecordKey) -> Measurement | None:
         stored = self._current(key)
         if stored is not None:
             return stored.unfused
@@ -159,6 +176,9 @@ class Tuner:
                 return Measurement(trial.median_us, 0.0, 1, 0, self.regime)
         for known in self._contests.get(subject.key, ()):
             return known.contest.time(jobs.UNFUSED)
+        return None
+
+    def _time(self, subject: Subject, key: RecordKey) -> Measurement:
         outcome = self._resources.call(TIMING_OPS, jobs.time_unfused, subject)
         if not outcome.ok:
             raise SubjectError(f"{subject.label}: cannot be timed: {outcome.failure}")
@@ -192,8 +212,10 @@ class Tuner:
         repeated; a later :meth:`tune` starts from it. :class:`SubjectError` where the unfused chain or its reference
         fails, or no back end takes part.
         """
-        run = SubjectRun(self._resources, subject, self.key(subject), (), whole=False)
-        return self._resources.released(run.screen_defaults)
+        key = self.key(subject)
+        with self.leases.alone(key):
+            run = SubjectRun(self._resources, subject, key, (), whole=False)
+            return self._resources.released(run.screen_defaults)
 
     def time_again(self, kernels: Sequence[tuple[Subject, TuningRecord]]) -> list[Trial]:
         """The kernels of records, compiled beside each other, checked and timed shortly: a trial each, with the reason

@@ -12,6 +12,7 @@ from fuseplan.kernels.ir.backend import Target
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
 from fuseplan.planner.implementations.subject import GroupSubject
 from fuseplan.search.store.database import Database
+from fuseplan.search.store.leases import Leases
 from fuseplan.search.store.record import Evidence, Measurement, RecordKey, Trial, TuningRecord, Versions, now
 from fuseplan.search.timing.contest import Contest
 from fuseplan.search.timing.sequence import Part
@@ -54,6 +55,9 @@ class ScriptedTuner:
     prefetched: list[str] = field(default_factory=list)
     soon: list[str] = field(default_factory=list)
     account: TimeAccount = field(default_factory=TimeAccount)
+
+    def __post_init__(self) -> None:
+        self.leases = Leases(self.database)
 
     def time_unfused(self, subject: GroupSubject) -> Measurement:
         return measured(self.unfused_us * self.noisy())

@@ -1,0 +1,74 @@
+"""The stored plans of regions, as far as they can be used."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from fuseplan.kernels.ir.backend import Backend, Target
+from fuseplan.planner.graph.dataflow import Region
+from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.implementations import Implementation
+from fuseplan.planner.partition.plan_check import PlanCheck, RefusedPlanError
+from fuseplan.planner.partition.plan_record import region_label
+from fuseplan.search.store.database import Database, Lookup
+from fuseplan.search.store.layered import LayeredDatabase
+from fuseplan.search.store.record import PlanRecord, RecordKey
+
+logger = logging.getLogger(__name__)
+
+
+class StoredPlans:
+    """Looks plans up in ``store``, and checks that a hit can be the region's plan here.
+
+    ``context`` is a key whose device, regime and numerics are those of all. Why plans are not used although they were
+    found is in ``refused``; which versions differ from those that the user's plans were measured with is in
+    ``outdated``: both by region key.
+    """
+
+    def __init__(
+        self, store: Database | LayeredDatabase, context: RecordKey, backends: Sequence[Backend], target: Target,
+        libraries: Sequence[Implementation],
+    ) -> None:
+        self._store = store
+        self._context = context
+        self._check = backends, target, libraries
+        self.refused: dict[str, str] = {}
+        self.outdated: dict[str, tuple[str, ...]] = {}
+        #: Plans that were checked, and what was accepted of them, by region key.
+        self._sound: dict[str, tuple[PlanRecord, PlanRecord]] = {}
+
+    def key(self, region_key: str) -> RecordKey:
+        return replace(self._context, workload=region_key)
+
+    def find_all(self, book: GroupBook, regions: Iterable[Region]) -> dict[str, Lookup[PlanRecord]]:
+        """Asked for all at once."""
+        by_key = {self.key(region.key): region for region in regions}
+        return {
+            key.workload: self._checked(book, by_key[key], lookup)
+            for key, lookup in self._store.get_plans(by_key).items()
+        }
+
+    def _checked(self, book: GroupBook, region: Region, lookup: Lookup[PlanRecord]) -> Lookup[PlanRecord]:
+        """The look-up, or one that found nothing where a hit cannot be the region's plan."""
+        if lookup.hit is None:
+            names = tuple(one for one in lookup.mismatch if one != "undecided")
+            if names and not lookup.shipped:
+                self.outdated[region.key] = names
+            return lookup
+        stored, accepted = self._sound.get(region.key, (None, None))
+        if stored == lookup.hit:
+            return replace(lookup, record=accepted)
+        try:
+            check = PlanCheck(book, *self._check)
+            accepted = check.accepted(region, lookup.hit)
+            self._sound[region.key] = lookup.hit, accepted
+            return replace(lookup, record=accepted)
+        except Exception as error:  # whatever else the check trips over: it costs this region alone
+            reason = str(error) if isinstance(error, RefusedPlanError) else f"its check failed: {type(error).__name__}"
+        if region.key not in self.refused:
+            self.refused[region.key] = reason
+            logger.warning("the stored plan of %s is not used: %s", region_label(book.graph, region), reason)
+        return Lookup()
+

@@ -1,0 +1,215 @@
+"""Tuners on one database share the work: nothing is measured twice, and all end with the plans of a tune alone."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_tuner import SUBJECT
+from fake_tuner import tuner as real_tuner
+from graphs import Builder
+from reference_backend import ReferenceBackend
+from scripted_tuner import TARGET, ScriptedTuner, compute_nodes
+from search_fakes import FakeBackend
+
+from fuseplan.costmodel.device import DeviceSpec
+from fuseplan.kernels.ir.backend import Config, Resources, Target
+from fuseplan.kernels.ir.ir import KernelIR
+from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.implementations.subject import GroupSubject
+from fuseplan.planner.tuning.planner import Planner, PlanSettings
+from fuseplan.planner.tuning.tune import TuneResult, tune
+from fuseplan.search.store.database import Database
+from fuseplan.search.store.leases import listed
+from fuseplan.search.store.record import Trial, TuningRecord, Versions
+
+OPS = ("exp", "tanh", "neg", "sigmoid", "sin", "cos", "abs", "relu", "sqrt", "erf")
+
+
+@pytest.fixture(autouse=True)
+def no_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matmuls are ATen's."""
+    monkeypatch.setattr("fuseplan.planner.implementations.implementations.LIBRARY_CALLS", ())
+
+
+def graph_of(*regions: tuple[tuple[str, ...], ...]) -> DataflowGraph:
+    """Regions one after another: islands of pointwise ops with a matmul between each two."""
+    b = Builder(x=torch.randn(5, 8), w=torch.randn(8, 8))
+    value = "x"
+    for number, islands in enumerate(regions):
+        value = b("aten.cumsum.default", value, dim=-1) if number else value
+        for at, island in enumerate(islands):
+            value = b("aten.linear.default", value, "w", bias=None) if at else value
+            for op in island:
+                value = b(f"aten.{op}.default", value)
+    return b.graph(value)
+
+
+class Waits(ScriptedTuner):
+    """Asks ``at_work`` before each group that it tunes."""
+
+    at_work: Callable[[], object] = staticmethod(lambda: None)
+
+    def tune(self, subject: GroupSubject, neighbours: Any = (), minor: bool = False) -> TuningRecord:
+        self.at_work()
+        return super().tune(subject, neighbours, minor)
+
+    def time_again(self, kernels: Sequence[object]) -> list[Trial]:
+        """Nothing ships."""
+        assert not kernels
+        return []
+
+    def close(self) -> None:
+        self.leases.close()
+
+
+@dataclass(frozen=True)
+class Session:
+    """What a tune needs of a session, over scripted times."""
+
+    database: Database
+    scripted: Waits
+    spec: DeviceSpec | None = None
+    target: Target = TARGET
+    settings: PlanSettings = field(default_factory=lambda: PlanSettings(tolerance=0.0, margin=0.0))
+    device: str = "dev"
+
+    @property
+    def store(self) -> Database:
+        return self.database
+
+    def tuner(self, *_: object) -> Any:
+        return contextlib.closing(self.scripted)
+
+    def planner(self, tuner: Any, learner: Any = None) -> Planner:
+        return Planner(self.database, None, "dev", TARGET, (ReferenceBackend(),), self.settings, self.scripted)  # type: ignore[arg-type]
+
+    def recalibrated(self) -> Session:
+        return self
+
+
+def session_on(file: Path, at_work: Callable[[], object] = lambda: None) -> Session:
+    database = Database(file, "write", Versions.current("cpu"))
+    times = {1: 7.0, 2: 4.0, 3: 14.0}
+    tuner = Waits(database, lambda subject: times.get(len(compute_nodes(subject)), 20.0))
+    tuner.at_work = at_work  # type: ignore[method-assign]
+    return Session(database, tuner)
+
+
+def tuned(session: Session, *graphs: DataflowGraph) -> TuneResult:
+    return tune(session, [(f"w{number}", graph) for number, graph in enumerate(graphs)])  # type: ignore[arg-type]
+
+
+def covers(result: TuneResult) -> list[list[list[tuple[str, ...]]]]:
+    """The ops of each group of each region of each workload."""
+    return [[[plan.group_ops(group) for group in plan.record.groups] for plan in one.plan.regions]
+            for one in result.plans]
+
+
+def test_what_another_is_at_work_on_comes_last(tmp_path: Path) -> None:
+    graph = graph_of((OPS[0:2],), (OPS[2:4],), (OPS[4:6],))
+    begun, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        assert go_on.wait(120)
+
+    slow, quick = session_on(tmp_path / "t.db", wait), session_on(tmp_path / "t.db")
+    results: list[TuneResult] = []
+    thread = threading.Thread(target=lambda: results.append(tuned(slow, graph)))
+    thread.start()
+    assert begun.wait(120)
+    quick.scripted.at_work = lambda: go_on.set() if len(quick.scripted.tuned) == 1 else None  # type: ignore[method-assign]
+    mine = tuned(quick, graph)
+    thread.join(120)
+    (theirs,) = results
+    assert len(slow.scripted.tuned) >= 1 and len(quick.scripted.tuned) >= 2
+    assert not set(slow.scripted.tuned) & set(quick.scripted.tuned)
+    assert covers(mine) == covers(theirs)
+    assert listed(slow.database) == []
+    sources = {plan.region.key: plan.source for plan in mine.plans[0].plan.regions}
+    assert set(sources.values()) == {"database", "tuned"}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_tuners_together_measure_what_one_alone_does(tmp_path: Path, seed: int) -> None:
+    """Random graphs with shared islands; each tuner has its own order of them."""
+    rng = random.Random(seed)
+    islands = [tuple(OPS[number : number + rng.randint(1, 3)]) for number in range(0, 9, 3)]
+    graphs = [
+        graph_of(*(tuple(rng.choices(islands, k=rng.randint(1, 3))) for _ in range(rng.randint(1, 3))))
+        for _ in range(4)
+    ]
+    alone = session_on(tmp_path / "alone.db")
+    expected = tuned(alone, *graphs)
+    together = [session_on(tmp_path / "t.db") for _ in range(3)]
+    ready = threading.Barrier(3)
+    found: dict[int, list[Any]] = {}
+
+    def run(number: int) -> None:
+        order = random.Random(seed * 7 + number).sample(range(4), 4)
+        ready.wait(120)
+        result = tuned(together[number], *(graphs[one] for one in order))
+        found[number] = [covers(result)[order.index(one)] for one in range(4)]
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(300)
+    assert list(found.values()) == [covers(expected)] * 3
+    everything = [label for one in together for label in one.scripted.tuned]
+    assert sorted(everything) == sorted(alone.scripted.tuned)
+
+
+def test_a_tuner_that_fails_lets_go(tmp_path: Path) -> None:
+    graph = graph_of((OPS[0:2], OPS[2:4]), (OPS[4:6],))
+
+    def fail() -> None:
+        raise KeyboardInterrupt
+
+    broken, sound = session_on(tmp_path / "t.db", fail), session_on(tmp_path / "t.db")
+    with pytest.raises(KeyboardInterrupt):
+        tuned(broken, graph)
+    assert listed(broken.database) == []
+    assert len(covers(tuned(sound, graph))[0]) == 2
+
+
+def test_one_group_is_searched_once_by_two_tuners(tmp_path: Path) -> None:
+    """The second one comes while the first compiles."""
+    compiling, second_waits = threading.Event(), threading.Event()
+
+    class Slow(FakeBackend):
+        def prepare(self, ir: KernelIR, config: Config, target: Target) -> Resources:
+            compiling.set()
+            assert second_waits.wait(120)
+            return super().prepare(ir, config, target)
+
+    class Never(FakeBackend):
+        def prepare(self, ir: KernelIR, config: Config, target: Target) -> Resources:
+            raise AssertionError("the other tuner has searched it")
+
+    first = real_tuner(Database(tmp_path / "t.db"), Slow())
+    second = real_tuner(Database(tmp_path / "t.db"), Never())
+    records: list[TuningRecord] = []
+    threads = [threading.Thread(target=lambda: records.append(first.tune(SUBJECT)))]
+    threads[0].start()
+    assert compiling.wait(120)
+    real_take = second.leases.take
+
+    def take(keys: Any) -> Any:
+        taken = real_take(keys)
+        second_waits.set()
+        return taken
+
+    second.leases.take = take  # type: ignore[method-assign]
+    record = second.tune(SUBJECT)
+    threads[0].join(120)
+    assert replace(record, evidence=records[0].evidence) == records[0]

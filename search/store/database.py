@@ -144,11 +144,12 @@ class Database:
 
     def put_record(self, record: TuningRecord) -> None:
         """Store a tuning record and close the trials that led to it, in one transaction."""
-        row, same = rows.record_row(record), rows.same_key(tables.TRIALS, record.key)
+        row = rows.record_row(record)
+        left_open = rows.same_key(tables.TRIALS, record.key) & (tables.TRIALS.c.open != 0)
 
         def put(connection: Connection) -> None:
             tables.upsert(connection, tables.TUNINGS, row)
-            connection.execute(tables.TRIALS.update().where(same).values(open=0))
+            connection.execute(tables.TRIALS.update().where(left_open).values(open=0))
 
         self.change(put)
 
@@ -268,29 +269,21 @@ class Database:
         """Every miss with its count, most frequent first: keys, ``label``, ``payload`` (decoded), ``count``."""
         return sorted(self._read(tables.MISSES), key=lambda miss: (-miss["count"], miss["workload"]))
 
-    def change(self, work: Callable[[Connection], T]) -> T:
+    def change(self, work: Callable[[Connection], T], patient: bool = True) -> T:
         """What ``work`` returns, which changes the database in one transaction that holds the write lock.
 
-        Where a server goes away, ``work`` runs again once it is back, although its first run may have been stored: so
-        it must leave the same whether it ran once or twice. Drivers' errors come out as :class:`DatabaseError`.
+        Where a server goes away, one who is ``patient`` waits, and ``work`` runs again, although its first run may have
+        been stored: so it must leave the same whether it ran once or twice. Drivers' errors come out as
+        :class:`DatabaseError`.
         """
+        if self.mode != "write" or (engine := self.engine) is None:
+            raise ReadOnlyDatabaseError(f"{self.where} was opened for reading only")
 
         def attempt() -> T:
-            with self.writing() as connection:
+            with transaction(engine) as connection:
                 return work(connection)
 
-        return insist(self._writable(), attempt, patient=True)
-
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[Connection]:
-        """The transaction of :meth:`change` for those that cannot run twice: an error where the server goes away."""
-        with transaction(self._writable()) as connection:
-            yield connection
-
-    def _writable(self) -> Engine:
-        if self.mode != "write" or self.engine is None:
-            raise ReadOnlyDatabaseError(f"{self.where} was opened for reading only")
-        return self.engine
+        return insist(engine, attempt, patient)
 
     def _put(self, table: Table, row: Mapping[str, Any]) -> None:
         self.change(lambda connection: tables.upsert(connection, table, row))

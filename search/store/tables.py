@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import sqlalchemy as sa
@@ -166,7 +166,7 @@ def _create_or_upgrade(engine: sa.Engine) -> None:
     with transaction(engine) as connection:
         if engine.dialect.name == "postgresql":  # two that create a table together: the second would fail
             connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({location.APPLICATION_ID})")
-        if sa.inspect(connection).has_table(META.name):  # also where another process has been quicker
+        if sa.inspect(connection).has_table(META.name):
             migrations.upgrade(connection)
         else:
             _create(connection)
@@ -220,11 +220,11 @@ def _facts(connection: sa.Connection) -> dict[str, str] | None:
     return None
 
 
-def check_columns(connection: sa.Connection) -> None:
+def check_columns(connection: sa.Connection, wanted: Iterable[sa.Table] = METADATA.tables.values()) -> None:
     """Raise :class:`ForeignDatabaseError` unless every table is there with the columns that this version writes."""
     found = sa.inspect(connection).get_multi_columns()
     there = {table: {column["name"] for column in columns} for (_schema, table), columns in found.items()}
-    for table in METADATA.sorted_tables:
+    for table in wanted:
         if missing := {column.name for column in table.columns} - there.get(table.name, set()):
             raise ForeignDatabaseError(
                 f"{location_name(connection.engine.url)}: table {table.name} has no {', '.join(sorted(missing))}, so "

@@ -22,6 +22,7 @@ from fuseplan.search.errors import DatabaseError, SchemaVersionError
 from fuseplan.search.store import maintenance, migrations, tables
 from fuseplan.search.store.connections import connected, engine_of, transaction
 from fuseplan.search.store.database import Database
+from fuseplan.search.store.leases import listed
 from fuseplan.search.store.location import resolve_url
 from fuseplan.search.store.record import RecordKey
 
@@ -118,6 +119,7 @@ def test_an_old_database_is_read_as_it_is(old: str) -> None:
         with Database(old, mode, HERE) as db:  # type: ignore[arg-type]
             assert db.get_plans([plan().key])[plan().key].hit == plan()
             assert db.get_device("cpu-a") == SPEC
+            assert listed(db) == [] and maintenance.verify_database(db) == []
     assert contents(old) == before
 
 

@@ -85,6 +85,11 @@ class Session:
         self.database.put_device(self.device, json.loads(spec.to_json()))
         return replace(self, spec=spec)
 
+    def with_stored_spec(self) -> Session | None:
+        """The same session with the device as it is stored now; None where it is not."""
+        spec = stored_spec(self.database, self.device)
+        return None if spec is None else replace(self, spec=spec)
+
     def probed(self, progress: ProbeProgress | None = None) -> Session:
         """Measure the device quickly and store what was found."""
         return self.with_spec(self.measure_device(progress=progress))

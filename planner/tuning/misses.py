@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 class _Log(Protocol):
     """Where misses are counted."""
 
+    @property
+    def logs_misses(self) -> bool: ...
+
     def capture_names(self, prefix: str) -> set[str]: ...
 
     def log_misses(
@@ -49,6 +52,8 @@ def log_missed(log: _Log, graph: DataflowGraph, missed: Sequence[tuple[RecordKey
 
     Never raises: a model runs whether or not its misses are known.
     """
+    if not log.logs_misses:
+        return
     try:
         whole = find_regions(graph)
         homes: defaultdict[str, list[Region]] = defaultdict(list)

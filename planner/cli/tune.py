@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -17,11 +18,15 @@ if TYPE_CHECKING:
     from fuseplan.planner.api.job import HowToTune
 
 
-@answers("the groups, or with --misses what was tuned")
+@answers("the groups, or with --misses what was tuned, or with --manifest the models")
 def tune(
     model: opt.ModelOption = None,
     config: opt.ConfigOption = None,
     module: opt.ModuleOption = None,
+    manifest: Annotated[
+        Path | None,
+        typer.Option("--manifest", metavar="FILE", help="Models that are tuned together: a TOML file."),
+    ] = None,
     pattern: opt.PatternOption = None,
     shape: opt.ShapeOption = None,
     decode: opt.DecodeOption = None,
@@ -94,9 +99,14 @@ def tune(
 
         kind = common.device_type(device)
     how = HowToTune(trials, seconds, seed, shipped, again, study)
+    given = (model, config, module, pattern, shape, decode, kv_len, prefill, dtype, layers)
+    has_model = any(one is not None for one in given)
+    if manifest is not None:
+        changed = (not calls, pack_weights, numerics is not opt.Numerics.FP32, regime is not opt.Regime.EAGER)
+        tune_manifest(manifest, kind, db, how, account, has_model or misses or any(changed))
+        return
     if misses:
-        given = (model, config, module, pattern, shape, decode, kv_len, prefill, dtype, layers)
-        tune_misses(kind, db, most, how, account, any(one is not None for one in given))
+        tune_misses(kind, db, most, how, account, has_model)
         return
     what = opt.named(
         kind, (model, config, module), (pattern, shape), (decode, kv_len, prefill), dtype, layers, calls, pack_weights
@@ -133,6 +143,31 @@ def tune_misses(
     complain(found.warnings, found.failure)
 
 
+def tune_manifest(
+    path: Path, kind: Literal["cpu", "cuda"], db: str | None, how: HowToTune, account: TimeAccount, has_more: bool
+) -> None:
+    """Tune the models of a manifest together, and say what each of them cost."""
+    import pandas as pd
+
+    from fuseplan.planner.api import many
+    from fuseplan.planner.errors import ConfigError
+
+    if has_more:
+        raise ConfigError("--manifest names models with all that belongs to them; leave out the options of a model")
+    found = many.tune_manifest(path, kind, db, how, opt.Terminal(), account)
+    common.print_frame(found.models, f"{found.title} on {found.data.device}", name="models", spare=_SPARE_OF_MODELS,
+                       keep=_ANSWER_OF_MODELS)
+    common.print_frame(pd.DataFrame([found.totals]), "Totals", name="totals", shown="files")
+    common.print_frame(found.steps, "Steps", name="steps", shown="files")
+    common.print_frame(found.regions, "Regions", name="regions", shown="files")
+    for line in found.lines():
+        common.say(line)
+    common.say(account.line())
+    for line in found.step_lines():
+        common.print_line(line)
+    complain(found.warnings, found.failure)
+
+
 def complain(warnings: Sequence[str], failure: str) -> None:
     """Name what was not decided, or doubtfully; exit status 1 where that is more than a region or some noise."""
     for text in warnings:
@@ -147,3 +182,6 @@ _SPARE = ("key", "regime", "enumerated_configs", "measured_configs", "noise", "l
           "config", "ops", "backend", "times", "source", "answer", "fused_us", "unfused_us", "place")
 _ANSWER = ("workload", "group", "speedup")
 _SPARE_OF_MISSES = ("key", "numerics", "first_seen", "regime", "last_seen", "place")
+_SPARE_OF_MODELS = ("numerics", "dtype", "regime", "capture_s", "workloads", "failed", "unfused_us", "planned_us",
+                    "step", "outcome", "stored")
+_ANSWER_OF_MODELS = ("model", "regions", "shared", "measured", "tune_s", "saved_us")

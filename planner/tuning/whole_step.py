@@ -26,7 +26,7 @@ from fuseplan.planner.tuning.session import Session
 from fuseplan.search.errors import RecordError
 from fuseplan.search.store import codec
 from fuseplan.search.store.limits import Amount
-from fuseplan.search.store.record import PlanRecord, now
+from fuseplan.search.store.record import PlanRecord, RecordKey, now
 from fuseplan.search.timing.sequence import Part
 from fuseplan.search.tune.tuner import Tuner
 
@@ -81,16 +81,20 @@ def counted(plan: GraphPlan) -> list[tuple[int, PlanRecord]]:
 
 
 def measure_step(session: Session, graph: DataflowGraph, plan: GraphPlan, tuner: Tuner) -> StepTimes | None:
-    """The step's times, measured and stored unless they are stored; None where they cannot be known.
+    """The step's times, measured and stored unless they are stored; None where they cannot be known. What another tuner
+    is timing is waited for.
 
     That is so of a step that takes too long, of one with a region that has no plan, and where the run fails (for want
     of memory).
     """
+    key = step_key(counted(plan))
+    lease = RecordKey(key, session.device, session.settings.regime, session.settings.numerics)
+    return tuner.leases.once(
+        lease, lambda: stored_steps(session.store).get(key), lambda: _measured(session, graph, plan, tuner, key))
+
+
+def _measured(session: Session, graph: DataflowGraph, plan: GraphPlan, tuner: Tuner, key: str) -> StepTimes | None:
     planned = counted(plan)
-    key = step_key(planned)
-    known = stored_steps(session.store).get(key)
-    if known is not None:
-        return known
     unfused_us = sum(count * record.unfused_us for count, record in planned)
     is_whole = bool(planned) and len(plan.regions) == len(find_regions(graph))
     if not is_whole or session.spec is None or unfused_us > _LONGEST_US:

@@ -43,7 +43,8 @@ _POSTGRESQL = "postgresql+psycopg"
 #: Seconds that a server has to accept a connection, and to answer a statement.
 _CONNECT_S = 5
 _STATEMENT_S = 30
-_SECRET_OPTION = re.compile(r"pass|pwd|secret|token|key", re.IGNORECASE)
+#: Options of a URL whose values are shown nowhere.
+SECRET_OPTION = re.compile(r"pass|pwd|secret|token|key", re.IGNORECASE)
 
 
 def default_path() -> Path:
@@ -99,7 +100,7 @@ def location_name(url: URL) -> str:
     """The database's name in messages: the file, or the URL without its passwords."""
     if url.get_backend_name() == "sqlite":
         return plain(url.database or "the memory database")
-    secret = {name: "***" for name in url.query if _SECRET_OPTION.search(name)}
+    secret = {name: "***" for name in url.query if SECRET_OPTION.search(name)}
     shown = url.update_query_dict(secret).render_as_string().replace("%2A%2A%2A", "***")
     return plain(shown.replace(f"{_POSTGRESQL}:", "postgresql:", 1))
 
@@ -107,7 +108,7 @@ def location_name(url: URL) -> str:
 def without_secrets(text: str, url: URL) -> str:
     """A driver's message as it may be shown: it can quote what it was given."""
     secrets = [str(url.password or "")]
-    secrets += [one for name, values in url.normalized_query.items() if _SECRET_OPTION.search(name) for one in values]
+    secrets += [one for name, values in url.normalized_query.items() if SECRET_OPTION.search(name) for one in values]
     for secret in filter(None, secrets):
         text = text.replace(secret, "***")
     return plain(text)

@@ -91,6 +91,8 @@ def test_a_page_does_what_it_says(page: Path, reader: Reader, fresh: None, monke
             wrong = missing(block.body, printed)
             assert not wrong, f"{name(page)}:{block.line}: nothing like these is printed:\n" + "\n".join(
                 [*wrong, "but:", printed])
+        elif block.kind == "toml" and block.title:
+            Path(block.title).write_text(block.body)
 
 
 @pytest.mark.slow

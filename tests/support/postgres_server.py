@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import pwd
+import re
 import shutil
 import signal
 import socket
@@ -21,7 +22,8 @@ ADMIN, READER, PASSWORD = "tuner", "reader", "open-sesame"
 #: Runs the server until its standard input says a line, or ends because the test process did: then its folder goes too.
 _UNTIL_TOLD = '"$@" & read -r _ || gone=1; kill -QUIT $! 2>/dev/null; wait; [ -z "$gone" ] || rm -rf "$PWD"'
 #: Nothing here has to survive a power cut.
-_SETTINGS = ("fsync=off", "max_connections=200", "shared_buffers=32MB", "listen_addresses=127.0.0.1")
+_SETTINGS = ("fsync=off", "max_connections=200", "shared_buffers=32MB", "listen_addresses=127.0.0.1",
+             "log_line_prefix=%d ")
 _START_S = 120.0
 #: What lets a role read one database, and nothing else.
 READ_ONLY = (
@@ -58,16 +60,16 @@ class Server:
         for path in (folder, password):
             os.chown(path, pwd.getpwnam(self._user).pw_uid, pwd.getpwnam(self._user).pw_gid)
         self._run("initdb", "-D", "data", "-U", ADMIN, "-A", "scram-sha-256", "--pwfile=password", "-E", "UTF8",
-                  "--locale=C", "--no-sync")
+                  "--locale=C.UTF-8", "--no-sync")
         self.start()
-        self._sql(f"create role {READER} login password '{PASSWORD}'")
+        self.sql(f"create role {READER} login password '{PASSWORD}'")
 
-    def url(self, name: str = "", user: str = ADMIN) -> str:
+    def url(self, name: str = "") -> str:
         """The URL of a new, empty database; one of that name is replaced. Starts a server that is down."""
         self.start()
         name = name or f"fresh{next(self._numbers)}"
-        self._sql(f'drop database if exists "{name}" with (force)', f'create database "{name}"')
-        return self.address(name, user)
+        self.sql(f'drop database if exists "{name}" with (force)', f'create database "{name}"')
+        return self.address(name)
 
     def address(self, name: str, user: str = ADMIN) -> str:
         """The URL of a database, whether it is there or not."""
@@ -75,13 +77,33 @@ class Server:
 
     def readonly_url(self, name: str) -> str:
         """The same database for a role that may only read its tables, those of now and those of later."""
-        self._sql(*(grant.format(database=name, role=READER) for grant in READ_ONLY), database=name)
+        self.sql(*(grant.format(database=name, role=READER) for grant in READ_ONLY), database=name)
         return self.address(name, READER)
+
+    def writer_url(self, name: str) -> str:
+        """The same database for a new role that may read and write its tables of now."""
+        role = f"writer{next(self._numbers)}"
+        self.sql(f"create role {role} login password '{PASSWORD}'",
+                 f"grant all on all tables in schema public to {role}", database=name)
+        return self.address(name, role)
 
     def disconnect(self, name: str) -> int:
         """Close every connection to a database from the server's side; how many those were."""
         ask = f"select pg_terminate_backend(pid) from pg_stat_activity where datname = '{name}'"
-        return len(self._sql(ask))
+        return len(self.sql(ask))
+
+    @contextlib.contextmanager
+    def watched(self, name: str) -> Iterator[list[str]]:
+        """What clients that connect from now on ask a database, as the server logs it; filled in at the end."""
+        said: list[str] = []
+        self.sql(f"alter database \"{name}\" set log_statement = 'all'")
+        log = self.folder / "log"
+        start = log.stat().st_size
+        try:
+            yield said
+        finally:
+            self.sql(f'alter database "{name}" reset log_statement')
+            said += re.findall(rf"^{name} LOG:  (?:statement|execute \S+): (.*)", log.read_text()[start:], re.MULTILINE)
 
     def start(self) -> None:
         """Wait until the server answers; nothing where it does."""
@@ -121,11 +143,11 @@ class Server:
         import psycopg
 
         with contextlib.suppress(psycopg.OperationalError):
-            self._sql("select 1")
+            self.sql("select 1")
             return True
         return False
 
-    def _sql(self, *statements: str, database: str = "postgres") -> Sequence[tuple[object, ...]]:
+    def sql(self, *statements: str, database: str = "postgres") -> Sequence[tuple[object, ...]]:
         """What the last statement answers."""
         import psycopg
 

@@ -27,7 +27,7 @@ SECRET = "hunter2hunter2"
 
 @pytest.fixture(autouse=True)
 def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(database, "_SILENT", {})
+    monkeypatch.setattr(database, "_AWAY", {})
 
 
 # -- passwords ----------------------------------------------------------------------------------------------------
@@ -163,8 +163,7 @@ def test_records_plans_and_maintenance_on_a_server(server: Server, tmp_path: Pat
         db.put_plan(plan())
         assert maintenance.verify_database(db) == []
         assert transfer.export(db, tmp_path / "out.jsonl") == 2
-        with db.writing() as connection:
-            connection.execute(text("update tuning_records set payload = '{}'"))
+        db.change(lambda connection: connection.execute(text("update tuning_records set payload = '{}'")))
         assert [problem.table for problem in maintenance.verify_database(db)] == ["tuning_records"]
         assert maintenance.prune_database(db)["tuning_records"] == 1
         assert db.get_plans([plan().key])[plan().key].hit == plan()

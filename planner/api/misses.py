@@ -128,10 +128,13 @@ def tune_misses(
 
     Only those that were launched as ``regime`` says, where it is given; whatever is left is of any regime.
     """
+    if regime is not None:
+        plan_settings(kind, "fp32", regime)
     account = account if account is not None else TimeAccount()
     session, studies = open_session(kind, db), how.studies()
     with account.spend("reading misses"):
-        chosen = logged.missed_regions(logged_misses(session.store, session.device))[:most]
+        listed = logged_misses(session.store, session.device)
+        chosen = logged.missed_regions(one for one in listed if regime in (None, one.key.regime))[:most]
     rows: list[dict[str, Any]] = []
     said: list[str] = []
     warnings: list[str] = []

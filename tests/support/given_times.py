@@ -1,7 +1,7 @@
-"""Commands at their real paths in seconds: times are given, searches try one configuration, models are small.
+"""Every command in seconds, on its real path: times are given, and models are small.
 
-Nothing is timed. The device's numbers are those of the samples, a call of ours or of ATen counts as long as the ops it
-makes, TorchInductor runs a graph as it is, and every preset is the same model of two layers.
+Tunes count (`fast_tunes.py`), the device's numbers are those of the samples, TorchInductor runs a graph as it is, and
+every preset is the same model of two layers.
 """
 
 from __future__ import annotations
@@ -16,20 +16,15 @@ from typing import Any
 import pytest
 import report_samples as samples
 import torch
-from inline_executor import InlineExecutor
-from torch.utils._python_dispatch import TorchDispatchMode
+from fast_tunes import count_instead_of_timing
 
 from fuseplan.costmodel.identity import current_identity
-from fuseplan.costmodel.probe import probe
 from fuseplan.planner.bench import fresh, generation, model, synthetic
 from fuseplan.planner.cli.bench import patterns as bench_patterns
 from fuseplan.planner.groups.candidates import CandidateLimits
 from fuseplan.planner.models import sources, workload
 from fuseplan.planner.patterns import cells
 from fuseplan.planner.tuning import session
-from fuseplan.planner.tuning.settings import PlanSettings
-from fuseplan.search.timing.timers import CpuTimer, Operands, Run, Sampler
-from fuseplan.search.tune import tuner
 
 #: The config of every model.
 LLAMA: Mapping[str, Any] = {
@@ -39,8 +34,6 @@ LLAMA: Mapping[str, Any] = {
 }
 #: What is planned of a model unless sizes are given: ``--decode``, ``--kv-len`` and ``--prefill``.
 SIZES = ("1", 64, "16")
-#: Hardly any search: what is found is no matter here.
-QUICK = tuner.Budget(trials=1, steep_trials=1, seconds=0.1, screen_s=0.002, decide_s=0.01, finalists=1)
 #: Ops of a group and groups of a region: the most that are looked at.
 GROUPS = (40, 8)
 #: Ops of the graphs that show how planning scales; cells of a sweep over patterns.
@@ -53,21 +46,6 @@ def write_model(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(LLAMA))
 
 
-def counted(self: CpuTimer, run: Run, operands: Operands) -> Sampler:
-    """In the place of a timer: a microsecond, and five for each op that ATen runs."""
-    ops = 0
-
-    class Counting(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal ops
-            ops += 1
-            return func(*args, **(kwargs or {}))
-
-    with Counting():
-        run(*operands[0])
-    return lambda: 1.0 + 5.0 * ops
-
-
 def give_times(patch: pytest.MonkeyPatch) -> None:
     """Until the patch is undone, tunes and benches of this process take seconds."""
     patch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -77,14 +55,8 @@ def give_times(patch: pytest.MonkeyPatch) -> None:
 
 
 def _tunes(patch: pytest.MonkeyPatch) -> None:
+    count_instead_of_timing(patch)
     patch.setattr(session, "probe", lambda kind, *_: replace(samples.SPEC, identity=current_identity(kind)))
-    patch.setattr(tuner, "make_pool", lambda _: InlineExecutor())
-    patch.setattr(tuner.Budget, "on", lambda *_: QUICK)
-    patch.setattr(PlanSettings, "measured_on", lambda *_: 1)
-    patch.setattr(CpuTimer, "prepare", counted)
-    patch.setattr(CpuTimer, "steady", lambda _: True)
-    patch.setattr(CpuTimer, "disturbances", lambda _: 0)
-    patch.setattr(probe, "machine_load", lambda: probe.MachineLoad(0.0, 2))
     patch.setattr(CandidateLimits.__init__, "__defaults__", GROUPS)
     patch.setattr(sources, "PRESETS", dict.fromkeys(sources.PRESETS, LLAMA))
     patch.setattr(workload, "_DEFAULTS", {**workload._DEFAULTS, "cpu": SIZES})

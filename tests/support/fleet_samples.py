@@ -12,7 +12,16 @@ from dataclasses import dataclass, field
 from distributed import Client, LocalCluster, get_worker
 
 from fuseplan.planner.fleet.spread import Spread, Tasks
-from fuseplan.planner.fleet.terms import PLENTY, Prepared, RegionOutcome, RegionTask, Terms, beside, measuring
+from fuseplan.planner.fleet.terms import (
+    PLENTY,
+    Prepared,
+    RegionOutcome,
+    RegionTask,
+    Terms,
+    beside,
+    capturing,
+    measuring,
+)
 from fuseplan.planner.tuning.settings import PlanSettings
 from fuseplan.search.tune.tuner import Budget
 
@@ -39,7 +48,7 @@ def fleet(workers: int, devices: Sequence[str] = (DEVICE,), threads: int = 1) ->
 
 def resources(device: str) -> dict[str, float]:
     """What a worker offers that owns this device."""
-    return {measuring(device): 1, beside(device): PLENTY, beside(device.partition("-")[0]): PLENTY}
+    return {measuring(device): 1, beside(device): PLENTY, capturing(device.partition("-")[0]): 1}
 
 
 def region(key: str, ops: float = 1.0) -> RegionTask:

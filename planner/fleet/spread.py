@@ -10,18 +10,20 @@ import heapq
 import itertools
 import math
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from distributed import Client, Future, KilledWorker, as_completed
 
+from fuseplan.kernels.ir.backend import Config
 from fuseplan.planner.errors import PlanError
 from fuseplan.planner.fleet import work
 from fuseplan.planner.fleet.cluster import captures_at_once, device_workers
 from fuseplan.planner.fleet.terms import Captured, RegionOutcome, RegionTask, Terms, beside, capturing, measuring
+from fuseplan.search.tune.resources import Alike
 
 #: Regions that a device has: the one that is measured, one that is prepared meanwhile, and one to be prepared next. An
 #: idle worker may steal what is not begun.
@@ -82,6 +84,7 @@ class Spread:
         self._waiting: dict[str, list[tuple[float, int, Terms, RegionTask, Callable[[RegionOutcome], None]]]] = {}
         self._under_way: Counter[str] = Counter()
         self._unprobed: set[str] = set()
+        self._rankings: defaultdict[tuple[str, Terms], dict[Alike, Sequence[Config]]] = defaultdict(dict)
 
     def capture(self, *args: Any, then: Callable[[Captured], None]) -> None:
         """Ask for a capture; they are made in the order in which they are asked for."""
@@ -169,6 +172,7 @@ class Spread:
         def measured(future: Future[Any]) -> None:
             self._under_way[device] -= 1
             outcome = _outcome(future)
+            self._rankings[device, terms] |= outcome.rankings
             if outcome.taken:  # last of all, when its plan may be there
                 waiting = 0.0, next(self._numbers), terms, replace(task, waits=True), then
                 return heapq.heappush(self._waiting[device], waiting)
@@ -179,7 +183,8 @@ class Spread:
         # Dask learns how long tasks take by the first part of their names.
         size, name = size_name(task.ops), (self._run, device, hash(terms), task.key, int(task.waits), task.label)
         prepared = self._client.submit(
-            self._tasks.prepare, terms, task, key=(f"prepare-{size}", *name), resources={beside(device): 1},
+            self._tasks.prepare, terms, task, dict(self._rankings[device, terms]),
+            key=(f"prepare-{size}", *name), resources={beside(device): 1},
             priority=_PREPARE + task.ops, retries=_RETRIES)
         self._submit(self._tasks.measure, terms, {measuring(device): 1}, _MEASURE + task.ops,
                      (f"measure-{size}", *name), measured, task, prepared)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from fuseplan.costmodel.probe.probe import MachineLoad
-from fuseplan.kernels.ir.backend import Target
+from fuseplan.kernels.ir.backend import Config, Target
 from fuseplan.planner.errors import ConfigError, FuseplanError, PlanError, failure_reason
 from fuseplan.planner.tuning.plans import RegionPlan
 from fuseplan.planner.tuning.settings import PlanSettings
 from fuseplan.search.store.record import Versions
+from fuseplan.search.tune.resources import Alike
 from fuseplan.search.tune.tuner import Budget
 
 #: How the names of our resources begin: ``fuseplan <device key>`` is a device, for one measurement at a time.
@@ -21,6 +22,10 @@ _PREFIX = "fuseplan"
 PLENTY = 1000
 #: About how long an op of a region takes to be prepared.
 _PREPARING_S = 0.03
+
+
+#: See :attr:`~fuseplan.search.tune.tuner.Tuner.rankings`.
+Rankings: TypeAlias = Mapping[Alike, Sequence[Config]]
 
 
 def needs_dask() -> None:
@@ -113,12 +118,14 @@ class Prepared:
 class RegionOutcome:
     """What came of a region: its plan, with its region in the graph that travelled; or why it has none.
 
-    Neither where another tuner is at work on it.
+    Neither where another tuner is at work on it. ``rankings`` are what its worker has learnt of kernels that are alike,
+    for the others.
     """
 
     plan: RegionPlan | None = None
     failure: Exception | None = None
     elapsed_s: float = 0.0
+    rankings: Rankings = field(default_factory=dict, repr=False)
 
     @property
     def taken(self) -> bool:

@@ -15,7 +15,16 @@ from fuseplan.costmodel.probe import probe
 from fuseplan.kernels.registry import local_target
 from fuseplan.planner.api.job import ready
 from fuseplan.planner.errors import FuseplanError
-from fuseplan.planner.fleet.terms import Captured, Prepared, RegionOutcome, RegionTask, Terms, WorkerDevice, carried
+from fuseplan.planner.fleet.terms import (
+    Captured,
+    Prepared,
+    Rankings,
+    RegionOutcome,
+    RegionTask,
+    Terms,
+    WorkerDevice,
+    carried,
+)
 from fuseplan.planner.fleet.worker_state import opened, state, state_of
 from fuseplan.planner.models.sources import ModelSource
 from fuseplan.planner.models.workload import Workload
@@ -49,23 +58,24 @@ def capture(source: ModelSource, workload: Workload, kind: str, pack_weights: bo
     return Captured(text, failure, time.monotonic() - began)
 
 
-def prepare(terms: Terms, task: RegionTask) -> Prepared:
-    """Begin what can be done of a region beside the measurement of another."""
-    state().region_tuner(terms).prepare(task)
+def prepare(terms: Terms, task: RegionTask, rankings: Rankings) -> Prepared:
+    """Begin what can be done of a region beside the measurement of another. Other workers have learnt ``rankings``."""
+    state().region_tuner(terms).prepare(task, rankings)
     return Prepared(task.ops)
 
 
 def measure(terms: Terms, task: RegionTask, prepared: Prepared) -> RegionOutcome:
     """Tune a region and store its plan. A fault of the machine's or the database's is raised: another may do better."""
+    tuner = state().region_tuner(terms)
     began = time.monotonic()
     plan, failure = None, None
     try:
-        plan = state().region_tuner(terms).measure(task)
+        plan = tuner.measure(task)
     except (MachineFailureError, DatabaseError):
         raise
     except Exception as error:
         failure = carried(error)
-    return RegionOutcome(plan, failure, time.monotonic() - began)
+    return RegionOutcome(plan, failure, time.monotonic() - began, tuner.learnt())
 
 
 def time_sides(terms: Terms, *args: Any) -> Any:

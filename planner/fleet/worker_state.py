@@ -17,19 +17,22 @@ from distributed import Worker, WorkerPlugin, get_worker, secede
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.capture.cache import capture_as_text
 from fuseplan.planner.errors import FuseplanError
-from fuseplan.planner.fleet.terms import PLENTY, RegionTask, Terms, beside, capturing, carried, measuring
+from fuseplan.planner.fleet.terms import PLENTY, Rankings, RegionTask, Terms, beside, capturing, carried, measuring
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.tuning.plans import RegionPlan
 from fuseplan.planner.tuning.session import Session, open_session
 from fuseplan.planner.work.region_data import region_graph
 from fuseplan.search.errors import MachineFailureError
 from fuseplan.search.tune import tuner
+from fuseplan.search.tune.resources import Alike
 from fuseplan.search.tune.study import Studies
 from fuseplan.search.workers.worker import WorkerPool, usable_cores
 
 _NAME = "fuseplan"
 #: Seconds after which a capture counts as hanging.
 _CAPTURE_S = 1800.0
+#: Of kernels alike, so many configurations are told: others are tried with fewer.
+_FASTEST = 12
 #: Cores for each process that captures: a second one is busy with what it imports.
 _CORES_EACH = 2
 
@@ -148,10 +151,15 @@ class RegionTuner:
                 stack.enter_context(self._lookahead)
             self._stack = stack.pop_all()
         self._graphs: dict[str, tuple[DataflowGraph, Region]] = {}
+        self._told: set[Alike] = set()
 
-    def prepare(self, task: RegionTask) -> None:
+    def prepare(self, task: RegionTask, rankings: Rankings) -> None:
         """Begin to enumerate a region and to compile its kernels, where that disturbs no measurement; at once returns.
+
+        ``rankings`` are those that others have :meth:`learnt`.
         """
+        self.tuner.take_rankings(rankings)
+        self._told.update(rankings)
         if self._lookahead is not None:
             graph, region = self._graph(task)
             self._lookahead.send(graph, self._planner.undecided_parts(graph, [region]))
@@ -166,6 +174,12 @@ class RegionTuner:
         plans = self._planner.plan_graph(
             graph, self._lookahead, regions=[region], on_taken=None if task.waits else taken.append).regions
         return plans[0] if plans else None
+
+    def learnt(self) -> Rankings:
+        """Of kernels alike, the fastest configurations of those that were searched since it was asked last."""
+        new = {alike: ranking[:_FASTEST] for alike, ranking in self.tuner.rankings.items() if alike not in self._told}
+        self._told.update(new)
+        return new
 
     def close(self) -> None:
         self._stack.close()

@@ -22,6 +22,8 @@ _T = TypeVar("_T")
 Phase = Literal["open", "compile", "screen", "decide", "done"]
 #: Arguments of :func:`fuseplan.search.workers.jobs.prepare`.
 Compilation: TypeAlias = tuple[Backend, KernelIR, Config, Target]
+#: Name of a back end, and what its kernels that are alike have in common.
+Alike: TypeAlias = tuple[str, Hashable]
 
 #: What a tune's wall time is spent on (:class:`~fuseplan.search.tune.time_account.TimeAccount`).
 COMPILING, OPENING, TIMING_OPS = "waiting for compilers", "making references", "timing unfused ops"
@@ -100,9 +102,9 @@ class TuningResources:
     spaces: dict[tuple[str, KernelIR], Space] = field(default_factory=dict)
     refusals: dict[tuple[str, KernelIR], str | None] = field(default_factory=dict)
     #: By back end and likeness of the kernels: configurations of one that was searched, fastest first.
-    rankings: dict[tuple[str, Hashable], list[Config]] = field(default_factory=dict)
+    rankings: dict[Alike, list[Config]] = field(default_factory=dict)
     #: By the same, the key of the first subject that was sent to the compilers.
-    first_alike: dict[tuple[str, Hashable], str] = field(default_factory=dict)
+    first_alike: dict[Alike, str] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property

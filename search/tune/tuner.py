@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from fuseplan.kernels.ir.backend import Backend, Target
+from fuseplan.kernels.ir.backend import Backend, Config, Target
 from fuseplan.search.errors import SubjectError
 from fuseplan.search.store.database import Database, reservations
 from fuseplan.search.store.leases import Leases
@@ -29,6 +29,7 @@ from fuseplan.search.tune.resources import (
     STORING,
     TIMING_OPS,
     TIMING_STEPS,
+    Alike,
     Budget,
     ProgressEvent,
     TuningResources,
@@ -277,6 +278,16 @@ class Tuner:
             TIMING_STEPS, jobs.time_sides, dict(parts), dict(sides), frozenset(kept), min_rounds
         ).value
         return found
+
+    @property
+    def rankings(self) -> dict[Alike, list[Config]]:
+        """By likeness of kernels: configurations of one that was searched, fastest first."""
+        return dict(self._resources.rankings)
+
+    def take_rankings(self, rankings: Mapping[Alike, Sequence[Config]]) -> None:
+        """Do not search kernels that another tuner has searched one alike of; :attr:`rankings` of that."""
+        for alike, ranking in rankings.items():
+            self._resources.rankings.setdefault(alike, list(ranking))
 
     def precompile(self, subjects: Iterable[Subject]) -> None:
         """Compile the default configurations of several subjects beside each other, for :meth:`screen` to find cached.

@@ -15,6 +15,7 @@ from fuseplan.planner.fleet.spread import Spread, Tasks
 from fuseplan.planner.fleet.terms import (
     PLENTY,
     Prepared,
+    Rankings,
     RegionOutcome,
     RegionTask,
     Terms,
@@ -61,6 +62,8 @@ class Log:
 
     measured: list[tuple[str, str]] = field(default_factory=list)
     prepared: list[str] = field(default_factory=list)
+    #: What the worker that prepared was told of kernels alike.
+    told: list[dict[object, object]] = field(default_factory=list)
     at_once: Counter[str] = field(default_factory=Counter)
     most_at_once: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -79,8 +82,9 @@ def fresh_log() -> Log:
     return LOG
 
 
-def prepare(terms: Terms, task: RegionTask) -> Prepared:
+def prepare(terms: Terms, task: RegionTask, rankings: Rankings) -> Prepared:
     LOG.prepared.append(task.key)
+    LOG.told.append(dict(rankings))
     return Prepared(task.ops)
 
 

@@ -81,6 +81,17 @@ def test_what_another_tuner_is_at_work_on_comes_last_and_is_then_waited_for(log:
     assert tune.counts.regions_done == tune.counts.regions == 4
 
 
+def test_workers_are_told_what_others_have_learnt_of_kernels_alike(log: Log) -> None:
+    learnt = {("triton", "tiles"): [{"block": 64}]}
+    log.outcome = lambda task: RegionOutcome(failure=ValueError(), rankings=learnt if task.key == "0" else {})
+    with fleet(1) as client:
+        tune = spread(client)
+        for number in range(8):
+            tune.region(DEVICE, TERMS, region(str(number), 8 - number), lambda outcome: None)
+        tune.run()
+    assert log.prepared == list(map(str, range(8))) and log.told[0] == {} and log.told[-1] == learnt
+
+
 def test_a_lost_worker_is_replaced_by_another_that_does_its_region(log: Log) -> None:
     begun, over = threading.Event(), threading.Event()
     log.meanwhile = lambda key: (begun.set(), over.wait(60)) if key == "first" and not begun.is_set() else None

@@ -190,6 +190,7 @@ def database_error(error: Exception, engine: sa.Engine) -> DatabaseError:
     low = text.lower()
     name = location_name(engine.url)
     if engine.dialect.name != "sqlite":
+        text = without_secrets(said.strip().partition("\n")[0], engine.url)  # then come hints and the statement
         state = str(getattr(getattr(error, "orig", None), "sqlstate", None) or "")
         if state in _FORBIDDEN:
             return ReadOnlyDatabaseError(f"{name} cannot be written ({text}); use a role that may write there")

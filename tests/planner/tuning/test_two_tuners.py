@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from fake_tuner import SUBJECT
 from fake_tuner import tuner as real_tuner
-from scripted_sessions import OPS, covers, graph_of, session_on, tuned
+from scripted_sessions import OPS, Session, Waits, covers, graph_of, session_on, tuned
 from search_fakes import FakeBackend
 
 from fuseplan.kernels.ir.backend import Config, Resources, Target
 from fuseplan.kernels.ir.ir import KernelIR
+from fuseplan.planner.implementations.subject import GroupSubject
 from fuseplan.planner.tuning.tune import TuneResult
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.leases import listed

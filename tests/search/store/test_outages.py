@@ -83,7 +83,7 @@ def test_a_tune_waits_and_goes_on(
             starting.join()
         assert len(list(tuner.records())) == 3
     (waited,) = warned
-    assert "waiting for the database at postgresql://tuner:***@" in str(waited.message)
+    assert "waiting for the database at postgresql://admin:***@" in str(waited.message)
     assert PASSWORD not in str(waited.message)
 
 
@@ -214,11 +214,11 @@ def test_a_pull_that_fails_leaves_the_one_before(
     assert main.run(["db", "pull", url]) == 0
     file = snapshot.snapshot_path(resolve_url(url))
     said = capsys.readouterr().out
-    assert f"2 rows of postgresql://tuner:***@127.0.0.1:{server.port}/outages written to {file}" in said
+    assert f"2 rows of postgresql://admin:***@127.0.0.1:{server.port}/outages written to {file}" in said
     before = file.read_bytes()
     server.kill()
     assert main.run(["db", "pull", "--db", url]) == 2
-    assert capsys.readouterr().err.startswith("plan: error: postgresql://tuner:***@")
+    assert capsys.readouterr().err.startswith("plan: error: postgresql://admin:***@")
     assert file.read_bytes() == before and list(file.parent.iterdir()) == [file]
 
 

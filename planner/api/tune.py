@@ -105,9 +105,9 @@ def tune(
     shape: str | Sequence[int] | None = None, decode: Batches | None = None, kv_len: int | None = None,
     prefill: Prefills | str | None = None, dtype: str | torch.dtype | None = None, layers: int | None = None,
     calls: bool = True, pack_weights: bool = False, misses: Literal[False] = False, most: int = 16,
-    numerics: Literal["fp32", "eager"] = "fp32", regime: Literal["eager", "graph"] = "eager", trials: int | None = None,
-    seconds: float = 6.0, seed: int = 0, shipped: bool = True, again: bool = False, study: str | None = None,
-    device: str = "auto", db: str | Path | None = None, progress: Progress | None = None,
+    numerics: Literal["fp32", "eager"] = "fp32", regime: Literal["eager", "graph"] | None = None,
+    trials: int | None = None, seconds: float = 6.0, seed: int = 0, shipped: bool = True, again: bool = False,
+    study: str | None = None, device: str = "auto", db: str | Path | None = None, progress: Progress | None = None,
 ) -> Tuned: ...
 
 
@@ -121,8 +121,9 @@ def tune(
 
 @overload
 def tune(
-    *, misses: Literal[True], most: int = 16, trials: int | None = None, seconds: float = 6.0, seed: int = 0,
-    device: str = "auto", db: str | Path | None = None, progress: Progress | None = None,
+    *, misses: Literal[True], most: int = 16, regime: Literal["eager", "graph"] | None = None,
+    trials: int | None = None, seconds: float = 6.0, seed: int = 0, device: str = "auto",
+    db: str | Path | None = None, progress: Progress | None = None,
 ) -> TunedMisses: ...
 
 
@@ -132,7 +133,7 @@ def tune(
     prefill: Prefills | str | None = None, dtype: str | torch.dtype | None = None, layers: int | None = None,
     calls: bool = True, pack_weights: bool = False, misses: bool = False, most: int = 16,
     manifest: str | Path | None = None, numerics: Literal["fp32", "eager"] = "fp32",
-    regime: Literal["eager", "graph"] = "eager", trials: int | None = None, seconds: float = 6.0, seed: int = 0,
+    regime: Literal["eager", "graph"] | None = None, trials: int | None = None, seconds: float = 6.0, seed: int = 0,
     shipped: bool = True, again: bool = False, study: str | None = None, device: str = "auto",
     db: str | Path | None = None, progress: Progress | None = None,
 ) -> Tuned | TunedMisses | TunedMany:
@@ -161,7 +162,8 @@ def tune(
         manifest: The path of a TOML file with models that are tuned together, in place of a model.
         most: Of misses: how many regions, those that were missed most often first.
         numerics: ``"fp32"`` keeps a kernel's intermediates in fp32; ``"eager"`` rounds where PyTorch does.
-        regime: ``"eager"`` for launches from Python, ``"graph"`` for replay in a CUDA graph.
+        regime: ``"eager"`` for launches from Python (the default), ``"graph"`` for replay in a CUDA graph. Of misses
+            only those that were launched so; without it all of them.
         trials, seconds, seed, shipped, again, study: See :class:`~fuseplan.planner.api.job.HowToTune`.
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
         db: The tuning database, a file or a SQLAlchemy URL; None for the user's own.
@@ -179,18 +181,18 @@ def tune(
         given = (model, inputs, pattern, shape, decode, kv_len, prefill, dtype, layers)
         has_model = any(one is not None for one in given)
         if manifest is not None:
-            if has_model or misses or (calls, pack_weights, numerics, regime) != (True, False, "fp32", "eager"):
+            if has_model or misses or (calls, pack_weights, numerics, regime) != (True, False, "fp32", None):
                 raise ConfigError("manifest names models with all that belongs to them; leave out a model's arguments")
             return tune_manifest(manifest, kind, db, how, told)
         if misses:
             if has_model:
                 raise ConfigError("misses=True tunes what was missed; leave out the arguments of a model")
-            return tune_misses(kind, db, most, how, told)
+            return tune_misses(kind, db, most, how, told, regime=regime)
         asked = asked_for(
             kind, model, inputs, pattern=pattern, shape=shape, decode=decode, kv_len=kv_len, prefill=prefill,
             dtype=dtype, layers=layers, calls=calls, pack_weights=pack_weights,
         )
-        found = tune_asked(asked, plan_settings(kind, numerics, regime), db, how, told)
+        found = tune_asked(asked, plan_settings(kind, numerics, regime or "eager"), db, how, told)
         if found.failure:
             raise PlanError("; ".join((found.failure, *found.warnings[:1])))
         return found

@@ -81,7 +81,10 @@ def tune(
         typer.Option(
             parser=common.whole(1), metavar="N", help="Regions that --misses tunes, those missed most often first."),
     ] = 16,
-    regime: opt.RegimeOption = opt.Regime.EAGER,
+    regime: Annotated[opt.Regime | None, typer.Option(
+        help="eager: launched from Python; the default. graph: replayed from a CUDA graph (CUDA only). With --misses: "
+        "only what was missed so.",
+    )] = None,
     device: common.DeviceOption = common.Device.AUTO,
     db: common.DbOption = None,
 ) -> None:
@@ -102,16 +105,17 @@ def tune(
     given = (model, config, module, pattern, shape, decode, kv_len, prefill, dtype, layers)
     has_model = any(one is not None for one in given)
     if manifest is not None:
-        changed = (not calls, pack_weights, numerics is not opt.Numerics.FP32, regime is not opt.Regime.EAGER)
+        changed = (not calls, pack_weights, numerics is not opt.Numerics.FP32, regime is not None)
         tune_manifest(manifest, kind, db, how, account, has_model or misses or any(changed))
         return
     if misses:
-        tune_misses(kind, db, most, how, account, has_model)
+        tune_misses(kind, db, most, how, account, has_model, regime)
         return
     what = opt.named(
         kind, (model, config, module), (pattern, shape), (decode, kv_len, prefill), dtype, layers, calls, pack_weights
     )
-    found = tune_asked(what, plan_settings(kind, numerics.value, regime.value), db, how, opt.Terminal(), account)
+    settings = plan_settings(kind, numerics.value, (regime or opt.Regime.EAGER).value)
+    found = tune_asked(what, settings, db, how, opt.Terminal(), account)
     title = f"{found.label} on {found.data.device}"
     common.print_frame(found.groups, title, name="groups", shown="talk", spare=_SPARE, keep=_ANSWER)
     common.print_frame(found.steps, "Steps", name="steps", shown="files")
@@ -124,7 +128,8 @@ def tune(
 
 
 def tune_misses(
-    kind: Literal["cpu", "cuda"], db: str | None, most: int, how: HowToTune, account: TimeAccount, has_model: bool
+    kind: Literal["cpu", "cuda"], db: str | None, most: int, how: HowToTune, account: TimeAccount, has_model: bool,
+    regime: opt.Regime | None,
 ) -> None:
     """Tune what dispatch logged, and say what that was and what remains."""
     from fuseplan.planner.api import misses
@@ -132,7 +137,7 @@ def tune_misses(
 
     if has_model:
         raise ConfigError("--misses tunes what was missed; a model's options do not go with it")
-    found = misses.tune_misses(kind, db, most, how, opt.Terminal(), account)
+    found = misses.tune_misses(kind, db, most, how, opt.Terminal(), account, regime.value if regime else None)
     for title, frame in (("Tuned", found.regions), ("What remains", found.left)):
         if len(frame):
             common.print_frame(frame, title, name="_".join(title.lower().split()), spare=_SPARE_OF_MISSES,

@@ -21,7 +21,7 @@ from fuseplan.planner.cli import main
 from fuseplan.planner.errors import DeviceError
 from fuseplan.planner.tuning import misses as logged
 from fuseplan.search.errors import ReadOnlyDatabaseError
-from fuseplan.search.store import tables
+from fuseplan.search.store import connections, tables
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.maintenance import MISSED, prune_database, verify_database
 from fuseplan.search.store.record import RecordKey
@@ -223,7 +223,7 @@ def test_dispatch_does_not_wait_for_who_writes_to_the_database(db: Path, monkeyp
             waits.append(timeout)
         return connect(target, timeout=timeout, **more)  # type: ignore[call-overload, no-any-return]
 
-    monkeypatch.setattr(tables.sqlite3, "connect", connecting)
+    monkeypatch.setattr(connections.sqlite3, "connect", connecting)
     writer = connect(db)
     writer.execute("BEGIN IMMEDIATE")
     x = torch.randn(3, 8)

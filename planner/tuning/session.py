@@ -178,8 +178,8 @@ def open_session(
     """Open the database and recognise the device; nothing is measured.
 
     The device is ``"cpu"``, ``"cuda"``, or ``"auto"`` (CUDA where there is one). ``database`` is a file or SQLAlchemy
-    URL, None for the user's default file; one in mode ``"read"`` never raises. Who writes and is ``patient`` waits for a
-    server that goes away later.
+    URL, None for the user's default file; one in mode ``"read"`` never raises. Who writes and is ``patient`` waits for
+    a server that goes away later.
 
     Raises:
         DeviceError: There is no such device here.

@@ -89,9 +89,9 @@ class Database:
     """One tuning database, in a file or behind a SQLAlchemy URL; None stands for the user's default file.
 
     Mode ``"write"`` creates what is missing and sets a corrupt database of ours aside. It waits for a server that goes
-    away, once this process has reached it, unless it is not ``patient``. ``"inspect"`` changes nothing. ``"read"`` never
-    raises and never writes records: what cannot be read is empty, with one warning, but in place of a server that is
-    away its snapshot is read (:mod:`.snapshot`). Look-ups compare records with ``versions``; None accepts any.
+    away, once this process has reached it, unless it is not ``patient``. ``"inspect"`` changes nothing. ``"read"``
+    never raises and never writes records: what cannot be read is empty, with one warning, but in place of a server that
+    is away its snapshot is read (:mod:`.snapshot`). Look-ups compare records with ``versions``; None accepts any.
 
     Raises:
         DatabaseError: But in ``"read"`` mode, the location cannot be used; the message says what to do.

@@ -172,12 +172,14 @@ def record_samples(record: TuningRecord, backend: Backend) -> list[Sample]:
 
 
 def open_session(
-    device_type: str, database: str | Path | None = None, settings: PlanSettings | None = None, mode: Mode = "write"
+    device_type: str, database: str | Path | None = None, settings: PlanSettings | None = None, mode: Mode = "write",
+    patient: bool = True,
 ) -> Session:
     """Open the database and recognise the device; nothing is measured.
 
     The device is ``"cpu"``, ``"cuda"``, or ``"auto"`` (CUDA where there is one). ``database`` is a file or SQLAlchemy
-    URL, None for the user's default file; one in mode ``"read"`` never raises.
+    URL, None for the user's default file; one in mode ``"read"`` never raises. Who writes and is ``patient`` waits for
+    a server that goes away later.
 
     Raises:
         DeviceError: There is no such device here.
@@ -196,7 +198,7 @@ def open_session(
         target = replace(target, l2_bytes=identity.l2_bytes)
     versions = Versions.current(device_type)
     settings = settings if settings is not None else PlanSettings()
-    opened = Database(database, mode, versions)
+    opened = Database(database, mode, versions, patient)
     known = LayeredDatabase(opened, shipped_files(identity.key())) if mode == "read" else opened
     return Session(
         database=opened,

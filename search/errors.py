@@ -36,6 +36,14 @@ class DatabaseError(SearchError):
     """The tuning database cannot be opened, read or written."""
 
 
+class UnreachableDatabaseError(DatabaseError):
+    """A database server that went away or does not answer: to try again may mend it, ``at_once`` or after a while."""
+
+    def __init__(self, message: str, at_once: bool = False) -> None:
+        super().__init__(message)
+        self.at_once = at_once
+
+
 class StudyError(SearchError):
     """A storage for Optuna's studies that cannot be opened."""
 

@@ -127,7 +127,8 @@ def asked_for(
     if shape is not None:
         raise ConfigError("shape is that of a pattern; a model's sizes are decode, kv_len and prefill")
     source = _source(kind, model, inputs, kind_of_numbers, layers)
-    return of_model(kind, source, _sizes("decode", decode), kv_len, _sizes("prefill", prefill), calls, pack_weights)
+    decodes, prefills = sizes_text("decode", decode), sizes_text("prefill", prefill)
+    return of_model(kind, source, decodes, kv_len, prefills, calls, pack_weights)
 
 
 def _source(kind: Kind, model: ModelLike | None, inputs: Any, dtype: str | None, layers: int | None) -> ModelSource:
@@ -160,7 +161,7 @@ def _giving(module: nn.Module, inputs: Any) -> Callable[[], tuple[nn.Module, Any
     return lambda: (twin(module), inputs)
 
 
-def _sizes(name: str, sizes: Any) -> str | None:
+def sizes_text(name: str, sizes: Any) -> str | None:
     """Sizes as the command line writes them: ``"1,8"``, ``"512,4x2048"``."""
     if sizes is None or isinstance(sizes, str):
         return sizes

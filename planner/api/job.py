@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 from fuseplan.costmodel.device import DeviceSpec
@@ -12,9 +13,10 @@ from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.tuning import summary
 from fuseplan.planner.tuning import tune as offline
 from fuseplan.planner.tuning.session import Session
-from fuseplan.planner.tuning.tune import TuneResult
+from fuseplan.planner.tuning.tune import TuneResult, WorkloadPlan
 from fuseplan.search.errors import NothingCompilesError
-from fuseplan.search.store.record import now
+from fuseplan.search.store.leases import Leases
+from fuseplan.search.store.record import RecordKey, now
 from fuseplan.search.tune.study import Studies
 from fuseplan.search.tune.time_account import TimeAccount
 from fuseplan.search.tune.tuner import Budget
@@ -56,12 +58,16 @@ def doubts(spec: DeviceSpec) -> list[str]:
 
 
 def ready(session: Session, account: TimeAccount | None = None, progress: Progress = SILENT) -> Session:
-    """The session with a measured device: the stored one, else probed now."""
+    """The session with a measured device: the stored one, else probed now, by one tuner for all on this database."""
     if session.spec is None:
         account = account if account is not None else TimeAccount()
-        with account.spend("probing"), progress.status("probing this device once") as say:
-            session = session.probed(
-                progress=lambda fraction, step: say(f"probing this device once: {step}, {fraction:.0%}"))
+        with (
+            account.spend("probing"), progress.status("probing this device once") as say,
+            closing(Leases(session.database)) as leases,
+        ):
+            session = leases.once(
+                RecordKey("probe", session.device), session.with_stored_spec,
+                lambda: session.probed(lambda share, step: say(f"probing this device once: {step}, {share:.0%}")))
     assert session.spec is not None
     for doubt in doubts(session.spec):
         progress.warn(doubt)
@@ -78,21 +84,17 @@ def run(
     Whole steps are timed of the workloads that ``times_step`` says yes to.
     """
     with progress.tuning() as events:
-        result = offline.tune(
+        return offline.tune(
             session, graphs, budget, seed, events.on_region, events.on_trial, account, executor, events.on_graph,
-            times_step,
+            times_step, on_plan=lambda planned: keep_summary(session, name, planned.workload, planned),
         )
-    keep_summaries(result, name)
-    return result
 
 
-def keep_summaries(result: TuneResult, name: str) -> None:
-    """Store a summary of each workload of the model ``name``."""
-    for planned in result.plans:
-        pairs = [(one.region, one.record) for one in planned.plan.regions]
-        if pairs:
-            found = summary.summarise(name, planned.workload, planned.graph, pairs)
-            summary.store_summary(result.session.database, found)
+def keep_summary(session: Session, model: str, workload: str, planned: WorkloadPlan) -> None:
+    """Store what reports say of a planned workload, under the names of its model and of itself."""
+    pairs = [(one.region, one.record) for one in planned.plan.regions]
+    if pairs:
+        summary.store_summary(session.database, summary.summarise(model, workload, planned.graph, pairs))
 
 
 def complaints(result: TuneResult, load: MachineLoad) -> tuple[tuple[str, ...], str]:

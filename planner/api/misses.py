@@ -122,13 +122,19 @@ def listed(db: str | Path | None, kind: Kind, device_key: str | None = None) -> 
 
 def tune_misses(
     kind: Kind, db: str | Path | None, most: int, how: HowToTune, progress: Progress = SILENT,
-    account: TimeAccount | None = None,
+    account: TimeAccount | None = None, regime: str | None = None,
 ) -> TunedMisses:
-    """Tune the regions that were missed most often, ``most`` at most; errors in the words of the command line."""
+    """Tune the regions that were missed most often, ``most`` at most; errors in the words of the command line.
+
+    Only those that were launched as ``regime`` says, where it is given; whatever is left is of any regime.
+    """
+    if regime is not None:
+        plan_settings(kind, "fp32", regime)
     account = account if account is not None else TimeAccount()
     session, studies = open_session(kind, db), how.studies()
     with account.spend("reading misses"):
-        chosen = logged.missed_regions(logged_misses(session.store, session.device))[:most]
+        listed = logged_misses(session.store, session.device)
+        chosen = logged.missed_regions(one for one in listed if regime in (None, one.key.regime))[:most]
     rows: list[dict[str, Any]] = []
     said: list[str] = []
     warnings: list[str] = []

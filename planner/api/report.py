@@ -49,7 +49,8 @@ class Report:
 
     @property
     def parts(self) -> pd.DataFrame:
-        """A step's time by part: matmuls, attention, fused groups, unfused ops, launches and gaps."""
+        """A step's time by part: matmuls, attention, fused groups, unfused ops, launches and gaps; ``less together`` is
+        what it takes less than parts measured by themselves."""
         return steps.part_frame(self.data)
 
     @property

@@ -16,6 +16,7 @@ from fuseplan.planner.api.answer import first_screen
 from fuseplan.planner.api.asked import Asked, Batches, ModelLike, Prefills, asked_for, plan_settings
 from fuseplan.planner.api.device import device_kind
 from fuseplan.planner.api.job import HowToTune, complaints, outcome, ready, run
+from fuseplan.planner.api.many import TunedMany, tune_manifest
 from fuseplan.planner.api.misses import TunedMisses, tune_misses
 from fuseplan.planner.api.progress import SILENT, Progress
 from fuseplan.planner.api.report import Report
@@ -104,16 +105,25 @@ def tune(
     shape: str | Sequence[int] | None = None, decode: Batches | None = None, kv_len: int | None = None,
     prefill: Prefills | str | None = None, dtype: str | torch.dtype | None = None, layers: int | None = None,
     calls: bool = True, pack_weights: bool = False, misses: Literal[False] = False, most: int = 16,
-    numerics: Literal["fp32", "eager"] = "fp32", regime: Literal["eager", "graph"] = "eager", trials: int | None = None,
-    seconds: float = 6.0, seed: int = 0, shipped: bool = True, again: bool = False, study: str | None = None,
-    device: str = "auto", db: str | Path | None = None, progress: Progress | None = None,
+    numerics: Literal["fp32", "eager"] = "fp32", regime: Literal["eager", "graph"] | None = None,
+    trials: int | None = None, seconds: float = 6.0, seed: int = 0, shipped: bool = True, again: bool = False,
+    study: str | None = None, device: str = "auto", db: str | Path | None = None, progress: Progress | None = None,
 ) -> Tuned: ...
 
 
 @overload
 def tune(
-    *, misses: Literal[True], most: int = 16, trials: int | None = None, seconds: float = 6.0, seed: int = 0,
-    device: str = "auto", db: str | Path | None = None, progress: Progress | None = None,
+    *, manifest: str | Path, trials: int | None = None, seconds: float = 6.0, seed: int = 0, shipped: bool = True,
+    again: bool = False, study: str | None = None, device: str = "auto", db: str | Path | None = None,
+    progress: Progress | None = None,
+) -> TunedMany: ...
+
+
+@overload
+def tune(
+    *, misses: Literal[True], most: int = 16, regime: Literal["eager", "graph"] | None = None,
+    trials: int | None = None, seconds: float = 6.0, seed: int = 0, device: str = "auto",
+    db: str | Path | None = None, progress: Progress | None = None,
 ) -> TunedMisses: ...
 
 
@@ -122,16 +132,18 @@ def tune(
     shape: str | Sequence[int] | None = None, decode: Batches | None = None, kv_len: int | None = None,
     prefill: Prefills | str | None = None, dtype: str | torch.dtype | None = None, layers: int | None = None,
     calls: bool = True, pack_weights: bool = False, misses: bool = False, most: int = 16,
-    numerics: Literal["fp32", "eager"] = "fp32", regime: Literal["eager", "graph"] = "eager", trials: int | None = None,
-    seconds: float = 6.0, seed: int = 0, shipped: bool = True, again: bool = False, study: str | None = None,
-    device: str = "auto", db: str | Path | None = None, progress: Progress | None = None,
-) -> Tuned | TunedMisses:
+    manifest: str | Path | None = None, numerics: Literal["fp32", "eager"] = "fp32",
+    regime: Literal["eager", "graph"] | None = None, trials: int | None = None, seconds: float = 6.0, seed: int = 0,
+    shipped: bool = True, again: bool = False, study: str | None = None, device: str = "auto",
+    db: str | Path | None = None, progress: Progress | None = None,
+) -> Tuned | TunedMisses | TunedMany:
     """Plan a model's fusion, tune it on this device, and store the result, as ``plan tune`` does.
 
     What is stored already is not measured again. An interrupted call goes on where it was when it is made again.
 
     >>> fuseplan.planner.tune(model, torch.randn(4, 256))  # doctest: +SKIP
     >>> fuseplan.planner.tune("llama-3.2-1b", decode=(1, 8), kv_len=1024, prefill=[512, (4, 512)])  # doctest: +SKIP
+    >>> fuseplan.planner.tune(manifest="models.toml")  # doctest: +SKIP
 
     Args:
         model: An ``nn.Module`` with ``inputs``, a preset's name (``"llama-3.2-1b"``), the path of a ``config.json``, a
@@ -147,9 +159,11 @@ def tune(
         calls: Also plan what a call with an attention mask, and Hugging Face's ``generate()``, make of these sizes.
         pack_weights: Plan for the option of that name: linear ops that read one value are one op.
         misses: Tune what was looked up in vain in this database, in place of a model.
+        manifest: The path of a TOML file with models that are tuned together, in place of a model.
         most: Of misses: how many regions, those that were missed most often first.
         numerics: ``"fp32"`` keeps a kernel's intermediates in fp32; ``"eager"`` rounds where PyTorch does.
-        regime: ``"eager"`` for launches from Python, ``"graph"`` for replay in a CUDA graph.
+        regime: ``"eager"`` for launches from Python (the default), ``"graph"`` for replay in a CUDA graph. Of misses
+            only those that were launched so; without it all of them.
         trials, seconds, seed, shipped, again, study: See :class:`~fuseplan.planner.api.job.HowToTune`.
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
         db: The tuning database, a file or a SQLAlchemy URL; None for the user's own.
@@ -164,15 +178,21 @@ def tune(
         how = HowToTune(trials, seconds, seed, shipped, again, study)
         if (trials is not None and trials < 1) or not seconds > 0 or most < 1:
             raise ConfigError("trials and most are at least 1, and seconds are more than 0")
+        given = (model, inputs, pattern, shape, decode, kv_len, prefill, dtype, layers)
+        has_model = any(one is not None for one in given)
+        if manifest is not None:
+            if has_model or misses or (calls, pack_weights, numerics, regime) != (True, False, "fp32", None):
+                raise ConfigError("manifest names models with all that belongs to them; leave out a model's arguments")
+            return tune_manifest(manifest, kind, db, how, told)
         if misses:
-            if any(one is not None for one in (model, inputs, pattern, shape, decode, kv_len, prefill, dtype, layers)):
+            if has_model:
                 raise ConfigError("misses=True tunes what was missed; leave out the arguments of a model")
-            return tune_misses(kind, db, most, how, told)
+            return tune_misses(kind, db, most, how, told, regime=regime)
         asked = asked_for(
             kind, model, inputs, pattern=pattern, shape=shape, decode=decode, kv_len=kv_len, prefill=prefill,
             dtype=dtype, layers=layers, calls=calls, pack_weights=pack_weights,
         )
-        found = tune_asked(asked, plan_settings(kind, numerics, regime), db, how, told)
+        found = tune_asked(asked, plan_settings(kind, numerics, regime or "eager"), db, how, told)
         if found.failure:
             raise PlanError("; ".join((found.failure, *found.warnings[:1])))
         return found

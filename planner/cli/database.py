@@ -132,6 +132,24 @@ def import_records(
 
 
 @app.command()
+@answers(tables=False, torch=False)
+def pull(
+    server: Annotated[str, Argument(metavar="[URL]", help="The database on a server. Default: that of --db.")] = "",
+    db: DbOption = None,
+) -> None:
+    """Copy a server's database into your data folder: dispatch reads that while the server cannot be reached."""
+    from fuseplan.planner.errors import ConfigError
+    from fuseplan.search.store.location import location_name, resolve_url
+    from fuseplan.search.store.snapshot import pull as copy
+
+    if bool(server) == bool(db):
+        raise ConfigError("two servers are given; pull one" if server else "give the URL of a server")
+    where = server or str(db)
+    file, count = copy(where)
+    say(f"{count} rows of {location_name(resolve_url(where))} written to {file}")
+
+
+@app.command()
 @answers("the problems")
 def verify(db: DbOption = None) -> None:
     """Check the file, its schema and every record; exit status 2 when something is wrong."""

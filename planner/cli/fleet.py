@@ -66,12 +66,11 @@ def status(
     Of a model, if one is named; else what torch.compile looked up in vain.
     """
     from fuseplan.planner.api.asked import plan_settings
-    from fuseplan.planner.api.fleet import fleet_kind
     from fuseplan.planner.fleet.overview import Wanted, fleet_status
 
     wanted = []
     if any(one is not None for one in (model, config, module, pattern, shape, decode, kv_len, prefill, dtype, layers)):
-        kind = common.device_type(device) if scheduler is None else fleet_kind(scheduler, device.value)
+        kind = common.device_type(device) if scheduler is None else opt.fleet_kind(scheduler, device.value)
         settings = plan_settings(kind, numerics.value, regime.value)
         what = opt.named(kind, (model, config, module), (pattern, shape), (decode, kv_len, prefill), dtype, layers,
                          calls, pack_weights)

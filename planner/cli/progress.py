@@ -24,7 +24,7 @@ class TuneProgress:
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
-        #: For each distinct region of each graph, in planning order: whether it has to be tuned.
+        #: For each distinct region, in planning order: whether it has to be tuned.
         self._pending: list[bool] = []
         self._started = 0
 
@@ -32,8 +32,8 @@ class TuneProgress:
         """A workload's graph was captured."""
         from fuseplan.planner.groups.regions import find_regions, unique_regions
 
-        keys = list(unique_regions(find_regions(graph)))
-        missing = {region.key for region in undecided} - self._seen
+        keys = [key for key in unique_regions(find_regions(graph)) if key not in self._seen]
+        missing = {region.key for region in undecided}
         self._pending += [key in missing for key in keys]
         self._seen.update(keys)
         self.counted(sum(self._pending[: self._started]), sum(self._pending))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -15,13 +16,19 @@ from fuseplan.search.tune.time_account import TimeAccount, process_age_s
 
 if TYPE_CHECKING:
     from fuseplan.planner.api.job import HowToTune
+    from fuseplan.planner.api.many import TunedMany
+    from fuseplan.planner.api.tune import Tuned
 
 
-@answers("the groups, or with --misses what was tuned")
+@answers("the groups, or with --misses what was tuned, or with --manifest the models")
 def tune(
     model: opt.ModelOption = None,
     config: opt.ConfigOption = None,
     module: opt.ModuleOption = None,
+    manifest: Annotated[
+        Path | None,
+        typer.Option("--manifest", metavar="FILE", help="Models that are tuned together: a TOML file."),
+    ] = None,
     pattern: opt.PatternOption = None,
     shape: opt.ShapeOption = None,
     decode: opt.DecodeOption = None,
@@ -84,7 +91,10 @@ def tune(
             "scheduler; see `plan fleet`.",
         ),
     ] = None,
-    regime: opt.RegimeOption = opt.Regime.EAGER,
+    regime: Annotated[opt.Regime | None, typer.Option(
+        help="eager: launched from Python; the default. graph: replayed from a CUDA graph (CUDA only). With --misses: "
+        "only what was missed so.",
+    )] = None,
     device: common.DeviceOption = common.Device.AUTO,
     db: common.DbOption = None,
 ) -> None:
@@ -96,28 +106,34 @@ def tune(
     account = TimeAccount(process_age_s())
     with account.spend("starting"):
         from fuseplan.planner.api.asked import plan_settings
-        from fuseplan.planner.api.fleet import fleet_kind, tune_by_fleet
         from fuseplan.planner.api.job import HowToTune
         from fuseplan.planner.api.tune import tune_asked
         from fuseplan.planner.errors import ConfigError
         from fuseplan.planner.reports.step_words import step_lines
 
-        kind = common.device_type(device) if workers is None else fleet_kind(workers, device.value)
+        kind = common.device_type(device) if workers is None else opt.fleet_kind(workers, device.value)
     how = HowToTune(trials, seconds, seed, shipped, again, study)
     if misses and workers is not None:
         raise ConfigError("--misses tunes on this device; leave out --workers")
+    given = (model, config, module, pattern, shape, decode, kv_len, prefill, dtype, layers)
+    has_model = any(one is not None for one in given)
+    if manifest is not None:
+        changed = (not calls, pack_weights, numerics is not opt.Numerics.FP32, regime is not None)
+        tune_manifest(manifest, kind, db, how, account, has_model or misses or any(changed), workers)
+        return
     if misses:
-        given = (model, config, module, pattern, shape, decode, kv_len, prefill, dtype, layers)
-        tune_misses(kind, db, most, how, account, any(one is not None for one in given))
+        tune_misses(kind, db, most, how, account, has_model, regime)
         return
     what = opt.named(
         kind, (model, config, module), (pattern, shape), (decode, kv_len, prefill), dtype, layers, calls, pack_weights
     )
-    settings = plan_settings(kind, numerics.value, regime.value)
+    settings = plan_settings(kind, numerics.value, (regime or opt.Regime.EAGER).value)
     if workers is None:
         found = [tune_asked(what, settings, db, how, opt.Terminal(), account)]
     else:
-        found = tune_by_fleet([(what, settings)], workers, db, how, opt.Terminal(), account)
+        from fuseplan.planner.fleet.asking import tune_by_fleet
+
+        found = tune_by_fleet(what, settings, workers, db, how, opt.Terminal(), account)
     for one in found:
         title = f"{one.label} on {one.data.device}"
         common.print_frame(one.groups, title, name="groups", shown="talk", spare=_SPARE, keep=_ANSWER)
@@ -128,11 +144,12 @@ def tune(
     for one in found:
         for line in step_lines(one.data):
             common.print_line(line)
-    complain([text for one in found for text in one.warnings], next((one.failure for one in found if one.failure), ""))
+    complain_of(found)
 
 
 def tune_misses(
-    kind: Literal["cpu", "cuda"], db: str | None, most: int, how: HowToTune, account: TimeAccount, has_model: bool
+    kind: Literal["cpu", "cuda"], db: str | None, most: int, how: HowToTune, account: TimeAccount, has_model: bool,
+    regime: opt.Regime | None,
 ) -> None:
     """Tune what dispatch logged, and say what that was and what remains."""
     from fuseplan.planner.api import misses
@@ -140,7 +157,7 @@ def tune_misses(
 
     if has_model:
         raise ConfigError("--misses tunes what was missed; a model's options do not go with it")
-    found = misses.tune_misses(kind, db, most, how, opt.Terminal(), account)
+    found = misses.tune_misses(kind, db, most, how, opt.Terminal(), account, regime.value if regime else None)
     for title, frame in (("Tuned", found.regions), ("What remains", found.left)):
         if len(frame):
             common.print_frame(frame, title, name="_".join(title.lower().split()), spare=_SPARE_OF_MISSES,
@@ -149,6 +166,45 @@ def tune_misses(
         common.print_text(line)
     common.say(account.line())
     complain(found.warnings, found.failure)
+
+
+def tune_manifest(
+    path: Path, kind: Literal["cpu", "cuda"], db: str | None, how: HowToTune, account: TimeAccount, has_more: bool,
+    workers: str | None,
+) -> None:
+    """Tune the models of a manifest together, and say what each of them cost."""
+    import pandas as pd
+
+    from fuseplan.planner.api import many
+    from fuseplan.planner.errors import ConfigError
+
+    if has_more:
+        raise ConfigError("--manifest names models with all that belongs to them; leave out the options of a model")
+    if workers is None:
+        answers = [many.tune_manifest(path, kind, db, how, opt.Terminal(), account)]
+    else:
+        from fuseplan.planner.fleet.many import tune_manifest_by_fleet
+
+        answers = tune_manifest_by_fleet(path, kind, workers, db, how, opt.Terminal(), account)
+    for found in answers:
+        common.print_frame(found.models, f"{found.title} on {found.data.device}", name="models", spare=_SPARE_OF_MODELS,
+                           keep=_ANSWER_OF_MODELS)
+        common.print_frame(pd.DataFrame([found.totals]), "Totals", name="totals", shown="files")
+        common.print_frame(found.steps, "Steps", name="steps", shown="files")
+        common.print_frame(found.regions, "Regions", name="regions", shown="files")
+        for line in found.lines():
+            common.say(line)
+    common.say(account.line())
+    for found in answers:
+        for line in found.step_lines():
+            common.print_line(line)
+    complain_of(answers)
+
+
+def complain_of(answers: Sequence[Tuned | TunedMany]) -> None:
+    """:func:`complain` of what came of a tune on each device."""
+    failures = dict.fromkeys(one.failure for one in answers if one.failure)
+    complain([text for one in answers for text in one.warnings], "; ".join(failures))
 
 
 def complain(warnings: Sequence[str], failure: str) -> None:
@@ -165,3 +221,6 @@ _SPARE = ("key", "regime", "enumerated_configs", "measured_configs", "noise", "l
           "config", "ops", "backend", "times", "source", "answer", "fused_us", "unfused_us", "place")
 _ANSWER = ("workload", "group", "speedup")
 _SPARE_OF_MISSES = ("key", "numerics", "first_seen", "regime", "last_seen", "place")
+_SPARE_OF_MODELS = ("numerics", "dtype", "regime", "capture_s", "workloads", "failed", "unfused_us", "planned_us",
+                    "step", "outcome", "stored")
+_ANSWER_OF_MODELS = ("model", "regions", "shared", "measured", "tune_s", "saved_us")

@@ -15,7 +15,7 @@ import dask
 from distributed import Client, Nanny, Scheduler, SpecCluster
 
 from fuseplan.planner.errors import DeviceError
-from fuseplan.planner.fleet.terms import device_of
+from fuseplan.planner.fleet.terms import capturing, device_of
 from fuseplan.search.workers.worker import usable_cores
 
 LOCAL = "local"
@@ -46,6 +46,12 @@ def device_workers(client: Client, kind: str) -> dict[str, list[str]]:
             if device is not None and device.startswith(f"{kind}-"):
                 found.setdefault(device, []).append(address)
     return found
+
+
+def captures_at_once(client: Client, kind: str) -> int:
+    """How many captures all workers together make at once; at least one."""
+    workers = client.scheduler_info()["workers"].values()
+    return max(1, int(sum(worker["resources"].get(capturing(kind), 0) for worker in workers)))
 
 
 @contextmanager

@@ -20,8 +20,8 @@ from distributed import Client, Future, KilledWorker, as_completed
 
 from fuseplan.planner.errors import PlanError
 from fuseplan.planner.fleet import work
-from fuseplan.planner.fleet.cluster import device_workers
-from fuseplan.planner.fleet.terms import RegionOutcome, RegionTask, Terms, beside, measuring
+from fuseplan.planner.fleet.cluster import captures_at_once, device_workers
+from fuseplan.planner.fleet.terms import Captured, RegionOutcome, RegionTask, Terms, beside, capturing, measuring
 
 #: Regions that a device has: the one that is measured, one that is prepared meanwhile, and one to be prepared next. An
 #: idle worker may steal what is not begun.
@@ -37,7 +37,7 @@ _RETRIES = 2
 class Tasks:
     """What workers run."""
 
-    capture: Callable[..., Any] = work.capture
+    capture: Callable[..., Captured] = work.capture
     probe: Callable[..., Any] = work.probe_device
     prepare: Callable[..., Any] = work.prepare
     measure: Callable[..., RegionOutcome] = work.measure
@@ -76,14 +76,14 @@ class Spread:
         self._coming = as_completed(loop=client.loop)
         self._then: dict[Any, Callable[[Future[Any]], None]] = {}
         self._calls: list[Future[Any]] = []
-        self._captures: deque[tuple[tuple[Any, ...], Callable[[Any], None]]] = deque()
+        self._captures: deque[tuple[tuple[Any, ...], Callable[[Captured], None]]] = deque()
         self._capturing = 0
         self._numbers = itertools.count()
         self._waiting: dict[str, list[tuple[float, int, Terms, RegionTask, Callable[[RegionOutcome], None]]]] = {}
         self._under_way: Counter[str] = Counter()
         self._unprobed: set[str] = set()
 
-    def capture(self, *args: Any, then: Callable[[Any], None]) -> None:
+    def capture(self, *args: Any, then: Callable[[Captured], None]) -> None:
         """Ask for a capture; they are made in the order in which they are asked for."""
         self._captures.append((args, then))
 
@@ -136,8 +136,10 @@ class Spread:
         """Submit what is next."""
         workers = device_workers(self._client, self._kind)
         self.counts.devices = sum(map(len, workers.values()))
-        while self._captures and self._capturing < max(1, self.counts.devices):
-            self._next_capture()
+        if self._captures:
+            most = captures_at_once(self._client, self._kind)
+            while self._captures and self._capturing < most:
+                self._next_capture()
         if self._kind == "cpu" and self._capturing:  # which would disturb what is measured
             return
         for device, heap in self._waiting.items():
@@ -156,7 +158,7 @@ class Spread:
             self._capturing -= 1
             then(future.result())
 
-        self._submit(partial(self._tasks.capture, *args), None, {beside(self._kind): 1}, _CAPTURE,
+        self._submit(partial(self._tasks.capture, *args), None, {capturing(self._kind): 1}, _CAPTURE,
                      ("capture", self._run, next(self._numbers)), captured)
 
     def _next_region(

@@ -9,7 +9,7 @@ from typing import Any
 
 from fuseplan.costmodel.probe.probe import MachineLoad
 from fuseplan.kernels.ir.backend import Target
-from fuseplan.planner.errors import ConfigError, PlanError, failure_reason
+from fuseplan.planner.errors import ConfigError, FuseplanError, PlanError, failure_reason
 from fuseplan.planner.tuning.plans import RegionPlan
 from fuseplan.planner.tuning.settings import PlanSettings
 from fuseplan.search.store.record import Versions
@@ -17,7 +17,7 @@ from fuseplan.search.tune.tuner import Budget
 
 #: How the names of our resources begin: ``fuseplan <device key>`` is a device, for one measurement at a time.
 _PREFIX = "fuseplan"
-#: A worker has so many of what says which device is beside it: as many as it likes to prepare or capture at once.
+#: A worker has so many of what says which device is beside it: as many regions as it likes may be prepared at once.
 PLENTY = 1000
 #: About how long an op of a region takes to be prepared.
 _PREPARING_S = 0.03
@@ -37,8 +37,13 @@ def measuring(device: str) -> str:
 
 
 def beside(device: str) -> str:
-    """The resource of what is done beside a device of this key, or of this type, and does not disturb it."""
+    """The resource of what is done beside a device of this key."""
     return f"{_PREFIX} beside {device}"
+
+
+def capturing(kind: str) -> str:
+    """The resource of a capture for devices of this type; a worker has as many as it captures at once."""
+    return f"{_PREFIX} capture {kind}"
 
 
 def device_of(resource: str) -> str | None:
@@ -113,10 +118,20 @@ class RegionOutcome:
 
     plan: RegionPlan | None = None
     failure: Exception | None = None
+    elapsed_s: float = 0.0
 
     @property
     def taken(self) -> bool:
         return self.plan is None and self.failure is None
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A workload's graphs as text (:func:`~fuseplan.planner.capture.cache.graphs_of_text`), or why there are none."""
+
+    text: str
+    failure: FuseplanError | None
+    elapsed_s: float
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from distributed import Client
 
 from fuseplan.planner.capture.cache import graphs_of_text
 from fuseplan.planner.cost.prices import part_shares
-from fuseplan.planner.errors import CaptureError, FuseplanError, PlanError
+from fuseplan.planner.errors import CaptureError, PlanError
 from fuseplan.planner.fleet import work
 from fuseplan.planner.fleet.spread import Spread, Tasks
-from fuseplan.planner.fleet.terms import RegionOutcome, RegionTask, Terms, WorkerDevice
+from fuseplan.planner.fleet.terms import Captured, RegionOutcome, RegionTask, Terms, WorkerDevice
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.graph.serialize import graph_to_json
 from fuseplan.planner.groups.compute_graph import compute_graph_of
@@ -36,6 +36,7 @@ from fuseplan.planner.tuning.tune import RegionFailure, TuneResult, WorkloadPlan
 from fuseplan.planner.tuning.whole_step import measure_step
 from fuseplan.planner.work.region_data import region_data
 from fuseplan.search.store.database import Database
+from fuseplan.search.store.leases import Leases
 
 #: Steps that are put together at once, each waiting for its device most of the time.
 _STEPS = 8
@@ -53,6 +54,8 @@ class Order:
         source, workloads, pack_weights: What workers capture; None and () for nothing.
         graphs: Captured graphs by workload name.
         times_step: Of which workloads whole steps are timed, by name.
+        on_plan: Told about each workload once it is planned for a device, with the session of that.
+        devices: Keys of those that it is tuned for; None for all there are.
     """
 
     label: str
@@ -62,6 +65,11 @@ class Order:
     pack_weights: bool = False
     graphs: tuple[tuple[str, DataflowGraph], ...] = ()
     times_step: Callable[[str], bool] = lambda name: False
+    on_plan: Callable[[Session, WorkloadPlan], None] = lambda session, planned: None
+    devices: frozenset[str] | None = None
+
+    def is_for(self, device: str) -> bool:
+        return self.devices is None or device in self.devices
 
 
 @dataclass
@@ -75,6 +83,11 @@ class _Planned:
     graph: DataflowGraph
     open: set[str] = field(default_factory=set)
     plan: GraphPlan | None = None
+    elapsed_s: float = 0.0
+
+    def done(self) -> WorkloadPlan:
+        assert self.plan is not None
+        return WorkloadPlan(self.name, self.graph, self.plan, self.elapsed_s)
 
 
 class FleetTune:
@@ -92,6 +105,7 @@ class FleetTune:
     ) -> None:
         self._devices = {device.device: device for device in devices}
         self._databases = {key: Database(database, versions=one.versions) for key, one in self._devices.items()}
+        self._leases = {key: Leases(database) for key, database in self._databases.items()}
         self._orders = orders
         self._say, self._note = say, note
         self._kind = devices[0].target.device_type
@@ -133,8 +147,11 @@ class FleetTune:
                 self._spread.cancel()
                 self._timing.shutdown(wait=False, cancel_futures=True)
                 raise
-        return [(order, self._result(number, device, began))
-                for number, order in enumerate(self._orders) for device in self._devices]
+            found = [(order, self._result(number, device, began)) for number, order in enumerate(self._orders)
+                     for device in filter(order.is_for, self._devices)]
+        for leases in self._leases.values():
+            leases.close()
+        return found
 
     def _session(self, device: str, terms: Terms) -> Session:
         """A session to look plans up with, and to time steps."""
@@ -151,13 +168,8 @@ class FleetTune:
     def _capture(self, number: int, place: int, workload: Workload) -> None:
         order = self._orders[number]
 
-        def captured(found: str | FuseplanError) -> None:
-            if isinstance(found, CaptureError):
-                self._note(left_out(workload, found))
-                return
-            if isinstance(found, FuseplanError):
-                raise found
-            for name, graph in named_graphs(workload, graphs_of_text(found), order.pack_weights):
+        def captured(found: Captured) -> None:
+            for name, graph in graphs_of(workload, found, order.pack_weights, self._note):
                 self._arrive(number, place, name, graph)
 
         self._spread.capture(order.source, workload, self._kind, order.pack_weights, then=captured)
@@ -166,7 +178,7 @@ class FleetTune:
         """Ask for those regions of a graph that have no plan yet, and that nobody has asked for."""
         terms = self._orders[number].terms
         shares: Mapping[str, float] = {}
-        for device in self._devices:
+        for device in filter(self._orders[number].is_for, self._devices):
             planned = _Planned(number, device, place, name, graph)
             self._planned.append(planned)
             session = self._session(device, terms)
@@ -194,7 +206,9 @@ class FleetTune:
 
     def _done(self, asked: tuple[str, Terms, str], outcome: RegionOutcome) -> None:
         self._outcomes[asked] = outcome
-        for planned in self._waiting.pop(asked):
+        waiting = self._waiting.pop(asked)
+        waiting[0].elapsed_s += outcome.elapsed_s
+        for planned in waiting:
             planned.open.discard(asked[2])
             if not planned.open:
                 self._complete(planned)
@@ -211,6 +225,7 @@ class FleetTune:
         plans |= {key: found.plan for key, found in outcomes.items() if found.plan is not None}
         planned.plan = GraphPlan(
             tuple(replace(plans[one.key], region=one) for one in regions if one.key in plans), stored.lookup_us)
+        self._orders[planned.order].on_plan(self._session(planned.device, terms), planned.done())
         if self._kind != "cpu":
             self._time_step(planned)
 
@@ -218,16 +233,22 @@ class FleetTune:
         order, plan = self._orders[planned.order], planned.plan
         if plan is not None and order.times_step(planned.name):
             session = self._session(planned.device, order.terms)
-            timer = _RemoteTuner(self._spread, planned.device, order.terms)
-            self._steps.append(self._timing.submit(measure_step, session, planned.graph, plan, timer))
+            self._steps.append(self._timing.submit(self._step_timed, session, planned, plan))
+
+    def _step_timed(self, session: Session, planned: _Planned, plan: GraphPlan) -> None:
+        began = time.monotonic()
+        measure_step(session, planned.graph, plan, self._remote(planned.device, planned.order))
+        planned.elapsed_s += time.monotonic() - began
+
+    def _remote(self, device: str, order: int) -> _RemoteTuner:
+        return _RemoteTuner(self._spread, device, self._orders[order].terms, self._leases[device])
 
     def _result(self, number: int, device: str, began: float) -> TuneResult:
         order, session = self._orders[number], self._session(device, self._orders[number].terms)
         mine = [one for one in self._planned if one.order == number and one.device == device and one.plan is not None]
         mine.sort(key=lambda one: one.place)
-        plans = tuple(WorkloadPlan(one.name, one.graph, one.plan) for one in mine if one.plan is not None)
-        rechecked = recheck(
-            session, [(one.graph, one.plan) for one in plans], _RemoteTuner(self._spread, device, order.terms))
+        plans = tuple(one.done() for one in mine)
+        rechecked = recheck(session, [(one.graph, one.plan) for one in plans], self._remote(device, number))
         result = TuneResult(
             plans, session, time.monotonic() - began, rechecked, tuple(self._failures(mine, device, order.terms)))
         return replace(result, session=session.recalibrated()) if result.measured else result
@@ -252,14 +273,30 @@ class FleetTune:
 class _RemoteTuner:
     """Times steps and kernels where the device is."""
 
-    def __init__(self, spread: Spread, device: str, terms: Terms) -> None:
-        self._spread, self._at = spread, (device, terms)
+    def __init__(self, spread: Spread, device: str, terms: Terms, leases: Leases) -> None:
+        self.leases, self._spread, self._at = leases, spread, (device, terms)
 
     def time_sides(self, *args: Any) -> Any:
         return self._spread.call(work.time_sides, *self._at, *args)
 
     def time_again(self, kernels: Sequence[Any]) -> Any:
         return self._spread.call(work.time_again, *self._at, kernels) if kernels else []
+
+
+def graphs_of(
+    workload: Workload, captured: Captured, pack_weights: bool, note: Callable[[str], None]
+) -> list[tuple[str, DataflowGraph]]:
+    """A captured workload's graphs by name; none of a call that nobody asked for and that the model does not take.
+
+    Raises:
+        FuseplanError: It cannot be captured.
+    """
+    if captured.failure is None:
+        return named_graphs(workload, graphs_of_text(captured.text), pack_weights)
+    if not isinstance(captured.failure, CaptureError):
+        raise captured.failure
+    note(left_out(workload, captured.failure))
+    return []
 
 
 def region_task(graph: DataflowGraph, region: Region, shares: Mapping[str, float], minor: float) -> RegionTask:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import time
 from pathlib import Path
 from typing import Any
+
+from distributed import Worker
 
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.costmodel.probe import probe
 from fuseplan.kernels.registry import local_target
+from fuseplan.planner.api.job import ready
 from fuseplan.planner.errors import FuseplanError
-from fuseplan.planner.fleet.terms import Prepared, RegionOutcome, RegionTask, Terms, WorkerDevice, carried
-from fuseplan.planner.fleet.worker_state import opened, state
+from fuseplan.planner.fleet.terms import Captured, Prepared, RegionOutcome, RegionTask, Terms, WorkerDevice, carried
+from fuseplan.planner.fleet.worker_state import opened, state, state_of
 from fuseplan.planner.models.sources import ModelSource
 from fuseplan.planner.models.workload import Workload
 from fuseplan.search.errors import DatabaseError, MachineFailureError
@@ -30,16 +35,18 @@ def probe_device(terms: Terms) -> None:
     """Measure the device, and store what is found, unless it is stored."""
     session = opened(terms)
     with session.database:
-        if session.spec is None:
-            session.probed()
+        ready(session)
 
 
-def capture(source: ModelSource, workload: Workload, kind: str, pack_weights: bool) -> str | FuseplanError:
-    """A workload's graphs (:func:`~fuseplan.planner.capture.cache.graphs_of_text`), or why it cannot be captured."""
+def capture(source: ModelSource, workload: Workload, kind: str, pack_weights: bool) -> Captured:
+    """A workload's graphs, or why it cannot be captured."""
+    began = time.monotonic()
+    text, failure = "", None
     try:
-        return state().capture(source, workload, kind, pack_weights)
+        text = state().capture(source, workload, kind, pack_weights)
     except FuseplanError as error:
-        return error
+        failure = error
+    return Captured(text, failure, time.monotonic() - began)
 
 
 def prepare(terms: Terms, task: RegionTask) -> Prepared:
@@ -50,12 +57,15 @@ def prepare(terms: Terms, task: RegionTask) -> Prepared:
 
 def measure(terms: Terms, task: RegionTask, prepared: Prepared) -> RegionOutcome:
     """Tune a region and store its plan. A fault of the machine's or the database's is raised: another may do better."""
+    began = time.monotonic()
+    plan, failure = None, None
     try:
-        return RegionOutcome(state().region_tuner(terms).measure(task))
+        plan = state().region_tuner(terms).measure(task)
     except (MachineFailureError, DatabaseError):
         raise
     except Exception as error:
-        return RegionOutcome(None, carried(error))
+        failure = carried(error)
+    return RegionOutcome(plan, failure, time.monotonic() - began)
 
 
 def time_sides(terms: Terms, *args: Any) -> Any:
@@ -68,6 +78,6 @@ def time_again(terms: Terms, *args: Any) -> Any:
     return state().region_tuner(terms).tuner.time_again(*args)
 
 
-def end(run: str) -> None:
-    """A tune has ended."""
-    state().end(run)
+async def end(run: str, dask_worker: Worker) -> None:
+    """A tune has ended: forget what was made for it."""
+    await asyncio.to_thread(state_of(dask_worker).end, run)

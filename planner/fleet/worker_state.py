@@ -17,7 +17,7 @@ from distributed import Worker, WorkerPlugin, get_worker, secede
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.capture.cache import capture_as_text
 from fuseplan.planner.errors import FuseplanError
-from fuseplan.planner.fleet.terms import PLENTY, RegionTask, Terms, beside, carried, measuring
+from fuseplan.planner.fleet.terms import PLENTY, RegionTask, Terms, beside, capturing, carried, measuring
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.tuning.plans import RegionPlan
 from fuseplan.planner.tuning.session import Session, open_session
@@ -25,11 +25,13 @@ from fuseplan.planner.work.region_data import region_graph
 from fuseplan.search.errors import MachineFailureError
 from fuseplan.search.tune import tuner
 from fuseplan.search.tune.study import Studies
-from fuseplan.search.workers.worker import WorkerPool
+from fuseplan.search.workers.worker import WorkerPool, usable_cores
 
 _NAME = "fuseplan"
 #: Seconds after which a capture counts as hanging.
 _CAPTURE_S = 1800.0
+#: Cores for each process that captures: a second one is busy with what it imports.
+_CORES_EACH = 2
 
 
 @click.command()
@@ -47,7 +49,8 @@ async def dask_setup(worker: Worker, device: str, compilers: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     key = current_identity(kind).key()
-    for resource, amount in ((measuring(key), 1), (beside(key), PLENTY), (beside(kind), PLENTY)):
+    captures = max(1, (compilers or usable_cores()) // _CORES_EACH)
+    for resource, amount in ((measuring(key), 1), (beside(key), PLENTY), (capturing(kind), captures)):
         worker.state.total_resources[resource] = worker.state.available_resources[resource] = amount
     state = WorkerState(compilers)
     await worker.plugin_add(plugin=state, name=_NAME)
@@ -57,7 +60,12 @@ async def dask_setup(worker: Worker, device: str, compilers: int) -> None:
 
 def state() -> WorkerState:
     """That of the worker that runs this task."""
-    found = get_worker().plugins[_NAME]
+    return state_of(get_worker())
+
+
+def state_of(worker: Worker) -> WorkerState:
+    """What a worker keeps."""
+    found = worker.plugins[_NAME]
     assert isinstance(found, WorkerState)
     return found
 
@@ -70,8 +78,8 @@ class WorkerState(WorkerPlugin):
         self._lock = threading.RLock()
         self._pools: dict[str, WorkerPool] = {}
         self._tuners: dict[Terms, RegionTuner] = {}
-        self._capturing = WorkerPool(compilers=1)
-        self._one_capture = threading.Lock()
+        #: Those that captured before, and wait for more.
+        self._capturing: list[WorkerPool] = []
 
     def pool(self, kind: str) -> WorkerPool:
         """Where the jobs of all tunes run."""
@@ -100,8 +108,11 @@ class WorkerState(WorkerPlugin):
             MachineFailureError: The process failed.
         """
         secede()  # regions are measured and prepared meanwhile
-        with self._one_capture:
-            outcome = self._capturing.call(_captured, *args, limit_s=_CAPTURE_S)
+        pool = self._capturing.pop() if self._capturing else WorkerPool(compilers=1)
+        try:
+            outcome = pool.call(_captured, *args, limit_s=_CAPTURE_S)
+        finally:
+            self._capturing.append(pool)
         if not outcome.ok:
             raise MachineFailureError(f"a capture failed: {outcome.failure}")
         if isinstance(outcome.value, Exception):
@@ -119,7 +130,7 @@ class WorkerState(WorkerPlugin):
         """The worker ends."""
         for run in {terms.run for terms in self._tuners}:
             self.end(run)
-        for pool in (*self._pools.values(), self._capturing):
+        for pool in (*self._pools.values(), *self._capturing):
             pool.close()
 
 

@@ -26,6 +26,8 @@ SAVED_COLUMNS = (
 MATMULS, ATTENTION, FUSED, UNFUSED, BETWEEN = (
     "matmuls", "attention", "fused groups", "unfused ops", "launches and gaps")
 PARTS = (MATMULS, ATTENTION, FUSED, UNFUSED, BETWEEN)
+#: What a whole step takes less than its parts, each of which was measured with its data in memory.
+TOGETHER = "less together"
 
 
 @dataclass(frozen=True)
@@ -165,15 +167,18 @@ def step_frame(data: ReportData) -> pd.DataFrame:
 
 
 def part_frame(data: ReportData) -> pd.DataFrame:
-    """Rows of a step's time by part, of one use of each group by itself; what a whole step takes beyond (or, where data
-    stay in a cache, below) their sum is launches and gaps.
+    """Rows of a step's time by part, of one use of each group by itself. What a whole step takes beyond their sum is
+    launches and gaps; what it takes less, since some data stay in a cache, is a row of its own.
     """
     rows = []
     for one in steps(data):
         parts = dict(one.parts)
         if one.times is not None:
-            parts[BETWEEN] = (one.times.unfused_us - math.fsum(a for a, _ in one.parts.values()),
-                              one.times.planned_us - math.fsum(b for _, b in one.parts.values()))
+            unfused_us = one.times.unfused_us - math.fsum(a for a, _ in one.parts.values())
+            planned_us = one.times.planned_us - math.fsum(b for _, b in one.parts.values())
+            parts[BETWEEN] = max(0.0, unfused_us), max(0.0, planned_us)
+            if min(unfused_us, planned_us) < 0:
+                parts[TOGETHER] = min(0.0, unfused_us), min(0.0, planned_us)
         rows += [
             {"workload": one.name, "part": part, "unfused_us": unfused, "planned_us": planned,
              "saved_us": unfused - planned, "regime": one.workload.regime}

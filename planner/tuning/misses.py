@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 class _Log(Protocol):
     """Where misses are counted."""
 
+    @property
+    def logs_misses(self) -> bool: ...
+
     def capture_names(self, prefix: str) -> set[str]: ...
 
     def log_misses(
@@ -48,6 +51,8 @@ def log_missed(log: _Log, graph: DataflowGraph, missed: Sequence[tuple[RecordKey
 
     Never raises: a model runs whether or not its misses are known.
     """
+    if not log.logs_misses:
+        return
     try:
         whole = find_regions(graph)
         homes: defaultdict[str, list[Region]] = defaultdict(list)
@@ -180,6 +185,4 @@ def forget_tuned(database: Database, store: LayeredDatabase, device: str) -> int
 
 def settings_of(session: Session, missed: MissedRegion) -> Session:
     """The session, for what the region was looked up for."""
-    settings = replace(session.settings, regime=missed.regime, numerics=missed.numerics)
-    in_graph = session.target.device_type == "cuda" and missed.regime == "graph"
-    return replace(session, settings=settings, target=replace(session.target, in_graph=in_graph))
+    return session.planning_for(replace(session.settings, regime=missed.regime, numerics=missed.numerics))

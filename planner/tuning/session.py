@@ -80,10 +80,20 @@ class Session:
             return None
         return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
 
+    def planning_for(self, settings: PlanSettings) -> Session:
+        """The same device and database, for other plans."""
+        in_graph = self.target.device_type == "cuda" and settings.regime == "graph"
+        return replace(self, settings=settings, target=replace(self.target, in_graph=in_graph))
+
     def with_spec(self, spec: DeviceSpec) -> Session:
         """The same session with a newly measured device, stored."""
         self.database.put_device(self.device, json.loads(spec.to_json()))
         return replace(self, spec=spec)
+
+    def with_stored_spec(self) -> Session | None:
+        """The same session with the device as it is stored now; None where it is not."""
+        spec = stored_spec(self.database, self.device)
+        return None if spec is None else replace(self, spec=spec)
 
     def probed(self, progress: ProbeProgress | None = None) -> Session:
         """Measure the device quickly and store what was found."""
@@ -196,10 +206,10 @@ def session_on(device: str, target: Target, database: Database, settings: PlanSe
         database=database,
         device=device,
         spec=stored_spec(known, device),
-        target=replace(target, in_graph=target.device_type == "cuda" and settings.regime == "graph"),
+        target=target,
         backends=backends_for(target.device_type),
         settings=settings,
-    )
+    ).planning_for(settings)
 
 
 def stored_spec(database: Database | LayeredDatabase, device: str) -> DeviceSpec | None:

@@ -12,7 +12,7 @@ from fuseplan.planner.cost.running_calibration import RunningCalibration
 from fuseplan.planner.errors import failure_reason
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.places import place_of
-from fuseplan.planner.groups.regions import find_regions
+from fuseplan.planner.groups.regions import find_regions, unique_regions
 from fuseplan.planner.module_paths import located
 from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.planner.tuning.graph_stream import GraphStream
@@ -36,11 +36,15 @@ OnGraph = Callable[[DataflowGraph, Sequence[Region]], None]
 
 @dataclass(frozen=True)
 class WorkloadPlan:
-    """The plan of one captured workload."""
+    """The plan of one captured workload.
+
+    ``elapsed_s`` is the wall time of planning it, of measuring what no workload before it had, and of its whole step.
+    """
 
     workload: str
     graph: DataflowGraph
     plan: GraphPlan
+    elapsed_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -102,18 +106,22 @@ def tune(
     account: TimeAccount | None = None, executor: WorkerPool | None = None, on_graph: OnGraph | None = None,
     times_step: Callable[[str], bool] | None = None,
     regions_of: Callable[[DataflowGraph], Sequence[Region]] | None = None,
+    on_plan: Callable[[WorkloadPlan], None] | None = None,
 ) -> TuneResult:
     """Plan every graph, measuring what is not stored. Each group and each part is stored as soon as it is done,
     a region after the run beside plain ATen that the next region does not wait for.
 
-    A region that cannot be planned costs only itself, unless the fault is the machine's or the database's. What another
-    tuner on the database is at work on is left to it, and waited for when there is nothing else to do.
+    A region is planned once, in the first graph that has it: also where noise hides its answer, which is then not
+    stored, or where it fails. One that cannot be planned costs only itself, unless the fault is the machine's or the
+    database's. What another tuner on the database is at work on is left to it, and waited for when there is nothing
+    else to do.
 
     The session's device is probed; ``graphs`` are static, each with the name of its workload. Those of a
     :class:`~fuseplan.planner.tuning.graph_stream.GraphStream` are planned as they come. What the tuner does not book in
     ``account`` is planning: enumerating, pricing, solving. Jobs run in ``executor``, by default in worker processes of
     its own. Whole steps are timed of the workloads that ``times_step`` says yes to, by name; of none without it.
-    ``regions_of`` says which regions, or parts of some, are planned of a graph; all regions without it.
+    ``regions_of`` says which regions, or parts of some, are planned of a graph; all regions without it. ``on_plan`` is
+    told about each workload once it is planned.
 
     Raises:
         CaptureError: Of a stream: a workload cannot be captured; what was finished is stored.
@@ -135,6 +143,7 @@ def tune(
             stack.enter_context(lookahead)
         waiting: deque[_Work] = deque()
         work: list[_Work] = []
+        known, sent = _Known(), set[str]()
 
         def arrive(found: Iterable[tuple[str, DataflowGraph]]) -> None:
             for workload, graph in found:
@@ -142,8 +151,10 @@ def tune(
                 if on_graph is not None:
                     on_graph(graph, undecided)
                 if lookahead is not None:
-                    lookahead.send(graph, planner.undecided_parts(graph, undecided))
-                    lookahead.send_whole(graph, undecided)
+                    fresh = [region for region in undecided if region.key not in sent]
+                    sent.update(region.key for region in fresh)
+                    lookahead.send(graph, planner.undecided_parts(graph, fresh))
+                    lookahead.send_whole(graph, fresh)
                 work.append(_Work(workload, graph, regions_of(graph) if regions_of else find_regions(graph)))
                 waiting.append(work[-1])
 
@@ -171,14 +182,18 @@ def tune(
                     on_region(workload, label, number, total)
 
             planner.on_region = at_region
-            gains = one.plan(planner, lookahead, noting(failures, one.workload, one.graph))
+            gains = one.plan(planner, lookahead, known, failures)
             in_vain = 0 if gains else in_vain + 1
             if one.left:  # everything else comes first
                 waiting.append(one)
-        plans = [one.planned() for one in work]
-        for done in plans:
+            elif on_plan is not None:
+                on_plan(one.planned(known))
+        plans = [one.planned(known) for one in work]
+        for at, done in enumerate(plans):
             if times_step is not None and times_step(done.workload):
+                began = time.monotonic()
                 measure_step(session, done.graph, done.plan, tuner)
+                plans[at] = replace(done, elapsed_s=done.elapsed_s + time.monotonic() - began)
         taken_over = [(done.graph, done.plan) for done in plans]
         with account.spend("checking shipped times"):
             rechecked = recheck(session, taken_over, tuner)
@@ -191,32 +206,52 @@ def tune(
 
 
 @dataclass
+class _Known:
+    """What a tune has decided, and what it failed at and why, by key of the region."""
+
+    plans: dict[str, RegionPlan] = field(default_factory=dict)
+    errors: dict[str, Exception] = field(default_factory=dict)
+
+
+@dataclass
 class _Work:
     """A workload that is being planned: ``left`` are the regions that other tuners are at work on."""
 
     workload: str
     graph: DataflowGraph
     regions: Sequence[Region]
-    plans: list[GraphPlan] = field(default_factory=list)
+    lookup_us: float = 0.0
+    elapsed_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.left = list(self.regions)
 
     def plan(
-        self, planner: Planner, lookahead: Lookahead | None, on_failure: Callable[[Region, Exception], None]
+        self, planner: Planner, lookahead: Lookahead | None, known: _Known, failures: list[RegionFailure]
     ) -> bool:
-        """Plan what nobody else is at work on; False where that was nothing."""
-        taken: set[str] = set()
-        self.plans.append(planner.plan_graph(
-            self.graph, lookahead, on_failure, self.left, lambda region: taken.add(region.key)))
+        """Plan what is not known, and what nobody else is at work on; False where that was nothing."""
+        began, taken = time.monotonic(), set[str]()
+        note = noting(failures, self.workload, self.graph)
+
+        def failed(region: Region, error: Exception) -> None:
+            note(region, error)
+            known.errors[region.key] = error
+
+        for key, (region, *_) in unique_regions(self.left).items():
+            if key in known.errors:
+                note(region, known.errors[key])
+        fresh = [one for one in self.left if one.key not in known.plans and one.key not in known.errors]
+        plan = planner.plan_graph(self.graph, lookahead, failed, fresh, lambda region: taken.add(region.key))
+        known.plans |= {one.region.key: one for one in plan.unique()}
         before, self.left = len(self.left), [region for region in self.left if region.key in taken]
+        self.lookup_us += plan.lookup_us
+        self.elapsed_s += time.monotonic() - began
         return len(self.left) < before or not before
 
-    def planned(self) -> WorkloadPlan:
+    def planned(self, known: _Known) -> WorkloadPlan:
         """Its plan, in graph order."""
-        found = {one.region: one for plan in self.plans for one in plan.regions}
-        regions = tuple(found[region] for region in self.regions if region in found)
-        return WorkloadPlan(self.workload, self.graph, GraphPlan(regions, sum(one.lookup_us for one in self.plans)))
+        regions = [replace(known.plans[one.key], region=one) for one in self.regions if one.key in known.plans]
+        return WorkloadPlan(self.workload, self.graph, GraphPlan(tuple(regions), self.lookup_us), self.elapsed_s)
 
 
 def noting(failures: list[RegionFailure], workload: str, graph: DataflowGraph) -> Callable[[Region, Exception], None]:

@@ -26,8 +26,9 @@ from fuseplan.planner.tuning.plans import GraphPlan
 from fuseplan.planner.tuning.session import Session
 from fuseplan.search.errors import RecordError
 from fuseplan.search.store import codec
+from fuseplan.search.store.leases import Leases
 from fuseplan.search.store.limits import Amount
-from fuseplan.search.store.record import PlanRecord, now
+from fuseplan.search.store.record import PlanRecord, RecordKey, now
 from fuseplan.search.timing.contest import Contest
 from fuseplan.search.timing.sequence import Part
 
@@ -84,22 +85,28 @@ def counted(plan: GraphPlan) -> list[tuple[int, PlanRecord]]:
 class StepTimer(Protocol):
     """What times steps: a tuner, here or where the device is."""
 
+    leases: Leases
+
     def time_sides(
         self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str], min_rounds: int
     ) -> Contest | None: ...
 
 
 def measure_step(session: Session, graph: DataflowGraph, plan: GraphPlan, tuner: StepTimer) -> StepTimes | None:
-    """The step's times, measured and stored unless they are stored; None where they cannot be known.
+    """The step's times, measured and stored unless they are stored; None where they cannot be known. What another tuner
+    is timing is waited for.
 
     That is so of a step that takes too long, of one with a region that has no plan, and where the run fails (for want
     of memory).
     """
+    key = step_key(counted(plan))
+    lease = RecordKey(key, session.device, session.settings.regime, session.settings.numerics)
+    return tuner.leases.once(
+        lease, lambda: stored_steps(session.store).get(key), lambda: _measured(session, graph, plan, tuner, key))
+
+
+def _measured(session: Session, graph: DataflowGraph, plan: GraphPlan, tuner: StepTimer, key: str) -> StepTimes | None:
     planned = counted(plan)
-    key = step_key(planned)
-    known = stored_steps(session.store).get(key)
-    if known is not None:
-        return known
     unfused_us = sum(count * record.unfused_us for count, record in planned)
     is_whole = bool(planned) and len(plan.regions) == len(find_regions(graph))
     if not is_whole or session.spec is None or unfused_us > _LONGEST_US:

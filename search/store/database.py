@@ -12,23 +12,28 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from sqlalchemy import URL, ColumnElement, Connection, Engine, Select, Table, select
 
 from fuseplan.search.errors import DatabaseError, ReadOnlyDatabaseError, RecordError, plain
 from fuseplan.search.store import codec, rows, tables
+from fuseplan.search.store.connections import DRIVER_ERRORS, connected, insist, transaction
 from fuseplan.search.store.location import NOWHERE, location_name, resolve_url, sqlite_file
 from fuseplan.search.store.record import PlanRecord, RecordKey, Trial, TuningRecord, Versions, now
 from fuseplan.search.store.rows import R
+from fuseplan.search.store.snapshot import instead_of
 
+T = TypeVar("T")
 Mode = Literal["write", "inspect", "read"]
-#: Servers that this process could not reach, and until when no graph that it compiles waits or warns for one again.
-_SILENT: dict[URL, float] = {}
-_SILENT_S = 60.0
+#: Servers that dispatch has said it goes on without, and until when no graph that is compiled asks for one again.
+_AWAY: dict[URL, float] = {}
+_AWAY_S = 60.0
+#: Servers where the role of this process may not log misses.
+_UNLOGGED: set[URL] = set()
 #: Seconds that a model which is being compiled waits for another process's transaction, to log what it missed.
 _PATIENCE_S = 0.5
 #: Keys of one statement: old releases of SQLite take 999 parameters.
@@ -81,9 +86,10 @@ def reservations(record: TuningRecord | PlanRecord, versions: Versions | None, s
 class Database:
     """One tuning database, in a file or behind a SQLAlchemy URL; None stands for the user's default file.
 
-    Mode ``"write"`` creates what is missing and sets a corrupt database of ours aside; ``"inspect"`` changes nothing;
-    ``"read"`` never raises and never writes records: what cannot be read is empty, with one warning. Look-ups compare
-    records with ``versions``; None accepts any.
+    Mode ``"write"`` creates what is missing and sets a corrupt database of ours aside. Once it is open, it waits for a
+    server that goes away and then goes on. ``"inspect"`` changes nothing; ``"read"`` never raises and never writes
+    records: what cannot be read is empty, with one warning, but for a server that was pulled: then its snapshot is read
+    (:mod:`.snapshot`). Look-ups compare records with ``versions``; None accepts any.
 
     Raises:
         DatabaseError: But in ``"read"`` mode, the location cannot be used; the message says what to do.
@@ -100,17 +106,16 @@ class Database:
         self.url = NOWHERE
         try:
             self.url = resolve_url(location)
-            if mode == "read" and time.monotonic() < _SILENT.get(self.url, 0.0):
-                self.broken = True
-                return
-            self.engine = tables.open_for_writing(self.url) if mode == "write" else tables.open_for_reading(self.url)
+            if mode == "write":
+                self.engine = tables.open_for_writing(self.url)
+            elif mode == "read" and time.monotonic() < _AWAY.get(self.url, 0.0):
+                self._go_without(None)
+            else:
+                self.engine = tables.open_for_reading(self.url)
         except DatabaseError as error:
             if mode != "read":
                 raise
-            self.broken = True
-            if sqlite_file(self.url) is None:
-                _SILENT[self.url] = time.monotonic() + _SILENT_S
-            self._warn(str(error))
+            self._go_without(error)
         if (engine := self.engine) is not None:
             # SQLite merges its log into the file when the last connection is closed, at exit at the latest: the file
             # alone is then whole. A forked process leaves that to its parent.
@@ -139,17 +144,21 @@ class Database:
 
     def put_record(self, record: TuningRecord) -> None:
         """Store a tuning record and close the trials that led to it, in one transaction."""
-        with self.writing() as connection:
-            tables.upsert(connection, tables.TUNINGS, rows.record_row(record))
-            connection.execute(tables.TRIALS.update().where(rows.same_key(tables.TRIALS, record.key)).values(open=0))
+        row = rows.record_row(record)
+        left_open = rows.same_key(tables.TRIALS, record.key) & (tables.TRIALS.c.open != 0)
+
+        def put(connection: Connection) -> None:
+            tables.upsert(connection, tables.TUNINGS, row)
+            connection.execute(tables.TRIALS.update().where(left_open).values(open=0))
+
+        self.change(put)
 
     def get_plans(self, keys: Iterable[RecordKey]) -> dict[RecordKey, Lookup[PlanRecord]]:
         """The plans of several region keys, in one statement where they share a device, a regime and numerics."""
         return self._get_all(tables.PLANS, keys)
 
     def put_plan(self, plan: PlanRecord) -> None:
-        with self.writing() as connection:
-            tables.upsert(connection, tables.PLANS, rows.record_row(plan))
+        self._put(tables.PLANS, rows.record_row(plan))
 
     def records(self) -> Iterator[TuningRecord]:
         """Every readable tuning record, in key order."""
@@ -168,7 +177,7 @@ class Database:
         return dict(self._read(tables.DEVICES, tables.DEVICES.c.device == device)).get(device)
 
     def put_device(self, device: str, spec: Mapping[str, Any]) -> None:
-        self._put_json(tables.DEVICES, {"device": device}, spec)
+        self._put(tables.DEVICES, rows.json_row({"device": device}, spec))
 
     def devices(self) -> dict[str, dict[str, Any]]:
         return dict(self._read(tables.DEVICES))
@@ -180,12 +189,11 @@ class Database:
         return dict(self._read(tables.CAPTURES, where, order=(columns.created, columns.name)))
 
     def put_capture(self, name: str, capture: Mapping[str, Any]) -> None:
-        self._put_json(tables.CAPTURES, {"name": name}, capture)
+        self._put(tables.CAPTURES, rows.json_row({"name": name}, capture))
 
     def log_trial(self, trial: Trial, versions: Versions) -> None:
         """Store one finished trial at once, so that a killed tune never repeats it."""
-        with self.writing() as connection:
-            tables.upsert(connection, tables.TRIALS, rows.trial_row(trial, versions))
+        self._put(tables.TRIALS, rows.trial_row(trial, versions))
 
     def trials(self, key: RecordKey, versions: Versions | None = None, only_open: bool = False) -> list[Trial]:
         """Finished trials of a key in the order they finished; of these versions only, when given."""
@@ -199,40 +207,42 @@ class Database:
         """Count one look-up that found nothing; see :meth:`log_misses`."""
         return self.log_misses([Missed(key, label, payload)])
 
+    @property
+    def logs_misses(self) -> bool:
+        """Whether there is hope that misses can be stored: not where that failed already."""
+        return self.mode == "write" or not (self.broken or self.url in _UNLOGGED)
+
     def log_misses(self, misses: Iterable[Missed], captures: Mapping[str, Mapping[str, Any]] | None = None) -> bool:
         """Count look-ups that found nothing, and keep ``captures`` that belong to them, in one transaction.
 
         Never raises, and never waits long for another process; False when it could not be stored.
         """
-        table = tables.MISSES
+        if not self.logs_misses:
+            return False
+        table, counted = tables.MISSES, {"count": tables.MISSES.c.count + 1}
         try:
             found = [rows.json_row({"name": name}, capture) for name, capture in (captures or {}).items()]
-            with self._miss_engine() as engine, tables.transaction(engine) as connection:
-                for miss in misses:
-                    where = rows.same_key(table, miss.key)
+            with self._miss_engine() as engine, transaction(engine) as connection:
+                # In one order: two that count the same keys would else wait for each other.
+                for miss in sorted(misses, key=lambda miss: astuple(miss.key)):
                     payload = {} if miss.payload is None else {"payload": json.dumps(dict(miss.payload))}
-                    change = table.update().where(where).values(count=table.c.count + 1, **payload)
-                    if connection.execute(change).rowcount == 0:
-                        row = asdict(miss.key) | {"label": miss.label, "payload": "{}", "first_seen": now(), "count": 1}
-                        tables.upsert(connection, table, row | payload)
+                    row = asdict(miss.key) | {"label": miss.label, "payload": "{}", "first_seen": now(), "count": 1}
+                    tables.upsert(connection, table, row | payload, counted | payload)
                 for row in found:
                     tables.upsert(connection, tables.CAPTURES, row)
-        except (DatabaseError, *tables.DRIVER_ERRORS, TypeError):
+        except (DatabaseError, *DRIVER_ERRORS, TypeError) as error:
             self.broken = self.mode == "read"  # what cannot be reached is not waited for at each miss
+            if isinstance(error, ReadOnlyDatabaseError) and sqlite_file(self.url) is None:
+                _UNLOGGED.add(self.url)
             return False
         return True
 
     @contextlib.contextmanager
     def _miss_engine(self) -> Iterator[Engine]:
-        """An engine that can write, although this object may be open for reading only.
-
-        What could not be read is not touched: it may be anybody's.
-        """
-        if self.mode == "write" and self.engine is not None:
+        """An engine that can write, although this object may be open for reading only."""
+        if self.engine is not None and (self.mode == "write" or sqlite_file(self.url) is None):
             yield self.engine
             return
-        if self.broken:
-            raise DatabaseError(f"{self.where} cannot be read")
         engine = tables.open_for_writing(self.url, set_aside=0, patience_s=_PATIENCE_S)
         try:
             yield engine
@@ -241,11 +251,14 @@ class Database:
 
     def forget_misses(self, keys: Iterable[RecordKey], captures: Iterable[str] = ()) -> None:
         """Delete logged misses, and captures that belonged to them."""
-        with self.writing() as connection:
-            for key in keys:
-                connection.execute(tables.MISSES.delete().where(rows.same_key(tables.MISSES, key)))
-            for name in captures:
-                connection.execute(tables.CAPTURES.delete().where(tables.CAPTURES.c.name == name))
+        gone = [tables.MISSES.delete().where(rows.same_key(tables.MISSES, key)) for key in keys]
+        gone += [tables.CAPTURES.delete().where(tables.CAPTURES.c.name == name) for name in captures]
+
+        def forget(connection: Connection) -> None:
+            for statement in gone:
+                connection.execute(statement)
+
+        self.change(forget)
 
     def capture_names(self, prefix: str) -> set[str]:
         """Names of the captures that start with ``prefix``, unread."""
@@ -256,13 +269,24 @@ class Database:
         """Every miss with its count, most frequent first: keys, ``label``, ``payload`` (decoded), ``count``."""
         return sorted(self._read(tables.MISSES), key=lambda miss: (-miss["count"], miss["workload"]))
 
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[Connection]:
-        """A transaction that holds the write lock; drivers' errors come out as :class:`DatabaseError`."""
-        if self.mode != "write" or self.engine is None:
+    def change(self, work: Callable[[Connection], T], patient: bool = True) -> T:
+        """What ``work`` returns, which changes the database in one transaction that holds the write lock.
+
+        Where a server goes away, one who is ``patient`` waits, and ``work`` runs again, although its first run may have
+        been stored: so it must leave the same whether it ran once or twice. Drivers' errors come out as
+        :class:`DatabaseError`.
+        """
+        if self.mode != "write" or (engine := self.engine) is None:
             raise ReadOnlyDatabaseError(f"{self.where} was opened for reading only")
-        with tables.transaction(self.engine) as connection:
-            yield connection
+
+        def attempt() -> T:
+            with transaction(engine) as connection:
+                return work(connection)
+
+        return insist(engine, attempt, patient)
+
+    def _put(self, table: Table, row: Mapping[str, Any]) -> None:
+        self.change(lambda connection: tables.upsert(connection, table, row))
 
     def _read(
         self, table: Table, *where: ColumnElement[bool], order: Iterable[ColumnElement[Any]] = ()
@@ -271,17 +295,20 @@ class Database:
         return self._sound(table, self._run(select(table).where(*where).order_by(*(order or table.primary_key))))
 
     def _run(self, query: Select[Any], parameters: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-        if self.engine is None:
+        if (engine := self.engine) is None:
             return []
-        try:
-            with tables.connected(self.engine) as connection:
+
+        def attempt() -> list[dict[str, Any]]:
+            with connected(engine) as connection:
                 return [row._asdict() for row in connection.execute(query, parameters)]
+
+        try:
+            return insist(engine, attempt, patient=self.mode == "write")
         except DatabaseError as error:
             if self.mode != "read":
                 raise
-            self.broken = True
-            self._warn(str(error))
-            return []
+            before = self.broken
+            return self._run(query, parameters) if self._go_without(error) and not before else []
 
     def _get_all(self, table: Table, keys: Iterable[RecordKey]) -> dict[RecordKey, Lookup[Any]]:
         found: dict[RecordKey, Lookup[Any]] = dict.fromkeys(keys, Lookup())
@@ -307,12 +334,24 @@ class Database:
                 name = plain(str(row.get("label", row[next(iter(table.primary_key)).name])))
                 self._warn(f"{self.where}: damaged row '{name}' of {table.name} ({error}); ignored")
 
-    def _put_json(self, table: Table, key: Mapping[str, str], value: Mapping[str, Any]) -> None:
-        row = rows.json_row(key, value)
-        with self.writing() as connection:
-            tables.upsert(connection, table, row)
+    def _go_without(self, error: DatabaseError | None) -> bool:
+        """Whether from now on a server's snapshot is read in its place. One warning: of a server, one for each process.
+
+        Without an ``error`` all is said.
+        """
+        self.broken, engine, instead = True, None, "it"
+        if self.url.get_backend_name() == "sqlite":
+            self._warn(f"{error}; going on without it")
+            return False
+        engine, instead = instead_of(self.url)
+        self.engine = engine
+        if error is not None:
+            if self.url not in _AWAY:
+                self._warn(f"{error}; going on {'without it' if engine is None else f'with {instead}'}")
+            _AWAY[self.url] = time.monotonic() + _AWAY_S
+        return engine is not None
 
     def _warn(self, message: str) -> None:
         if not self._warned:
-            warnings.warn(f"{message}; going on without it", stacklevel=4)
+            warnings.warn(message, stacklevel=4)
             self._warned = True

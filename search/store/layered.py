@@ -73,6 +73,10 @@ class LayeredDatabase:
         """The device as the user's probe found it, else as the shipped one did."""
         return self.user.get_device(device) or next(self._devices(device), None)
 
+    @property
+    def logs_misses(self) -> bool:
+        return self.user.logs_misses
+
     def capture_names(self, prefix: str) -> set[str]:
         return self.user.capture_names(prefix)
 

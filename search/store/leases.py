@@ -23,8 +23,9 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
-from fuseplan.search.errors import DatabaseError
+from fuseplan.search.errors import DatabaseError, UnreachableDatabaseError
 from fuseplan.search.store import rows, tables
+from fuseplan.search.store.connections import connected
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import RecordKey, now
 
@@ -89,8 +90,7 @@ class Leases:
             gone = [key for key, count in self._held.items() if count <= 0]
             self._held = +self._held
             if gone and self._database.url.get_backend_name() in _DIALECTS:
-                with self._database.writing() as connection:
-                    connection.execute(tables.LEASES.delete().where(self._mine(gone)))
+                self._give_up(gone)
 
     @contextlib.contextmanager
     def taking(self, keys: Iterable[RecordKey]) -> Iterator[set[RecordKey]]:
@@ -125,12 +125,13 @@ class Leases:
         with self._lock:
             held, self._held = list(self._held), Counter()
         if held:
-            with contextlib.suppress(DatabaseError), self._database.writing() as connection:
-                connection.execute(tables.LEASES.delete().where(self._mine(held)))
+            with contextlib.suppress(DatabaseError):
+                self._give_up(held)
 
     def _insert(self, dialect: Any, keys: Sequence[RecordKey]) -> set[RecordKey]:
         names = list(asdict(keys[0]))
-        with self._database.writing() as connection:
+
+        def insert_free(connection: sa.Connection) -> set[RecordKey]:
             ends = clock(connection) + self._lasts_s
             insert = dialect.insert(tables.LEASES).values(
                 [asdict(key) | {"owner": self.owner, "expires": ends, "taken": now()} for key in keys])
@@ -140,6 +141,14 @@ class Leases:
             found = connection.execute(taken.returning(*(tables.LEASES.c[name] for name in names)))
             return {RecordKey(**row._asdict()) for row in found}
 
+        return self._database.change(insert_free)
+
+    def _give_up(self, keys: Iterable[RecordKey]) -> None:
+        """Nobody waits for a server for this: a lease that stays there ends by itself."""
+        gone = tables.LEASES.delete().where(self._mine(keys))
+        with contextlib.suppress(UnreachableDatabaseError):
+            self._database.change(lambda connection: connection.execute(gone), patient=False)
+
     def _mine(self, keys: Iterable[RecordKey]) -> sa.ColumnElement[bool]:
         return sa.and_(
             tables.LEASES.c.owner == self.owner, sa.or_(*(rows.same_key(tables.LEASES, key) for key in keys)))
@@ -147,10 +156,11 @@ class Leases:
     def _renew(self) -> None:
         with self._lock:
             if self._held:
-                with self._database.writing() as connection:
-                    ends = clock(connection) + self._lasts_s
-                    mine = tables.LEASES.c.owner == self.owner
-                    connection.execute(tables.LEASES.update().where(mine).values(expires=ends))
+                renewed = tables.LEASES.update().where(self._mine(self._held))
+                self._database.change(
+                    lambda connection: connection.execute(renewed.values(expires=clock(connection) + self._lasts_s)),
+                    patient=False,  # whoever closes these leases waits for this
+                )
 
 
 def _renew(leases: weakref.ref[Leases], stop: threading.Event) -> None:
@@ -178,7 +188,9 @@ def listed(database: Database) -> list[Lease]:
     """The leases that count now, those taken first first."""
     if database.engine is None:
         return []
-    with tables.connected(database.engine) as connection:
+    with connected(database.engine) as connection:
+        if not sa.inspect(connection).has_table(tables.LEASES.name):
+            return []  # an older database
         left = (tables.LEASES.c.expires - clock(connection)).label("left_s")
         found = connection.execute(sa.select(tables.LEASES, left).where(left > 0).order_by(tables.LEASES.c.taken)).all()
     return [

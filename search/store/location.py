@@ -38,10 +38,13 @@ NOWHERE = URL.create("sqlite", database=":memory:")
 _FORM = "write it as dialect://user:password@host:port/name, with special characters of each part as %XX"
 #: A user with a password, or a password among the options of a URL.
 _CREDENTIALS = re.compile(r"^(?![/.~])[^?]*:[^?]*@|[?&;][^=&;]*(pass|pwd|secret|token|key)[^=&;]*=", re.IGNORECASE)
+#: The driver of a PostgreSQL URL that names none.
+_POSTGRESQL = "postgresql+psycopg"
 #: Seconds that a server has to accept a connection, and to answer a statement.
 _CONNECT_S = 5
 _STATEMENT_S = 30
-_SECRET_OPTION = re.compile(r"pass|pwd|secret|token|key", re.IGNORECASE)
+#: Options of a URL whose values are shown nowhere.
+SECRET_OPTION = re.compile(r"pass|pwd|secret|token|key", re.IGNORECASE)
 
 
 def default_path() -> Path:
@@ -77,7 +80,7 @@ def resolve_url(location: str | Path | None) -> URL:
         except SQLAlchemyError:
             message = f"cannot open database {location_name(url)}: no driver is called {url.drivername}"
             raise DatabaseError(message) from None
-        return url
+        return url.set(drivername=_POSTGRESQL) if url.drivername == "postgresql" else url
     if isinstance(location, str) and _CREDENTIALS.search(location) and not Path(location).exists():
         raise DatabaseError(f"the database looks like a URL without '://'; {_FORM}")
     try:
@@ -97,14 +100,15 @@ def location_name(url: URL) -> str:
     """The database's name in messages: the file, or the URL without its passwords."""
     if url.get_backend_name() == "sqlite":
         return plain(url.database or "the memory database")
-    secret = {name: "***" for name in url.query if _SECRET_OPTION.search(name)}
-    return plain(url.update_query_dict(secret).render_as_string().replace("%2A%2A%2A", "***"))
+    secret = {name: "***" for name in url.query if SECRET_OPTION.search(name)}
+    shown = url.update_query_dict(secret).render_as_string().replace("%2A%2A%2A", "***")
+    return plain(shown.replace(f"{_POSTGRESQL}:", "postgresql:", 1))
 
 
 def without_secrets(text: str, url: URL) -> str:
     """A driver's message as it may be shown: it can quote what it was given."""
     secrets = [str(url.password or "")]
-    secrets += [one for name, values in url.normalized_query.items() if _SECRET_OPTION.search(name) for one in values]
+    secrets += [one for name, values in url.normalized_query.items() if SECRET_OPTION.search(name) for one in values]
     for secret in filter(None, secrets):
         text = text.replace(secret, "***")
     return plain(text)

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Table, literal_column, select
+from sqlalchemy import ColumnElement, Connection, Table, literal_column, select
 
 from fuseplan.kernels.registry import malformed_config
 from fuseplan.search.errors import DatabaseError, RecordError, plain
 from fuseplan.search.store import codec, rows, tables
+from fuseplan.search.store.connections import connected
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import PlanRecord, Trial, TuningRecord, Versions
 
@@ -65,8 +66,8 @@ def verify_database(database: Database) -> list[Problem]:
     problems: list[Problem] = []
     try:
         tables.check_schema(engine)
-        tables.check_columns(engine)
-        with tables.connected(engine) as connection:
+        with connected(engine) as connection:
+            tables.check_columns(connection, (tables.META, *rows.READERS))
             if engine.dialect.name == "sqlite":
                 found = [str(row[0]) for row in connection.exec_driver_sql("PRAGMA integrity_check(20)")]
                 problems += [Problem("file", "", plain(what)) for what in found if what != "ok"]
@@ -106,26 +107,31 @@ def prune_database(
     Also records and plans of other versions than ``keep_versions``, every record of ``device``, and logged ``misses``
     with their graphs. ``database`` is open for writing.
     """
+    return database.change(lambda connection: _pruned(connection, keep_versions, device, misses))
+
+
+def _pruned(
+    connection: Connection, keep_versions: Versions | None, device: str | None, misses: bool
+) -> dict[str, int]:
     removed: dict[str, int] = {}
-    with database.writing() as connection:
-        if connection.dialect.name == "sqlite":
-            connection.exec_driver_sql("REINDEX")  # a damaged index hides rows, and lets none be deleted
-        for table in rows.READERS:
-            records = table in (tables.TUNINGS, tables.PLANS)
-            removed[table.name] = 0
-            # Not by its key: that may be what is damaged.
-            lite = connection.dialect.name == "sqlite"
-            place: list[ColumnElement[Any]] = [literal_column("rowid")] if lite else list(table.primary_key)
-            named = [column.label(f"place{number}") for number, column in enumerate(place)]
-            for row in [row._asdict() for row in connection.execute(select(table, *named))]:
-                broken = bool(_row_problem(table, row))
-                outdated = records and keep_versions is not None and row["versions"] != codec.dumps(keep_versions)
-                if broken or outdated or (records and row["device"] == device):
-                    same = [column == row[name.name] for column, name in zip(place, named, strict=True)]
-                    removed[table.name] += connection.execute(table.delete().where(*same)).rowcount
-        removed["trials"] += connection.execute(tables.TRIALS.delete().where(tables.TRIALS.c.open == 0)).rowcount
-        if misses:
-            removed["misses"] += connection.execute(tables.MISSES.delete()).rowcount
-            graphs = tables.CAPTURES.c.name.startswith(MISSED, autoescape=True)
-            removed["captures"] += connection.execute(tables.CAPTURES.delete().where(graphs)).rowcount
+    if connection.dialect.name == "sqlite":
+        connection.exec_driver_sql("REINDEX")  # a damaged index hides rows, and lets none be deleted
+    for table in rows.READERS:
+        records = table in (tables.TUNINGS, tables.PLANS)
+        removed[table.name] = 0
+        # Not by its key: that may be what is damaged.
+        lite = connection.dialect.name == "sqlite"
+        place: list[ColumnElement[Any]] = [literal_column("rowid")] if lite else list(table.primary_key)
+        named = [column.label(f"place{number}") for number, column in enumerate(place)]
+        for row in [row._asdict() for row in connection.execute(select(table, *named))]:
+            broken = bool(_row_problem(table, row))
+            outdated = records and keep_versions is not None and row["versions"] != codec.dumps(keep_versions)
+            if broken or outdated or (records and row["device"] == device):
+                same = [column == row[name.name] for column, name in zip(place, named, strict=True)]
+                removed[table.name] += connection.execute(table.delete().where(*same)).rowcount
+    removed["trials"] += connection.execute(tables.TRIALS.delete().where(tables.TRIALS.c.open == 0)).rowcount
+    if misses:
+        removed["misses"] += connection.execute(tables.MISSES.delete()).rowcount
+        graphs = tables.CAPTURES.c.name.startswith(MISSED, autoescape=True)
+        removed["captures"] += connection.execute(tables.CAPTURES.delete().where(graphs)).rowcount
     return removed

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sqlalchemy import Connection
+
 from fuseplan.search.errors import DatabaseError, ImportRefusedError, RecordError, SchemaVersionError, brief
 from fuseplan.search.store import codec, tables
 from fuseplan.search.store.database import Database
@@ -155,25 +157,28 @@ def import_bundle(database: Database, path: Path) -> int:
     database is unchanged.
     """
     found = read_bundle(path)
-    taken = 0
     known = database.devices()
     newest = {(type(record), record.key): record.evidence.created for record in database.everything()}
     created = {name: _created(data) for prefix in REPORTED for name, data in database.captures(prefix).items()}
-    with database.writing() as connection:
-        for record in found.records:
-            if newest.get((type(record), record.key), "") <= record.evidence.created:
-                table = tables.TUNINGS if isinstance(record, TuningRecord) else tables.PLANS
-                tables.upsert(connection, table, record_row(record))
-                taken += 1
-        for name, data in found.captures.items():
-            if created.get(name, "") <= _created(data):
-                tables.upsert(connection, tables.CAPTURES, json_row({"name": name}, data))
-                taken += 1
-        for device, spec in found.devices.items():
-            if device not in known:
-                tables.upsert(connection, tables.DEVICES, json_row({"device": device}, spec))
-                taken += 1
-    return taken
+    taken = [
+        (tables.TUNINGS if isinstance(record, TuningRecord) else tables.PLANS, record_row(record))
+        for record in found.records if newest.get((type(record), record.key), "") <= record.evidence.created
+    ]
+    taken += [
+        (tables.CAPTURES, json_row({"name": name}, data))
+        for name, data in found.captures.items() if created.get(name, "") <= _created(data)
+    ]
+    taken += [
+        (tables.DEVICES, json_row({"device": device}, spec))
+        for device, spec in found.devices.items() if device not in known
+    ]
+
+    def merge(connection: Connection) -> None:
+        for table, row in taken:
+            tables.upsert(connection, table, row)
+
+    database.change(merge)
+    return len(taken)
 
 
 def _created(capture: Mapping[str, Any]) -> str:

@@ -7,9 +7,12 @@ trial is stored at once, so a tune that is killed goes on where it was.
 from __future__ import annotations
 
 import logging
+import os
+import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from fuseplan.kernels.ir.backend import Backend, Target
 from fuseplan.search.errors import SubjectError
@@ -45,9 +48,20 @@ _COMPILERS = ("fuseplan.kernels.gpu.build:warm_up", "ninetoothed")
 
 
 def make_pool(device_type: str) -> WorkerPool:
-    """Worker processes for tuning on a device; nothing is started yet."""
+    """Worker processes for tuning on a device; nothing is started yet.
+
+    Of all such pools of a user on one device one measures at a time.
+    """
     on_cpu = device_type == "cpu"
-    return WorkerPool(bind=on_cpu, preload=() if on_cpu else _COMPILERS)
+    return WorkerPool(bind=on_cpu, preload=() if on_cpu else _COMPILERS, turn=_turn_of(device_type))
+
+
+def _turn_of(device_type: str) -> str:
+    """The file that is locked while something is measured on the current device."""
+    import torch
+
+    which = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if device_type == "cuda" else "cpu"
+    return str(Path(tempfile.gettempdir()) / f"fuseplan-{os.getuid()}-{which}.turn")
 
 
 class Tuner:

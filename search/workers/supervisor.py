@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import importlib
 import os
 import pickle
@@ -39,6 +40,10 @@ MEASURING, BACKGROUND = 0, -1
 _PAUSE_S = 0.01
 
 
+#: Seconds between attempts to get the turn on a device that another process is measuring on.
+_TRY_S = 0.005
+
+
 @dataclass(frozen=True)
 class Request:
     """A job for one lane: a pickled ``(function, args)``, at most ``limit_s`` seconds long.
@@ -67,19 +72,56 @@ class _Lane:
         return self.request is not None
 
 
+class Turn:
+    """The right to measure on a device, which one process of this host has at a time.
+
+    ``path`` is a file that all of them lock; where it cannot be opened, and where it is None, nobody waits.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self._file = -1
+        self.taken = False
+        if path is not None:
+            with contextlib.suppress(OSError):
+                self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def take(self) -> bool:
+        """Take the turn, unless another process has it."""
+        if not self.taken and self._file >= 0:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            except OSError:  # a file system without locks
+                pass
+        self.taken = True
+        return True
+
+    def give(self) -> None:
+        """Let another process measure. Said aloud: workers forked meanwhile have the open file, too."""
+        if self.taken and self._file >= 0:
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+        self.taken = False
+
+
 class Supervisor:
     """Runs requests of its parent in one worker process per lane, until the parent is gone.
 
     ``parent`` sends requests and gets ``(job, state, payload)``. The measuring lane has so many torch ``threads``, the
     compiling lanes have one each and run on ``cores``: the OpenMP runtime may have bound this process to one core. The
-    ``background`` workers have the lanes -1, -2, ...
+    ``background`` workers have the lanes -1, -2, ... A job of the measuring lane waits for the ``turn`` on the device;
+    its time limit begins when it has it.
     """
 
     def __init__(
         self, parent: Connection, threads: int, cores: Iterable[int] = (), background: int = 1,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.monotonic, turn: str | None = None,
     ) -> None:
         self._parent = parent
+        self._turn = Turn(turn)
+        #: Whether a job that is due waits for another process's turn to end.
+        self._refused = False
         self._clock = clock
         self._threads = threads
         self._background = range(-1, -1 - background, -1)
@@ -106,6 +148,8 @@ class Supervisor:
         deadlines = [lane.deadline for lane in self._lanes.values() if lane.busy]
         if self._unmeasured and not any(lane.busy for number, lane in self._lanes.items() if number >= MEASURING):
             deadlines.append(self._idle_since + _PAUSE_S)
+        if self._refused:
+            deadlines.append(self._clock() + _TRY_S)
         patience = max(0.0, min(deadlines) - self._clock()) if deadlines else None
         ready = wait([self._parent, *(lane.pipe for lane in self._lanes.values())], patience)
         for number, lane in list(self._lanes.items()):
@@ -143,7 +187,9 @@ class Supervisor:
         if self._unmeasured and not self._is_busy(MEASURING):
             waiting = min(self._unmeasured, key=lambda request: request.spare)  # of equals the first
             idle = not any(lane.busy for number, lane in self._lanes.items() if number > MEASURING)
-            if not waiting.spare or (idle and self._clock() >= self._idle_since + _PAUSE_S):
+            due = not waiting.spare or (idle and self._clock() >= self._idle_since + _PAUSE_S)
+            self._refused = due and not self._turn.take()
+            if due and not self._refused:
                 self._unmeasured.remove(waiting)
                 self._start(waiting)
         for number in self._background:
@@ -156,6 +202,7 @@ class Supervisor:
         """Tell who waits for what a lane has done."""
         if number == MEASURING:
             self._idle_since = self._clock()
+            self._turn.give()
         if request is not None and number not in self._background:
             self._parent.send((request.job, state, payload))
         for held in self._held.pop(number, ()):
@@ -289,7 +336,7 @@ def of_machine(error: Exception) -> bool:
     return isinstance(error, (OSError, MemoryError, MachineError))
 
 
-def main(handle: int, threads: int, background: int, preload: Sequence[str]) -> None:
+def main(handle: int, threads: int, background: int, preload: Sequence[str], turn: str | None) -> None:
     """Serve the parent behind the socket ``handle``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
@@ -301,4 +348,4 @@ def main(handle: int, threads: int, background: int, preload: Sequence[str]) -> 
             loaded = importlib.import_module(module)
             if function:
                 getattr(loaded, function)()
-    Supervisor(Connection(handle), threads, cores, background).run()
+    Supervisor(Connection(handle), threads, cores, background, turn=turn).run()

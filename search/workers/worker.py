@@ -84,10 +84,15 @@ class WorkerPool:
         bind: Keep each thread of the measuring worker on a core of its own. Otherwise, beside one other busy process,
             the scheduler may leave two threads that wait for each other on one core, for time slices on end.
         preload: What every worker imports (``module``) or calls too (``module:function``), once, before the first fork.
+        turn: A file that is locked while a job is measured, so that of the processes that name the same file one
+            measures at a time; None for none.
     """
 
-    def __init__(self, compilers: int | None = None, bind: bool = False, preload: Sequence[str] = ()) -> None:
+    def __init__(
+        self, compilers: int | None = None, bind: bool = False, preload: Sequence[str] = (), turn: str | None = None
+    ) -> None:
         self._preload = list(preload)
+        self._turn = turn
         self.compilers = max(1, compilers if compilers is not None else usable_cores())
         self._bind = bind
         self._threads = torch.get_num_threads()
@@ -198,7 +203,7 @@ class WorkerPool:
         ours, theirs = socket.socketpair()
         with theirs:
             paths = [os.fspath(path) for path in sys.path]
-            options = [theirs.fileno(), self._threads, max(1, self.compilers - _SPARED), self._preload]
+            options = [theirs.fileno(), self._threads, max(1, self.compilers - _SPARED), self._preload, self._turn]
             binding = {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"} if self._bind else {}
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, json.dumps([paths, binding, options])],

@@ -100,6 +100,14 @@ tune --config wrong_encdec.json
 tune --config folder
 tune --config llama.json/config.json
 tune --config /dev/null
+tune --manifest ''
+tune --manifest missing.toml
+tune --manifest folder
+tune --manifest llama.json
+tune --manifest weights.bin
+tune --manifest deep.json
+tune --manifest llama.json --model llama
+tune --manifest llama.json --misses
 tune --config llama.json --layers 0
 tune --config llama.json --layers -1
 tune --config llama.json --layers 1000000000

@@ -1,22 +1,18 @@
 """README and docs/: their snippets run, their commands exist, their outputs are what is printed, their links lead on.
 
 A page is run from top to bottom in one folder, as a reader would: snippets and commands of a page share it. There is a
-small model in ``my-llama``, and the default database knows this machine and the plans of that model. Nothing is timed:
-the device's numbers are given, searches try one configuration, and a call counts as long as the ATen ops it makes.
+small model in ``my-llama``, and the default database knows this machine and the plans of that model and of the preset.
+Nothing is timed, and every model is small: ``given_times.py`` says what stands in the place of minutes.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import re
-import shutil
 import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,107 +20,43 @@ import doc_pages
 import pytest
 import report_samples as samples
 import torch
-from doc_pages import Block, blocks, is_like, links, name, pages, parse, why_only_parsed
-from inline_executor import InlineExecutor
+from doc_pages import blocks, is_like, links, name, pages, parse
+from given_times import give_times, write_model
+from page_reader import TUNES, Reader, check_install, make_calls, run_plan
 from paths import ROOT
-from torch.utils._python_dispatch import TorchDispatchMode
+from postgres_server import Server, binaries
 
 import fuseplan.planner
-from fuseplan.costmodel.identity import current_identity
-from fuseplan.costmodel.probe import probe
-from fuseplan.planner.cli import main
 from fuseplan.planner.runtime import resolve
-from fuseplan.planner.tuning import session
-from fuseplan.planner.tuning.settings import PlanSettings
 from fuseplan.search.store.location import default_path
-from fuseplan.search.timing.timers import CpuTimer, Operands, Run, Sampler
-from fuseplan.search.tune import tuner
 
 #: Those of a model and of a database; the others have tests beside what they show.
 EXAMPLES = [ROOT / "examples" / f"{one}.py" for one in ("compile_a_llama", "generate_static_cache", "ship_a_database")]
-#: The tune that the default database has of ``my-llama``.
-TUNE = ("tune", "--config", "my-llama", "--prefill", "16", "--no-calls")
-#: Hardly any search: what is found is no matter here.
-QUICK = tuner.Budget(trials=1, steep_trials=1, seconds=0.1, screen_s=0.002, decide_s=0.01, finalists=1)
 #: Words of README, counted as ``wc -w`` does.
 MOST_WORDS = 900
 
 
-@dataclass
-class Reader:
-    """What a reader has, and what was run for all pages."""
-
-    folder: Path
-    tuned: Path
-    tune_output: str
-    executed: list[str] = field(default_factory=list)
-    parsed: list[str] = field(default_factory=list)
-    examples: dict[str, str] = field(default_factory=dict)
-
-    def sit_down(self, page: Path, patch: pytest.MonkeyPatch) -> None:
-        """Go to a page's folder, with the model, the examples and a database of its own."""
-        here = self.folder / page.stem
-        shutil.copytree(self.folder / "my-llama", here / "my-llama")
-        (here / "examples").symlink_to(ROOT / "examples")
-        patch.setenv("XDG_DATA_HOME", str(here / "data"))
-        shutil.copytree(self.tuned, default_path().parent)
-        patch.chdir(here)
-
-
-def counted(self: CpuTimer, run: Run, operands: Operands) -> Sampler:
-    """In the place of a timer: a microsecond, and five for each op that ATen runs."""
-    ops = 0
-
-    class Counting(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal ops
-            ops += 1
-            return func(*args, **(kwargs or {}))
-
-    with Counting():
-        run(*operands[0])
-    return lambda: 1.0 + 5.0 * ops
-
-
-def run_plan(*argv: str) -> str:
-    """What a command prints; it has to end well."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            status = main.run(argv)
-        except SystemExit as end:
-            status = int(end.code or 0)
-    assert status == 0, f"plan {' '.join(argv)}: exit status {status}\n{err.getvalue()}"
-    return out.getvalue()
-
-
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
-    from transformers import LlamaConfig
-
+def reader(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Reader]:
     folder = tmp_path_factory.mktemp("reader")
+
+    def server() -> Server | None:
+        try:
+            found: Server = request.getfixturevalue("server")
+            return found
+        except pytest.skip.Exception:
+            return None
+
     with pytest.MonkeyPatch.context() as patch:
         for variable in ("XDG_DATA_HOME", "XDG_CACHE_HOME"):
             patch.setenv(variable, str(folder / variable))
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        patch.setattr(torch.cuda, "is_available", lambda: False)
-        patch.setattr(session, "probe", lambda kind, *_: replace(samples.SPEC, identity=current_identity(kind)))
-        patch.setattr(tuner, "make_pool", lambda _: InlineExecutor())
-        patch.setattr(tuner.Budget, "on", lambda *_: QUICK)
-        patch.setattr(PlanSettings, "measured_on", lambda *_: 1)
-        patch.setattr(CpuTimer, "prepare", counted)
-        patch.setattr(CpuTimer, "steady", lambda _: True)
-        patch.setattr(CpuTimer, "disturbances", lambda _: 0)
-        patch.setattr(probe, "machine_load", lambda: probe.MachineLoad(0.0, 2))
+        give_times(patch)
         patch.chdir(folder)
-        LlamaConfig(
-            architectures=["LlamaForCausalLM"], dtype="bfloat16", hidden_size=64, intermediate_size=128,
-            num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=256,
-            max_position_embeddings=512, eos_token_id=None,
-        ).save_pretrained("my-llama")
+        write_model(folder / "my-llama")
         samples.known_machine(default_path())
-        output = run_plan(*TUNE)
-        yield Reader(folder, default_path().parent, output)
+        for tune in TUNES:
+            run_plan(*tune)
+        yield Reader(folder, default_path().parent, server)
 
 
 @pytest.fixture
@@ -136,53 +68,6 @@ def fresh() -> Iterator[None]:
     resolve._WARNED.clear()
     yield
     torch._dynamo.reset()
-
-
-def run_example(reader: Reader, script: str, settings: dict[str, str] | None = None) -> str:
-    """What an example prints in a process of its own. It is run once for all who ask for no settings of their own."""
-    if settings or script not in reader.examples:
-        arguments = []
-        if Path(script).stem == "ship_a_database":  # its database knows the machine, which takes long to measure
-            arguments = [str(reader.folder / "shipped")]
-            (reader.folder / "shipped").mkdir()
-            samples.known_machine(reader.folder / "shipped" / "tuning.db")
-        done = subprocess.run(
-            [sys.executable, str(ROOT / script), *arguments], capture_output=True, text=True, check=False, timeout=300,
-            cwd=reader.folder, env=os.environ | (settings or {}),
-        )
-        assert done.returncode == 0, f"{script}: {done.stdout[-1000:]}\n{done.stderr[-3000:]}"
-        reader.examples[script] = done.stdout + done.stderr
-    return reader.examples[script]
-
-
-def run_command(reader: Reader, command: str) -> str:
-    """Run a line of a page, or read it where it is long; what it prints, or would print of what the pages' tune did."""
-    settings = dict(re.findall(r"(\b[A-Z_]+)=\"?([^\" ]*)\"? (?=.*\bpython )", command))
-    _, *argv = words = [one for one in doc_pages.words(command) if "=" not in one or one.startswith(("-", "TORCH="))]
-    if words[0] == "python":
-        return run_example(reader, argv[0], settings)
-    if words[0] not in ("plan", "make"):
-        return ""
-    if why := why_only_parsed(command):
-        reader.parsed.append(f"{command}  ({why})")
-        if words[0] == "plan":
-            parse(argv)
-            return reader.tune_output if argv[0] == "tune" else ""
-        subprocess.run(["make", "--dry-run", *argv], cwd=ROOT, check=True, capture_output=True)
-        return reader.tune_output if "tune" in argv else ""
-    parse(argv) if "--version" not in argv and "--help" not in argv else None
-    reader.executed.append(command)
-    return run_plan(*argv)
-
-
-def run_snippet(block: Block, page: Path, names: dict[str, Any]) -> str:
-    """Run a Python snippet in a page's namespace. What it prints."""
-    if block.title:
-        Path(block.title).write_text(block.body)
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        exec(compile("\n" * (block.line - 1) + block.body, name(page), "exec"), names)
-    return out.getvalue()
 
 
 def missing(shown: str, printed: str) -> list[str]:
@@ -199,29 +84,30 @@ def test_a_page_does_what_it_says(page: Path, reader: Reader, fresh: None, monke
     printed = ""
     for block in blocks(page):
         if block.kind == "python":
-            printed = run_snippet(block, page, names)
+            printed = reader.snippet(block, page, names)
         elif block.kind == "bash":
-            printed = "\n".join([run_command(reader, command) for command in block.commands])
+            printed = "\n".join([reader.command(command) for command in block.commands])
         elif block.kind == "text":
             wrong = missing(block.body, printed)
             assert not wrong, f"{name(page)}:{block.line}: nothing like these is printed:\n" + "\n".join(
                 [*wrong, "but:", printed])
+        elif block.kind == "toml" and block.title:
+            Path(block.title).write_text(block.body)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES, ids=name)
 def test_an_example_runs(example: Path, reader: Reader) -> None:
-    printed = run_example(reader, name(example))
+    printed = reader.example(name(example))
     assert "0 groups fell back to unfused ops" in printed, printed
 
 
 @pytest.mark.slow
-def test_what_was_run_and_what_was_only_read(reader: Reader) -> None:
-    """The commands of the pages above that take too long, in the list of warnings: each has a reason."""
-    if reader.executed:
-        said = [f"{len(reader.executed)} commands of the pages were run, {len(reader.parsed)} were only parsed:",
-                *sorted(set(reader.parsed))]
-        warnings.warn("\n  ".join(said), stacklevel=1)
+def test_every_command_of_the_pages_was_run(reader: Reader) -> None:
+    """Those of the pages that were tested above. Without PostgreSQL, a server's are listed in the warnings."""
+    if reader.not_run:
+        warnings.warn("\n  ".join([f"{len(reader.not_run)} were not run:", *reader.not_run]), stacklevel=1)
+    assert all(binaries() is None and "PostgreSQL" in one for one in reader.not_run)
 
 
 @pytest.mark.parametrize("page", pages(), ids=name)
@@ -232,6 +118,9 @@ def test_commands_in_sentences_exist(page: Path) -> None:
         except Exception as error:  # a command is named without what it is given
             if type(error).__name__ != "MissingParameter":
                 raise AssertionError(f"{name(page)}: {command}: {error}") from error
+    for command in re.findall(r"`(make \w+|pip install [^`]+)`", page.read_text()):
+        program, *words = doc_pages.calls(command)[0][1]
+        assert make_calls(words) if program == "make" else not check_install(words[1:])
 
 
 @pytest.mark.parametrize("page", pages(), ids=name)

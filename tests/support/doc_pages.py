@@ -1,4 +1,4 @@
-"""README and the pages of docs/: their snippets, commands and outputs, and how a command is read without being run."""
+"""README and the pages of docs/: their snippets, commands and outputs, and how a command line is read."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """The command lines of a ``bash`` block."""
-        return [one for one in self.body.splitlines() if one.strip() and not one.lstrip().startswith("#")]
+        """The command lines of a ``bash`` block; a backslash joins lines."""
+        lines = self.body.replace("\\\n", " ").splitlines()
+        return [one for one in lines if one.strip() and not one.lstrip().startswith("#")]
 
 
 def pages() -> list[Path]:
@@ -73,9 +74,18 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", head).strip().lower()) for head in plain}
 
 
-def words(command: str) -> list[str]:
-    """The words of a command line that begins with ``plan``, ``make`` or ``python``, settings before it aside."""
-    return shlex.split(command.split(" && ")[-1], comments=True)
+def calls(command: str) -> list[tuple[dict[str, str], list[str]]]:
+    """What a command line calls: the settings before each program, and its words.
+
+    >>> calls("cd clone && A=1 plan report  # all of it")
+    [({}, ['cd', 'clone']), ({'A': '1'}, ['plan', 'report'])]
+    """
+    found = []
+    for part in command.split(" && "):
+        words = shlex.split(part, comments=True)
+        first = next(at for at, word in enumerate(words) if not re.match(r"[A-Z_]+=", word))
+        found.append((dict(word.split("=", 1) for word in words[:first]), words[first:]))
+    return found
 
 
 def parse(argv: Sequence[str]) -> None:
@@ -97,21 +107,6 @@ def parse(argv: Sequence[str]) -> None:
             return
         assert rest, f"no command in {' '.join(argv)}"
         called, command, rest = command.resolve_command(context, rest)
-
-
-#: What takes minutes, or needs what a test has not, by how such a command is recognised.
-_LONG = (
-    (r"plan bench\b", "measures every contestant for minutes"),
-    (r"plan tune\b.* --model\b|plan tune$", "tunes a whole model"),
-    (r"plan tune\b.* --(decode|pack-weights)\b", "tunes more of a model than the pages' own tune"),
-    (r"postgresql", "needs a server"),
-    (r"make\b", "installs, or runs everything"),
-)
-
-
-def why_only_parsed(command: str) -> str:
-    """Why a command is not run by the tests; "" where it is."""
-    return next((why for form, why in _LONG if re.search(form, command)), "")
 
 
 def shape(line: str) -> str:

@@ -13,7 +13,7 @@ from inline_executor import InlineExecutor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuseplan.planner.cost.running_calibration import RunningCalibration
-from fuseplan.planner.fleet import cluster, worker_state
+from fuseplan.planner.fleet import asking, worker_state
 from fuseplan.planner.tuning.settings import PlanSettings
 from fuseplan.search.timing.timers import CpuTimer, Operands, Run, Sampler
 from fuseplan.search.tune import tuner
@@ -72,4 +72,4 @@ def in_the_place_of_local(patch: pytest.MonkeyPatch, number: int) -> None:
         with workers_here(number) as client:
             yield client
 
-    patch.setattr(cluster, "connected", connected)
+    patch.setattr(asking, "connected", connected)

@@ -57,6 +57,8 @@ def program(steps: list[Step]) -> Callable[..., tuple[torch.Tensor, ...]]:
 class NothingStored:
     """A plan store without plans."""
 
+    logs_misses = False
+
     def get_plans(self, keys: Iterable[RecordKey]) -> dict[RecordKey, Lookup[PlanRecord]]:
         return dict.fromkeys(keys, Lookup())
 

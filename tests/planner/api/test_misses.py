@@ -18,6 +18,7 @@ from torch import nn
 import fuseplan.planner
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.cli import main
+from fuseplan.planner.errors import DeviceError
 from fuseplan.planner.tuning import misses as logged
 from fuseplan.planner.work import region_data
 from fuseplan.search.errors import ReadOnlyDatabaseError
@@ -124,6 +125,20 @@ def test_the_most_frequent_are_tuned_first_and_the_rest_is_named(db: Path) -> No
     assert found.left[["label", "count", "tunable"]].to_numpy().tolist() == [["silu+mul 3x8 float32", 1, "yes"]]
     assert "1 misses can be tuned still" in str(found)
     assert fuseplan.planner.misses(db, device="cpu")["label"].tolist() == ["silu+mul 3x8 float32"]
+
+
+def test_misses_of_one_regime_are_tuned_alone(db: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compiled(swiglu, db)(torch.randn(3, 8), torch.randn(3, 8))
+    with Database(db) as database:  # as a database has it that a GPU of this name shares
+        (row,) = database.misses()
+        database.log_miss(RecordKey(row["workload"], row["device"], "graph"), "of a graph", row["payload"])
+    found = fuseplan.planner.tune(misses=True, regime="eager", db=db, trials=1, seconds=0.2, device="cpu")
+    assert found.regions[["label", "regime"]].to_numpy().tolist() == [["silu+mul 3x8 float32", "eager"]]
+    assert found.left[["label", "regime"]].to_numpy().tolist() == [["of a graph", "graph"]]
+    assert main.run(f"tune --misses --regime eager --db {db} --device cpu --quiet".split()) == 0
+    assert "1 misses can be tuned still" in capsys.readouterr().out
+    with pytest.raises(DeviceError, match="needs CUDA graphs"):
+        fuseplan.planner.tune(misses=True, regime="graph", db=db, device="cpu")
 
 
 def test_what_an_older_version_logged_is_listed_and_left(db: Path) -> None:

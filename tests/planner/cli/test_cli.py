@@ -18,6 +18,7 @@ import report_samples as samples
 import torch
 from check_commands import PROGRESS
 from inline_executor import InlineExecutor
+from sqlalchemy import text
 
 from fuseplan.costmodel.device import Peak
 from fuseplan.costmodel.identity import current_identity
@@ -306,8 +307,9 @@ def test_database_commands(plan: Run, tmp_path: Path) -> None:
 
 def test_verify_fails_on_a_damaged_record(plan: Run, tmp_path: Path) -> None:
     path = tmp_path / "a.db"
-    with samples.sample_database(path) as database, database.writing() as connection:
-        connection.exec_driver_sql("UPDATE tuning_records SET checksum = 'x' WHERE label LIKE 'silu%'")
+    with samples.sample_database(path) as database:
+        damage = text("UPDATE tuning_records SET checksum = 'x' WHERE label LIKE 'silu%'")
+        database.change(lambda connection: connection.execute(damage))
     status, out, _ = plan("db", "verify", "--db", path)
     assert status == 2 and "silu+mul" in out and "plan db prune" in out
     status, out, _ = plan("db", "verify", "--db", path, "--format", "json")

@@ -12,12 +12,14 @@ import pytest
 import report_samples as samples
 from model_samples import write_config
 
+from fuseplan.planner.api import many
 from fuseplan.planner.api.asked import Asked, of_model, of_pattern, plan_settings
-from fuseplan.planner.api.fleet import tune_by_fleet
 from fuseplan.planner.api.job import HowToTune
 from fuseplan.planner.api.tune import Tuned, tune_asked
 from fuseplan.planner.cli import main
 from fuseplan.planner.fleet import cluster
+from fuseplan.planner.fleet.asking import tune_by_fleet
+from fuseplan.planner.fleet.many import tune_manifest_by_fleet
 from fuseplan.planner.fleet.overview import Wanted, fleet_status
 from fuseplan.planner.fleet.worker_state import RegionTuner
 from fuseplan.planner.models.sources import find_source
@@ -47,7 +49,7 @@ def llama(tmp_path: Path, decode: str = "1", prefill: str | None = None) -> Aske
 
 
 def by_fleet(db: Path, *asked: Asked, how: HowToTune | None = None) -> list[Tuned]:
-    return tune_by_fleet([(one, SETTINGS) for one in asked], "local", db, how or HowToTune())
+    return [found for one in asked for found in tune_by_fleet(one, SETTINGS, "local", db, how or HowToTune())]
 
 
 def decided(db: Path) -> dict[RecordKey, list[tuple[Any, ...]]]:
@@ -78,7 +80,7 @@ def test_a_fleet_ends_with_the_plans_of_a_tune_here(tmp_path: Path, db: Path) ->
         assert {one.workload for one in load_summaries(mine)} == {one.workload for one in load_summaries(theirs)}
 
 
-def test_what_models_share_is_measured_once_and_what_is_stored_never(
+def test_models_of_a_manifest_share_regions_and_what_is_stored_is_not_measured(
     tmp_path: Path, db: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured: list[str] = []
@@ -89,16 +91,41 @@ def test_what_models_share_is_measured_once_and_what_is_stored_never(
         return measure(self, task)
 
     monkeypatch.setattr(RegionTuner, "measure", counting)
-    first, again = by_fleet(db, llama(tmp_path), llama(tmp_path))
-    assert len(measured) == len(set(measured)) > 1
-    assert first.result is not None and again.result is not None
-    assert [[one.record for one in result.plans[0].plan.regions] for result in (first.result, again.result)] == [
-        [one.record for one in first.result.plans[0].plan.regions]] * 2
+    write_config(tmp_path, "llama")
+    manifest = tmp_path / "models.toml"
+    manifest.write_text("""
+        [defaults]
+        config = "llama/config.json"
+        kv_len = 16
+        decode = 1
+        calls = false
+
+        [[model]]
+        name = "one layer"
+        layers = 1
+
+        [[model]]
+        name = "two layers"
+        layers = 2
+
+        [[model]]
+        name = "elsewhere"
+        devices = ["cuda-of-nobody"]
+    """)
+    alone = samples.known_machine(tmp_path / "alone.db")
+    expected = many.tune_manifest(manifest, "cpu", alone, HowToTune())
+    (found,) = tune_manifest_by_fleet(manifest, "cpu", "local", db, HowToTune())
+    counts = ["model", "workloads", "regions", "shared", "stored", "measured", "failed", "step", "outcome"]
+    assert found.models[counts].to_dict("records") == expected.models[counts].to_dict("records")
+    assert found.regions["key"].tolist() == expected.regions["key"].tolist()
+    assert found.models["shared"].sum() and decided(db) == decided(alone)
+    assert sorted(measured) == sorted(found.regions["key"]) and not found.failure
+    assert found.steps["workload"].tolist() == expected.steps["workload"].tolist() != []
     measured.clear()
-    (stored,) = by_fleet(db, llama(tmp_path))
-    assert measured == [] and stored.result is not None and stored.result.measured == 0
-    by_fleet(db, llama(tmp_path), how=HowToTune(again=True))
-    assert set(measured) >= {one.region.key for _, one in stored.result.distinct()}
+    (again,) = tune_manifest_by_fleet(manifest, "cpu", "local", db, HowToTune())
+    assert measured == [] and again.models["measured"].sum() == 0 and again.regions["stored"].all()
+    assert main.run(f"tune --manifest {manifest} --db {db} --device cpu --workers local --again".split()) == 0
+    assert sorted(measured) == sorted(found.regions["key"])
 
 
 def test_a_region_that_fails_costs_only_itself(

@@ -77,6 +77,14 @@ def test_a_measured_step_tells_what_lies_between_its_parts(load: Load) -> None:
     assert step_words.step_words(decode(data)) == "decode b4: 2.10 -> 1.25 ms a step (1.68x); floor 0.90 ms"
 
 
+def test_no_part_takes_negative_time_where_a_step_takes_less_than_its_parts(load: Load) -> None:
+    frame = steps.part_frame(load(StepTimes(2100.0, 1050.0, 0.01, 900.0)))
+    frame = frame[frame["workload"] == "decode b4"].set_index("part")
+    assert frame.loc["launches and gaps", ["unfused_us", "planned_us"]].tolist() == [2100.0 - 1980.0, 0.0]
+    assert frame.loc["less together", ["unfused_us", "planned_us", "saved_us"]].tolist() == [0.0, -130.0, 130.0]
+    assert frame[["unfused_us", "planned_us"]].sum().tolist() == pytest.approx([2100.0, 1050.0])
+
+
 def test_without_a_measured_step_its_regions_are_added_and_said_to_be(load: Load) -> None:
     words = step_words.step_words(decode(load(None)))
     assert words.startswith("decode b4: 1.98 -> 1.18 ms a step (1.68x)")

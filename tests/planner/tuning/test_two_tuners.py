@@ -2,115 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from fake_tuner import SUBJECT
 from fake_tuner import tuner as real_tuner
-from graphs import Builder
-from reference_backend import ReferenceBackend
-from scripted_tuner import TARGET, ScriptedTuner, compute_nodes
+from scripted_sessions import OPS, Session, Waits, covers, graph_of, session_on, tuned
 from search_fakes import FakeBackend
 
-from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.kernels.ir.backend import Config, Resources, Target
 from fuseplan.kernels.ir.ir import KernelIR
-from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.implementations.subject import GroupSubject
-from fuseplan.planner.tuning.planner import Planner, PlanSettings
-from fuseplan.planner.tuning.tune import TuneResult, tune
+from fuseplan.planner.tuning.tune import TuneResult
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.leases import listed
-from fuseplan.search.store.record import Trial, TuningRecord, Versions
-
-OPS = ("exp", "tanh", "neg", "sigmoid", "sin", "cos", "abs", "relu", "sqrt", "erf")
+from fuseplan.search.store.record import TuningRecord
 
 
 @pytest.fixture(autouse=True)
 def no_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matmuls are ATen's."""
     monkeypatch.setattr("fuseplan.planner.implementations.implementations.LIBRARY_CALLS", ())
-
-
-def graph_of(*regions: tuple[tuple[str, ...], ...]) -> DataflowGraph:
-    """Regions one after another: islands of pointwise ops with a matmul between each two."""
-    b = Builder(x=torch.randn(5, 8), w=torch.randn(8, 8))
-    value = "x"
-    for number, islands in enumerate(regions):
-        value = b("aten.cumsum.default", value, dim=-1) if number else value
-        for at, island in enumerate(islands):
-            value = b("aten.linear.default", value, "w", bias=None) if at else value
-            for op in island:
-                value = b(f"aten.{op}.default", value)
-    return b.graph(value)
-
-
-class Waits(ScriptedTuner):
-    """Asks ``at_work`` before each group that it tunes."""
-
-    at_work: Callable[[], object] = staticmethod(lambda: None)
-
-    def tune(self, subject: GroupSubject, neighbours: Any = (), minor: bool = False) -> TuningRecord:
-        self.at_work()
-        return super().tune(subject, neighbours, minor)
-
-    def time_again(self, kernels: Sequence[object]) -> list[Trial]:
-        """Nothing ships."""
-        assert not kernels
-        return []
-
-    def close(self) -> None:
-        self.leases.close()
-
-
-@dataclass(frozen=True)
-class Session:
-    """What a tune needs of a session, over scripted times."""
-
-    database: Database
-    scripted: Waits
-    spec: DeviceSpec | None = None
-    target: Target = TARGET
-    settings: PlanSettings = field(default_factory=lambda: PlanSettings(tolerance=0.0, margin=0.0))
-    device: str = "dev"
-
-    @property
-    def store(self) -> Database:
-        return self.database
-
-    def tuner(self, *_: object) -> Any:
-        return contextlib.closing(self.scripted)
-
-    def planner(self, tuner: Any, learner: Any = None) -> Planner:
-        return Planner(self.database, None, "dev", TARGET, (ReferenceBackend(),), self.settings, self.scripted)  # type: ignore[arg-type]
-
-    def recalibrated(self) -> Session:
-        return self
-
-
-def session_on(file: Path, at_work: Callable[[], object] = lambda: None) -> Session:
-    database = Database(file, "write", Versions.current("cpu"))
-    times = {1: 7.0, 2: 4.0, 3: 14.0}
-    tuner = Waits(database, lambda subject: times.get(len(compute_nodes(subject)), 20.0))
-    tuner.at_work = at_work  # type: ignore[method-assign]
-    return Session(database, tuner)
-
-
-def tuned(session: Session, *graphs: DataflowGraph) -> TuneResult:
-    return tune(session, [(f"w{number}", graph) for number, graph in enumerate(graphs)])  # type: ignore[arg-type]
-
-
-def covers(result: TuneResult) -> list[list[list[tuple[str, ...]]]]:
-    """The ops of each group of each region of each workload."""
-    return [[[plan.group_ops(group) for group in plan.record.groups] for plan in one.plan.regions]
-            for one in result.plans]
 
 
 def test_what_another_is_at_work_on_comes_last(tmp_path: Path) -> None:
@@ -213,3 +129,33 @@ def test_one_group_is_searched_once_by_two_tuners(tmp_path: Path) -> None:
     record = second.tune(SUBJECT)
     threads[0].join(120)
     assert replace(record, evidence=records[0].evidence) == records[0]
+
+
+def test_what_one_tuner_fails_at_or_cannot_tell_is_not_tried_again_for_its_next_workload(tmp_path: Path) -> None:
+    """Neither is stored: the next tune tries both again."""
+    hidden, failing, sound = (OPS[0:2],), (OPS[2:4],), (OPS[4:6],)
+    graphs = graph_of(hidden, failing), graph_of(failing, sound, hidden)
+
+    class Odd(Waits):
+        def tune(self, subject: GroupSubject, neighbours: Any = (), minor: bool = False) -> TuningRecord:
+            record = super().tune(subject, neighbours, minor)
+            if OPS[2] in subject.label:
+                raise ValueError("it is odd")
+            return replace(record, fuse=False, undecided=True) if OPS[0] in subject.label else record
+
+    def odd() -> Session:
+        session = session_on(tmp_path / "t.db")
+        return replace(session, scripted=Odd(session.database, session.scripted.fused_us))
+
+    for _ in range(2):
+        session = odd()
+        result = tuned(session, *graphs)
+        searched = session.scripted.tuned
+        assert len(searched) == len(set(searched))
+        assert {op for op in OPS[:4:2] if any(op in label for label in searched)} == {OPS[0], OPS[2]}
+        assert [failure.workload for failure in result.failures] == ["w0", "w1"]
+        assert all("it is odd" in str(failure) for failure in result.failures)
+        assert [len(one.plan.regions) for one in result.plans] == [1, 2]
+        first, again = (next(plan for plan in one.plan.regions if plan.record.undecided) for one in result.plans)
+        assert first.record == again.record and first.region != again.region
+    assert [one.plan.regions[0].source for one in result.plans] == ["tuned", "database"]  # the sound one

@@ -21,6 +21,7 @@ from fuseplan.planner.tuning.plans import GraphPlan
 from fuseplan.planner.tuning.session import Session
 from fuseplan.planner.tuning.whole_step import counted, measure_step, step_key
 from fuseplan.search.store.database import Database
+from fuseplan.search.store.leases import Leases
 from fuseplan.search.store.record import Versions
 from fuseplan.search.timing.contest import Contest
 from fuseplan.search.timing.sequence import Part, SharedOperands, sequence
@@ -61,6 +62,9 @@ class Bench:
     made: int = 0
     results: dict[str, torch.Tensor] | None = None
     operands: Sequence[torch.Tensor] = ()
+
+    def __post_init__(self) -> None:
+        self.leases = Leases(Database("sqlite://"))
 
     def time_sides(
         self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str], min_rounds: int

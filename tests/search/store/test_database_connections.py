@@ -13,7 +13,7 @@ import pytest
 from paths import SUPPORT
 from search_records import HERE, tuning
 
-from fuseplan.search.store import maintenance, tables
+from fuseplan.search.store import connections, maintenance
 from fuseplan.search.store.database import Database
 
 
@@ -36,7 +36,7 @@ def test_one_connection_serves_all_look_ups(db: Database, path: Path, monkeypatc
         opened.append(args)
         return connect(*args, **how)
 
-    monkeypatch.setattr(tables.sqlite3, "connect", counted)
+    monkeypatch.setattr(connections.sqlite3, "connect", counted)
     for _ in range(3):
         assert db.get_record(tuning().key).hit
     assert opened == []

@@ -16,7 +16,7 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.schema import CreateTable
 
 from fuseplan.search.errors import DatabaseError, ReadOnlyDatabaseError
-from fuseplan.search.store import location, tables
+from fuseplan.search.store import connections, location, tables
 from fuseplan.search.store.database import Database
 
 
@@ -97,13 +97,13 @@ def test_a_file_in_a_read_only_folder_can_be_read(
 ) -> None:
     db.put_record(tuning())
     db.close()
-    real, modes = tables._engine, []
+    real, modes = connections.engine_of, []
 
     def no_room_for_shared_memory(url: URL, mode: str = "") -> Engine:
         modes.append(mode)
         return real(location.resolve_url(path.parent / "absent.db") if mode == "mode=ro" else url, mode)
 
-    monkeypatch.setattr(tables, "_engine", no_room_for_shared_memory)
+    monkeypatch.setattr(connections, "engine_of", no_room_for_shared_memory)
     assert quiet(path).get_record(tuning().key).hit
     assert modes == ["mode=ro", "immutable=1"]
 
@@ -116,7 +116,7 @@ def test_errors_of_the_driver_are_sorted() -> None:
         "database is locked": DatabaseError,
     }
     for text, kind in cases.items():
-        error = tables.database_error(sqlalchemy_error(text), engine)
+        error = connections.database_error(sqlalchemy_error(text), engine)
         assert type(error) is kind
         assert text in str(error)
 

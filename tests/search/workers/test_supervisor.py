@@ -12,7 +12,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
-from worker_jobs import LIMIT, PATIENCE_S, add, crash, fail, hang, journal, leave, touch, wait_for
+from worker_jobs import LIMIT, PATIENCE_S, add, crash, fail, hang, journal, leave, meet, touch, wait_for
 
 from fuseplan.search.workers.supervisor import BACKGROUND, CRASHED, OK, RAISED, TIMED_OUT, Request, Supervisor
 
@@ -23,10 +23,11 @@ ASIDE = 99
 class Supervised:
     """A supervisor in a thread of this process, watched step by step; limits run out when a test says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, turn: Path | None = None) -> None:
         self.now = 0.0
         self.pipe, far = Pipe()
-        self.supervisor = Supervisor(far, threads=1, clock=lambda: self.now)
+        place = str(turn) if turn is not None else None
+        self.supervisor = Supervisor(far, threads=1, clock=lambda: self.now, turn=place)
         self.thread = threading.Thread(target=self.supervisor.run, daemon=True)
         self.thread.start()
 
@@ -181,3 +182,47 @@ def test_a_spare_measurement_waits_until_nothing_else_is_measured(supervised: Su
     assert supervised.pass_time(0.0) == []
     assert [job for job, _, _ in supervised.pass_time(1.0)] or supervised.answer()[0] == 1
     assert (tmp_path / "journal").read_text().split() == ["first", "second", "spare"]
+
+
+# -- turns on the device -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[tuple[Supervised, Supervised]]:
+    """Two supervisors that measure on one device."""
+    running = Supervised(tmp_path / "turn"), Supervised(tmp_path / "turn")
+    yield running
+    for one in running:
+        one.end()
+
+
+def test_one_process_measures_at_a_time_on_a_device(two: tuple[Supervised, Supervised], tmp_path: Path) -> None:
+    first, second = two
+    first.ask(1, meet, str(tmp_path), "first", "go")
+    wait_for((tmp_path / "first").exists)
+    second.ask(2, touch, tmp_path / "second", limit_s=1.0)
+    second.ask(3, add, 2, 2, lane=1)  # what is compiled needs no turn
+    assert second.pass_time(1000.0) == [(3, OK, 4)]  # its limit has not begun
+    assert not (tmp_path / "second").exists()
+    (tmp_path / "go").touch()
+    assert first.answer()[:2] == (1, OK)
+    assert second.answer()[:2] == (2, OK) and (tmp_path / "second").exists()
+
+
+@pytest.mark.parametrize("end", [crash, hang])
+def test_a_job_that_dies_gives_its_turn_away(
+    two: tuple[Supervised, Supervised], end: Callable[..., object]
+) -> None:
+    first, second = two
+    first.ask(1, end)
+    answers = first.pass_time(2 * LIMIT) if end is hang else [first.answer()]
+    assert [(job, state) for job, state, _ in answers] == [(1, TIMED_OUT if end is hang else CRASHED)]
+    second.ask(2, add, 1, 1)
+    assert second.answer() == (2, OK, 2)
+
+
+def test_where_nothing_can_be_locked_nobody_waits(tmp_path: Path) -> None:
+    running = Supervised(tmp_path / "no such folder" / "turn")
+    running.ask(1, add, 1, 1)
+    assert running.answer() == (1, OK, 2)
+    running.end()

@@ -1,0 +1,210 @@
+"""A manifest: models that are tuned together, with their sizes and devices, as a TOML file."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from fuseplan.planner.errors import ConfigError, in_words, nearest
+
+#: Sizes as TOML has them: one, several, or text as the command line takes it; pairs are batch and length.
+Sizes: TypeAlias = "int | str | tuple[int | str | tuple[int, ...], ...]"
+
+
+@dataclass(frozen=True)
+class ManifestModel:
+    """One model, or one pattern, for one dtype and one way to launch and to round.
+
+    Attributes:
+        where: Its table, as messages name it: ``models.toml: model 2 (qwen3)``.
+        name: What tables and reports call it; "" for what its source is called.
+        model, config, module, pattern: Which it is; one of them is given. A config's path is absolute.
+        devices: Kinds (``"cpu"``, ``"cuda"``) or parts of names (``"h100"``) of devices to tune it on; () for any.
+    """
+
+    where: str
+    name: str = ""
+    model: str | None = None
+    config: Path | None = None
+    module: str | None = None
+    pattern: str | None = None
+    shape: str | None = None
+    decode: Sizes | None = None
+    kv_len: int | None = None
+    prefill: Sizes | None = None
+    dtype: str | None = None
+    layers: int | None = None
+    pack_weights: bool = False
+    calls: bool = True
+    regime: str = "eager"
+    numerics: str = "fp32"
+    devices: tuple[str, ...] = ()
+
+    @property
+    def source(self) -> str:
+        """Its name, or what it is made from."""
+        return self.name or str(self.model or self.config or self.module or self.pattern)
+
+    def is_for(self, device: str) -> bool:
+        """Whether it is to be tuned on a device, by that one's key: ``cuda-nvidia-h200-4702ed953224``."""
+        kind = device.split("-")[0]
+        wanted = ["-".join(one.lower().split()) for one in self.devices]
+        return not wanted or any(one == kind if one in ("cpu", "cuda") else one in device for one in wanted)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A manifest that was read: its models in order, one for each dtype, regime and numerics of a table."""
+
+    path: Path
+    models: tuple[ManifestModel, ...]
+
+
+def read_manifest(path: str | Path) -> Manifest:
+    """The models of a manifest. Files that it names are looked for in its own folder.
+
+    Raises:
+        ConfigError: It cannot be read, or has a key or a value that no manifest has. The message names file, table
+            and key.
+    """
+    path = Path(path).expanduser()
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read manifest {path}: {error.strerror or error}") from None
+    except RecursionError:
+        raise ConfigError(f"manifest {path} is nested too deeply") from None
+    except ValueError as error:  # no TOML, or no UTF-8
+        raise ConfigError(f"manifest {path} is not TOML: {in_words(error)}") from None
+    _known(content, ("defaults", "model"), path.name)
+    tables, defaults = content.get("model", []), content.get("defaults", {})
+    if not isinstance(tables, list) or not tables or not all(isinstance(one, dict) for one in tables):
+        raise ConfigError(f"{path.name} has no models: begin each one with a line [[model]]")
+    if not isinstance(defaults, dict):
+        raise ConfigError(f"{path.name}: defaults is no table; begin it with a line [defaults]")
+    _known(defaults, _SHARED, f"{path.name}: defaults")
+    shared = _values(defaults, f"{path.name}: defaults")
+    models = (one for number, table in enumerate(tables, 1) for one in _models(path, number, table, shared))
+    return Manifest(path, tuple(models))
+
+
+def _models(path: Path, number: int, table: Mapping[str, Any], shared: Mapping[str, Any]) -> Iterator[ManifestModel]:
+    """The models of one table."""
+    called = next((table[key] for key in ("name", *_SOURCES) if isinstance(table.get(key), str)), "")
+    where = f"{path.name}: model {number}" + (f" ({called})" if called else "")
+    _known(table, tuple(_KEYS), where)
+    own = _values(table, where)
+    given = [key for key in _SOURCES if key in own]
+    if len(given) != 1:
+        others = f", not {' and '.join(given)}" if given else ""
+        raise ConfigError(f"{where}: give one of {', '.join(_SOURCES)}{others}")
+    unfit = _UNFIT.get(given[0], ("shape",))
+    if wrong := [key for key in unfit if key in own]:
+        raise ConfigError(f"{where}: {wrong[0]} does not go with {given[0]}")
+    values = {key: value for key, value in shared.items() if key not in unfit} | own
+    if "config" in values:
+        values["config"] = path.parent.absolute() / Path(values["config"]).expanduser()
+    several = [values.pop(key, (None,)) for key in _ALTERNATIVES]
+    for chosen in product(*several):
+        one = {key: value for key, value in zip(_ALTERNATIVES, chosen, strict=True) if value is not None}
+        yield ManifestModel(where, **values, **one)
+
+
+def _known(table: Mapping[str, Any], allowed: tuple[str, ...], where: str) -> None:
+    for key in table:
+        if key not in allowed:
+            close = nearest(key, allowed)
+            hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(allowed)}"
+            raise ConfigError(f"{where}: unknown key {key[:60]!r}; {hint}")
+
+
+def _values(table: Mapping[str, Any], where: str) -> dict[str, Any]:
+    found = {}
+    for key, value in table.items():
+        read, allowed = _KEYS[key]
+        try:
+            found[key] = read(value)
+        except ValueError:
+            shown = json.dumps(value, default=str, ensure_ascii=False)  # what TOML has, too
+            shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+            raise ConfigError(f"{where}: {key} = {shown} is not {allowed}") from None
+    return found
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError
+    return value
+
+
+def _whole(least: int) -> Callable[[Any], int]:
+    def read(value: Any) -> int:
+        if type(value) is not int or value < least:
+            raise ValueError
+        return value
+
+    return read
+
+
+def _sizes(value: Any) -> Sizes:
+    def one(size: Any) -> int | str | tuple[int, ...]:
+        if isinstance(size, list) and len(size) == 2:
+            return tuple(map(_whole(1), size))
+        return _text(size) if isinstance(size, str) else _whole(1)(size)
+
+    return tuple(map(one, value)) if isinstance(value, list) else one(value)
+
+
+def _words(*allowed: str) -> Callable[[Any], tuple[str, ...]]:
+    """Reads one word or several, each once; any without ``allowed`` ones."""
+
+    def read(value: Any) -> tuple[str, ...]:
+        found = tuple(map(_text, value if isinstance(value, list) else [value]))
+        if not found or len(set(found)) < len(found) or (allowed and not set(found) <= set(allowed)):
+            raise ValueError
+        return found
+
+    return read
+
+
+_SIZE_WORDS = 'a size, or a list of them such as [1, 8] or ["4x512", 128]'
+_DTYPES, _REGIMES, _NUMERICS = ("bfloat16", "float16", "float32"), ("eager", "graph"), ("fp32", "eager")
+#: What each key of a table takes: how it is read, and what is allowed, in words.
+_KEYS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
+    "name": (_text, "text"),
+    "model": (_text, 'the name of a preset, such as "llama-3.2-1b"'),
+    "config": (_text, "the path of a config.json, or of its folder"),
+    "module": (_text, '"package.module:factory"'),
+    "pattern": (_text, 'the name of a pattern, such as "swiglu"'),
+    "shape": (_text, 'a shape such as "32x4096"'),
+    "decode": (_sizes, _SIZE_WORDS),
+    "kv_len": (_whole(2), "a whole number from 2"),
+    "prefill": (_sizes, _SIZE_WORDS),
+    "dtype": (_words(*_DTYPES), f"one of {', '.join(_DTYPES)}, or a list of them"),
+    "layers": (_whole(1), "a whole number from 1"),
+    "pack_weights": (_flag, "true or false"),
+    "calls": (_flag, "true or false"),
+    "regime": (_words(*_REGIMES), f"one of {', '.join(_REGIMES)}, or a list of both"),
+    "numerics": (_words(*_NUMERICS), f"one of {', '.join(_NUMERICS)}, or a list of both"),
+    "devices": (_words(), 'a list of devices, such as ["cuda"] or ["h100", "h200"]'),
+}
+#: What says which model it is; what tables may share; what may be several, for a model each.
+_SOURCES = ("model", "config", "module", "pattern")
+_SHARED = tuple(key for key in _KEYS if key not in (*_SOURCES, "name", "shape"))
+_ALTERNATIVES = ("dtype", "regime", "numerics")
+#: What a module, which brings example inputs, and a pattern, which has a shape, do not take.
+_UNFIT = {
+    "module": ("shape", "decode", "kv_len", "prefill", "layers"),
+    "pattern": ("decode", "kv_len", "prefill", "layers", "pack_weights", "calls"),
+}

@@ -1,0 +1,212 @@
+"""Connections to a database, a file or a server: made, kept, replaced, waited for. Drivers' errors come out as ours."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import sqlalchemy as sa
+from sqlalchemy.exc import DBAPIError, DisconnectionError, InterfaceError, OperationalError, SQLAlchemyError
+from sqlalchemy.pool import ConnectionPoolEntry, NullPool, PoolProxiedConnection
+
+from fuseplan.search.errors import (
+    CorruptDatabaseError,
+    DatabaseError,
+    ReadOnlyDatabaseError,
+    UnreachableDatabaseError,
+)
+from fuseplan.search.store import location
+from fuseplan.search.store.location import location_name, sqlite_file, without_secrets
+
+T = TypeVar("T")
+#: Connections of the process that this one was forked from: neither used nor closed here.
+_INHERITED: list[Any] = []
+#: Engines of servers, by process and by what they are told: a new one would ask the server for its version again.
+_SERVERS: dict[tuple[object, ...], sa.Engine] = {}
+#: Servers that this process has said it waits for.
+_AWAITED: set[str] = set()
+#: SQLite's mode for a file that nobody changes.
+FIXED = "immutable=1"
+#: Seconds a writer waits for another process's transaction.
+BUSY_S = 30.0
+#: Seconds between attempts to reach a server that is away: at first, and at most.
+_PAUSE_S = (0.1, 5.0)
+#: What drivers raise: their own errors, and Python's for values that they cannot read, bind or hold.
+DRIVER_ERRORS = (SQLAlchemyError, ValueError, OverflowError, MemoryError)
+#: SQLSTATE of what trying again mends: https://www.postgresql.org/docs/current/errcodes-appendix.html
+_ENDED = ("57P01", "57P02", "57P03")
+_CONFLICT = ("40001", "40P01")
+_FULL = "53300"
+_FORBIDDEN = ("42501", "25006")
+#: What a server, or the driver for it, says where no waiting helps: connecting has no SQLSTATE.
+_FINAL = ("authentication failed", "does not exist", "pg_hba.conf", "permission denied", "not permitted", "no password",
+          "certificate", "invalid", "unsupported")
+
+
+def engine_of(url: sa.URL, sqlite_mode: str = "", patience_s: float = BUSY_S) -> sa.Engine:
+    """An engine; of a server always the same one. :class:`DatabaseError` where its driver is missing.
+
+    In a file, a transaction waits up to ``patience_s`` seconds for that of another process.
+    """
+    file = sqlite_file(url)
+    if file is None:
+        if url.get_backend_name() != "sqlite":
+            return _server_engine(url)
+        engine = _made(url, connect_args={"timeout": patience_s})
+    else:
+        target = f"{file.absolute().as_uri()}?{sqlite_mode}" if sqlite_mode else str(file)
+        # To open a file costs several times a look-up in it, so one connection is kept. A file that is declared never
+        # to change is opened each time: an open one would not show that it did.
+        pool: dict[str, Any] = {"poolclass": NullPool} if sqlite_mode == FIXED else {"pool_size": 1}
+        engine = _made(
+            url,
+            creator=lambda: sqlite3.connect(target, timeout=patience_s, uri=bool(sqlite_mode), check_same_thread=False),
+            **pool,
+        )
+        _leave_what_is_not_ours(engine, file)
+    _own_transactions(engine)
+    return engine
+
+
+def _made(url: sa.URL, **options: Any) -> sa.Engine:
+    try:
+        return sa.create_engine(url, **options)
+    except (*DRIVER_ERRORS, ImportError) as error:
+        message = f"cannot open database {location_name(url)}: {without_secrets(str(error), url)}"
+        missing = isinstance(error, ImportError) and url.get_driver_name() == "psycopg"
+        raise DatabaseError(f"{message}; pip install 'fuseplan[postgres]'" if missing else message) from None
+
+
+def _server_engine(url: sa.URL) -> sa.Engine:
+    limits = location.server_limits(url)
+    known = (os.getpid(), url, *sorted(limits.items()))
+    if known not in _SERVERS:
+        # Nothing here is of type hstore: not to ask for it saves each connection a round trip.
+        options: dict[str, Any] = {"use_native_hstore": False} if url.get_driver_name().startswith("psycopg") else {}
+        engine = _made(url, connect_args=limits, **options)
+        _leave_what_is_not_ours(engine, None)
+        _SERVERS[known] = engine
+    return _SERVERS[known]
+
+
+def _leave_what_is_not_ours(engine: sa.Engine, file: Path | None) -> None:
+    """Open the database again in a forked process, and when another file has taken its place."""
+
+    def owner_and_file() -> tuple[int, location.FileIdentity | None]:
+        return os.getpid(), None if file is None else location.identity(file)
+
+    @sa.event.listens_for(engine, "connect")
+    def _connect(_connection: object, record: ConnectionPoolEntry) -> None:
+        record.info["identity"] = owner_and_file()
+
+    @sa.event.listens_for(engine, "checkout")
+    def _checkout(_connection: object, record: ConnectionPoolEntry, proxy: PoolProxiedConnection) -> None:
+        if record.info["identity"] == owner_and_file():
+            return
+        if record.info["identity"][0] != os.getpid():
+            _INHERITED.append(record.dbapi_connection)
+            record.dbapi_connection = proxy.dbapi_connection = None  # type: ignore[misc]
+        raise DisconnectionError
+
+
+def _own_transactions(engine: sa.Engine) -> None:
+    """Let writers take the lock when they begin, so that two processes queue instead of failing half-way."""
+
+    @sa.event.listens_for(engine, "connect")
+    def _connect(connection: sqlite3.Connection, _record: object) -> None:
+        connection.isolation_level = None
+        # One value that is no Unicode would cost the whole result; this way it fails its own checksum.
+        connection.text_factory = lambda data: data.decode(errors="replace")
+        # What a file's schema says is not run: it may be anybody's.
+        connection.execute("PRAGMA trusted_schema=OFF")
+
+    @sa.event.listens_for(engine, "begin")
+    def _begin(connection: sa.Connection) -> None:
+        # A reader needs neither: each of its statements sees one state of the database.
+        if not connection.get_execution_options().get("fuseplan_write", False):
+            return
+        # Some file systems cannot share memory between processes; the default journal is then right.
+        with contextlib.suppress(DBAPIError):
+            connection.exec_driver_sql("PRAGMA journal_mode=WAL")
+            connection.exec_driver_sql("PRAGMA synchronous=NORMAL")
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+
+@contextlib.contextmanager
+def connected(engine: sa.Engine) -> Iterator[sa.Connection]:
+    """A connection to read with; drivers' errors come out as :class:`DatabaseError`."""
+    try:
+        with engine.connect() as connection:
+            if engine.dialect.name == "postgresql":  # each statement by itself: to begin and to end are round trips
+                connection = connection.execution_options(isolation_level="AUTOCOMMIT")
+            yield connection
+    except DRIVER_ERRORS as error:
+        raise database_error(error, engine) from None
+
+
+@contextlib.contextmanager
+def transaction(engine: sa.Engine) -> Iterator[sa.Connection]:
+    """A transaction that takes the write lock when it begins; errors as :func:`connected`."""
+    try:
+        with engine.execution_options(fuseplan_write=True).begin() as connection:
+            yield connection
+    except DRIVER_ERRORS as error:
+        raise database_error(error, engine) from None
+
+
+def insist(engine: sa.Engine, attempt: Callable[[], T], patient: bool) -> T:
+    """What ``attempt`` returns, which may run several times.
+
+    A connection that the server has closed is replaced at once and without a word. One who is ``patient`` waits for a
+    server that is away, says so once in the life of this process, and goes on.
+    """
+    pause, longest = _PAUSE_S
+    tries = 0
+    while True:
+        try:
+            return attempt()
+        except UnreachableDatabaseError as error:
+            if not patient and (tries or not error.at_once):
+                raise
+            if tries or not error.at_once:
+                if (name := location_name(engine.url)) not in _AWAITED:
+                    _AWAITED.add(name)
+                    warnings.warn(f"waiting for the database at {error}", stacklevel=3)
+                time.sleep(pause)
+                pause = min(2 * pause, longest)
+            tries += 1
+
+
+def database_error(error: Exception, engine: sa.Engine) -> DatabaseError:
+    """The error of our family that a driver's error stands for."""
+    said = "out of memory" if isinstance(error, MemoryError) else str(getattr(error, "orig", None) or error)
+    text = without_secrets(said, engine.url)
+    low = text.lower()
+    name = location_name(engine.url)
+    if engine.dialect.name != "sqlite":
+        state = str(getattr(getattr(error, "orig", None), "sqlstate", None) or "")
+        if state in _FORBIDDEN:
+            return ReadOnlyDatabaseError(f"{name} cannot be written ({text}); use a role that may write there")
+        if isinstance(error, OperationalError | InterfaceError):
+            dropped = error.connection_invalidated or state in _ENDED or state in _CONFLICT
+            # Without a statement it was the connection that failed; without a SQLSTATE nobody said why.
+            away = state == _FULL or (not state and error.statement is None and not any(one in low for one in _FINAL))
+            if dropped or away:
+                return UnreachableDatabaseError(f"{name}: {text}", at_once=dropped)
+        return DatabaseError(f"{name}: {text}")
+    if "not a database" in low or "malformed" in low or "corrupt" in low:
+        return corrupt(engine, text)
+    if any(sign in low for sign in ("readonly", "read-only", "unable to open", "disk is full")):
+        return ReadOnlyDatabaseError(f"{name} cannot be written ({text}); pass a writable file with --db")
+    return DatabaseError(f"{name}: {text}")
+
+
+def corrupt(engine: sa.Engine, why: str) -> CorruptDatabaseError:
+    """The error for a database that is not what it was; ``why`` in the driver's words."""
+    return CorruptDatabaseError(f"tuning database {location_name(engine.url)} is corrupt ({why})")

@@ -1,0 +1,3 @@
+"""Fixtures that tests of several rooms ask for by name."""
+
+from postgres_server import server as server

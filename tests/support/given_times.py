@@ -1,0 +1,85 @@
+"""Every command in seconds, on its real path: times are given, and models are small.
+
+Tunes count (`fast_tunes.py`), the device's numbers are those of the samples, TorchInductor runs a graph as it is, and
+every preset is the same model of two layers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import report_samples as samples
+import torch
+from fast_tunes import count_instead_of_timing
+
+from fuseplan.costmodel.identity import current_identity
+from fuseplan.planner.bench import fresh, generation, model, synthetic
+from fuseplan.planner.cli.bench import patterns as bench_patterns
+from fuseplan.planner.groups.candidates import CandidateLimits
+from fuseplan.planner.models import sources, workload
+from fuseplan.planner.patterns import cells
+from fuseplan.planner.tuning import session
+
+#: The config of every model.
+LLAMA: Mapping[str, Any] = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "hidden_size": 64,
+    "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 256, "max_position_embeddings": 1024, "eos_token_id": None,
+}
+#: What is planned of a model unless sizes are given: ``--decode``, ``--kv-len`` and ``--prefill``.
+SIZES = ("1", 64, "16")
+#: Ops of a group and groups of a region: the most that are looked at.
+GROUPS = (40, 8)
+#: Ops of the graphs that show how planning scales; cells of a sweep over patterns.
+GRAPHS, CELLS = (100, 200, 400), 2
+
+
+def write_model(folder: Path) -> None:
+    """The config as a folder."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+
+
+def give_times(patch: pytest.MonkeyPatch) -> None:
+    """Until the patch is undone, tunes and benches of this process take seconds."""
+    patch.setenv("CUDA_VISIBLE_DEVICES", "")
+    patch.setattr(torch.cuda, "is_available", lambda: False)
+    _tunes(patch)
+    _benches(patch)
+
+
+def _tunes(patch: pytest.MonkeyPatch) -> None:
+    count_instead_of_timing(patch)
+    patch.setattr(session, "probe", lambda kind, *_: replace(samples.SPEC, identity=current_identity(kind)))
+    patch.setattr(CandidateLimits.__init__, "__defaults__", GROUPS)
+    patch.setattr(sources, "PRESETS", dict.fromkeys(sources.PRESETS, LLAMA))
+    patch.setattr(workload, "_DEFAULTS", {**workload._DEFAULTS, "cpu": SIZES})
+
+
+def _benches(patch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import compile_fx
+
+    def as_it_is(graph: Any, inputs: Sequence[Any], **_: Any) -> Any:
+        return graph
+
+    def sweep(*asked: Any) -> tuple[list[cells.Cell], list[str]]:
+        found, left_out = every_cell(*asked)
+        return found[:CELLS], left_out
+
+    every_cell = cells.sweep_cells
+    small = {(name, shape.replace("10000000", "1024"), dtype): said
+             for (name, shape, dtype), said in bench_patterns._HEADLINES.items()}
+    patch.setattr(bench_patterns, "_HEADLINES", small)
+    patch.setattr(compile_fx, "compile_fx", as_it_is)
+    patch.setattr(cells, "sweep_cells", sweep)
+    patch.setattr(synthetic, "plan_scaling", partial(synthetic.plan_scaling, sizes=GRAPHS))
+    patch.setattr(model.ForwardTimer, "_time", lambda self, go, calls: 100.0)
+    patch.setattr(generation.TokenTimer, "_us", lambda self, run, new: 1000.0 + 100.0 * new)
+    # In this process, whose compilers are those above.
+    patch.setattr(fresh, "fresh_times", lambda order, cold: fresh.serve(fresh.Order.from_json(order.to_json())))

@@ -143,36 +143,36 @@ def tune_job(
         if session.spec is None and job.kind == "cuda":  # hardly anything is stored: the workers will be needed
             pool.start()
         load = probe.machine_load()
-        results: list[_Together] = []
+        results: list[Together] = []
         if regions.distinct:
             session = ready(session, account, progress)
         if note:
             progress.note(note)
         for settings in job.settings():
-            graphs = _graphs(captured, settings)
+            graphs = graphs_for(captured, settings)
             if graphs:
                 together = _tuned_together(session.planning_for(settings), graphs, how, account, pool, progress)
                 results.append(together)
                 session = together.result.session
     with account.spend("reporting"):
-        return _answer(job, captured, regions, session, results, load)
+        return answer(job, captured, regions, session, results, load)
 
 
 #: Graphs by names of their own: the first model that has it, the workload's name there, and the graph.
-_Graphs: TypeAlias = dict[str, tuple[CapturedModel, str, DataflowGraph]]
+Graphs: TypeAlias = dict[str, tuple[CapturedModel, str, DataflowGraph]]
 
 
 @dataclass(frozen=True, eq=False)
-class _Together:
+class Together:
     """The tune of models whose plans are made for the same."""
 
-    graphs: _Graphs
+    graphs: Graphs
     result: TuneResult
 
 
-def _graphs(captured: Sequence[CapturedModel], settings: PlanSettings) -> _Graphs:
+def graphs_for(captured: Sequence[CapturedModel], settings: PlanSettings) -> Graphs:
     """What is planned for these settings."""
-    found: _Graphs = {}
+    found: Graphs = {}
     for one in captured:
         if one.model.settings == settings:
             for workload, graph in one.graphs:
@@ -181,8 +181,8 @@ def _graphs(captured: Sequence[CapturedModel], settings: PlanSettings) -> _Graph
 
 
 def _tuned_together(
-    session: Session, graphs: _Graphs, how: HowToTune, account: TimeAccount, pool: WorkerPool, progress: Progress
-) -> _Together:
+    session: Session, graphs: Graphs, how: HowToTune, account: TimeAccount, pool: WorkerPool, progress: Progress
+) -> Together:
     """The tune of some graphs, one after another; of each what reports say of it is stored once it is planned."""
 
     def is_asked_for(name: str) -> bool:
@@ -199,11 +199,11 @@ def _tuned_together(
             session, [(name, graph) for name, (_, _, graph) in graphs.items()], budget, how.seed, events.on_region,
             events.on_trial, account, pool, events.on_graph, is_asked_for, on_plan=on_plan,
         )
-    return _Together(graphs, result)
+    return Together(graphs, result)
 
 
-def _answer(
-    job: TuneJob, captured: Sequence[CapturedModel], regions: Regions, session: Session, results: Sequence[_Together],
+def answer(
+    job: TuneJob, captured: Sequence[CapturedModel], regions: Regions, session: Session, results: Sequence[Together],
     load: probe.MachineLoad,
 ) -> TunedMany:
     """What came of it, as frames and words."""
@@ -244,7 +244,7 @@ def _stored(captured: Sequence[CapturedModel], session: Session) -> frames.Repor
 
 
 def _row(
-    number: int, one: CapturedModel, regions: Regions, results: Sequence[_Together], data: frames.ReportData
+    number: int, one: CapturedModel, regions: Regions, results: Sequence[Together], data: frames.ReportData
 ) -> dict[str, Any]:
     """A model's row: what its regions came from, what it cost, and what its first workload gains."""
     settings, asked = one.model.settings, one.model.asked

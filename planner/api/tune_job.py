@@ -126,15 +126,17 @@ class Regions:
 
 def captured_models(job: TuneJob, progress: Progress = SILENT) -> tuple[CapturedModel, ...]:
     """All graphs of a job. A model that cannot be captured costs only itself."""
-    found = []
-    for model in job.models:
-        began = time.monotonic()
-        try:
-            graphs, failure = tuple(model.asked.graphs(progress)), ""
-        except FuseplanError as error:
-            graphs, failure = (), f"{model.asked.label} is left out: {error}"
-        found.append(CapturedModel(model, graphs, failure, time.monotonic() - began))
-    return tuple(found)
+    return tuple(captured_model(model, progress) for model in job.models)
+
+
+def captured_model(model: JobModel, progress: Progress = SILENT) -> CapturedModel:
+    """All graphs of a model, or why it has none."""
+    began = time.monotonic()
+    try:
+        graphs, failure = tuple(model.asked.graphs(progress)), ""
+    except FuseplanError as error:
+        graphs, failure = (), f"{model.asked.label} is left out: {error}"
+    return CapturedModel(model, graphs, failure, time.monotonic() - began)
 
 
 def distinct_regions(captured: Sequence[CapturedModel], session: Session) -> Regions:

@@ -61,6 +61,24 @@ def capture_to_disk(
     cached_capture(source, workload, device_type, folder, pack_weights)
 
 
+def capture_as_text(source: ModelSource, workload: Workload, device_type: str, pack_weights: bool) -> str:
+    """As :func:`capture_to_disk`, in the user's folder; what :func:`graphs_of_text` reads."""
+    torch.set_num_threads(1)
+    return _text_of(cached_capture(source, workload, device_type, None, pack_weights))
+
+
+def graphs_of_text(text: str) -> Graphs:
+    """Graphs as they were written; ValueError, KeyError or TypeError where text has another form."""
+    # A file holds a hundred thousand lists, none of them garbage: the collector would look through them for longer
+    # than it takes to read them.
+    with no_collection():
+        return tuple(map(graph_from_json, json.loads(text)["graphs"]))
+
+
+def _text_of(graphs: Graphs) -> str:
+    return json.dumps({"graphs": [graph_to_json(graph) for graph in graphs]})
+
+
 def capture_path(
     source: ModelSource, workload: Workload, device_type: str, folder: Path | None, pack_weights: bool
 ) -> Path:
@@ -93,10 +111,7 @@ def _code_hash(folders: Sequence[Path] = _CODE) -> str:
 
 def _read(path: Path) -> Graphs | None:
     try:
-        # A file holds a hundred thousand lists, none of them garbage: the collector would look through them for longer
-        # than it takes to read them.
-        with no_collection():
-            return tuple(map(graph_from_json, json.loads(path.read_text(encoding="utf-8"))["graphs"]))
+        return graphs_of_text(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -104,7 +119,7 @@ def _read(path: Path) -> Graphs | None:
 def _write(path: Path, graphs: Graphs) -> None:
     """Write beside the target and rename: a reader never sees half a file."""
     with suppress(OSError, ValueError):
-        text = json.dumps({"graphs": [graph_to_json(graph) for graph in graphs]})
+        text = _text_of(graphs)
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(f".{os.getpid()}.tmp")
         draft.write_text(text, encoding="utf-8")

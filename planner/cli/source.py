@@ -116,6 +116,16 @@ def named(
     return of_model(kind, find_source(*source, kind, dtype, layers), *workloads, calls, pack_weights)
 
 
+def fleet_kind(workers: str, device: str) -> Literal["cpu", "cuda"]:
+    """The type of device that ``--workers`` tune for; :class:`ConfigError` where Dask is not installed."""
+    from fuseplan.planner.fleet.terms import needs_dask
+
+    needs_dask()
+    from fuseplan.planner.fleet.asking import fleet_kind as kind_of
+
+    return kind_of(workers, device)
+
+
 class Terminal:
     """Shows on the standard error what a job is doing (:class:`~fuseplan.planner.api.progress.Progress`)."""
 

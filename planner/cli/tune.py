@@ -16,6 +16,8 @@ from fuseplan.search.tune.time_account import TimeAccount, process_age_s
 
 if TYPE_CHECKING:
     from fuseplan.planner.api.job import HowToTune
+    from fuseplan.planner.api.many import TunedMany
+    from fuseplan.planner.api.tune import Tuned
 
 
 @answers("the groups, or with --misses what was tuned, or with --manifest the models")
@@ -81,6 +83,14 @@ def tune(
         typer.Option(
             parser=common.whole(1), metavar="N", help="Regions that --misses tunes, those missed most often first."),
     ] = 16,
+    workers: Annotated[
+        str | None,
+        typer.Option(
+            "--workers", metavar="URL|local",
+            help="Who measures: `local` is one worker for each GPU of this host, tcp://HOST:8786 are those of a Dask "
+            "scheduler; see `plan fleet`.",
+        ),
+    ] = None,
     regime: Annotated[opt.Regime | None, typer.Option(
         help="eager: launched from Python; the default. graph: replayed from a CUDA graph (CUDA only). With --misses: "
         "only what was missed so.",
@@ -98,15 +108,18 @@ def tune(
         from fuseplan.planner.api.asked import plan_settings
         from fuseplan.planner.api.job import HowToTune
         from fuseplan.planner.api.tune import tune_asked
+        from fuseplan.planner.errors import ConfigError
         from fuseplan.planner.reports.step_words import step_lines
 
-        kind = common.device_type(device)
+        kind = common.device_type(device) if workers is None else opt.fleet_kind(workers, device.value)
     how = HowToTune(trials, seconds, seed, shipped, again, study)
+    if misses and workers is not None:
+        raise ConfigError("--misses tunes on this device; leave out --workers")
     given = (model, config, module, pattern, shape, decode, kv_len, prefill, dtype, layers)
     has_model = any(one is not None for one in given)
     if manifest is not None:
         changed = (not calls, pack_weights, numerics is not opt.Numerics.FP32, regime is not None)
-        tune_manifest(manifest, kind, db, how, account, has_model or misses or any(changed))
+        tune_manifest(manifest, kind, db, how, account, has_model or misses or any(changed), workers)
         return
     if misses:
         tune_misses(kind, db, most, how, account, has_model, regime)
@@ -115,16 +128,23 @@ def tune(
         kind, (model, config, module), (pattern, shape), (decode, kv_len, prefill), dtype, layers, calls, pack_weights
     )
     settings = plan_settings(kind, numerics.value, (regime or opt.Regime.EAGER).value)
-    found = tune_asked(what, settings, db, how, opt.Terminal(), account)
-    title = f"{found.label} on {found.data.device}"
-    common.print_frame(found.groups, title, name="groups", shown="talk", spare=_SPARE, keep=_ANSWER)
-    common.print_frame(found.steps, "Steps", name="steps", shown="files")
-    for line in found.course():
-        common.say(line)
+    if workers is None:
+        found = [tune_asked(what, settings, db, how, opt.Terminal(), account)]
+    else:
+        from fuseplan.planner.fleet.asking import tune_by_fleet
+
+        found = tune_by_fleet(what, settings, workers, db, how, opt.Terminal(), account)
+    for one in found:
+        title = f"{one.label} on {one.data.device}"
+        common.print_frame(one.groups, title, name="groups", shown="talk", spare=_SPARE, keep=_ANSWER)
+        common.print_frame(one.steps, "Steps", name="steps", shown="files")
+        for line in one.course():
+            common.say(line)
     common.say(account.line())
-    for line in step_lines(found.data):
-        common.print_line(line)
-    complain(found.warnings, found.failure)
+    for one in found:
+        for line in step_lines(one.data):
+            common.print_line(line)
+    complain_of(found)
 
 
 def tune_misses(
@@ -149,7 +169,8 @@ def tune_misses(
 
 
 def tune_manifest(
-    path: Path, kind: Literal["cpu", "cuda"], db: str | None, how: HowToTune, account: TimeAccount, has_more: bool
+    path: Path, kind: Literal["cpu", "cuda"], db: str | None, how: HowToTune, account: TimeAccount, has_more: bool,
+    workers: str | None,
 ) -> None:
     """Tune the models of a manifest together, and say what each of them cost."""
     import pandas as pd
@@ -159,18 +180,31 @@ def tune_manifest(
 
     if has_more:
         raise ConfigError("--manifest names models with all that belongs to them; leave out the options of a model")
-    found = many.tune_manifest(path, kind, db, how, opt.Terminal(), account)
-    common.print_frame(found.models, f"{found.title} on {found.data.device}", name="models", spare=_SPARE_OF_MODELS,
-                       keep=_ANSWER_OF_MODELS)
-    common.print_frame(pd.DataFrame([found.totals]), "Totals", name="totals", shown="files")
-    common.print_frame(found.steps, "Steps", name="steps", shown="files")
-    common.print_frame(found.regions, "Regions", name="regions", shown="files")
-    for line in found.lines():
-        common.say(line)
+    if workers is None:
+        answers = [many.tune_manifest(path, kind, db, how, opt.Terminal(), account)]
+    else:
+        from fuseplan.planner.fleet.many import tune_manifest_by_fleet
+
+        answers = tune_manifest_by_fleet(path, kind, workers, db, how, opt.Terminal(), account)
+    for found in answers:
+        common.print_frame(found.models, f"{found.title} on {found.data.device}", name="models", spare=_SPARE_OF_MODELS,
+                           keep=_ANSWER_OF_MODELS)
+        common.print_frame(pd.DataFrame([found.totals]), "Totals", name="totals", shown="files")
+        common.print_frame(found.steps, "Steps", name="steps", shown="files")
+        common.print_frame(found.regions, "Regions", name="regions", shown="files")
+        for line in found.lines():
+            common.say(line)
     common.say(account.line())
-    for line in found.step_lines():
-        common.print_line(line)
-    complain(found.warnings, found.failure)
+    for found in answers:
+        for line in found.step_lines():
+            common.print_line(line)
+    complain_of(answers)
+
+
+def complain_of(answers: Sequence[Tuned | TunedMany]) -> None:
+    """:func:`complain` of what came of a tune on each device."""
+    failures = dict.fromkeys(one.failure for one in answers if one.failure)
+    complain([text for one in answers for text in one.warnings], "; ".join(failures))
 
 
 def complain(warnings: Sequence[str], failure: str) -> None:

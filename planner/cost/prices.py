@@ -220,8 +220,11 @@ def _kernel_s(record: TuningRecord, least: float) -> float:
 def part_shares(book: GroupBook, aten: Implementation) -> Mapping[str, float]:
     """By the key of each part of a region: its share of the graph's time, all occurrences together.
 
-    Times are those of ATen's ops on the nominal device, so that two tunes of a model search the same parts.
+    Times are those of ATen's ops on the nominal device, so that two tunes of a model search the same parts. A graph
+    that was cut out of another one has the shares of that.
     """
+    if book.graph.shares:
+        return book.graph.shares
     prices, seconds = ModelPrices(book, None), defaultdict[str, float](float)
     for occurrences in unique_regions(find_regions(book.graph)).values():
         for part in region_parts(book.graph, occurrences[0]):

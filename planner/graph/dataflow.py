@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import networkx as nx
@@ -80,9 +81,11 @@ class DataflowGraph:
         paths: Paths of the modules that each op is of, in the user's spelling; () where they are not known. Like names
             they play no part in what a graph means.
         fresh: Graph inputs that stand for what another kernel has just produced (of a part of a model, cut out).
+        shares: Of a part of a model, cut out: by the key of each part of a region, its share of the model's time.
     """
 
     fresh: frozenset[str] = frozenset()
+    shares: Mapping[str, float] = MappingProxyType({})
 
     def __init__(
         self, nodes: Iterable[OpNode], specs: Mapping[str, TensorSpec], inputs: Iterable[str], outputs: Iterable[str],

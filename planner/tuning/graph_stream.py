@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from fuseplan.planner.capture.cache import cached_capture, capture_path, capture_to_disk
+from fuseplan.planner.capture.trace import Graphs
 from fuseplan.planner.errors import CaptureError
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.models.sources import ModelSource
@@ -106,13 +107,23 @@ class GraphStream:
         try:
             graphs = cached_capture(self._source, workload, self._device_type, self._folder, self._pack_weights)
         except CaptureError as error:
-            if not workload.derived:
-                raise
-            graphs = ()
+            graphs, words = (), left_out(workload, error)
             if self._note is not None:
-                self._note(f"{workload.label} is left out: {error}")
+                self._note(words)
         self._left.popleft()
-        name = workload.label + (" packed" if self._pack_weights else "")
-        if len(graphs) == 1:
-            return [(name, graphs[0])]
-        return [(f"{name} part {number}", graph) for number, graph in enumerate(graphs, 1)]
+        return named_graphs(workload, graphs, self._pack_weights)
+
+
+def named_graphs(workload: Workload, graphs: Graphs, pack_weights: bool) -> list[tuple[str, DataflowGraph]]:
+    """A workload's graphs under the names that reports have."""
+    name = workload.label + (" packed" if pack_weights else "")
+    if len(graphs) == 1:
+        return [(name, graphs[0])]
+    return [(f"{name} part {number}", graph) for number, graph in enumerate(graphs, 1)]
+
+
+def left_out(workload: Workload, error: CaptureError) -> str:
+    """Says that a call that was not asked for is not planned; raises the error of one that was."""
+    if not workload.derived:
+        raise error
+    return f"{workload.label} is left out: {error}"

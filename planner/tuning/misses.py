@@ -16,13 +16,12 @@ from typing import Any, Protocol
 
 from fuseplan.planner.errors import PlanError
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
-from fuseplan.planner.graph.serialize import graph_from_json, graph_to_json
-from fuseplan.planner.groups.cut_out import cut_out, find_region
+from fuseplan.planner.groups.cut_out import find_region
 from fuseplan.planner.groups.regions import find_regions, region_parts
 from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.planner.tuning.miss_list import TUNED_SINCE, Miss, logged_misses, stored_text
 from fuseplan.planner.tuning.session import Session
-from fuseplan.planner.work.group_work import hot_inputs
+from fuseplan.planner.work.region_data import region_data, region_graph
 from fuseplan.search.store.database import Database, Missed
 from fuseplan.search.store.layered import LayeredDatabase
 from fuseplan.search.store.maintenance import MISSED
@@ -91,9 +90,7 @@ def _written(graph: DataflowGraph, region: Region, kept: int) -> Mapping[str, An
     if kept >= MOST_GRAPHS:
         raise ValueError(f"graphs of {MOST_GRAPHS} missed regions are kept already; tune those first")
     try:
-        alone = cut_out(graph, region)
-        hot = zip(region.inputs, hot_inputs(graph, region.inputs), strict=True)
-        data = {"graph": graph_to_json(alone), "fresh": [value for value, is_hot in hot if is_hot]}
+        data = region_data(graph, region)
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"its graph cannot be written down: {error}") from None
     if (size := len(json.dumps(data))) > MOST_BYTES:
@@ -152,10 +149,7 @@ def missed_graph(database: Database, missed: MissedRegion) -> DataflowGraph:
     try:
         if data is None:
             raise ValueError("it is damaged")
-        graph = graph_from_json(data["graph"])
-        graph.fresh = frozenset(map(str, data["fresh"]))
-        if find_region(graph, missed.region) is None:
-            raise ValueError("it is that of another region")
+        graph, _ = region_graph(data, missed.region)
     except Exception as error:  # stored data may be anything
         database.forget_misses((), (name,))
         raise PlanError(f"the stored graph of {missed.label} cannot be used: {error}; run the model again") from None

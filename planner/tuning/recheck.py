@@ -7,16 +7,17 @@ ran may differ, so the first tune here measures the longest of the kernels it ta
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Protocol
 
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.implementations.subject import GroupSubject, group_subject
 from fuseplan.planner.tuning.planner import GraphPlan
 from fuseplan.planner.tuning.session import Session
 from fuseplan.search.store import codec
-from fuseplan.search.store.record import RecordKey, TuningRecord
-from fuseplan.search.tune.tuner import Tuner
+from fuseplan.search.store.record import RecordKey, Trial, TuningRecord
+from fuseplan.search.timing.subject import Subject
 
 #: Kernels measured again.
 KERNELS = 5
@@ -40,8 +41,14 @@ class Rechecked:
     created: str = ""
 
 
+class KernelTimer(Protocol):
+    """What times kernels again: a tuner, here or where the device is."""
+
+    def time_again(self, kernels: Sequence[tuple[Subject, TuningRecord]]) -> list[Trial]: ...
+
+
 def recheck(
-    session: Session, planned: Iterable[tuple[DataflowGraph, GraphPlan]], tuner: Tuner
+    session: Session, planned: Iterable[tuple[DataflowGraph, GraphPlan]], tuner: KernelTimer
 ) -> tuple[Rechecked, ...]:
     """Measure the longest shipped kernels of some plans again; what was measured before is not repeated."""
     wanted = _longest(session, planned)

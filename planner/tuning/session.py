@@ -196,16 +196,20 @@ def open_session(
         raise DeviceError(str(error)) from None
     if device_type == "cpu":  # the identity knows the caches; kernels know no machine
         target = replace(target, l2_bytes=identity.l2_bytes)
-    versions = Versions.current(device_type)
+    opened = Database(database, mode, Versions.current(device_type), patient)
+    return session_on(identity.key(), target, opened, settings)
+
+
+def session_on(device: str, target: Target, database: Database, settings: PlanSettings | None = None) -> Session:
+    """The session of an open database and a device, which may be another machine's: ``target`` was found there."""
     settings = settings if settings is not None else PlanSettings()
-    opened = Database(database, mode, versions, patient)
-    known = LayeredDatabase(opened, shipped_files(identity.key())) if mode == "read" else opened
+    known = LayeredDatabase(database, shipped_files(device)) if database.mode == "read" else database
     return Session(
-        database=opened,
-        device=identity.key(),
-        spec=stored_spec(known, identity.key()),
+        database=database,
+        device=device,
+        spec=stored_spec(known, device),
         target=target,
-        backends=backends_for(device_type),
+        backends=backends_for(target.device_type),
         settings=settings,
     ).planning_for(settings)
 

@@ -8,9 +8,10 @@ on neither side.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from typing import Protocol
 
 from fuseplan.planner.cost.floor import floor_us, same_values
 from fuseplan.planner.graph.dataflow import DataflowGraph
@@ -25,10 +26,11 @@ from fuseplan.planner.tuning.plans import GraphPlan
 from fuseplan.planner.tuning.session import Session
 from fuseplan.search.errors import RecordError
 from fuseplan.search.store import codec
+from fuseplan.search.store.leases import Leases
 from fuseplan.search.store.limits import Amount
 from fuseplan.search.store.record import PlanRecord, RecordKey, now
+from fuseplan.search.timing.contest import Contest
 from fuseplan.search.timing.sequence import Part
-from fuseplan.search.tune.tuner import Tuner
 
 _PREFIX = "step"
 _UNFUSED, _PLANNED = "unfused", "planned"
@@ -80,7 +82,17 @@ def counted(plan: GraphPlan) -> list[tuple[int, PlanRecord]]:
     return [(counts[one.region.key], one.record) for one in plan.unique()]
 
 
-def measure_step(session: Session, graph: DataflowGraph, plan: GraphPlan, tuner: Tuner) -> StepTimes | None:
+class StepTimer(Protocol):
+    """What times steps: a tuner, here or where the device is."""
+
+    leases: Leases
+
+    def time_sides(
+        self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str], min_rounds: int
+    ) -> Contest | None: ...
+
+
+def measure_step(session: Session, graph: DataflowGraph, plan: GraphPlan, tuner: StepTimer) -> StepTimes | None:
     """The step's times, measured and stored unless they are stored; None where they cannot be known. What another tuner
     is timing is waited for.
 
@@ -93,7 +105,7 @@ def measure_step(session: Session, graph: DataflowGraph, plan: GraphPlan, tuner:
         lease, lambda: stored_steps(session.store).get(key), lambda: _measured(session, graph, plan, tuner, key))
 
 
-def _measured(session: Session, graph: DataflowGraph, plan: GraphPlan, tuner: Tuner, key: str) -> StepTimes | None:
+def _measured(session: Session, graph: DataflowGraph, plan: GraphPlan, tuner: StepTimer, key: str) -> StepTimes | None:
     planned = counted(plan)
     unfused_us = sum(count * record.unfused_us for count, record in planned)
     is_whole = bool(planned) and len(plan.regions) == len(find_regions(graph))

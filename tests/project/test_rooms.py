@@ -21,7 +21,7 @@ ROOMS = {
     "search": ("", "store", "timing", "workers", "tune"),
     "planner": ("", "graph", "models", "rewrites", "lowering", "groups", "capture", "patterns", "work", "libraries",
                 "implementations",
-                "cost", "partition", "tuning", "runtime", "reports", "api", "peers", "bench", "cli"),
+                "cost", "partition", "tuning", "runtime", "reports", "api", "fleet", "peers", "bench", "cli"),
 }
 #: The packages that each may import besides itself.
 PACKAGES = {"costmodel": (), "kernels": (), "search": ("costmodel", "kernels"),

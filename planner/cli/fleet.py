@@ -1,0 +1,89 @@
+"""``plan fleet``: this host's part of a fleet, and how a fleet is."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import typer
+from typer import Argument
+
+from fuseplan.planner.cli import common
+from fuseplan.planner.cli import source as opt
+from fuseplan.planner.cli.output.options import answers
+
+app = typer.Typer(no_args_is_help=True, help="Be part of a fleet that tunes together, and see what it does.")
+_ADDRESS = "Address of a Dask scheduler, tcp://HOST:8786; `dask scheduler` starts one."
+
+
+@app.command()
+@answers(tables=False)
+def worker(
+    scheduler: Annotated[str, Argument(metavar="URL", help=_ADDRESS)],
+    device: common.DeviceOption = common.Device.AUTO,
+) -> None:
+    """Offer this host's devices: a worker for each GPU, or one for the CPU; each is started again when it is lost.
+
+    Ends with the scheduler, or with Ctrl-C.
+    """
+    from fuseplan.planner.fleet.terms import needs_dask
+
+    needs_dask()
+    kind = common.device_type(device)
+    from fuseplan.planner.fleet.cluster import scheduler_client, serve
+
+    scheduler_client(scheduler).close()  # in one line where there is none
+    asyncio.run(serve(scheduler, kind))
+
+
+@app.command()
+@answers("the devices, or without a scheduler what is missing")
+def status(
+    scheduler: Annotated[
+        str | None, Argument(metavar="URL", help=f"{_ADDRESS} Leave it out to read the database alone.")
+    ] = None,
+    model: opt.ModelOption = None,
+    config: opt.ConfigOption = None,
+    module: opt.ModuleOption = None,
+    pattern: opt.PatternOption = None,
+    shape: opt.ShapeOption = None,
+    decode: opt.DecodeOption = None,
+    kv_len: opt.KvLenOption = None,
+    prefill: opt.PrefillOption = None,
+    dtype: opt.DtypeOption = None,
+    layers: opt.LayersOption = None,
+    calls: Annotated[
+        bool, typer.Option("--calls/--no-calls", help="With the calls that `plan tune` adds to these sizes.")
+    ] = True,
+    pack_weights: opt.PackWeightsOption = False,
+    numerics: opt.NumericsOption = opt.Numerics.FP32,
+    regime: opt.RegimeOption = opt.Regime.EAGER,
+    device: common.DeviceOption = common.Device.AUTO,
+    db: common.DbOption = None,
+) -> None:
+    """Say what each device does, who holds which lease, and what has no plan yet for which device.
+
+    Of a model, if one is named; else what torch.compile looked up in vain.
+    """
+    from fuseplan.planner.api.asked import plan_settings
+    from fuseplan.planner.fleet.overview import Wanted, fleet_status
+
+    wanted = []
+    if any(one is not None for one in (model, config, module, pattern, shape, decode, kv_len, prefill, dtype, layers)):
+        kind = common.device_type(device) if scheduler is None else opt.fleet_kind(scheduler, device.value)
+        settings = plan_settings(kind, numerics.value, regime.value)
+        what = opt.named(kind, (model, config, module), (pattern, shape), (decode, kv_len, prefill), dtype, layers,
+                         calls, pack_weights)
+        wanted = [Wanted(what.label, kind, settings, what.graphs(opt.Terminal()))]
+    found = fleet_status(scheduler, db, wanted)
+    if found.devices is not None:
+        common.print_frame(found.devices, "Devices", name="devices", keep=("device", "doing"))
+    for title, frame, what_else in (
+        ("Leases", found.leases, f"nobody tunes into {found.where}"),
+        ("Missing", found.missing, f"nothing is missing in {found.where}"),
+    ):
+        if len(frame):
+            common.print_frame(frame, title, name=title.lower(), keep=("label", "owner", "device"), spare=(
+                "key", "numerics", "regime", "place", "workload"))
+        else:
+            common.say(what_else)

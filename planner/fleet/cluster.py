@@ -1,0 +1,150 @@
+"""Where the workers are: behind a scheduler somewhere, or here, one for each GPU; nannies start lost ones again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import dask
+from distributed import Client, Nanny, Scheduler, SpecCluster
+
+from fuseplan.planner.errors import DeviceError
+from fuseplan.planner.fleet.terms import capturing, device_of
+from fuseplan.search.workers.worker import usable_cores
+
+LOCAL = "local"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+#: What is done beside a measurement has threads and processes of its own. Dask steals only what is more than a worker
+#: has threads for.
+_THREADS = 1
+_PRELOAD = "fuseplan.planner.fleet.worker_state"
+#: A region may cost so many workers before it is held to be at fault itself.
+_LOST_WORKERS = 4
+#: Seconds until a scheduler has to answer, and until the first worker has to be there.
+_CONNECT_S, _FIRST_WORKER_S = 10, 120
+#: Of Dask's own settings, what does not fit: one thread of OpenMP would make a CPU another device, and a daemon could
+#: not start processes of its own.
+_SETTINGS = {
+    "distributed.nanny.pre-spawn-environ": {},
+    "distributed.worker.daemon": False,
+    "distributed.scheduler.allowed-failures": _LOST_WORKERS,
+}
+
+
+def device_workers(client: Client, kind: str) -> dict[str, list[str]]:
+    """Addresses of the workers that own a device of this type, by the device's key."""
+    found: dict[str, list[str]] = {}
+    for address, worker in client.scheduler_info()["workers"].items():
+        for resource in worker["resources"]:
+            device = device_of(resource)
+            if device is not None and device.startswith(f"{kind}-"):
+                found.setdefault(device, []).append(address)
+    return found
+
+
+def captures_at_once(client: Client, kind: str) -> int:
+    """How many captures all workers together make at once; at least one."""
+    workers = client.scheduler_info()["workers"].values()
+    return max(1, int(sum(worker["resources"].get(capturing(kind), 0) for worker in workers)))
+
+
+@contextmanager
+def connected(workers: str, kind: str) -> Iterator[Client]:
+    """A client of the scheduler at this address, or of workers that live here as long as the context (``local``).
+
+    Raises:
+        DeviceError: No scheduler answers, or none of its workers owns such a device.
+    """
+    with ExitStack() as stack:
+        if workers == LOCAL:
+            stack.enter_context(dask.config.set(_SETTINGS))
+            cluster = stack.enter_context(local_cluster(kind))
+            client = stack.enter_context(Client(cluster))
+        else:
+            client = stack.enter_context(scheduler_client(workers))
+        _wait(client, workers, kind)
+        yield client
+
+
+def scheduler_client(address: str) -> Client:
+    """A client of the scheduler at this address; :class:`DeviceError` where none answers."""
+    logging.getLogger("distributed.comm").setLevel(logging.CRITICAL)
+    try:
+        return Client(address, timeout=_CONNECT_S)
+    except (OSError, ValueError, TimeoutError):
+        raise DeviceError(
+            f"--workers {address}: no scheduler answers there; start one with `dask scheduler`, or give --workers local"
+        ) from None
+
+
+def _wait(client: Client, workers: str, kind: str) -> None:
+    """Until a worker owns a device."""
+    end = time.monotonic() + _FIRST_WORKER_S
+    while not device_workers(client, kind):
+        known = len(client.scheduler_info()["workers"])
+        if time.monotonic() > end or (workers != LOCAL and known):
+            others = f"none of its {known} workers owns" if known else "it has no worker that owns"
+            raise DeviceError(
+                f"--workers {workers}: {others} a device of type {kind}; start one on each host with "
+                f"`plan fleet worker {workers}`"
+            )
+        time.sleep(0.1)
+
+
+def local_cluster(kind: str) -> SpecCluster:
+    """A scheduler in this process, and a worker for each device of this host."""
+    scheduler = {"cls": Scheduler, "options": {
+        "host": "127.0.0.1", "port": 0, "dashboard": False, "dashboard_address": "127.0.0.1:0",
+    }}
+    options = nannies(kind, host="127.0.0.1", silence_logs=logging.CRITICAL)
+    workers = {number: {"cls": Nanny, "options": one} for number, one in enumerate(options)}
+    return SpecCluster(workers, scheduler, silence_logs=logging.CRITICAL)
+
+
+def nannies(kind: str, **options: Any) -> list[dict[str, Any]]:
+    """How the nannies of this host's devices are started: one a GPU, which is all that its worker sees."""
+    if kind == "cpu":
+        environments: list[dict[str, str]] = [{}]
+    else:
+        environments = [{_VISIBLE: gpu} for gpu in visible_gpus()]
+    compilers = max(1, usable_cores() // len(environments))
+    names = [f"{socket.gethostname()}-{os.getpid()}-{one.get(_VISIBLE, kind)}" for one in environments]
+    return [
+        {"name": name, "nthreads": _THREADS, "memory_limit": None, "env": environment, "preload": _PRELOAD,
+         "preload_argv": ["--device", kind, "--compilers", str(compilers)], "dashboard": False,
+         "dashboard_address": None, **options}
+        for name, environment in zip(names, environments, strict=True)
+    ]
+
+
+def visible_gpus() -> list[str]:
+    """What ``CUDA_VISIBLE_DEVICES`` has to say for each GPU that this process sees; none of them is touched.
+
+    Raises:
+        DeviceError: It sees none.
+    """
+    import torch
+
+    count = torch.cuda.device_count()
+    if not count:
+        raise DeviceError("PyTorch sees no CUDA GPU on this host; use --device cpu, or check with nvidia-smi")
+    named = os.environ.get(_VISIBLE)
+    names = named.split(",") if named is not None else list(map(str, range(count)))
+    return [name.strip() for name in names[:count]]
+
+
+async def serve(address: str, kind: str) -> None:
+    """Be this host's part of a fleet, until the scheduler at this address is gone or the process is interrupted."""
+    with dask.config.set(_SETTINGS):
+        started = [Nanny(address, **options) for options in nannies(kind)]
+        try:
+            await asyncio.gather(*started)
+            await asyncio.gather(*(nanny.finished() for nanny in started))
+        finally:
+            await asyncio.gather(*(nanny.close() for nanny in started), return_exceptions=True)

@@ -1,0 +1,129 @@
+"""How a fleet is: its devices, the leases of its database, and what has no plan yet for which device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from fuseplan.planner.fleet.terms import needs_dask
+from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.groups.places import place_of
+from fuseplan.planner.groups.regions import find_regions, unique_regions
+from fuseplan.planner.partition.plan_record import region_label
+from fuseplan.planner.tuning.miss_list import logged_misses
+from fuseplan.planner.tuning.settings import PlanSettings
+from fuseplan.search.store import leases
+from fuseplan.search.store.database import Database
+from fuseplan.search.store.layered import LayeredDatabase, shipped_files
+from fuseplan.search.store.record import RecordKey, Versions
+
+DEVICE_COLUMNS = ("device", "worker", "host", "doing", "waiting")
+LEASE_COLUMNS = ("label", "owner", "taken", "left_s", "device", "regime", "numerics", "key")
+MISSING_COLUMNS = ("device", "label", "place", "workload", "count", "key")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A model's graphs by workload name, for a type of devices."""
+
+    label: str
+    kind: str
+    settings: PlanSettings
+    graphs: Sequence[tuple[str, DataflowGraph]]
+
+
+@dataclass(frozen=True, eq=False)
+class FleetStatus:
+    """Tables of :data:`DEVICE_COLUMNS` (None without a scheduler), :data:`LEASE_COLUMNS` and :data:`MISSING_COLUMNS`.
+
+    ``where`` is the database in words.
+    """
+
+    where: str
+    devices: pd.DataFrame | None
+    leases: pd.DataFrame
+    missing: pd.DataFrame
+
+
+def fleet_status(
+    scheduler: str | None, db: str | Path | None, wanted: Sequence[Wanted] = ()
+) -> FleetStatus:
+    """What the fleet of a scheduler does, and what is done and missing in a database.
+
+    What is missing are the regions of ``wanted`` without a plan, for each device of the fleet and of the database;
+    without any, the misses that dispatch has logged.
+
+    Raises:
+        FuseplanError: No scheduler answers, or Dask is not installed.
+        DatabaseError: The database cannot be read.
+    """
+    devices, versions, labels = None, dict[str, Versions](), dict[str, str]()
+    if scheduler is not None:
+        devices, versions, labels = _of_scheduler(scheduler)
+    with Database(db, mode="inspect") as database:
+        held = leases.listed(database)
+        labels |= {str(row["workload"]): str(row["label"]) for row in database.misses()}
+        labels |= {one.key.workload: one.label for one in database.records()}
+        labels |= {one.key.workload: one.label for one in database.plans()}
+        keys = {*versions, *database.devices(), *(str(row["device"]) for row in database.misses())}
+        where = database.where
+    rows: list[tuple[str, str, str, str, int, str]] = []
+    for key in sorted(keys):
+        with Database(db, mode="inspect", versions=versions.get(key)) as database:
+            store = LayeredDatabase(database, shipped_files(key))
+            rows += _without_plan(store, key, wanted) if wanted else _missed(store, key)
+    return FleetStatus(
+        where, devices,
+        pd.DataFrame([(labels.get(one.key.workload, ""), one.owner, one.taken, one.left_s, one.key.device,
+                       one.key.regime, one.key.numerics, one.key.workload) for one in held],
+                     columns=list(LEASE_COLUMNS)),
+        pd.DataFrame(rows, columns=list(MISSING_COLUMNS)),
+    )
+
+
+def _of_scheduler(address: str) -> tuple[pd.DataFrame, dict[str, Versions], dict[str, str]]:
+    """Its devices, the versions on each, and labels of the regions that are measured."""
+    needs_dask()
+    from fuseplan.planner.fleet import work
+    from fuseplan.planner.fleet.cluster import device_workers, scheduler_client
+    from fuseplan.planner.fleet.status import device_statuses, known_labels
+
+    versions: dict[str, Versions] = {}
+    with ExitStack() as stack:
+        client = stack.enter_context(scheduler_client(address))
+        statuses = device_statuses(client)
+        for kind in ("cpu", "cuda"):
+            addresses = [one[0] for one in device_workers(client, kind).values()]
+            if addresses:
+                versions |= {one.device: one.versions
+                             for one in client.run(work.describe, kind, "", workers=addresses).values()}
+        labels = known_labels(client)
+    frame = pd.DataFrame([[getattr(one, name) for name in DEVICE_COLUMNS] for one in statuses],
+                         columns=list(DEVICE_COLUMNS))
+    return frame, versions, labels
+
+
+def _missed(store: LayeredDatabase, device: str) -> Iterator[tuple[str, str, str, str, int, str]]:
+    for one in logged_misses(store, device):
+        yield device, one.label, one.place, "", one.count, one.key.workload
+
+
+def _without_plan(
+    store: LayeredDatabase, device: str, wanted: Iterable[Wanted]
+) -> Iterator[tuple[str, str, str, str, int, str]]:
+    """Each region once, with the workload in which it occurs first, and how often it occurs there."""
+    told: set[RecordKey] = set()
+    for one in wanted:
+        for name, graph in one.graphs if device.startswith(f"{one.kind}-") else ():
+            distinct = {RecordKey(key, device, one.settings.regime, one.settings.numerics): found
+                        for key, found in unique_regions(find_regions(graph)).items()}
+            for key, lookup in store.get_plans(distinct.keys() - told).items():
+                told.add(key)
+                if lookup.hit is None:
+                    region = distinct[key][0]
+                    yield (device, region_label(graph, region), place_of(graph, region.ops),
+                           f"{one.label}: {name}", len(distinct[key]), key.workload)

@@ -1,0 +1,210 @@
+"""Spreads tasks over the workers of a fleet: each region to a worker that owns a device for it, the longest first.
+
+Dask decides who does what. Here is only decided what is asked for next: few regions ahead, so that the longest of all
+that are known comes next whichever was captured first, and a worker that joins gets its share.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from distributed import Client, Future, KilledWorker, as_completed
+
+from fuseplan.planner.errors import PlanError
+from fuseplan.planner.fleet import work
+from fuseplan.planner.fleet.cluster import captures_at_once, device_workers
+from fuseplan.planner.fleet.terms import Captured, RegionOutcome, RegionTask, Terms, beside, capturing, measuring
+
+#: Regions that a device has: the one that is measured, one that is prepared meanwhile, and one to be prepared next. An
+#: idle worker may steal what is not begun.
+AHEAD = 3
+#: What is urgent: nothing can be prepared before it is captured, nor measured before it is prepared. Regions of equal
+#: urgency come by their ops, fewer than a million.
+_CAPTURE, _PREPARE, _MEASURE, _STEP = 3_000_000, 2_000_000, 1_000_000, 0
+#: How often a task is given to a worker again whose machine or database failed it.
+_RETRIES = 2
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """What workers run."""
+
+    capture: Callable[..., Captured] = work.capture
+    probe: Callable[..., Any] = work.probe_device
+    prepare: Callable[..., Any] = work.prepare
+    measure: Callable[..., RegionOutcome] = work.measure
+
+
+@dataclass
+class Counts:
+    """How far a spread is: regions, and the ops in them, by which the time left is estimated."""
+
+    regions: int = 0
+    regions_done: int = 0
+    ops: float = 0.0
+    ops_done: float = 0.0
+    devices: int = 0
+    began: float = field(default_factory=time.monotonic)
+
+    def left_s(self) -> float:
+        """Seconds until all regions that are known are done; NaN before the first is."""
+        if not self.ops_done:
+            return math.nan
+        return (time.monotonic() - self.began) * (self.ops - self.ops_done) / self.ops_done
+
+
+class Spread:
+    """Tasks of one tune, whose results are told to whoever asked for them as they come.
+
+    ``run`` names the tune; ``tell`` is called after each result.
+    """
+
+    def __init__(
+        self, client: Client, kind: str, run: str, tasks: Tasks | None = None, tell: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.counts = Counts()
+        self._client, self._kind, self._run, self._tell = client, kind, run, tell
+        self._tasks = tasks if tasks is not None else Tasks()
+        self._coming = as_completed(loop=client.loop)
+        self._then: dict[Any, Callable[[Future[Any]], None]] = {}
+        self._calls: list[Future[Any]] = []
+        self._captures: deque[tuple[tuple[Any, ...], Callable[[Captured], None]]] = deque()
+        self._capturing = 0
+        self._numbers = itertools.count()
+        self._waiting: dict[str, list[tuple[float, int, Terms, RegionTask, Callable[[RegionOutcome], None]]]] = {}
+        self._under_way: Counter[str] = Counter()
+        self._unprobed: set[str] = set()
+
+    def capture(self, *args: Any, then: Callable[[Captured], None]) -> None:
+        """Ask for a capture; they are made in the order in which they are asked for."""
+        self._captures.append((args, then))
+
+    def probe(self, device: str, terms: Terms, then: Callable[[Any], None]) -> None:
+        """Ask for a probe of a device, whose regions wait for it."""
+        self._unprobed.add(device)
+
+        def probed(future: Future[Any]) -> None:
+            self._unprobed.discard(device)
+            self.counts.began = time.monotonic()
+            then(future.result())
+
+        self._submit(self._tasks.probe, terms, {measuring(device): 1}, _CAPTURE, ("probe", self._run, device), probed)
+
+    def region(self, device: str, terms: Terms, task: RegionTask, then: Callable[[RegionOutcome], None]) -> None:
+        """Ask for a region on a device."""
+        self.counts.regions += 1
+        self.counts.ops += task.ops
+        heap = self._waiting.setdefault(device, [])
+        heapq.heappush(heap, (-task.ops, next(self._numbers), terms, task, then))
+
+    def call(self, function: Callable[..., Any], device: str, terms: Terms, *args: Any) -> Any:
+        """Run a task on a device when no region wants it, and wait for its result. Safe from any thread."""
+        future = self._client.submit(
+            function, terms, *args, resources={measuring(device): 1}, priority=_STEP, retries=_RETRIES, pure=False)
+        self._calls.append(future)
+        return future.result()
+
+    def run(self) -> None:
+        """Until everything that was asked for is done, and what is asked for meanwhile.
+
+        Raises:
+            Exception: Of a task that failed for no fault of its region. What has not begun is cancelled then.
+        """
+        try:
+            self._ask()
+            for future in self._coming:
+                self._then.pop(future.key)(future)
+                self._ask()
+                self._tell()
+        except BaseException:
+            self.cancel()
+            raise
+
+    def cancel(self) -> None:
+        """Give up what is not done. What a worker measures at the moment is finished and stored."""
+        self._client.cancel([*self._coming.futures, *self._calls])
+
+    def _ask(self) -> None:
+        """Submit what is next."""
+        workers = device_workers(self._client, self._kind)
+        self.counts.devices = sum(map(len, workers.values()))
+        if self._captures:
+            most = captures_at_once(self._client, self._kind)
+            while self._captures and self._capturing < most:
+                self._next_capture()
+        if self._kind == "cpu" and self._capturing:  # which would disturb what is measured
+            return
+        for device, heap in self._waiting.items():
+            while heap and device not in self._unprobed and self._under_way[device] < self._most(workers, device):
+                self._next_region(device, *heapq.heappop(heap)[2:])
+
+    @staticmethod
+    def _most(workers: Mapping[str, Iterable[str]], device: str) -> int:
+        return AHEAD * max(1, len(list(workers.get(device, ()))))
+
+    def _next_capture(self) -> None:
+        args, then = self._captures.popleft()
+        self._capturing += 1
+
+        def captured(future: Future[Any]) -> None:
+            self._capturing -= 1
+            then(future.result())
+
+        self._submit(partial(self._tasks.capture, *args), None, {capturing(self._kind): 1}, _CAPTURE,
+                     ("capture", self._run, next(self._numbers)), captured)
+
+    def _next_region(
+        self, device: str, terms: Terms, task: RegionTask, then: Callable[[RegionOutcome], None]
+    ) -> None:
+        self._under_way[device] += 1
+
+        def measured(future: Future[Any]) -> None:
+            self._under_way[device] -= 1
+            outcome = _outcome(future)
+            if outcome.taken:  # last of all, when its plan may be there
+                waiting = 0.0, next(self._numbers), terms, replace(task, waits=True), then
+                return heapq.heappush(self._waiting[device], waiting)
+            self.counts.regions_done += 1
+            self.counts.ops_done += task.ops
+            return then(outcome)
+
+        # Dask learns how long tasks take by the first part of their names.
+        size, name = size_name(task.ops), (self._run, device, hash(terms), task.key, int(task.waits), task.label)
+        prepared = self._client.submit(
+            self._tasks.prepare, terms, task, key=(f"prepare-{size}", *name), resources={beside(device): 1},
+            priority=_PREPARE + task.ops, retries=_RETRIES)
+        self._submit(self._tasks.measure, terms, {measuring(device): 1}, _MEASURE + task.ops,
+                     (f"measure-{size}", *name), measured, task, prepared)
+
+    def _submit(
+        self, function: Callable[..., Any], terms: Terms | None, resources: Mapping[str, float], priority: float,
+        key: tuple[Any, ...], then: Callable[[Future[Any]], None], *args: Any,
+    ) -> None:
+        given = (terms, *args) if terms is not None else args
+        future = self._client.submit(
+            function, *given, key=key, resources=dict(resources), priority=priority, retries=_RETRIES)
+        self._then[future.key] = then
+        self._coming.add(future)
+
+
+def size_name(ops: float) -> str:
+    """A word for a region's size: regions of one word take about equally long."""
+    return "abcdefghijklmnopqrstuvwxyz"[min(25, max(0, int(math.log2(max(ops, 1.0)) * 2)))] * 3
+
+
+def _outcome(future: Future[Any]) -> RegionOutcome:
+    """A region's outcome. One that costs every worker its life is at fault itself."""
+    try:
+        found: RegionOutcome = future.result()
+        return found
+    except KilledWorker as error:
+        times = f"{error.allowed_failures + 1} workers ended"
+        return RegionOutcome(None, PlanError(f"{times} while they tuned it; their memory or a kernel may be at fault"))

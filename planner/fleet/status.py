@@ -1,0 +1,66 @@
+"""What the workers of a fleet are doing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from distributed import Client, Worker
+
+from fuseplan.planner.fleet.terms import device_of
+
+#: Names of tasks that are not of a region, in words.
+_WORDS = {"time_sides": "timing a whole step", "time_again": "checking shipped times", "probe_device": "probing",
+          "probe": "probing", "capture": "capturing", "prepare": "preparing"}
+
+
+@dataclass(frozen=True)
+class DeviceStatus:
+    """A worker's device: ``doing`` is what the worker does, in words; ``waiting`` are regions it has beside that."""
+
+    device: str
+    worker: str
+    host: str
+    doing: str
+    waiting: int
+
+
+def device_statuses(client: Client) -> list[DeviceStatus]:
+    """Every device of a fleet, by its key."""
+    found = []
+    running: Mapping[str, Sequence[Any]] = client.run(_under_way)
+    given = client.processing()
+    for address, worker in client.scheduler_info()["workers"].items():
+        under_way = running.get(address, ())
+        measured = [one for one in map(region_of, under_way) if one is not None]
+        waiting = {one for one in map(region_of, given.get(address, ())) if one is not None} - set(measured)
+        words = [f"measuring {label}" for _, label in measured]
+        words = words or [_WORDS.get(name, name) for name in dict.fromkeys(map(_name, under_way))]
+        found += [
+            DeviceStatus(device, str(worker["name"]), worker["host"], ", ".join(words) or "idle", len(waiting))
+            for resource in worker["resources"] if (device := device_of(resource)) is not None
+        ]
+    return sorted(found, key=lambda one: (one.device, one.worker))
+
+
+def known_labels(client: Client) -> dict[str, str]:
+    """By key: the regions that workers have."""
+    keys = (key for given in client.processing().values() for key in given)
+    return dict(one for one in map(region_of, keys) if one is not None)
+
+
+def region_of(key: Any) -> tuple[str, str] | None:
+    """Key and label of the region that a task measures; None of another task."""
+    if isinstance(key, tuple) and str(key[0]).startswith("measure-"):
+        return str(key[-3]), str(key[-1])
+    return None
+
+
+def _name(key: Any) -> str:
+    return str(key[0] if isinstance(key, tuple) else key).partition("-")[0]
+
+
+def _under_way(dask_worker: Worker) -> list[Any]:
+    """Keys of the tasks that a worker executes at the moment."""
+    return [task.key for task in dask_worker.state.executing]

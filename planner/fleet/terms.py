@@ -1,0 +1,156 @@
+"""What travels to the workers and back: regions, what they are tuned for, and what came of it."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fuseplan.costmodel.probe.probe import MachineLoad
+from fuseplan.kernels.ir.backend import Target
+from fuseplan.planner.errors import ConfigError, FuseplanError, PlanError, failure_reason
+from fuseplan.planner.tuning.plans import RegionPlan
+from fuseplan.planner.tuning.settings import PlanSettings
+from fuseplan.search.store.record import Versions
+from fuseplan.search.tune.tuner import Budget
+
+#: How the names of our resources begin: ``fuseplan <device key>`` is a device, for one measurement at a time.
+_PREFIX = "fuseplan"
+#: A worker has so many of what says which device is beside it: as many regions as it likes may be prepared at once.
+PLENTY = 1000
+#: About how long an op of a region takes to be prepared.
+_PREPARING_S = 0.03
+
+
+def needs_dask() -> None:
+    """Raise :class:`ConfigError` where the extra is not installed."""
+    try:
+        import distributed  # noqa: F401
+    except ImportError:
+        raise ConfigError("a fleet needs Dask; install it with: pip install 'fuseplan[fleet]'") from None
+
+
+def measuring(device: str) -> str:
+    """The resource that a measurement on a device asks for; a worker has one of it."""
+    return f"{_PREFIX} {device}"
+
+
+def beside(device: str) -> str:
+    """The resource of what is done beside a device of this key."""
+    return f"{_PREFIX} beside {device}"
+
+
+def capturing(kind: str) -> str:
+    """The resource of a capture for devices of this type; a worker has as many as it captures at once."""
+    return f"{_PREFIX} capture {kind}"
+
+
+def device_of(resource: str) -> str | None:
+    """The device's key, of a :func:`measuring` resource; None of any other."""
+    words = resource.split(" ")
+    return words[1] if len(words) == 2 and words[0] == _PREFIX else None
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What regions are tuned for, and how.
+
+    Attributes:
+        run: Name of the tune: workers keep what they made for it until it ends.
+        kind: Type of the devices.
+        db: The database as all workers reach it; it may hold a password.
+        settings: What plans are made for.
+        budget, seed, shipped, since, study: As a :class:`~fuseplan.planner.tuning.session.Session` has them.
+    """
+
+    run: str
+    kind: str
+    db: str = field(repr=False)
+    settings: PlanSettings
+    budget: Budget
+    seed: int = 0
+    shipped: bool = True
+    since: str = ""
+    study: str | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class RegionTask:
+    """A region to be tuned, by itself.
+
+    Attributes:
+        key: Its workload key.
+        label: What it computes, and where it is, for people.
+        data: Its graph (:func:`~fuseplan.planner.work.region_data.region_data`).
+        shares: Of the model's time, by the key of each of its parts.
+        ops: Its compute ops and matmuls, those that are searched: what the time of its tune grows with.
+        waits: Whether it waits for another tuner that is at work on it.
+    """
+
+    key: str
+    label: str
+    data: Mapping[str, Any] = field(repr=False)
+    shares: Mapping[str, float] = field(repr=False)
+    ops: float
+    waits: bool = False
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A region is being prepared in one worker, which takes the longer the more ops it has."""
+
+    ops: float
+
+    def __sizeof__(self) -> int:
+        """Bytes whose transfer would take as long as preparing it (Dask assumes 100 MB/s): so is it weighed whether to
+        measure it elsewhere, where it would have to be prepared anew.
+        """
+        return int(self.ops * _PREPARING_S * 1e8)
+
+
+@dataclass(frozen=True)
+class RegionOutcome:
+    """What came of a region: its plan, with its region in the graph that travelled; or why it has none.
+
+    Neither where another tuner is at work on it.
+    """
+
+    plan: RegionPlan | None = None
+    failure: Exception | None = None
+    elapsed_s: float = 0.0
+
+    @property
+    def taken(self) -> bool:
+        return self.plan is None and self.failure is None
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A workload's graphs as text (:func:`~fuseplan.planner.capture.cache.graphs_of_text`), or why there are none."""
+
+    text: str
+    failure: FuseplanError | None
+    elapsed_s: float
+
+
+@dataclass(frozen=True)
+class WorkerDevice:
+    """A worker's device: its identity key, what kernels are compiled for, and how busy its machine was."""
+
+    device: str
+    target: Target
+    versions: Versions
+    host: str
+    load: MachineLoad
+    sees_database: bool
+
+
+def carried(error: Exception) -> Exception:
+    """The error, if it says the same after a journey; else one that does."""
+    try:
+        if str(pickle.loads(pickle.dumps(error))) == str(error):
+            return error
+    except Exception:  # whatever a class makes of its own arguments
+        pass
+    return PlanError(failure_reason(error))

@@ -1,0 +1,83 @@
+"""What workers of a fleet do: each function is a task of Dask's."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from distributed import Worker
+
+from fuseplan.costmodel.identity import current_identity
+from fuseplan.costmodel.probe import probe
+from fuseplan.kernels.registry import local_target
+from fuseplan.planner.api.job import ready
+from fuseplan.planner.errors import FuseplanError
+from fuseplan.planner.fleet.terms import Captured, Prepared, RegionOutcome, RegionTask, Terms, WorkerDevice, carried
+from fuseplan.planner.fleet.worker_state import opened, state, state_of
+from fuseplan.planner.models.sources import ModelSource
+from fuseplan.planner.models.workload import Workload
+from fuseplan.search.errors import DatabaseError, MachineFailureError
+from fuseplan.search.store.record import Versions
+
+
+def describe(kind: str, database: str) -> WorkerDevice:
+    """Which device this worker owns, and whether it sees a database that is a file; "" for a server's."""
+    return WorkerDevice(
+        current_identity(kind).key(), local_target(kind), Versions.current(kind), socket.gethostname(),
+        probe.machine_load(), not database or Path(database).is_file(),
+    )
+
+
+def probe_device(terms: Terms) -> None:
+    """Measure the device, and store what is found, unless it is stored."""
+    session = opened(terms)
+    with session.database:
+        ready(session)
+
+
+def capture(source: ModelSource, workload: Workload, kind: str, pack_weights: bool) -> Captured:
+    """A workload's graphs, or why it cannot be captured."""
+    began = time.monotonic()
+    text, failure = "", None
+    try:
+        text = state().capture(source, workload, kind, pack_weights)
+    except FuseplanError as error:
+        failure = error
+    return Captured(text, failure, time.monotonic() - began)
+
+
+def prepare(terms: Terms, task: RegionTask) -> Prepared:
+    """Begin what can be done of a region beside the measurement of another."""
+    state().region_tuner(terms).prepare(task)
+    return Prepared(task.ops)
+
+
+def measure(terms: Terms, task: RegionTask, prepared: Prepared) -> RegionOutcome:
+    """Tune a region and store its plan. A fault of the machine's or the database's is raised: another may do better."""
+    began = time.monotonic()
+    plan, failure = None, None
+    try:
+        plan = state().region_tuner(terms).measure(task)
+    except (MachineFailureError, DatabaseError):
+        raise
+    except Exception as error:
+        failure = carried(error)
+    return RegionOutcome(plan, failure, time.monotonic() - began)
+
+
+def time_sides(terms: Terms, *args: Any) -> Any:
+    """:meth:`~fuseplan.search.tune.tuner.Tuner.time_sides`, where the device is."""
+    return state().region_tuner(terms).tuner.time_sides(*args)
+
+
+def time_again(terms: Terms, *args: Any) -> Any:
+    """:meth:`~fuseplan.search.tune.tuner.Tuner.time_again`, where the device is."""
+    return state().region_tuner(terms).tuner.time_again(*args)
+
+
+async def end(run: str, dask_worker: Worker) -> None:
+    """A tune has ended: forget what was made for it."""
+    await asyncio.to_thread(state_of(dask_worker).end, run)

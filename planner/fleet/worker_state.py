@@ -1,0 +1,193 @@
+"""What a worker process keeps from one region to the next, and how it joins: a preload module of Dask's workers.
+
+``dask worker --preload fuseplan.planner.fleet.worker_state`` does what ``plan fleet worker`` does for one worker.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import click
+from distributed import Worker, WorkerPlugin, get_worker, secede
+
+from fuseplan.costmodel.identity import current_identity
+from fuseplan.planner.capture.cache import capture_as_text
+from fuseplan.planner.errors import FuseplanError
+from fuseplan.planner.fleet.terms import PLENTY, RegionTask, Terms, beside, capturing, carried, measuring
+from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+from fuseplan.planner.tuning.plans import RegionPlan
+from fuseplan.planner.tuning.session import Session, open_session
+from fuseplan.planner.work.region_data import region_graph
+from fuseplan.search.errors import MachineFailureError
+from fuseplan.search.tune import tuner
+from fuseplan.search.tune.study import Studies
+from fuseplan.search.workers.worker import WorkerPool, usable_cores
+
+_NAME = "fuseplan"
+#: Seconds after which a capture counts as hanging.
+_CAPTURE_S = 1800.0
+#: Cores for each process that captures: a second one is busy with what it imports.
+_CORES_EACH = 2
+
+
+@click.command()
+@click.option("--device", default="auto", type=click.Choice(["auto", "cpu", "cuda"]))
+@click.option("--compilers", default=0)
+async def dask_setup(worker: Worker, device: str, compilers: int) -> None:
+    """Find out which device this process owns, and offer it, before the scheduler knows of the worker.
+
+    ``compilers`` are compilers at once, 0 for one a core.
+    """
+    import torch
+
+    if threading.current_thread() is threading.main_thread():
+        # A Ctrl-C reaches the whole process group; the nanny ends this process in order.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    key = current_identity(kind).key()
+    captures = max(1, (compilers or usable_cores()) // _CORES_EACH)
+    for resource, amount in ((measuring(key), 1), (beside(key), PLENTY), (capturing(kind), captures)):
+        worker.state.total_resources[resource] = worker.state.available_resources[resource] = amount
+    state = WorkerState(compilers)
+    await worker.plugin_add(plugin=state, name=_NAME)
+    if kind == "cuda":
+        state.pool(kind).start()  # its imports take a while
+
+
+def state() -> WorkerState:
+    """That of the worker that runs this task."""
+    return state_of(get_worker())
+
+
+def state_of(worker: Worker) -> WorkerState:
+    """What a worker keeps."""
+    found = worker.plugins[_NAME]
+    assert isinstance(found, WorkerState)
+    return found
+
+
+class WorkerState(WorkerPlugin):
+    """The processes of a worker, and a tuner for each tune that it takes part in; closed with the worker."""
+
+    def __init__(self, compilers: int = 0) -> None:
+        self._compilers = compilers
+        self._lock = threading.RLock()
+        self._pools: dict[str, WorkerPool] = {}
+        self._tuners: dict[Terms, RegionTuner] = {}
+        #: Those that captured before, and wait for more.
+        self._capturing: list[WorkerPool] = []
+
+    def pool(self, kind: str) -> WorkerPool:
+        """Where the jobs of all tunes run."""
+        with self._lock:
+            if kind not in self._pools:
+                pool = self._pools[kind] = tuner.make_pool(kind)
+                if self._compilers:
+                    pool.compilers = self._compilers
+            return self._pools[kind]
+
+    def region_tuner(self, terms: Terms) -> RegionTuner:
+        """The tuner for these terms, made when the first region comes. Those of other tunes end but for the last."""
+        with self._lock:
+            if terms not in self._tuners:
+                runs = list(dict.fromkeys(known.run for known in self._tuners if known.run != terms.run))
+                for run in runs[:-1]:  # whoever asked for them is gone
+                    self.end(run)
+                self._tuners[terms] = RegionTuner(terms, self.pool(terms.kind))
+            return self._tuners[terms]
+
+    def capture(self, *args: Any) -> str:
+        """:func:`~fuseplan.planner.capture.cache.capture_as_text` in a process that does nothing else.
+
+        Raises:
+            CaptureError, ConfigError: It cannot be captured.
+            MachineFailureError: The process failed.
+        """
+        secede()  # regions are measured and prepared meanwhile
+        pool = self._capturing.pop() if self._capturing else WorkerPool(compilers=1)
+        try:
+            outcome = pool.call(_captured, *args, limit_s=_CAPTURE_S)
+        finally:
+            self._capturing.append(pool)
+        if not outcome.ok:
+            raise MachineFailureError(f"a capture failed: {outcome.failure}")
+        if isinstance(outcome.value, Exception):
+            raise outcome.value
+        text: str = outcome.value
+        return text
+
+    def end(self, run: str) -> None:
+        """Close what was made for a tune."""
+        with self._lock:
+            for terms in [one for one in self._tuners if one.run == run]:
+                self._tuners.pop(terms).close()
+
+    def teardown(self, worker: Worker) -> None:
+        """The worker ends."""
+        for run in {terms.run for terms in self._tuners}:
+            self.end(run)
+        for pool in (*self._pools.values(), *self._capturing):
+            pool.close()
+
+
+class RegionTuner:
+    """Tunes regions that come one by one, as :func:`fuseplan.planner.tuning.tune.tune` does those of a graph."""
+
+    def __init__(self, terms: Terms, pool: WorkerPool) -> None:
+        with ExitStack() as stack:
+            session = opened(terms)
+            stack.callback(session.database.close)
+            self.tuner = stack.enter_context(session.tuner(terms.budget, terms.seed, executor=pool))
+            self._planner = session.planner(self.tuner)
+            self._lookahead = self._planner.lookahead()
+            if self._lookahead is not None:
+                stack.enter_context(self._lookahead)
+            self._stack = stack.pop_all()
+        self._graphs: dict[str, tuple[DataflowGraph, Region]] = {}
+
+    def prepare(self, task: RegionTask) -> None:
+        """Begin to enumerate a region and to compile its kernels, where that disturbs no measurement; at once returns.
+        """
+        if self._lookahead is not None:
+            graph, region = self._graph(task)
+            self._lookahead.send(graph, self._planner.undecided_parts(graph, [region]))
+            self._lookahead.send_whole(graph, [region])
+
+    def measure(self, task: RegionTask) -> RegionPlan | None:
+        """The region's plan: the stored one, else measured now and stored; None where another tuner is at work on it,
+        and the task does not wait.
+        """
+        graph, region = self._graph(task)
+        taken: list[Region] = []
+        plans = self._planner.plan_graph(
+            graph, self._lookahead, regions=[region], on_taken=None if task.waits else taken.append).regions
+        return plans[0] if plans else None
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def _graph(self, task: RegionTask) -> tuple[DataflowGraph, Region]:
+        if task.key not in self._graphs:
+            graph, region = region_graph(task.data, task.key)
+            graph.shares = task.shares
+            self._graphs[task.key] = graph, region
+        return self._graphs[task.key]
+
+
+def _captured(*args: Any) -> str | Exception:
+    """A job: an error comes back as it is."""
+    try:
+        return capture_as_text(*args)
+    except FuseplanError as error:
+        return carried(error)
+
+
+def opened(terms: Terms) -> Session:
+    """The session of this worker's device, for these terms."""
+    studies = None if terms.study is None else Studies(terms.study)
+    session = open_session(terms.kind, terms.db, terms.settings)
+    return replace(session, shipped=terms.shipped, since=terms.since, studies=studies)

@@ -1,0 +1,194 @@
+"""A tune by a fleet has the plans of a tune here, stores them as that does, and says what came of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import fleet_here
+import pytest
+import report_samples as samples
+from model_samples import write_config
+
+from fuseplan.planner.api import many
+from fuseplan.planner.api.asked import Asked, of_model, of_pattern, plan_settings
+from fuseplan.planner.api.job import HowToTune
+from fuseplan.planner.api.tune import Tuned, tune_asked
+from fuseplan.planner.cli import main
+from fuseplan.planner.fleet import cluster
+from fuseplan.planner.fleet.asking import tune_by_fleet
+from fuseplan.planner.fleet.many import tune_manifest_by_fleet
+from fuseplan.planner.fleet.overview import Wanted, fleet_status
+from fuseplan.planner.fleet.worker_state import RegionTuner
+from fuseplan.planner.models.sources import find_source
+from fuseplan.planner.tuning.summary import load_summaries
+from fuseplan.search.errors import SubjectError
+from fuseplan.search.store.database import Database
+from fuseplan.search.store.record import PlanRecord, RecordKey
+
+SETTINGS = plan_settings("cpu", "fp32", "eager")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    fleet_here.tune_quickly(monkeypatch)
+    fleet_here.in_the_place_of_local(monkeypatch, 2)
+
+
+@pytest.fixture
+def db(tmp_path: Path) -> Path:
+    return samples.known_machine(tmp_path / "fleet.db")
+
+
+def llama(tmp_path: Path, decode: str = "1", prefill: str | None = None) -> Asked:
+    source = find_source(config=write_config(tmp_path, "llama"), layers=2)
+    return of_model("cpu", source, decode, 16, prefill)
+
+
+def by_fleet(db: Path, *asked: Asked, how: HowToTune | None = None) -> list[Tuned]:
+    return [found for one in asked for found in tune_by_fleet(one, SETTINGS, "local", db, how or HowToTune())]
+
+
+def decided(db: Path) -> dict[RecordKey, list[tuple[Any, ...]]]:
+    """What every stored plan says, times aside."""
+    with Database(db) as database:
+        return {plan.key: said(plan) for plan in database.plans()}
+
+
+def said(plan: PlanRecord) -> list[tuple[Any, ...]]:
+    return sorted((one.ops, one.implementation, tuple(sorted(one.config.items())), one.workload) for one in plan.groups)
+
+
+def test_a_fleet_ends_with_the_plans_of_a_tune_here(tmp_path: Path, db: Path) -> None:
+    alone = samples.known_machine(tmp_path / "alone.db")
+    asked = llama(tmp_path, "1,2")
+    expected = tune_asked(asked, SETTINGS, alone, HowToTune())
+    (found,) = by_fleet(db, asked)
+    assert decided(db) == decided(alone) != {}
+    assert expected.result is not None and found.result is not None
+    assert [one.workload for one in found.result.plans] == [one.workload for one in expected.result.plans]
+    assert found.result.measured == expected.result.measured > 0
+    for mine, theirs in zip(found.result.plans, expected.result.plans, strict=True):
+        assert [one.region for one in mine.plan.regions] == [one.region for one in theirs.plan.regions]
+        assert [said(one.record) for one in mine.plan.regions] == [said(one.record) for one in theirs.plan.regions]
+    assert set(found.groups["key"]) == set(expected.groups["key"])
+    assert found.steps["workload"].tolist() == expected.steps["workload"].tolist() != []
+    with Database(db) as mine, Database(alone) as theirs:
+        assert {one.workload for one in load_summaries(mine)} == {one.workload for one in load_summaries(theirs)}
+
+
+def test_models_of_a_manifest_share_regions_and_what_is_stored_is_not_measured(
+    tmp_path: Path, db: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[str] = []
+    measure = RegionTuner.measure
+
+    def counting(self: RegionTuner, task: Any) -> Any:
+        measured.append(task.key)
+        return measure(self, task)
+
+    monkeypatch.setattr(RegionTuner, "measure", counting)
+    write_config(tmp_path, "llama")
+    manifest = tmp_path / "models.toml"
+    manifest.write_text("""
+        [defaults]
+        config = "llama/config.json"
+        kv_len = 16
+        decode = 1
+        calls = false
+
+        [[model]]
+        name = "one layer"
+        layers = 1
+
+        [[model]]
+        name = "two layers"
+        layers = 2
+
+        [[model]]
+        name = "elsewhere"
+        devices = ["cuda-of-nobody"]
+    """)
+    alone = samples.known_machine(tmp_path / "alone.db")
+    expected = many.tune_manifest(manifest, "cpu", alone, HowToTune())
+    (found,) = tune_manifest_by_fleet(manifest, "cpu", "local", db, HowToTune())
+    counts = ["model", "workloads", "regions", "shared", "stored", "measured", "failed", "step", "outcome"]
+    assert found.models[counts].to_dict("records") == expected.models[counts].to_dict("records")
+    assert found.regions["key"].tolist() == expected.regions["key"].tolist()
+    assert found.models["shared"].sum() and decided(db) == decided(alone)
+    assert sorted(measured) == sorted(found.regions["key"]) and not found.failure
+    assert found.steps["workload"].tolist() == expected.steps["workload"].tolist() != []
+    measured.clear()
+    (again,) = tune_manifest_by_fleet(manifest, "cpu", "local", db, HowToTune())
+    assert measured == [] and again.models["measured"].sum() == 0 and again.regions["stored"].all()
+    assert main.run(f"tune --manifest {manifest} --db {db} --device cpu --workers local --again".split()) == 0
+    assert sorted(measured) == sorted(found.regions["key"])
+
+
+def test_a_region_that_fails_costs_only_itself(
+    tmp_path: Path, db: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, measure = llama(tmp_path), RegionTuner.measure
+    failing: list[str] = []
+
+    def fails(self: RegionTuner, task: Any) -> Any:
+        if not failing or task.key in failing:
+            failing.append(task.key)
+            raise SubjectError("its reference fails")
+        return measure(self, task)
+
+    monkeypatch.setattr(RegionTuner, "measure", fails)
+    (found,) = by_fleet(db, asked)
+    assert found.result is not None and len(found.result.failures) == 1 and found.result.distinct()
+    assert any("its reference fails" in one and "runs unfused" in one for one in found.warnings)
+    monkeypatch.undo()
+    missing = fleet_status(None, db, [Wanted("llama", "cpu", SETTINGS, asked.graphs())]).missing
+    assert missing["key"].tolist() == failing[:1]
+
+
+def test_workers_need_no_model_of_whoever_has_a_module(db: Path) -> None:
+    (found,) = by_fleet(db, of_pattern("cpu", "swiglu", "3x8", "float32"))
+    assert found.result is not None and found.result.measured
+    assert found.groups["group"].tolist() == ["silu+mul 3x8 float32"]
+
+
+def test_the_command_answers_like_a_tune_here(db: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"tune --pattern swiglu --shape 3x8 --db {db} --device cpu --workers local"
+    assert main.run(line.split()) == 0
+    printed = capsys.readouterr()
+    assert "silu+mul 3x8" in printed.out and "1 of 1 groups" in printed.out and "tuning on 2 devices" not in printed.out
+    assert main.run([*line.split(), "--misses"]) == 2
+    assert "--workers" in capsys.readouterr().err
+    assert main.run(["fleet", "status", "--db", str(db), "--pattern", "swiglu", "--shape", "3x9", "--device", "cpu",
+                     "--format", "json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert "silu+mul 3x9" in json.dumps(answer)
+
+
+@pytest.mark.parametrize(("line", "words"), [
+    ("tune --workers tcp://127.0.0.1:9 --pattern swiglu --shape 3x8", ("tcp://127.0.0.1:9", "dask scheduler")),
+    ("fleet status tcp://127.0.0.1:9", ("tcp://127.0.0.1:9", "dask scheduler")),
+    ("tune --workers local --pattern swiglu --shape 3x8 --device cpu --db sqlite://", ("memory", "--db")),
+])
+def test_mistakes_are_told_in_one_line(
+    line: str, words: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "_CONNECT_S", 0.5)
+    assert main.run(line.split()) == 2
+    (told,) = [one for one in capsys.readouterr().err.splitlines() if one.startswith("plan: error")]
+    assert all(word in told for word in words)
+
+
+@pytest.mark.parametrize("line", [
+    "tune --workers local --pattern swiglu --shape 3x8", "fleet worker tcp://127.0.0.1:9",
+    "fleet status tcp://127.0.0.1:9",
+])
+def test_the_extra_is_named_where_it_is_missing(
+    line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    assert main.run(line.split()) == 2
+    assert "pip install 'fuseplan[fleet]'" in capsys.readouterr().err

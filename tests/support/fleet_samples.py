@@ -1,0 +1,101 @@
+"""Fleets in this process: workers that own devices which are none, and tasks that only say what was done."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from distributed import Client, LocalCluster, get_worker
+
+from fuseplan.planner.fleet.spread import Spread, Tasks
+from fuseplan.planner.fleet.terms import PLENTY, Prepared, RegionOutcome, RegionTask, Terms, beside, measuring
+from fuseplan.planner.tuning.settings import PlanSettings
+from fuseplan.search.tune.tuner import Budget
+
+DEVICE = "cpu-sample-0"
+TERMS = Terms("run", "cpu", "nowhere", PlanSettings(), Budget())
+
+
+@contextmanager
+def fleet(workers: int, devices: Sequence[str] = (DEVICE,), threads: int = 1) -> Iterator[Client]:
+    """A client of that many workers, threads of this process, which own the devices in turn."""
+    with (
+        LocalCluster(n_workers=0, processes=False, dashboard_address=None, threads_per_worker=threads,
+                     memory_limit=None) as cluster,
+        Client(cluster) as client,
+    ):
+        for number in range(workers):
+            device = devices[number % len(devices)]
+            cluster.worker_spec[number] = {**cluster.new_spec, "options": {
+                **cluster.new_spec["options"], "resources": resources(device)}}
+        cluster.sync(cluster._correct_state)
+        client.wait_for_workers(workers)
+        yield client
+
+
+def resources(device: str) -> dict[str, float]:
+    """What a worker offers that owns this device."""
+    return {measuring(device): 1, beside(device): PLENTY, beside(device.partition("-")[0]): PLENTY}
+
+
+def region(key: str, ops: float = 1.0) -> RegionTask:
+    return RegionTask(key, f"region {key}", {}, {}, ops)
+
+
+@dataclass
+class Log:
+    """What the tasks of this module have done: each measurement as (worker, key), in the order in which they began."""
+
+    measured: list[tuple[str, str]] = field(default_factory=list)
+    prepared: list[str] = field(default_factory=list)
+    at_once: Counter[str] = field(default_factory=Counter)
+    most_at_once: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    #: Called in a measurement, with the key.
+    meanwhile: Callable[[str], object] = lambda key: None
+    outcome: Callable[[RegionTask], RegionOutcome] = lambda task: RegionOutcome(failure=ValueError(task.key))
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+LOG = Log()
+
+
+def fresh_log() -> Log:
+    global LOG
+    LOG = Log()
+    return LOG
+
+
+def prepare(terms: Terms, task: RegionTask) -> Prepared:
+    LOG.prepared.append(task.key)
+    return Prepared(task.ops)
+
+
+def measure(terms: Terms, task: RegionTask, prepared: Prepared) -> RegionOutcome:
+    worker, log = get_worker().address, LOG
+    with log.lock:
+        log.at_once[worker] += 1
+        log.most_at_once = max(log.most_at_once, log.at_once[worker])
+        log.measured.append((worker, task.key))
+    try:
+        log.meanwhile(task.key)
+        time.sleep(log.seconds.get(task.key, 0.0))
+        return log.outcome(task)
+    finally:
+        with log.lock:
+            log.at_once[worker] -= 1
+
+
+def capture(*args: object) -> object:
+    return args
+
+
+TASKS = Tasks(capture=capture, probe=capture, prepare=prepare, measure=measure)
+
+
+def spread(client: Client, kind: str = "cpu") -> Spread:
+    return Spread(client, kind, "run", TASKS)

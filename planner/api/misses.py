@@ -16,7 +16,7 @@ from fuseplan.costmodel.probe import probe
 from fuseplan.planner.api.answer import first_screen
 from fuseplan.planner.api.asked import plan_settings
 from fuseplan.planner.api.device import Kind, device_kind
-from fuseplan.planner.api.job import HowToTune, complaints, outcome, ready
+from fuseplan.planner.api.job import HowToTune, complaints, keep_summary, outcome, ready
 from fuseplan.planner.api.progress import SILENT, Progress
 from fuseplan.planner.api.words import in_python, python_words
 from fuseplan.planner.errors import FuseplanError
@@ -152,6 +152,7 @@ def tune_misses(
                         tuning.session, tuning.graphs, Budget.on(kind, how.trials, how.seconds), how.seed,
                         events.on_region, events.on_trial, account, pool, events.on_graph,
                         regions_of=lambda graph, tuning=tuning: tuning.regions[id(graph)],  # type: ignore[misc]
+                        on_plan=tuning.keep,
                     )
                 said.append(outcome(result))
                 more, failed = complaints(result, load)
@@ -200,6 +201,12 @@ class _Tuning:
     def back(self, session: Session) -> Session:
         """The session as it was before, with what was learnt of the device."""
         return replace(session, settings=self._settings, target=self._target, since="", studies=None)
+
+    def keep(self, planned: WorkloadPlan) -> None:
+        """Store what reports say of a missed region: a workload of its own, of a model called ``misses``."""
+        missed = next(one for one, (name, _) in zip(self._missed, self.graphs, strict=True) if name == planned.workload)
+        # Equal labels may be of other strides.
+        keep_summary(self.session, "misses", f"{missed.label} ({missed.region[:8]})", planned)
 
     def rows(self, result: TuneResult) -> Iterator[dict[str, Any]]:
         failed = {failure.workload: str(failure.error) for failure in result.failures}

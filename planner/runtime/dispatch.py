@@ -107,7 +107,7 @@ def _open(device_type: str, options: DispatchOptions) -> Session:
     settings = PlanSettings(numerics=options.numerics, regime=options.regime_on(device_type))
     if options.on_miss == "tune":
         try:
-            return open_session(device_type, options.db, settings)
+            return open_session(device_type, options.db, settings, patient=False)
         except DatabaseError as error:
             logger.warning("plans tuned now cannot be stored (%s); the stored ones are used", error)
     return open_session(device_type, options.db, settings, mode="read")

@@ -172,12 +172,14 @@ def record_samples(record: TuningRecord, backend: Backend) -> list[Sample]:
 
 
 def open_session(
-    device_type: str, database: str | Path | None = None, settings: PlanSettings | None = None, mode: Mode = "write"
+    device_type: str, database: str | Path | None = None, settings: PlanSettings | None = None, mode: Mode = "write",
+    patient: bool = True,
 ) -> Session:
     """Open the database and recognise the device; nothing is measured.
 
     The device is ``"cpu"``, ``"cuda"``, or ``"auto"`` (CUDA where there is one). ``database`` is a file or SQLAlchemy
-    URL, None for the user's default file; one in mode ``"read"`` never raises.
+    URL, None for the user's default file; one in mode ``"read"`` never raises. Who writes and is ``patient`` waits for
+    a server that goes away later.
 
     Raises:
         DeviceError: There is no such device here.
@@ -194,7 +196,7 @@ def open_session(
         raise DeviceError(str(error)) from None
     if device_type == "cpu":  # the identity knows the caches; kernels know no machine
         target = replace(target, l2_bytes=identity.l2_bytes)
-    opened = Database(database, mode, Versions.current(device_type))
+    opened = Database(database, mode, Versions.current(device_type), patient)
     return session_on(identity.key(), target, opened, settings)
 
 

@@ -160,7 +160,7 @@ def transaction(engine: sa.Engine) -> Iterator[sa.Connection]:
         raise database_error(error, engine) from None
 
 
-def insist(engine: sa.Engine, attempt: Callable[[], T], patient: bool) -> T:
+def insist(url: sa.URL, attempt: Callable[[], T], patient: bool) -> T:
     """What ``attempt`` returns, which may run several times.
 
     A connection that the server has closed is replaced at once and without a word. One who is ``patient`` waits for a
@@ -175,7 +175,7 @@ def insist(engine: sa.Engine, attempt: Callable[[], T], patient: bool) -> T:
             if not patient and (tries or not error.at_once):
                 raise
             if tries or not error.at_once:
-                if (name := location_name(engine.url)) not in _AWAITED:
+                if (name := location_name(url)) not in _AWAITED:
                     _AWAITED.add(name)
                     warnings.warn(f"waiting for the database at {error}", stacklevel=3)
                 time.sleep(pause)
@@ -190,6 +190,7 @@ def database_error(error: Exception, engine: sa.Engine) -> DatabaseError:
     low = text.lower()
     name = location_name(engine.url)
     if engine.dialect.name != "sqlite":
+        text = without_secrets(said.strip().partition("\n")[0], engine.url)  # then come hints and the statement
         state = str(getattr(getattr(error, "orig", None), "sqlstate", None) or "")
         if state in _FORBIDDEN:
             return ReadOnlyDatabaseError(f"{name} cannot be written ({text}); use a role that may write there")

@@ -32,6 +32,8 @@ Mode = Literal["write", "inspect", "read"]
 #: Servers that dispatch has said it goes on without, and until when no graph that is compiled asks for one again.
 _AWAY: dict[URL, float] = {}
 _AWAY_S = 60.0
+#: What this process has opened for writing.
+_REACHED: set[URL] = set()
 #: Servers where the role of this process may not log misses.
 _UNLOGGED: set[URL] = set()
 #: Seconds that a model which is being compiled waits for another process's transaction, to log what it missed.
@@ -86,19 +88,21 @@ def reservations(record: TuningRecord | PlanRecord, versions: Versions | None, s
 class Database:
     """One tuning database, in a file or behind a SQLAlchemy URL; None stands for the user's default file.
 
-    Mode ``"write"`` creates what is missing and sets a corrupt database of ours aside. Once it is open, it waits for a
-    server that goes away and then goes on. ``"inspect"`` changes nothing; ``"read"`` never raises and never writes
-    records: what cannot be read is empty, with one warning, but for a server that was pulled: then its snapshot is read
-    (:mod:`.snapshot`). Look-ups compare records with ``versions``; None accepts any.
+    Mode ``"write"`` creates what is missing and sets a corrupt database of ours aside. It waits for a server that goes
+    away, once this process has reached it, unless it is not ``patient``. ``"inspect"`` changes nothing. ``"read"``
+    never raises and never writes records: what cannot be read is empty, with one warning, but in place of a server that
+    is away its snapshot is read (:mod:`.snapshot`). Look-ups compare records with ``versions``; None accepts any.
 
     Raises:
         DatabaseError: But in ``"read"`` mode, the location cannot be used; the message says what to do.
     """
 
     def __init__(
-        self, location: str | Path | None = None, mode: Mode = "write", versions: Versions | None = None
+        self, location: str | Path | None = None, mode: Mode = "write", versions: Versions | None = None,
+        patient: bool = True,
     ) -> None:
         self.mode = mode
+        self._patient = patient and mode == "write"
         self.versions = versions
         self._warned = False
         self.broken = False  # something that is there could not be read, and was taken for empty
@@ -107,7 +111,9 @@ class Database:
         try:
             self.url = resolve_url(location)
             if mode == "write":
-                self.engine = tables.open_for_writing(self.url)
+                known = self.url in _REACHED
+                self.engine = insist(self.url, lambda: tables.open_for_writing(self.url), self._patient and known)
+                _REACHED.add(self.url)
             elif mode == "read" and time.monotonic() < _AWAY.get(self.url, 0.0):
                 self._go_without(None)
             else:
@@ -283,7 +289,7 @@ class Database:
             with transaction(engine) as connection:
                 return work(connection)
 
-        return insist(engine, attempt, patient)
+        return insist(self.url, attempt, patient and self._patient)
 
     def _put(self, table: Table, row: Mapping[str, Any]) -> None:
         self.change(lambda connection: tables.upsert(connection, table, row))
@@ -303,7 +309,7 @@ class Database:
                 return [row._asdict() for row in connection.execute(query, parameters)]
 
         try:
-            return insist(engine, attempt, patient=self.mode == "write")
+            return insist(self.url, attempt, self._patient)
         except DatabaseError as error:
             if self.mode != "read":
                 raise

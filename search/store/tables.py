@@ -191,7 +191,7 @@ def check_schema(engine: sa.Engine) -> str | None:
         with connected(engine) as connection:
             return _facts(connection)
 
-    facts = insist(engine, ask, patient=False)
+    facts = insist(engine.url, ask, patient=False)
     if facts is not None and facts.get("schema_version") != str(SCHEMA_VERSION):
         raise SchemaVersionError(
             f"{location_name(engine.url)} has schema version {brief(facts.get('schema_version'))}, this fuseplan reads "

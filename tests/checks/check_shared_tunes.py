@@ -51,18 +51,29 @@ def compare(name: str, found: Plans, expected: Plans) -> None:
           f"{len(found)} are stored")
 
 
-def killed_tunes(db: str, what: Sequence[str], kills: int, longest_s: float) -> None:
-    """Kill tunes that have something leased, and say how long what they held stays theirs."""
-    rng, waits = random.Random(0), []
-    for _ in range(kills):
-        process = start(db, what)
-        time.sleep(longest_s * rng.uniform(0.3, 1.0))
-        with Database(db, mode="inspect") as database:
-            held = {one.key for one in listed(database)} if database.engine is not None else set()
+def leased(db: str) -> dict[str, str]:
+    """Who is at work on which region, part or group now."""
+    with Database(db, mode="inspect") as database:
+        found = listed(database) if database.engine is not None else []
+    return {one.key.workload: one.owner for one in found if one.key.workload != "probe"}
+
+
+def killed_tunes(db: str, what: Sequence[str], kills: int, longest_s: float) -> set[str]:
+    """Kill tunes while they measure; who had what is left behind."""
+    rng, owners = random.Random(0), list[str]()
+    while len(owners) < kills:
+        process, before = start(db, what), set(leased(db).values())
+        while process.poll() is None and not (new := set(leased(db).values()) - before):
+            time.sleep(0.1)
+        if process.poll() is not None:
+            print(f"a tune ended after {len(owners)} were killed")
+            break
+        time.sleep(rng.uniform(0.0, longest_s))
         process.kill()
         process.wait()
-        waits.append(len(held))
-    print(f"killed {kills} tunes, which held {waits} leases")
+        owners += new
+    print(f"killed {len(owners)} tunes, each while it measured")
+    return set(owners)
 
 
 def main() -> None:
@@ -88,18 +99,13 @@ def main() -> None:
               f"in {time.monotonic() - began:.0f} s", flush=True)
         compare("together", plans(db("together")), expected)
 
-        killed_tunes(db("killed"), given.what, given.kills, alone_s / 4)
+        dead = killed_tunes(db("killed"), given.what, given.kills, alone_s / 20)
         began = time.monotonic()
+        left = len([owner for owner in leased(db("killed")).values() if owner in dead])
         last = start(db("killed"), given.what)
-        time.sleep(1)
-        while last.poll() is None:
-            with Database(db("killed"), mode="inspect") as database:
-                owners = {one.owner for one in listed(database)}
-            if len(owners) <= 1 and owners:
-                print(f"leases of killed tunes were gone {time.monotonic() - began:.0f} s after the last kill",
-                      flush=True)
-                break
-            time.sleep(1)
+        while last.poll() is None and dead & set(leased(db("killed")).values()):
+            time.sleep(0.2)
+        print(f"the {left} leases that the last ones left were gone after {time.monotonic() - began:.0f} s", flush=True)
         print(f"the tune after them measured {measured(last)} in {time.monotonic() - began:.0f} s")
         compare("killed", plans(db("killed")), expected)
 

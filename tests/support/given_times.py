@@ -20,6 +20,7 @@ from fast_tunes import count_instead_of_timing
 
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.bench import fresh, generation, model, synthetic
+from fuseplan.planner.cli.bench import generate as bench_generate
 from fuseplan.planner.cli.bench import patterns as bench_patterns
 from fuseplan.planner.groups.candidates import CandidateLimits
 from fuseplan.planner.models import sources, workload
@@ -72,7 +73,11 @@ def _benches(patch: pytest.MonkeyPatch) -> None:
         found, left_out = every_cell(*asked)
         return found[:CELLS], left_out
 
-    every_cell = cells.sweep_cells
+    def few_tokens(*asked: Any) -> list[generation.Sizes]:
+        return [replace(one, prompt=min(one.prompt, 16), new=min(one.new, 8)) for one in every_size(*asked)]
+
+    every_cell, every_size = cells.sweep_cells, bench_generate.sizes_of
+    patch.setattr(bench_generate, "sizes_of", few_tokens)
     small = {(name, shape.replace("10000000", "1024"), dtype): said
              for (name, shape, dtype), said in bench_patterns._HEADLINES.items()}
     patch.setattr(bench_patterns, "_HEADLINES", small)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-ADMIN, READER, PASSWORD = "tuner", "reader", "open-sesame"
+ADMIN, READER, PASSWORD = "admin", "looker", "open-sesame"
 #: Runs the server until its standard input says a line, or ends because the test process did: then its folder goes too.
 _UNTIL_TOLD = '"$@" & read -r _ || gone=1; kill -QUIT $! 2>/dev/null; wait; [ -z "$gone" ] || rm -rf "$PWD"'
 #: Nothing here has to survive a power cut.

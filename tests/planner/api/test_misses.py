@@ -22,7 +22,7 @@ from fuseplan.planner.errors import DeviceError
 from fuseplan.planner.tuning import misses as logged
 from fuseplan.planner.work import region_data
 from fuseplan.search.errors import ReadOnlyDatabaseError
-from fuseplan.search.store import tables
+from fuseplan.search.store import connections, tables
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.maintenance import MISSED, prune_database, verify_database
 from fuseplan.search.store.record import RecordKey
@@ -127,6 +127,16 @@ def test_the_most_frequent_are_tuned_first_and_the_rest_is_named(db: Path) -> No
     assert fuseplan.planner.misses(db, device="cpu")["label"].tolist() == ["silu+mul 3x8 float32"]
 
 
+def test_reports_show_what_was_tuned_from_misses(db: Path) -> None:
+    for _ in range(2):
+        compiled(swiglu, db)(torch.randn(3, 8), torch.randn(3, 8))
+        torch._dynamo.reset()
+    (key,) = tune(db).regions["key"]
+    report = fuseplan.planner.report("misses", db=db, device="cpu")
+    assert report.steps["workload"].tolist() == [f"silu+mul 3x8 float32 ({key[:8]})"]
+    assert report.groups[["workload", "times"]].to_numpy().tolist() == [[f"silu+mul 3x8 float32 ({key[:8]})", 1]]
+
+
 def test_misses_of_one_regime_are_tuned_alone(db: Path, capsys: pytest.CaptureFixture[str]) -> None:
     compiled(swiglu, db)(torch.randn(3, 8), torch.randn(3, 8))
     with Database(db) as database:  # as a database has it that a GPU of this name shares
@@ -224,7 +234,7 @@ def test_dispatch_does_not_wait_for_who_writes_to_the_database(db: Path, monkeyp
             waits.append(timeout)
         return connect(target, timeout=timeout, **more)  # type: ignore[call-overload, no-any-return]
 
-    monkeypatch.setattr(tables.sqlite3, "connect", connecting)
+    monkeypatch.setattr(connections.sqlite3, "connect", connecting)
     writer = connect(db)
     writer.execute("BEGIN IMMEDIATE")
     x = torch.randn(3, 8)

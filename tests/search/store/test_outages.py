@@ -17,6 +17,7 @@ from fuseplan.planner.cli import main
 from fuseplan.search.errors import DatabaseError
 from fuseplan.search.store import connections, database, snapshot
 from fuseplan.search.store.database import Database, Missed
+from fuseplan.search.store.leases import Leases, listed
 from fuseplan.search.store.location import resolve_url
 from fuseplan.search.store.record import Trial
 
@@ -25,6 +26,7 @@ from fuseplan.search.store.record import Trial
 def nothing_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(database, "_AWAY", {})
     monkeypatch.setattr(database, "_UNLOGGED", set())
+    monkeypatch.setattr(database, "_REACHED", set())
     monkeypatch.setattr(connections, "_AWAITED", set())
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
 
@@ -83,7 +85,7 @@ def test_a_tune_waits_and_goes_on(
             starting.join()
         assert len(list(tuner.records())) == 3
     (waited,) = warned
-    assert "waiting for the database at postgresql://tuner:***@" in str(waited.message)
+    assert "waiting for the database at postgresql://admin:***@" in str(waited.message)
     assert PASSWORD not in str(waited.message)
 
 
@@ -98,9 +100,34 @@ def test_ctrl_c_ends_the_wait(
 
 
 def test_a_server_that_is_not_there_at_the_start_is_an_error(server: Server, url: str) -> None:
+    database._REACHED.clear()
     server.kill()
     with pytest.raises(DatabaseError, match="refused"):
         Database(url)
+
+
+def test_who_has_reached_a_server_waits_to_open_it_again(
+    server: Server, url: str, warned: list[warnings.WarningMessage], once_waited: Callable[[Callable[[], None]], None]
+) -> None:
+    server.kill()
+    starting = threading.Thread(target=server.start)
+    once_waited(starting.start)
+    with Database(url, versions=HERE) as tuner:  # as a tune of several models does
+        assert tuner.get_plans([plan().key])[plan().key].hit == plan()
+    starting.join()
+    assert len(warned) == 1
+
+
+def test_dispatch_that_tunes_waits_for_nobody(server: Server, url: str, warned: list[warnings.WarningMessage]) -> None:
+    with Database(url, patient=False) as tuner:
+        server.kill()
+        with pytest.raises(DatabaseError):
+            tuner.put_record(tuning())
+        with pytest.raises(DatabaseError):
+            list(tuner.records())
+    with pytest.raises(DatabaseError):
+        Database(url, patient=False)
+    assert warned == []
 
 
 @pytest.mark.parametrize("trouble", [
@@ -119,6 +146,24 @@ def test_what_waiting_cannot_mend_is_an_error_at_once(
         server.disconnect("outages")
         with pytest.raises(DatabaseError, match=r"authentication failed|does not exist|permission denied"):
             tuner.put_record(tuning())
+    assert warned == []
+
+
+def test_leases_live_through_an_outage_and_nobody_waits_to_let_go(
+    server: Server, url: str, warned: list[warnings.WarningMessage]
+) -> None:
+    key = tuning().key
+    mine, other = Leases(Database(url)), Leases(Database(url))
+    assert mine.take([key]) == {key}
+    server.restart()
+    assert other.take([key]) == set() and mine.take([key]) == {key}
+    mine.release([key])
+    server.kill()
+    mine.release([key])
+    mine.close()
+    server.start()
+    (left,) = listed(Database(url, "inspect"))  # it ends by itself
+    assert (left.key, left.owner) == (key, mine.owner)
     assert warned == []
 
 
@@ -214,11 +259,11 @@ def test_a_pull_that_fails_leaves_the_one_before(
     assert main.run(["db", "pull", url]) == 0
     file = snapshot.snapshot_path(resolve_url(url))
     said = capsys.readouterr().out
-    assert f"2 rows of postgresql://tuner:***@127.0.0.1:{server.port}/outages written to {file}" in said
+    assert f"2 rows of postgresql://admin:***@127.0.0.1:{server.port}/outages written to {file}" in said
     before = file.read_bytes()
     server.kill()
     assert main.run(["db", "pull", "--db", url]) == 2
-    assert capsys.readouterr().err.startswith("plan: error: postgresql://tuner:***@")
+    assert capsys.readouterr().err.startswith("plan: error: postgresql://admin:***@")
     assert file.read_bytes() == before and list(file.parent.iterdir()) == [file]
 
 

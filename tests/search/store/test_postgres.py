@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections.abc import Iterator
 
 import pytest
 import sqlalchemy as sa
+from paths import ROOT
 from postgres_server import Server
 from search_records import HERE, SPEC, plan, tuning
 
@@ -132,6 +134,29 @@ def test_a_url_without_a_driver_means_psycopg_3() -> None:
     url = resolve_url("postgresql://fleet@host/name")
     assert url.get_driver_name() == "psycopg" and location_name(url) == "postgresql://fleet@host/name"
     assert resolve_url("postgresql+psycopg2://fleet@host/name").get_driver_name() == "psycopg2"
+
+
+# -- the roles of the page ----------------------------------------------------------------------------------------
+
+
+def test_the_page_says_how_to_make_the_roles(server: Server) -> None:
+    make, read, collect = re.findall(r"```sql\n(.*?)```", (ROOT / "docs" / "postgresql.md").read_text(), re.DOTALL)
+    server.start()
+    server.sql(*make.splitlines())
+    server.sql(*read.splitlines(), database="tuning")
+    owner, reading = (
+        f"postgresql://{role}:password@127.0.0.1:{server.port}/tuning" for role in ("tuner", "reader"))
+    with Database(owner) as db:
+        db.put_plan(plan())
+    with Database(reading, "read", HERE) as reader:
+        assert reader.get_plans([plan().key])[plan().key].hit == plan()
+        assert not reader.log_miss(plan("r2").key)
+    database._UNLOGGED.clear()
+    server.sql(*collect.splitlines(), database="tuning")
+    with Database(reading, "read", HERE) as reader:
+        assert reader.log_misses([Missed(plan("r2").key)], {"missed/r2": {}})
+    with Database(owner, "inspect") as db:
+        assert [miss["workload"] for miss in db.misses()] == ["r2"]
 
 
 # -- a role that may only read ------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ def worker(
 ) -> None:
     """Offer this host's devices: a worker for each GPU, or one for the CPU; each is started again when it is lost.
 
-    Ends with the scheduler, or with Ctrl-C.
+    Ends with Ctrl-C. A scheduler that goes away is waited for.
     """
     from fuseplan.planner.fleet.terms import needs_dask
 

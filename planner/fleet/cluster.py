@@ -134,13 +134,12 @@ def visible_gpus() -> list[str]:
     count = torch.cuda.device_count()
     if not count:
         raise DeviceError("PyTorch sees no CUDA GPU on this host; use --device cpu, or check with nvidia-smi")
-    named = os.environ.get(_VISIBLE)
-    names = named.split(",") if named is not None else list(map(str, range(count)))
-    return [name.strip() for name in names[:count]]
+    # What the variable says here, as PyTorch reads it: numbers, or names where it has names; all numbers without it.
+    return list(map(str, torch.cuda._parse_visible_devices()[:count]))
 
 
 async def serve(address: str, kind: str) -> None:
-    """Be this host's part of a fleet, until the scheduler at this address is gone or the process is interrupted."""
+    """Be this host's part of a fleet until the process is interrupted. A scheduler that goes away is waited for."""
     with dask.config.set(_SETTINGS):
         started = [Nanny(address, **options) for options in nannies(kind)]
         try:

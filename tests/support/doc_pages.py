@@ -63,8 +63,8 @@ def links(path: Path) -> list[str]:
 
 
 def named_commands(path: Path) -> list[str]:
-    """``plan`` commands that a page names in its sentences and tables; not ``plan db``, which is several."""
-    return re.findall(r"`(plan (?!db`)[^`<$]+)`", _FENCE.sub("", path.read_text(encoding="utf-8")))
+    """``plan`` commands that a page names in its sentences and tables; not ``plan db`` and ``plan fleet``, which are several."""
+    return re.findall(r"`(plan (?!db`|fleet`)[^`<$]+)`", _FENCE.sub("", path.read_text(encoding="utf-8")))
 
 
 def anchors(path: Path) -> set[str]:

@@ -20,16 +20,17 @@ def tune_quickly(patch: pytest.MonkeyPatch) -> None:
     count_instead_of_timing(patch)
     # What is measured next would depend on what else the same worker has measured.
     patch.setattr(RunningCalibration, "update", lambda self, final=False: None)
-    patch.setattr(worker_state, "WorkerPool", lambda compilers: InlineExecutor())
-    patch.setattr(torch, "set_num_threads", lambda _: None)  # a capture's, in a process of its own
 
 
 @contextmanager
-def workers_here(number: int) -> Iterator[Client]:
-    """A client of workers that all own this CPU."""
+def workers_here(patch: pytest.MonkeyPatch, number: int) -> Iterator[Client]:
+    """A client of workers that all own this CPU; they are reached over loopback, and capture in this process."""
+    patch.setattr(worker_state, "WorkerPool", lambda compilers: InlineExecutor())
+    patch.setattr(torch, "set_num_threads", lambda _: None)  # a capture's, in a process of its own
     with (
-        LocalCluster(n_workers=number, processes=False, dashboard_address=None, threads_per_worker=1, memory_limit=None,
-                     preload="fuseplan.planner.fleet.worker_state", preload_argv=["--device", "cpu"]) as local,
+        LocalCluster(n_workers=number, processes=False, protocol="tcp", host="127.0.0.1", dashboard_address=None,
+                     threads_per_worker=1, memory_limit=None, preload="fuseplan.planner.fleet.worker_state",
+                     preload_argv=["--device", "cpu"]) as local,
         Client(local) as client,
     ):
         client.wait_for_workers(number)
@@ -42,7 +43,7 @@ def in_the_place_of_local(patch: pytest.MonkeyPatch, number: int) -> None:
     @contextmanager
     def connected(workers: str, kind: str) -> Iterator[Client]:
         assert (workers, kind) == ("local", "cpu")
-        with workers_here(number) as client:
+        with workers_here(patch, number) as client:
             yield client
 
     patch.setattr(asking, "connected", connected)

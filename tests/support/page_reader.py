@@ -25,6 +25,8 @@ import doc_pages
 import pandas as pd
 import pytest
 import report_samples as samples
+from distributed import Client
+from fleet_here import workers_here
 from packaging.requirements import Requirement
 from paths import ROOT
 from postgres_server import Server
@@ -38,6 +40,7 @@ TUNES = (("tune", "--config", "my-llama", "--prefill", "16", "--no-calls"), ("tu
 _STUB = '#!/bin/sh\n{ printf "%s\\037" "$(basename "$0")" "$@"; echo; } >> "$(dirname "$0")/calls"\n'
 #: Programs that the Makefile calls.
 _PROGRAMS = ("python", "plan", "mkdocs", "ruff", "mypy")
+_SCHEDULER = "tcp://scheduler:8786"
 _SERVER = re.compile(r"(?P<driver>postgresql(?:\+\w+)?)://[^\s/]+@host/(?P<name>\w+)")
 
 
@@ -141,6 +144,8 @@ class Reader:
                 return self.example(script, settings)
             case ["pip", "install", *wanted]:
                 check_install(wanted)
+            case ["dask", "scheduler", *_]:  # the one below
+                assert (Path(sys.executable).parent / "dask").is_file()
             case ["git", "clone", *_]:
                 subprocess.run(["git", "clone", "--quiet", "--no-checkout", str(ROOT), "fuseplan"], check=True)
             case ["cd", folder]:
@@ -150,6 +155,15 @@ class Reader:
         return ""
 
     def _plan(self, argv: list[str]) -> str:
+        if any(word == "local" or _SCHEDULER in word for word in argv):
+            # This CPU is the fleet: two workers that measure nothing, and for a moment those that a host would start.
+            with pytest.MonkeyPatch.context() as patch, workers_here(patch, 2) as client:
+                address = client.scheduler.address
+                argv = [address if word in ("local", _SCHEDULER) else word for word in argv]
+                return run_host(address) if argv[:2] == ["fleet", "worker"] else self._planned(argv)
+        return self._planned(argv)
+
+    def _planned(self, argv: list[str]) -> str:
         if argv[0] == "tune" and "graph" in argv:
             # CUDA graphs are a GPU's. The command says so here, and all else that it asks for is done without them.
             assert "needs CUDA graphs" in run_plan(*argv, status=2)
@@ -170,6 +184,23 @@ class Reader:
             case [program, *_]:  # the tests, the checkers and the site have tests of their own
                 assert program == "python" or shutil.which(program, path=str(Path(sys.executable).parent)), program
         return ""
+
+
+def run_host(scheduler: str) -> str:
+    """What a host says that joins a fleet, and is ended once its worker is there."""
+    command = [sys.executable, "-m", "fuseplan.planner", "fleet", "worker", scheduler, "--device", "cpu"]
+    with (
+        Client(scheduler) as client,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as host,
+    ):
+        there = len(client.scheduler_info()["workers"])
+        try:
+            client.wait_for_workers(there + 1, timeout=240)
+        finally:
+            host.terminate()
+            printed, _ = host.communicate(timeout=120)
+        assert host.returncode == 143, printed
+    return printed
 
 
 def make_calls(argv: Sequence[str]) -> list[list[str]]:

@@ -6,7 +6,6 @@ that are known comes next whichever was captured first, and a worker that joins 
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 import time
@@ -83,6 +82,8 @@ class Spread:
         self._numbers = itertools.count()
         self._waiting: dict[str, list[tuple[float, int, Terms, RegionTask, Callable[[RegionOutcome], None]]]] = {}
         self._under_way: Counter[str] = Counter()
+        #: By device and key: parts of the regions that are under way.
+        self._parts: Counter[tuple[str, str]] = Counter()
         self._unprobed: set[str] = set()
         self._rankings: defaultdict[tuple[str, Terms], dict[Alike, Sequence[Config]]] = defaultdict(dict)
 
@@ -105,8 +106,7 @@ class Spread:
         """Ask for a region on a device."""
         self.counts.regions += 1
         self.counts.ops += task.ops
-        heap = self._waiting.setdefault(device, [])
-        heapq.heappush(heap, (-task.ops, next(self._numbers), terms, task, then))
+        self._waiting.setdefault(device, []).append((-task.ops, next(self._numbers), terms, task, then))
 
     def call(self, function: Callable[..., Any], device: str, terms: Terms, *args: Any) -> Any:
         """Run a task on a device when no region wants it, and wait for its result. Safe from any thread."""
@@ -145,9 +145,14 @@ class Spread:
                 self._next_capture()
         if self._kind == "cpu" and self._capturing:  # which would disturb what is measured
             return
-        for device, heap in self._waiting.items():
-            while heap and device not in self._unprobed and self._under_way[device] < self._most(workers, device):
-                self._next_region(device, *heapq.heappop(heap)[2:])
+        for device, waiting in self._waiting.items():
+            while waiting and device not in self._unprobed and self._under_way[device] < self._most(workers, device):
+                # The longest, but rather one that has no part in common with those under way: a worker would wait for
+                # another's part, which is measured once.
+                apart = [one for one in waiting if not any(self._parts[device, key] for key in one[3].shares)]
+                chosen = min(apart or waiting, key=lambda one: one[:2])
+                waiting.remove(chosen)
+                self._next_region(device, *chosen[2:])
 
     @staticmethod
     def _most(workers: Mapping[str, Iterable[str]], device: str) -> int:
@@ -168,14 +173,16 @@ class Spread:
         self, device: str, terms: Terms, task: RegionTask, then: Callable[[RegionOutcome], None]
     ) -> None:
         self._under_way[device] += 1
+        self._parts.update((device, key) for key in task.shares)
 
         def measured(future: Future[Any]) -> None:
             self._under_way[device] -= 1
+            self._parts.subtract((device, key) for key in task.shares)
             outcome = _outcome(future)
             self._rankings[device, terms] |= outcome.rankings
             if outcome.taken:  # last of all, when its plan may be there
-                waiting = 0.0, next(self._numbers), terms, replace(task, waits=True), then
-                return heapq.heappush(self._waiting[device], waiting)
+                self._waiting[device].append((0.0, next(self._numbers), terms, replace(task, waits=True), then))
+                return None
             self.counts.regions_done += 1
             self.counts.ops_done += task.ops
             return then(outcome)

@@ -203,8 +203,8 @@ class Planner:
                 records[region.key] = self._joined(book, region, parts, 0.0, reason)
         return [RegionPlan(region, records[region.key], "model") for region, _ in wanted]
 
-    def key(self, region_key: str) -> RecordKey:
-        return self.stored.key(region_key)
+    def key(self, region: str) -> RecordKey:
+        return self.stored.key(region)
 
     def look_up_all(self, graph: DataflowGraph, regions: Iterable[Region]) -> dict[str, PlanRecord]:
         """The stored plans of regions of a static graph that are current and checked, by region key."""
@@ -278,8 +278,7 @@ class Planner:
                 known |= found
                 decided += [found[key] for key in mine if key in self._decided]
             fresh = {key: part for key, part in fresh.items() if key not in mine}
-            if fresh:  # those that another tuner is at work on
-                time.sleep(POLL_S)
+            time.sleep(POLL_S if fresh else 0.0)  # those that another tuner is at work on
         self.learner.update()
         plans = [(part, record) for part in parts if (record := known[part.key]) is not None]
         if len(parts) == 1:
@@ -302,6 +301,7 @@ class Planner:
             opened.begin()
         for key in sorted(fresh, key=anchors.__contains__):
             found[key] = self._decided[key] = self._measured(book, fresh[key], tuner, anchors.get(key), lookahead)
+            tuner.leases.release([self.key(key)])  # others may wait for it
         return found
 
     def _across_anchors(

@@ -37,8 +37,9 @@ FIXED = "immutable=1"
 BUSY_S = 30.0
 #: Seconds between attempts to reach a server that is away: at first, and at most.
 _PAUSE_S = (0.1, 5.0)
-#: What drivers raise: their own errors, and Python's for values that they cannot read, bind or hold.
-DRIVER_ERRORS = (SQLAlchemyError, ValueError, OverflowError, MemoryError)
+#: What drivers raise: their own errors, and Python's for values that they cannot read, bind or hold. SystemError is
+#: what Python's sqlite3 makes of an error that it finds no reason for: another thread has asked it something since.
+DRIVER_ERRORS = (SQLAlchemyError, ValueError, OverflowError, MemoryError, SystemError)
 #: SQLSTATE of what trying again mends: https://www.postgresql.org/docs/current/errcodes-appendix.html
 _ENDED = ("57P01", "57P02", "57P03")
 _CONFLICT = ("40001", "40P01")
@@ -189,6 +190,8 @@ def database_error(error: Exception, engine: sa.Engine) -> DatabaseError:
     text = without_secrets(said, engine.url)
     low = text.lower()
     name = location_name(engine.url)
+    if isinstance(error, SystemError):
+        return UnreachableDatabaseError(f"{name}: {text}", at_once=True)
     if engine.dialect.name != "sqlite":
         text = without_secrets(said.strip().partition("\n")[0], engine.url)  # then come hints and the statement
         state = str(getattr(getattr(error, "orig", None), "sqlstate", None) or "")

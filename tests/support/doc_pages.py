@@ -63,7 +63,7 @@ def links(path: Path) -> list[str]:
 
 
 def named_commands(path: Path) -> list[str]:
-    """``plan`` commands that a page names in its sentences and tables; not those that stand for several."""
+    """``plan`` commands that a page names in its sentences and tables; not ``plan db`` and ``plan fleet`` alone."""
     return re.findall(r"`(plan (?!db`|fleet`)[^`<$]+)`", _FENCE.sub("", path.read_text(encoding="utf-8")))
 
 

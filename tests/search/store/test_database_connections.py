@@ -129,3 +129,22 @@ def test_two_processes_write_one_new_database(path: Path) -> None:
     assert len(database.trials(tuning("shared").key)) == 80
     assert database.misses()[0]["count"] == 80
     assert maintenance.verify_database(database) == []
+
+
+def test_a_commit_that_fails_without_a_reason_is_made_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's sqlite3 raises SystemError where another thread has used the connection at that moment."""
+    failures: list[str] = []
+
+    class Odd(sqlite3.Connection):
+        def commit(self) -> None:
+            if self.in_transaction and failures:
+                raise SystemError(failures.pop())
+            super().commit()
+
+    connect = sqlite3.connect
+    monkeypatch.setattr(connections.sqlite3, "connect", lambda *args, **how: connect(*args, **how, factory=Odd))
+    db = Database(path, versions=HERE)
+    failures += ["commit returned NULL without setting an exception"]
+    db.put_record(tuning())
+    assert not failures and db.get_record(tuning().key).hit == tuning()
+    assert len(list(db.records())) == 1

@@ -78,7 +78,9 @@ class Fleet:
 
     def tune(self, orders: Sequence[Order], account: TimeAccount) -> list[tuple[Order, TuneResult]]:
         """What came of each order on each device that it is for."""
-        with account.spend("tuning on workers"), self.progress.status("capturing") as say:
+        with account.spend("tuning on workers"), self.progress.status(
+            "capturing" if any(order.workloads for order in orders) else "tuning on workers"
+        ) as say:
             found = FleetTune(self.client, self.devices, orders, self.location, say, self.progress.note).run()
         for session in {result.session.device: result.session for _, result in found}.values():
             for doubt in doubts(session.spec) if session.spec is not None else ():

@@ -28,9 +28,10 @@ _PRELOAD = "fuseplan.planner.fleet.worker_state"
 _LOST_WORKERS = 4
 #: Seconds until a scheduler has to answer, and until the first worker has to be there.
 _CONNECT_S, _FIRST_WORKER_S = 10, 120
-#: Of Dask's own settings, what does not fit: one thread of OpenMP would make a CPU another device, and a daemon could
-#: not start processes of its own.
+#: Of Dask's own settings, what does not fit: one thread of OpenMP would make a CPU another device, a daemon could not
+#: start processes of its own, and a profiler that stops the interpreter a hundred times a second would slow planning down.
 _SETTINGS = {
+    "distributed.worker.profile.enabled": False,
     "distributed.nanny.pre-spawn-environ": {},
     "distributed.worker.daemon": False,
     "distributed.scheduler.allowed-failures": _LOST_WORKERS,

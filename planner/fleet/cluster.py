@@ -29,7 +29,7 @@ _LOST_WORKERS = 4
 #: Seconds until a scheduler has to answer, and until the first worker has to be there.
 _CONNECT_S, _FIRST_WORKER_S = 10, 120
 #: Of Dask's own settings, what does not fit: one thread of OpenMP would make a CPU another device, a daemon could not
-#: start processes of its own, and a profiler that stops the interpreter a hundred times a second would slow planning down.
+#: start processes of its own, and a profiler that looks a hundred times a second would slow planning down.
 _SETTINGS = {
     "distributed.worker.profile.enabled": False,
     "distributed.nanny.pre-spawn-environ": {},

@@ -24,8 +24,8 @@ from fuseplan.planner.fleet.cluster import captures_at_once, device_workers
 from fuseplan.planner.fleet.terms import Captured, RegionOutcome, RegionTask, Terms, beside, capturing, measuring
 from fuseplan.search.tune.resources import Alike
 
-#: Regions that a device has: the one that is measured, those whose kernels are compiled meanwhile, and one to be prepared
-#: next. An idle worker may steal what is not begun; more of them would spread a tune less evenly over 32 devices.
+#: Regions that a device has: the one that is measured, those whose kernels are compiled meanwhile, and one to be
+#: prepared next. An idle worker may steal what is not begun; with more, a tune is spread less evenly over 32 devices.
 AHEAD = 4
 #: What is urgent: nothing can be prepared before it is captured, nor measured before it is prepared. Regions of equal
 #: urgency come by their ops, fewer than a million.

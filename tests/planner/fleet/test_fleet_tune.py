@@ -134,11 +134,10 @@ def test_a_region_that_fails_costs_only_itself(
     tmp_path: Path, db: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, measure = llama(tmp_path), RegionTuner.measure
-    failing: list[str] = []
+    failing: dict[str, str] = {}
 
     def fails(self: RegionTuner, task: Any) -> Any:
-        if not failing or task.key in failing:
-            failing.append(task.key)
+        if failing.setdefault("first", task.key) == task.key:  # of two workers that ask at once one is told so
             raise SubjectError("its reference fails")
         return measure(self, task)
 
@@ -148,7 +147,7 @@ def test_a_region_that_fails_costs_only_itself(
     assert any("its reference fails" in one and "runs unfused" in one for one in found.warnings)
     monkeypatch.undo()
     missing = fleet_status(None, db, [Wanted("llama", "cpu", SETTINGS, asked.graphs())]).missing
-    assert missing["key"].tolist() == failing[:1]
+    assert missing["key"].tolist() == [failing["first"]]
 
 
 def test_workers_need_no_model_of_whoever_has_a_module(db: Path) -> None:

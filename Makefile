@@ -5,8 +5,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # Without an NVIDIA GPU, `make TORCH="torch --index-url https://download.pytorch.org/whl/cpu" ...` saves the CUDA download.
 TORCH ?= torch==2.13.0
-# Processes that run the tests: each holds PyTorch, and starts others.
-JOBS ?= 2
+# Processes that run the tests: each holds PyTorch, starts others, and waits for them. On two cores three keep busy.
+JOBS ?= 3
 BIN := $(VENV)/bin
 
 .PHONY: tune test docs lint types wheel clean

@@ -147,11 +147,11 @@ class FleetTune:
                 self._spread.cancel()
                 self._timing.shutdown(wait=False, cancel_futures=True)
                 raise
-            found = [(order, self._result(number, device, began)) for number, order in enumerate(self._orders)
-                     for device in filter(order.is_for, self._devices)]
-        for leases in self._leases.values():
-            leases.close()
-        return found
+            finally:
+                for leases in self._leases.values():
+                    leases.close()
+            return [(order, self._result(number, device, began)) for number, order in enumerate(self._orders)
+                    for device in filter(order.is_for, self._devices)]
 
     def _session(self, device: str, terms: Terms) -> Session:
         """A session to look plans up with, and to time steps."""

@@ -83,7 +83,7 @@ class Turn:
         self.taken = False
         if path is not None:
             with contextlib.suppress(OSError):
-                self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
     def take(self) -> bool:
         """Take the turn, unless another process has it."""

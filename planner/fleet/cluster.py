@@ -1,4 +1,4 @@
-"""Where the workers are: behind a scheduler somewhere, or here, one for each GPU; nannies start lost ones again."""
+"""Where the workers are: behind a scheduler somewhere, or here, a few for each GPU; nannies start lost ones again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import dask
 from distributed import Client, Nanny, Scheduler, SpecCluster
 
 from fuseplan.planner.errors import DeviceError
-from fuseplan.planner.fleet.terms import capturing, device_of
+from fuseplan.planner.fleet.terms import capturing, device_of, unit
 from fuseplan.search.workers.worker import usable_cores
 
 LOCAL = "local"
@@ -24,6 +24,9 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 #: has threads for.
 _THREADS = 1
 _PRELOAD = "fuseplan.planner.fleet.worker_state"
+#: Workers that share a GPU: while one plans and compiles, another measures, of all of them one at a time. Each needs so
+#: many cores.
+_SHARE_A_GPU, _CORES_EACH = 3, 4
 #: A region may cost so many workers before it is held to be at fault itself.
 _LOST_WORKERS = 4
 #: Seconds until a scheduler has to answer, and until the first worker has to be there.
@@ -47,6 +50,15 @@ def device_workers(client: Client, kind: str) -> dict[str, list[str]]:
             if device is not None and device.startswith(f"{kind}-"):
                 found.setdefault(device, []).append(address)
     return found
+
+
+def devices_here(client: Client, kind: str) -> int:
+    """How many devices of this type all workers together own: one that workers share counts once."""
+    owned: set[str] = set()
+    for address, worker in client.scheduler_info()["workers"].items():
+        if any((device_of(one) or "").startswith(f"{kind}-") for one in worker["resources"]):
+            owned.update([one for one in worker["resources"] if one.startswith(unit(""))] or [address])
+    return len(owned)
 
 
 def captures_at_once(client: Client, kind: str) -> int:
@@ -109,19 +121,27 @@ def local_cluster(kind: str) -> SpecCluster:
 
 
 def nannies(kind: str, **options: Any) -> list[dict[str, Any]]:
-    """How the nannies of this host's devices are started: one a GPU, which is all that its worker sees."""
-    if kind == "cpu":
-        environments: list[dict[str, str]] = [{}]
-    else:
-        environments = [{_VISIBLE: gpu} for gpu in visible_gpus()]
+    """How the nannies of this host's devices are started: one for the CPU, a few a GPU, which is all that their workers
+    see.
+    """
+    environments: list[dict[str, str]] = [{}]
+    if kind != "cpu":
+        gpus = visible_gpus()
+        environments = [{_VISIBLE: gpu} for gpu in gpus for _ in range(workers_each(usable_cores(), len(gpus)))]
     compilers = max(1, usable_cores() // len(environments))
-    names = [f"{socket.gethostname()}-{os.getpid()}-{one.get(_VISIBLE, kind)}" for one in environments]
+    names = [f"{socket.gethostname()}-{os.getpid()}-{one.get(_VISIBLE, kind)}-{number}"
+             for number, one in enumerate(environments)]
     return [
         {"name": name, "nthreads": _THREADS, "memory_limit": None, "env": environment, "preload": _PRELOAD,
          "preload_argv": ["--device", kind, "--compilers", str(compilers)], "dashboard": False,
          "dashboard_address": None, **options}
         for name, environment in zip(names, environments, strict=True)
     ]
+
+
+def workers_each(cores: int, gpus: int) -> int:
+    """How many workers share a GPU on a host of so many cores and GPUs."""
+    return max(1, min(_SHARE_A_GPU, cores // gpus // _CORES_EACH))
 
 
 def visible_gpus() -> list[str]:

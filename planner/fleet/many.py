@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -58,7 +58,7 @@ def tune_manifest_by_fleet(
         jobs, terms, load = _jobs(manifest, found), terms_of(found, how), found.load
         models = list(dict.fromkeys(model for job in jobs.values() for model in job.models))
         with account.spend("capturing"):
-            captured = dict(zip(models, _captured(found, terms.run, models), strict=True))
+            captured = dict(zip(models, _captured(found, jobs.keys(), terms, models), strict=True))
         with account.spend("looking regions up"):
             wanted = [_on_device(found, device, jobs[device.device], captured, terms)
                       for device in found.devices if device.device in jobs]
@@ -92,9 +92,16 @@ def _jobs(manifest: Manifest, found: Fleet) -> dict[str, TuneJob]:
     return jobs
 
 
-def _captured(found: Fleet, run: str, models: Sequence[JobModel]) -> list[CapturedModel]:
-    """The graphs of models. Users' own modules are captured here: workers may not have their code."""
-    spread = Spread(found.client, found.kind, run)
+def _captured(
+    found: Fleet, devices: Collection[str], terms: Terms, models: Sequence[JobModel]
+) -> list[CapturedModel]:
+    """The graphs of models; devices that are not known yet are probed meanwhile. Users' own modules are captured here:
+    workers may not have their code.
+    """
+    spread = Spread(found.client, found.kind, terms.run)
+    for device in found.devices:
+        if device.device in devices and _session(found, device, terms).spec is None:
+            spread.probe(device.device, terms, then=lambda probed: None)
     theirs: dict[tuple[int, int], Captured] = {}
     made: dict[int, CapturedModel] = {}
     for number, model in enumerate(models):
@@ -128,11 +135,15 @@ def _put_together(model: JobModel, parts: Sequence[Captured], note: Callable[[st
 def _on_device(
     found: Fleet, device: WorkerDevice, job: TuneJob, captured: dict[JobModel, CapturedModel], terms: Terms
 ) -> _OnDevice:
-    models = tuple(captured[model] for model in job.models)
-    session = session_on(device.device, device.target, Database(found.location, versions=device.versions))
-    session = replace(session, shipped=terms.shipped, since=terms.since)
+    models, session = tuple(captured[model] for model in job.models), _session(found, device, terms)
     return _OnDevice(
         job, session, models, distinct_regions(models, session), tuple(_orders(job, models, terms, device.device)))
+
+
+def _session(found: Fleet, device: WorkerDevice, terms: Terms) -> Session:
+    """A session to look plans up with."""
+    session = session_on(device.device, device.target, Database(found.location, versions=device.versions))
+    return replace(session, shipped=terms.shipped, since=terms.since)
 
 
 def _orders(job: TuneJob, models: Sequence[CapturedModel], terms: Terms, device: str) -> Iterator[Order]:

@@ -20,11 +20,11 @@ from distributed import Client, Future, KilledWorker, as_completed
 from fuseplan.kernels.ir.backend import Config
 from fuseplan.planner.errors import PlanError
 from fuseplan.planner.fleet import work
-from fuseplan.planner.fleet.cluster import captures_at_once, device_workers
+from fuseplan.planner.fleet.cluster import captures_at_once, device_workers, devices_here
 from fuseplan.planner.fleet.terms import Captured, RegionOutcome, RegionTask, Terms, beside, capturing, measuring
 from fuseplan.search.tune.resources import Alike
 
-#: Regions that a device has: the one that is measured, those whose kernels are compiled meanwhile, and one to be
+#: Regions that a worker has: the one that it tunes, those whose kernels are compiled meanwhile, and one to be
 #: prepared next. An idle worker may steal what is not begun; with more, a tune is spread less evenly over 32 devices.
 AHEAD = 4
 #: What is urgent: nothing can be prepared before it is captured, nor measured before it is prepared. Regions of equal
@@ -138,8 +138,8 @@ class Spread:
     def _ask(self) -> None:
         """Submit what is next."""
         workers = device_workers(self._client, self._kind)
-        self.counts.devices = sum(map(len, workers.values()))
-        if self._captures:
+        self.counts.devices = devices_here(self._client, self._kind)
+        if self._captures and not (self._kind == "cpu" and self._unprobed):
             most = captures_at_once(self._client, self._kind)
             while self._captures and self._capturing < most:
                 self._next_capture()

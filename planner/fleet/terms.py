@@ -51,6 +51,13 @@ def capturing(kind: str) -> str:
     return f"{_PREFIX} capture {kind}"
 
 
+def unit(name: str) -> str:
+    """The resource that names a worker's GPU or host among all of a device's key; workers that share one have it in
+    common.
+    """
+    return f"{_PREFIX} unit {name}"
+
+
 def device_of(resource: str) -> str | None:
     """The device's key, of a :func:`measuring` resource; None of any other."""
     words = resource.split(" ")

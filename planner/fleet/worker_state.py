@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import threading
 from contextlib import ExitStack
 from dataclasses import replace
@@ -17,7 +18,17 @@ from distributed import Worker, WorkerPlugin, get_worker, secede
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.capture.cache import capture_as_text
 from fuseplan.planner.errors import FuseplanError
-from fuseplan.planner.fleet.terms import PLENTY, Rankings, RegionTask, Terms, beside, capturing, carried, measuring
+from fuseplan.planner.fleet.terms import (
+    PLENTY,
+    Rankings,
+    RegionTask,
+    Terms,
+    beside,
+    capturing,
+    carried,
+    measuring,
+    unit,
+)
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.tuning.plans import RegionPlan
 from fuseplan.planner.tuning.session import Session, open_session
@@ -53,7 +64,10 @@ async def dask_setup(worker: Worker, device: str, compilers: int) -> None:
     kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     key = current_identity(kind).key()
     captures = max(1, (compilers or usable_cores()) // _CORES_EACH)
-    for resource, amount in ((measuring(key), 1), (beside(key), PLENTY), (capturing(kind), captures)):
+    here = str(torch.cuda.get_device_properties(0).uuid) if kind == "cuda" else socket.gethostname()
+    for resource, amount in (
+        (measuring(key), 1), (beside(key), PLENTY), (capturing(kind), captures), (unit(here), 1)
+    ):
         worker.state.total_resources[resource] = worker.state.available_resources[resource] = amount
     state = WorkerState(compilers)
     await worker.plugin_add(plugin=state, name=_NAME)

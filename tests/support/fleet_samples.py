@@ -22,6 +22,7 @@ from fuseplan.planner.fleet.terms import (
     beside,
     capturing,
     measuring,
+    unit,
 )
 from fuseplan.planner.tuning.settings import PlanSettings
 from fuseplan.search.tune.tuner import Budget
@@ -31,8 +32,12 @@ TERMS = Terms("run", "cpu", "nowhere", PlanSettings(), Budget())
 
 
 @contextmanager
-def fleet(workers: int, devices: Sequence[str] = (DEVICE,), threads: int = 1) -> Iterator[Client]:
-    """A client of that many workers, threads of this process, which own the devices in turn."""
+def fleet(
+    workers: int, devices: Sequence[str] = (DEVICE,), threads: int = 1, units: Sequence[str] = ("",)
+) -> Iterator[Client]:
+    """A client of that many workers, threads of this process, which own the devices in turn; ``units`` tell which of
+    those are the same.
+    """
     with (
         LocalCluster(n_workers=0, processes=False, dashboard_address=None, threads_per_worker=threads,
                      memory_limit=None) as cluster,
@@ -41,15 +46,16 @@ def fleet(workers: int, devices: Sequence[str] = (DEVICE,), threads: int = 1) ->
         for number in range(workers):
             device = devices[number % len(devices)]
             cluster.worker_spec[number] = {**cluster.new_spec, "options": {
-                **cluster.new_spec["options"], "resources": resources(device)}}
+                **cluster.new_spec["options"], "resources": resources(device, units[number % len(units)])}}
         cluster.sync(cluster._correct_state)
         client.wait_for_workers(workers)
         yield client
 
 
-def resources(device: str) -> dict[str, float]:
-    """What a worker offers that owns this device."""
-    return {measuring(device): 1, beside(device): PLENTY, capturing(device.partition("-")[0]): 1}
+def resources(device: str, shared: str = "") -> dict[str, float]:
+    """What a worker offers that owns this device, alone or with those that have the same ``shared``."""
+    own = {unit(shared): 1.0} if shared else {}
+    return {**own, measuring(device): 1, beside(device): PLENTY, capturing(device.partition("-")[0]): 1}
 
 
 def region(key: str, ops: float = 1.0) -> RegionTask:

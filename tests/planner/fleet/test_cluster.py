@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
+from fleet_samples import fleet
 
 from fuseplan.planner.errors import DeviceError
 from fuseplan.planner.fleet import cluster
 
 
+@pytest.mark.parametrize("cores", [1, 9, 16, 200])
 @pytest.mark.parametrize(("visible", "there", "seen"), [
     (None, 3, ["0", "1", "2"]), ("2,5", 2, ["2", "5"]), ("GPU-aa,GPU-bb", 2, ["GPU-aa", "GPU-bb"]), ("1", 1, ["1"]),
 ])
 def test_each_worker_sees_one_of_the_gpus_that_are_visible_here(
-    visible: str | None, there: int, seen: list[str], monkeypatch: pytest.MonkeyPatch
+    visible: str | None, there: int, seen: list[str], cores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
-    monkeypatch.setattr(cluster, "usable_cores", lambda: 9)
+    monkeypatch.setattr(cluster, "usable_cores", lambda: cores)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     nannies = cluster.nannies("cuda")
-    assert [one["env"]["CUDA_VISIBLE_DEVICES"] for one in nannies] == seen
-    assert len({one["name"] for one in nannies}) == there
+    workers = Counter(one["env"]["CUDA_VISIBLE_DEVICES"] for one in nannies)
+    assert list(workers) == seen
+    assert len(set(workers.values())) == 1, "no GPU has more workers than another"
+    assert len({one["name"] for one in nannies}) == len(nannies)
     (compilers,) = {one["preload_argv"][one["preload_argv"].index("--compilers") + 1] for one in nannies}
-    assert int(compilers) * there <= 9, "the host's cores are shared"
+    assert int(compilers) * len(nannies) <= max(cores, len(nannies)), "the host's cores are shared"
+    assert len(nannies) == there or len(nannies) <= cores / 2, "workers need cores to compile on"
+
+
+def test_workers_that_share_a_gpu_own_one_device() -> None:
+    with fleet(5, ("cpu-a-1", "cpu-a-1", "cpu-b-1", "cuda-c-1"), units=("x", "x", "y", "z")) as client:
+        assert cluster.devices_here(client, "cpu") == 2
+        assert cluster.devices_here(client, "cuda") == 1
+        assert sorted(map(len, cluster.device_workers(client, "cpu").values())) == [1, 3]
 
 
 def test_a_host_without_a_gpu_is_told_so_and_one_cpu_is_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,8 @@ from fuseplan.search.tune.study import Studies
 from fuseplan.search.workers.worker import WorkerPool, usable_cores
 
 _NAME = "fuseplan"
+#: What a capture imports.
+_CAPTURING = ("fuseplan.planner.capture.cache", "transformers.modeling_utils")
 #: Seconds after which a capture counts as hanging.
 _CAPTURE_S = 1800.0
 #: Of kernels alike, so many configurations are told: others are tried with fewer.
@@ -72,7 +74,7 @@ async def dask_setup(worker: Worker, device: str, compilers: int) -> None:
     state = WorkerState(compilers)
     await worker.plugin_add(plugin=state, name=_NAME)
     if kind == "cuda":
-        state.pool(kind).start()  # its imports take a while
+        state.start(kind, captures)
 
 
 def state() -> WorkerState:
@@ -107,6 +109,13 @@ class WorkerState(WorkerPlugin):
                     pool.compilers = self._compilers
             return self._pools[kind]
 
+    def start(self, kind: str, captures: int) -> None:
+        """Have the processes that measure and capture import what they need, which takes a while; at once returns."""
+        self.pool(kind).start()
+        self._capturing = [WorkerPool(compilers=1, preload=_CAPTURING) for _ in range(captures)]
+        for pool in self._capturing:
+            pool.start()
+
     def region_tuner(self, terms: Terms) -> RegionTuner:
         """The tuner for these terms, made when the first region comes. Those of other tunes end but for the last."""
         with self._lock:
@@ -125,7 +134,7 @@ class WorkerState(WorkerPlugin):
             MachineFailureError: The process failed.
         """
         secede()  # regions are measured and prepared meanwhile
-        pool = self._capturing.pop() if self._capturing else WorkerPool(compilers=1)
+        pool = self._capturing.pop() if self._capturing else WorkerPool(compilers=1, preload=_CAPTURING)
         try:
             outcome = pool.call(_captured, *args, limit_s=_CAPTURE_S)
         finally:

@@ -25,7 +25,7 @@ def tune_quickly(patch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def workers_here(patch: pytest.MonkeyPatch, number: int) -> Iterator[Client]:
     """A client of workers that all own this CPU; they are reached over loopback, and capture in this process."""
-    patch.setattr(worker_state, "WorkerPool", lambda compilers: InlineExecutor())
+    patch.setattr(worker_state, "WorkerPool", lambda compilers, preload: InlineExecutor())
     patch.setattr(torch, "set_num_threads", lambda _: None)  # a capture's, in a process of its own
     with (
         LocalCluster(n_workers=number, processes=False, protocol="tcp", host="127.0.0.1", dashboard_address=None,

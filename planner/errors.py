@@ -92,6 +92,10 @@ class ConfigError(FuseplanError):
     """A config file, option or value that cannot be used."""
 
 
+class NothingForDeviceError(ConfigError):
+    """A manifest has no model for a device."""
+
+
 class ShapeError(FuseplanError):
     """A shape that cannot be parsed, or that does not fit the op it is given to."""
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from fuseplan.planner.api.asked import Asked, of_model, of_pattern, plan_settings, sizes_text
 from fuseplan.planner.api.device import Kind
 from fuseplan.planner.api.progress import SILENT, Progress
-from fuseplan.planner.errors import ConfigError, FuseplanError
+from fuseplan.planner.errors import ConfigError, FuseplanError, NothingForDeviceError
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.places import place_of
 from fuseplan.planner.groups.regions import find_regions, unique_regions
@@ -173,8 +173,8 @@ def manifest_job(manifest: Manifest, kind: Kind, device: str) -> TuneJob:
     """The models of a manifest that are for a device, by its key; nothing is captured yet.
 
     Raises:
-        ConfigError: A model cannot be planned as it is asked for, is there twice, or none is for this device. The
-            message names file and table.
+        ConfigError: A model cannot be planned as it is asked for, or is there twice. The message names file and table.
+        NothingForDeviceError: None is for this device.
     """
     models: list[tuple[ManifestModel, JobModel]] = []
     left_out: list[tuple[str, str]] = []
@@ -187,7 +187,7 @@ def manifest_job(manifest: Manifest, kind: Kind, device: str) -> TuneJob:
             models.append((one, _job_model(one, kind)))
     if not models:
         reasons = "; ".join(f"{name}: {why}" for name, why in left_out)
-        raise ConfigError(f"{manifest.path.name}: no model is for this device, {device} ({reasons})")
+        raise NothingForDeviceError(f"{manifest.path.name}: no model is for this device, {device} ({reasons})")
     return TuneJob(manifest.path.name, kind, tuple(_named_apart(models)), tuple(left_out))
 
 

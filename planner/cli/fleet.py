@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -22,7 +23,7 @@ def worker(
     scheduler: Annotated[str, Argument(metavar="URL", help=_ADDRESS)],
     device: common.DeviceOption = common.Device.AUTO,
 ) -> None:
-    """Offer this host's devices: a worker for each GPU, or one for the CPU; each is started again when it is lost.
+    """Offer this host's devices: up to three workers for each GPU, or one for the CPU. A lost one is started again.
 
     Ends with Ctrl-C. A scheduler that goes away is waited for.
     """
@@ -45,6 +46,9 @@ def status(
     model: opt.ModelOption = None,
     config: opt.ConfigOption = None,
     module: opt.ModuleOption = None,
+    manifest: Annotated[
+        Path | None, typer.Option("--manifest", metavar="FILE", help="Models of a TOML file, as `plan tune` has it.")
+    ] = None,
     pattern: opt.PatternOption = None,
     shape: opt.ShapeOption = None,
     decode: opt.DecodeOption = None,
@@ -63,19 +67,30 @@ def status(
 ) -> None:
     """Say what each device does, who holds which lease, and what has no plan yet for which device.
 
-    Of a model, if one is named; else what torch.compile looked up in vain.
+    Of a model or a manifest, if one is named; else what torch.compile looked up in vain.
     """
+    from fuseplan.costmodel.identity import current_identity
     from fuseplan.planner.api.asked import plan_settings
-    from fuseplan.planner.fleet.overview import Wanted, fleet_status
+    from fuseplan.planner.errors import ConfigError
+    from fuseplan.planner.fleet.overview import Wanted, WantedFor, fleet_status, wanted_by
+    from fuseplan.planner.models.manifest import read_manifest
 
-    wanted = []
-    if any(one is not None for one in (model, config, module, pattern, shape, decode, kv_len, prefill, dtype, layers)):
+    wanted: WantedFor | None = None
+    has_model = any(
+        one is not None for one in (model, config, module, pattern, shape, decode, kv_len, prefill, dtype, layers))
+    if manifest is not None:
+        if has_model:
+            raise ConfigError("--manifest names models with all that belongs to them; leave out the options of a model")
+        wanted = wanted_by(read_manifest(manifest), opt.Terminal())
+    elif has_model:
         kind = common.device_type(device) if scheduler is None else opt.fleet_kind(scheduler, device.value)
         settings = plan_settings(kind, numerics.value, regime.value)
         what = opt.named(kind, (model, config, module), (pattern, shape), (decode, kv_len, prefill), dtype, layers,
                          calls, pack_weights)
-        wanted = [Wanted(what.label, kind, settings, what.graphs(opt.Terminal()))]
-    found = fleet_status(scheduler, db, wanted)
+        of_model = [Wanted(what.label, settings, what.graphs(opt.Terminal()))]
+        wanted = lambda key: of_model if key.startswith(f"{kind}-") else []  # noqa: E731
+    here = current_identity(common.device_type(device)).key() if scheduler is None and wanted is not None else ""
+    found = fleet_status(scheduler, db, wanted, here)
     if found.devices is not None:
         common.print_frame(found.devices, "Devices", name="devices", keep=("device", "doing"))
     for title, frame, what_else in (

@@ -87,7 +87,7 @@ def tune(
         str | None,
         typer.Option(
             "--workers", metavar="URL|local",
-            help="Who measures: `local` is one worker for each GPU of this host, tcp://HOST:8786 are those of a Dask "
+            help="Who measures: `local` are workers for the GPUs of this host, tcp://HOST:8786 are those of a Dask "
             "scheduler; see `plan fleet`.",
         ),
     ] = None,

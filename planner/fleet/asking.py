@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 
 from distributed import Client
@@ -149,7 +150,7 @@ def _devices(client: Client, kind: Kind, file: str, progress: Progress) -> tuple
     """The fleet's devices of this type, each key once.
 
     Raises:
-        ConfigError: Workers do not agree on the software, or one does not see the database.
+        ConfigError: Not all hosts have the same software, or a worker does not see the database.
     """
     addresses = [one for each in device_workers(client, kind).values() for one in each]
     found: list[WorkerDevice] = list(client.run(work.describe, kind, file, workers=addresses).values())
@@ -159,6 +160,12 @@ def _devices(client: Client, kind: Kind, file: str, progress: Progress) -> tuple
             f"{file} is not there on {', '.join(blind)}; give --db a file on a disk that all hosts share, or a server"
         )
     ours = Versions.current("cpu")
+    try:  # by a function that it has in any case
+        client.run_on_scheduler(metadata.version, "fuseplan")
+    except metadata.PackageNotFoundError:
+        where = client.scheduler_info()["address"]
+        raise ConfigError(f"fuseplan {ours.fuseplan} is not installed where the scheduler runs, at {where}; install it "
+                          "there, and start the scheduler again") from None
     for one in found:
         for name in ("fuseplan", "torch"):
             if getattr(one.versions, name) != getattr(ours, name):

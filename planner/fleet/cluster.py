@@ -124,18 +124,19 @@ def nannies(kind: str, **options: Any) -> list[dict[str, Any]]:
     """How the nannies of this host's devices are started: one for the CPU, a few a GPU, which is all that their workers
     see.
     """
-    environments: list[dict[str, str]] = [{}]
+    places: list[tuple[dict[str, str], int]] = [({}, 0)]
     if kind != "cpu":
         gpus = visible_gpus()
-        environments = [{_VISIBLE: gpu} for gpu in gpus for _ in range(workers_each(usable_cores(), len(gpus)))]
-    compilers = max(1, usable_cores() // len(environments))
-    names = [f"{socket.gethostname()}-{os.getpid()}-{one.get(_VISIBLE, kind)}-{number}"
-             for number, one in enumerate(environments)]
+        each = workers_each(usable_cores(), len(gpus))
+        places = [({_VISIBLE: gpu}, number) for gpu in gpus for number in range(each)]
+    compilers = max(1, usable_cores() // len(places))
+    host = f"{socket.gethostname()}-{os.getpid()}"
     return [
-        {"name": name, "nthreads": _THREADS, "memory_limit": None, "env": environment, "preload": _PRELOAD,
-         "preload_argv": ["--device", kind, "--compilers", str(compilers)], "dashboard": False,
-         "dashboard_address": None, **options}
-        for name, environment in zip(names, environments, strict=True)
+        {"name": f"{host}-{environment.get(_VISIBLE, kind)}-{number}", "nthreads": _THREADS, "memory_limit": None,
+         "env": environment, "preload": _PRELOAD,
+         "preload_argv": ["--device", kind, "--compilers", str(compilers), "--beside", str(number)],
+         "dashboard": False, "dashboard_address": None, **options}
+        for environment, number in places
     ]
 
 

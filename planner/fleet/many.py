@@ -19,7 +19,7 @@ from fuseplan.planner.api.tune_job import (
     distinct_regions,
     manifest_job,
 )
-from fuseplan.planner.errors import ConfigError, FuseplanError
+from fuseplan.planner.errors import FuseplanError, NothingForDeviceError
 from fuseplan.planner.fleet.asking import Fleet, fleet, terms_of
 from fuseplan.planner.fleet.spread import Spread
 from fuseplan.planner.fleet.terms import Captured, Terms, WorkerDevice
@@ -79,13 +79,13 @@ def tune_manifest_by_fleet(
 
 
 def _jobs(manifest: Manifest, found: Fleet) -> dict[str, TuneJob]:
-    """What is to do on each device that has anything to do, by its key; :class:`ConfigError` where none has."""
+    """What is to do on each device that has anything to do; :class:`NothingForDeviceError` where none has."""
     jobs: dict[str, TuneJob] = {}
-    refused: list[ConfigError] = []
+    refused: list[NothingForDeviceError] = []
     for device in found.devices:
         try:
             jobs[device.device] = manifest_job(manifest, found.kind, device.device)
-        except ConfigError as error:
+        except NothingForDeviceError as error:
             refused.append(error)
     if not jobs:
         raise refused[0]

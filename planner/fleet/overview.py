@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import pandas as pd
 
+from fuseplan.planner.api.device import Kind
+from fuseplan.planner.api.progress import SILENT, Progress
+from fuseplan.planner.api.tune_job import CapturedModel, JobModel, captured_model, manifest_job
+from fuseplan.planner.errors import NothingForDeviceError
 from fuseplan.planner.fleet.terms import needs_dask
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.places import place_of
 from fuseplan.planner.groups.regions import find_regions, unique_regions
+from fuseplan.planner.models.manifest import Manifest
 from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.planner.tuning.miss_list import logged_misses
 from fuseplan.planner.tuning.settings import PlanSettings
@@ -28,12 +34,38 @@ MISSING_COLUMNS = ("device", "label", "place", "workload", "count", "key")
 
 @dataclass(frozen=True)
 class Wanted:
-    """A model's graphs by workload name, for a type of devices."""
+    """A model's graphs by workload name, and what its plans are made for."""
 
     label: str
-    kind: str
     settings: PlanSettings
     graphs: Sequence[tuple[str, DataflowGraph]]
+
+
+#: What is wanted for a device, by its key; nothing for a device of a type that was not asked for.
+WantedFor: TypeAlias = Callable[[str], Sequence[Wanted]]
+
+
+def wanted_by(manifest: Manifest, progress: Progress = SILENT) -> WantedFor:
+    """What a manifest's models want for each device. Each is captured once, when a device first asks for it.
+
+    A model that cannot be captured is told to ``progress``.
+    """
+    captured: dict[JobModel, CapturedModel] = {}
+
+    def wanted(device: str) -> Sequence[Wanted]:
+        kind: Kind = "cuda" if device.startswith("cuda-") else "cpu"
+        try:
+            models = manifest_job(manifest, kind, device).models
+        except NothingForDeviceError:
+            return ()
+        for model in models:
+            if model not in captured:
+                captured[model] = captured_model(model, progress)
+                if captured[model].failure:
+                    progress.note(captured[model].failure)
+        return [Wanted(one.label, one.model.settings, one.graphs) for one in map(captured.__getitem__, models)]
+
+    return wanted
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,12 +82,12 @@ class FleetStatus:
 
 
 def fleet_status(
-    scheduler: str | None, db: str | Path | None, wanted: Sequence[Wanted] = ()
+    scheduler: str | None, db: str | Path | None, wanted: WantedFor | None = None, here: str = ""
 ) -> FleetStatus:
     """What the fleet of a scheduler does, and what is done and missing in a database.
 
-    What is missing are the regions of ``wanted`` without a plan, for each device of the fleet and of the database;
-    without any, the misses that dispatch has logged.
+    What is missing are the regions without a plan of what is ``wanted`` for each device of the fleet and of the
+    database, and for the one ``here``, by its key; without that, the misses that dispatch has logged.
 
     Raises:
         FuseplanError: No scheduler answers, or Dask is not installed.
@@ -71,11 +103,12 @@ def fleet_status(
         labels |= {one.key.workload: one.label for one in database.plans()}
         keys = {*versions, *database.devices(), *(str(row["device"]) for row in database.misses())}
         where = database.where
+    keys |= {here} - {""}
     rows: list[tuple[str, str, str, str, int, str]] = []
     for key in sorted(keys):
         with Database(db, mode="inspect", versions=versions.get(key)) as database:
             store = LayeredDatabase(database, shipped_files(key))
-            rows += _without_plan(store, key, wanted) if wanted else _missed(store, key)
+            rows += _missed(store, key) if wanted is None else _without_plan(store, key, wanted(key))
     return FleetStatus(
         where, devices,
         pd.DataFrame([(labels.get(one.key.workload, ""), one.owner, one.taken, one.left_s, one.key.device,
@@ -118,7 +151,7 @@ def _without_plan(
     """Each region once, with the workload in which it occurs first, and how often it occurs there."""
     told: set[RecordKey] = set()
     for one in wanted:
-        for name, graph in one.graphs if device.startswith(f"{one.kind}-") else ():
+        for name, graph in one.graphs:
             distinct = {RecordKey(key, device, one.settings.regime, one.settings.numerics): found
                         for key, found in unique_regions(find_regions(graph)).items()}
             for key, lookup in store.get_plans(distinct.keys() - told).items():

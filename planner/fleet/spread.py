@@ -21,7 +21,7 @@ from fuseplan.kernels.ir.backend import Config
 from fuseplan.planner.errors import PlanError
 from fuseplan.planner.fleet import work
 from fuseplan.planner.fleet.cluster import captures_at_once, device_workers, devices_here
-from fuseplan.planner.fleet.terms import Captured, RegionOutcome, RegionTask, Terms, beside, capturing, measuring
+from fuseplan.planner.fleet.terms import Captured, RegionOutcome, RegionTask, Terms, capturing, measuring, preparing
 from fuseplan.search.tune.resources import Alike
 
 #: Regions that a worker has: the one that it tunes, those whose kernels are compiled meanwhile, and one to be
@@ -191,7 +191,7 @@ class Spread:
         size, name = size_name(task.ops), (self._run, device, hash(terms), task.key, int(task.waits), task.label)
         prepared = self._client.submit(
             self._tasks.prepare, terms, task, dict(self._rankings[device, terms]),
-            key=(f"prepare-{size}", *name), resources={beside(device): 1},
+            key=(f"prepare-{size}", *name), resources={preparing(device): 1},
             priority=_PREPARE + task.ops, retries=_RETRIES)
         self._submit(self._tasks.measure, terms, {measuring(device): 1}, _MEASURE + task.ops,
                      (f"measure-{size}", *name), measured, task, prepared)

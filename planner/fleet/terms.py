@@ -18,7 +18,7 @@ from fuseplan.search.tune.tuner import Budget
 
 #: How the names of our resources begin: ``fuseplan <device key>`` is a device, for one measurement at a time.
 _PREFIX = "fuseplan"
-#: A worker has so many of what says which device is beside it: as many regions as it likes may be prepared at once.
+#: As many regions as anybody likes may be prepared at once.
 PLENTY = 1000
 #: About how long an op of a region takes to be prepared.
 _PREPARING_S = 0.03
@@ -41,8 +41,8 @@ def measuring(device: str) -> str:
     return f"{_PREFIX} {device}"
 
 
-def beside(device: str) -> str:
-    """The resource of what is done beside a device of this key."""
+def preparing(device: str) -> str:
+    """The resource of what prepares a measurement on a device of this key; a worker has :data:`PLENTY` of it."""
     return f"{_PREFIX} beside {device}"
 
 

@@ -23,10 +23,10 @@ from fuseplan.planner.fleet.terms import (
     Rankings,
     RegionTask,
     Terms,
-    beside,
     capturing,
     carried,
     measuring,
+    preparing,
     unit,
 )
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
@@ -42,6 +42,10 @@ from fuseplan.search.workers.worker import WorkerPool, usable_cores
 _NAME = "fuseplan"
 #: What a capture imports.
 _CAPTURING = ("fuseplan.planner.capture.cache", "transformers.modeling_utils")
+#: So many processes that capture are started before there is anything to capture.
+_WAITING = 2
+#: A GPU's memory for each worker that measures on it: their contexts, and what they hold between measurements.
+_GPU_BYTES_EACH = 7 * 2**30
 #: Seconds after which a capture counts as hanging.
 _CAPTURE_S = 1800.0
 #: Of kernels alike, so many configurations are told: others are tried with fewer.
@@ -53,10 +57,12 @@ _CORES_EACH = 2
 @click.command()
 @click.option("--device", default="auto", type=click.Choice(["auto", "cpu", "cuda"]))
 @click.option("--compilers", default=0)
-async def dask_setup(worker: Worker, device: str, compilers: int) -> None:
+@click.option("--beside", default=0)
+async def dask_setup(worker: Worker, device: str, compilers: int, beside: int) -> None:
     """Find out which device this process owns, and offer it, before the scheduler knows of the worker.
 
-    ``compilers`` are compilers at once, 0 for one a core.
+    ``compilers`` are compilers at once, 0 for one a core; ``beside`` are workers that have the same GPU and come first:
+    where its memory is too small for one more, this one only captures.
     """
     import torch
 
@@ -66,10 +72,14 @@ async def dask_setup(worker: Worker, device: str, compilers: int) -> None:
     kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     key = current_identity(kind).key()
     captures = max(1, (compilers or usable_cores()) // _CORES_EACH)
-    here = str(torch.cuda.get_device_properties(0).uuid) if kind == "cuda" else socket.gethostname()
-    for resource, amount in (
-        (measuring(key), 1), (beside(key), PLENTY), (capturing(kind), captures), (unit(here), 1)
-    ):
+    offered: dict[str, float] = {capturing(kind): captures}
+    here, has_room = socket.gethostname(), True
+    if kind == "cuda":
+        gpu = torch.cuda.get_device_properties(0)
+        here, has_room = str(gpu.uuid), beside == 0 or (beside + 1) * _GPU_BYTES_EACH <= gpu.total_memory
+    if has_room:
+        offered |= {measuring(key): 1, preparing(key): PLENTY, unit(here): 1}
+    for resource, amount in offered.items():
         worker.state.total_resources[resource] = worker.state.available_resources[resource] = amount
     state = WorkerState(compilers)
     await worker.plugin_add(plugin=state, name=_NAME)
@@ -112,7 +122,7 @@ class WorkerState(WorkerPlugin):
     def start(self, kind: str, captures: int) -> None:
         """Have the processes that measure and capture import what they need, which takes a while; at once returns."""
         self.pool(kind).start()
-        self._capturing = [WorkerPool(compilers=1, preload=_CAPTURING) for _ in range(captures)]
+        self._capturing = [WorkerPool(compilers=1, preload=_CAPTURING) for _ in range(min(captures, _WAITING))]
         for pool in self._capturing:
             pool.start()
 

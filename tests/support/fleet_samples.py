@@ -19,9 +19,9 @@ from fuseplan.planner.fleet.terms import (
     RegionOutcome,
     RegionTask,
     Terms,
-    beside,
     capturing,
     measuring,
+    preparing,
     unit,
 )
 from fuseplan.planner.tuning.settings import PlanSettings
@@ -55,7 +55,7 @@ def fleet(
 def resources(device: str, shared: str = "") -> dict[str, float]:
     """What a worker offers that owns this device, alone or with those that have the same ``shared``."""
     own = {unit(shared): 1.0} if shared else {}
-    return {**own, measuring(device): 1, beside(device): PLENTY, capturing(device.partition("-")[0]): 1}
+    return {**own, measuring(device): 1, preparing(device): PLENTY, capturing(device.partition("-")[0]): 1}
 
 
 def region(key: str, ops: float = 1.0) -> RegionTask:

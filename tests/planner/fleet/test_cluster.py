@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
+from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 import torch
 from fleet_samples import fleet
 
 from fuseplan.planner.errors import DeviceError
-from fuseplan.planner.fleet import cluster
+from fuseplan.planner.fleet import cluster, worker_state
+from fuseplan.planner.fleet.terms import capturing, measuring
 
 
 @pytest.mark.parametrize("cores", [1, 9, 16, 200])
@@ -32,6 +36,25 @@ def test_each_worker_sees_one_of_the_gpus_that_are_visible_here(
     (compilers,) = {one["preload_argv"][one["preload_argv"].index("--compilers") + 1] for one in nannies}
     assert int(compilers) * len(nannies) <= max(cores, len(nannies)), "the host's cores are shared"
     assert len(nannies) == there or len(nannies) <= cores / 2, "workers need cores to compile on"
+
+
+@pytest.mark.parametrize(("gigabytes", "measure"), [(4, 1), (8, 1), (16, 2), (24, 3), (80, 3)])
+def test_workers_of_a_gpu_with_little_memory_do_not_measure(
+    gigabytes: int, measure: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = SimpleNamespace(uuid="a-gpu", total_memory=int(gigabytes * 0.98 * 2**30))  # drivers keep some
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: gpu)
+    monkeypatch.setattr(worker_state, "current_identity", lambda kind: SimpleNamespace(key=lambda: "cuda-x-1"))
+    monkeypatch.setattr(worker_state.WorkerState, "start", lambda self, kind, captures: None)
+    offered = []
+    for beside in range(3):
+        offers = dict[str, float]()
+        state = SimpleNamespace(total_resources=offers, available_resources={})
+        worker = SimpleNamespace(state=state, plugin_add=AsyncMock())
+        asyncio.run(worker_state.dask_setup.callback(worker, "cuda", 4, beside))
+        assert offers[capturing("cuda")] >= 1
+        offered.append(measuring("cuda-x-1") in offers)
+    assert offered == [number < measure for number in range(3)]
 
 
 def test_workers_that_share_a_gpu_own_one_device() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import fleet_here
 import pytest
 import report_samples as samples
+from distributed import Client
 from model_samples import write_config
 
 from fuseplan.planner.api import many
@@ -81,7 +83,7 @@ def test_a_fleet_ends_with_the_plans_of_a_tune_here(tmp_path: Path, db: Path) ->
 
 
 def test_models_of_a_manifest_share_regions_and_what_is_stored_is_not_measured(
-    tmp_path: Path, db: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, db: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measured: list[str] = []
     measure = RegionTuner.measure
@@ -128,6 +130,16 @@ def test_models_of_a_manifest_share_regions_and_what_is_stored_is_not_measured(
     assert measured == [] and again.models["measured"].sum() == 0 and again.regions["stored"].all()
     assert main.run(f"tune --manifest {manifest} --db {db} --device cpu --workers local --again".split()) == 0
     assert sorted(measured) == sorted(found.regions["key"])
+    assert missing(manifest, db, capsys) == []
+    assert sorted(missing(manifest, tmp_path / "new.db", capsys)) == sorted(found.regions["key"])
+
+
+def missing(manifest: Path, db: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What `plan fleet status` says has no plan here, by key."""
+    capsys.readouterr()
+    assert main.run(f"fleet status --manifest {manifest} --db {db} --device cpu --format json".split()) == 0
+    answer = json.loads(capsys.readouterr().out)
+    return [str(row["key"]) for row in answer.get("missing", [])]
 
 
 def test_a_region_that_fails_costs_only_itself(
@@ -146,7 +158,7 @@ def test_a_region_that_fails_costs_only_itself(
     assert found.result is not None and len(found.result.failures) == 1 and found.result.distinct()
     assert any("its reference fails" in one and "runs unfused" in one for one in found.warnings)
     monkeypatch.undo()
-    missing = fleet_status(None, db, [Wanted("llama", "cpu", SETTINGS, asked.graphs())]).missing
+    missing = fleet_status(None, db, lambda device: [Wanted("llama", SETTINGS, asked.graphs())]).missing
     assert missing["key"].tolist() == [failing["first"]]
 
 
@@ -193,3 +205,15 @@ def test_the_extra_is_named_where_it_is_missing(
     monkeypatch.setitem(sys.modules, "distributed", None)
     assert main.run(line.split()) == 2
     assert "pip install 'fuseplan[fleet]'" in capsys.readouterr().err
+
+
+def test_a_scheduler_needs_the_same_software(
+    db: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def has_none(client: Client, function: object, *args: str) -> None:
+        raise metadata.PackageNotFoundError(*args)
+
+    monkeypatch.setattr(Client, "run_on_scheduler", has_none)
+    assert main.run(f"tune --pattern swiglu --shape 3x8 --db {db} --device cpu --workers local".split()) == 2
+    (told,) = [one for one in capsys.readouterr().err.splitlines() if one.startswith("plan: error")]
+    assert "not installed where the scheduler runs" in told

@@ -21,6 +21,7 @@ from fuseplan.search.timing.contest import contest
 from fuseplan.search.timing.measure import rotating_operands, screen
 from fuseplan.search.timing.timers import timer_for
 from fuseplan.search.tune.tuner import Budget, Tuner
+from fuseplan.search.workers import jobs
 from fuseplan.search.workers.worker import WorkerPool
 
 pytestmark = [
@@ -154,3 +155,11 @@ def test_a_faulty_kernel_costs_one_config(pool: WorkerPool, fault: str, said: st
     assert said in record.rejected[0].reason
     # The device works for whoever comes next.
     assert float(torch.ones(8, device="cuda").sum()) == 8.0
+
+
+def test_memory_that_is_free_is_left_to_other_processes() -> None:
+    large = torch.empty(2**28, dtype=torch.uint8, device="cuda")
+    held = torch.cuda.memory_reserved()
+    del large
+    jobs.release()
+    assert torch.cuda.memory_reserved() <= held - 2**28

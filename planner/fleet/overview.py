@@ -93,9 +93,10 @@ def fleet_status(
         FuseplanError: No scheduler answers, or Dask is not installed.
         DatabaseError: The database cannot be read.
     """
-    devices, versions, labels = None, dict[str, Versions](), dict[str, str]()
+    devices, versions, labels = None, dict[str, Versions](), {"probe": "probe of the device"}
     if scheduler is not None:
-        devices, versions, labels = _of_scheduler(scheduler)
+        devices, versions, regions = _of_scheduler(scheduler)
+        labels |= regions
     with Database(db, mode="inspect") as database:
         held = leases.listed(database)
         labels |= {str(row["workload"]): str(row["label"]) for row in database.misses()}

@@ -28,6 +28,7 @@ from fuseplan.planner.models.sources import find_source
 from fuseplan.planner.tuning.summary import load_summaries
 from fuseplan.search.errors import SubjectError
 from fuseplan.search.store.database import Database
+from fuseplan.search.store.leases import Leases
 from fuseplan.search.store.record import PlanRecord, RecordKey
 
 SETTINGS = plan_settings("cpu", "fp32", "eager")
@@ -160,6 +161,21 @@ def test_a_region_that_fails_costs_only_itself(
     monkeypatch.undo()
     missing = fleet_status(None, db, lambda device: [Wanted("llama", SETTINGS, asked.graphs())]).missing
     assert missing["key"].tolist() == [failing["first"]]
+
+
+def test_who_measures_what_is_told(db: Path) -> None:
+    asked = of_pattern("cpu", "swiglu", "3x8", "float32")
+    (found,) = by_fleet(db, asked)
+    assert found.result is not None
+    (plan,) = found.result.decided()
+    with Database(db) as database:
+        holder = Leases(database)
+        assert holder.take([plan.key, RecordKey("probe", plan.key.device)])
+        table = fleet_status(None, db).leases
+        holder.close()
+    assert set(table["label"]) == {plan.label, "probe of the device"} and set(table["device"]) == {plan.key.device}
+    assert table["owner"].nunique() == 1 and table["left_s"].between(0.0, 60.0).all()
+    assert fleet_status(None, db).leases.empty
 
 
 def test_workers_need_no_model_of_whoever_has_a_module(db: Path) -> None:

@@ -30,6 +30,8 @@ import fuseplan.planner
 from fuseplan.planner.runtime import resolve
 from fuseplan.search.store.location import default_path
 
+pytestmark = pytest.mark.no_cover
+
 #: Those of a model and of a database; the others have tests beside what they show.
 EXAMPLES = [ROOT / "examples" / f"{one}.py" for one in ("compile_a_llama", "generate_static_cache", "ship_a_database")]
 #: Words of README, counted as ``wc -w`` does.

@@ -29,6 +29,8 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.search.tune import tuner
 from fuseplan.search.tune.tuner import ProgressEvent
 
+pytestmark = pytest.mark.no_cover
+
 HERE = current_identity("cpu")
 QUICK: dict[str, Any] = {"device": "cpu", "trials": 1, "seconds": 0.2}
 

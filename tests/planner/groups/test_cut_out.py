@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 from graph_runs import run_graph
 from hypothesis import given, settings
@@ -16,6 +17,8 @@ from fuseplan.planner.groups.candidates import CandidateLimits
 from fuseplan.planner.groups.cut_out import cut_out
 from fuseplan.planner.groups.regions import find_regions, region_parts
 from fuseplan.planner.implementations.group_book import GroupBook
+
+pytestmark = pytest.mark.no_cover
 
 
 def everything(graph: DataflowGraph) -> DataflowGraph:

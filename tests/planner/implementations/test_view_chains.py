@@ -32,6 +32,8 @@ from fuseplan.planner.lowering.views import VIEW_MAPS
 from fuseplan.planner.rewrites import grouped_queries
 from fuseplan.planner.runtime import executor
 
+pytestmark = pytest.mark.no_cover
+
 Tensors = tuple[torch.Tensor, ...]
 
 

@@ -15,6 +15,8 @@ from fuseplan.planner.capture.trace import capture
 from fuseplan.planner.models.sources import find_source, workloads_for
 from fuseplan.planner.tuning.session import open_session
 
+pytestmark = pytest.mark.no_cover
+
 
 @pytest.fixture
 def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

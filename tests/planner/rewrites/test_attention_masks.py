@@ -18,6 +18,8 @@ from fuseplan.planner.rewrites.attention import AttentionRewrites
 from fuseplan.planner.rewrites.attention_call import ATTENTION
 from fuseplan.planner.runtime.options import parse_options
 
+pytestmark = pytest.mark.no_cover
+
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:

@@ -28,7 +28,7 @@ tune: $(VENV)/.installed
 	$(BIN)/plan tune --model llama
 
 test: $(VENV)/.installed-dev lint types docs
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --cov --cov-report=term --cov-fail-under=85
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --cov --cov-report=term --cov-fail-under=85
 
 docs: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict

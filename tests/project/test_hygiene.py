@@ -6,7 +6,6 @@ import ast
 import json
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -135,9 +134,3 @@ def test_no_behaviour_hangs_on_an_environment_variable() -> None:
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb")
     ]
     assert readers == []
-
-
-def test_the_tests_of_every_folder_are_run() -> None:
-    paths = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["testpaths"]
-    folders = {"/".join(path.relative_to(ROOT).parts[:2]) for path in (ROOT / "tests").rglob("test_*.py")}
-    assert folders == set(paths)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections import Counter
+from collections.abc import Iterator
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
 
@@ -38,9 +40,17 @@ def test_each_worker_sees_one_of_the_gpus_that_are_visible_here(
     assert len(nannies) == there or len(nannies) <= cores / 2, "workers need cores to compile on"
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Ctrl-C ends this process afterwards, as it did before: a worker ignores it."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize(("gigabytes", "measure"), [(4, 1), (8, 1), (16, 2), (24, 3), (80, 3)])
 def test_workers_of_a_gpu_with_little_memory_do_not_measure(
-    gigabytes: int, measure: int, monkeypatch: pytest.MonkeyPatch
+    gigabytes: int, measure: int, interrupts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = SimpleNamespace(uuid="a-gpu", total_memory=int(gigabytes * 0.98 * 2**30))  # drivers keep some
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: gpu)

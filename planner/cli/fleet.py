@@ -72,14 +72,15 @@ def status(
     from fuseplan.costmodel.identity import current_identity
     from fuseplan.planner.api.asked import plan_settings
     from fuseplan.planner.errors import ConfigError
-    from fuseplan.planner.fleet.overview import Wanted, WantedFor, fleet_status, wanted_by
+    from fuseplan.planner.fleet.overview import Wanted, WantedFor, fleet_status, wanted_by, wanted_on
     from fuseplan.planner.models.manifest import read_manifest
 
     wanted: WantedFor | None = None
     has_model = any(
         one is not None for one in (model, config, module, pattern, shape, decode, kv_len, prefill, dtype, layers))
     if manifest is not None:
-        if has_model:
+        changed = (not calls, pack_weights, numerics is not opt.Numerics.FP32, regime is not opt.Regime.EAGER)
+        if has_model or any(changed):
             raise ConfigError("--manifest names models with all that belongs to them; leave out the options of a model")
         wanted = wanted_by(read_manifest(manifest), opt.Terminal())
     elif has_model:
@@ -87,8 +88,7 @@ def status(
         settings = plan_settings(kind, numerics.value, regime.value)
         what = opt.named(kind, (model, config, module), (pattern, shape), (decode, kv_len, prefill), dtype, layers,
                          calls, pack_weights)
-        of_model = [Wanted(what.label, settings, what.graphs(opt.Terminal()))]
-        wanted = lambda key: of_model if key.startswith(f"{kind}-") else []  # noqa: E731
+        wanted = wanted_on(kind, [Wanted(what.label, settings, what.graphs(opt.Terminal()))])
     here = current_identity(common.device_type(device)).key() if scheduler is None and wanted is not None else ""
     found = fleet_status(scheduler, db, wanted, here)
     if found.devices is not None:

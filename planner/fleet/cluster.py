@@ -26,7 +26,7 @@ _THREADS = 1
 _PRELOAD = "fuseplan.planner.fleet.worker_state"
 #: Workers that share a GPU: while one plans and compiles, another measures, of all of them one at a time. Each needs so
 #: many cores.
-_SHARE_A_GPU, _CORES_EACH = 3, 4
+_SHARE_A_GPU, _CORES_A_WORKER = 3, 4
 #: A region may cost so many workers before it is held to be at fault itself.
 _LOST_WORKERS = 4
 #: Seconds until a scheduler has to answer, and until the first worker has to be there.
@@ -142,7 +142,7 @@ def nannies(kind: str, **options: Any) -> list[dict[str, Any]]:
 
 def workers_each(cores: int, gpus: int) -> int:
     """How many workers share a GPU on a host of so many cores and GPUs."""
-    return max(1, min(_SHARE_A_GPU, cores // gpus // _CORES_EACH))
+    return max(1, min(_SHARE_A_GPU, cores // gpus // _CORES_A_WORKER))
 
 
 def visible_gpus() -> list[str]:

@@ -45,6 +45,11 @@ class Wanted:
 WantedFor: TypeAlias = Callable[[str], Sequence[Wanted]]
 
 
+def wanted_on(kind: Kind, models: Sequence[Wanted]) -> WantedFor:
+    """What is wanted for each device of a type, and nothing for others."""
+    return lambda device: models if device.startswith(f"{kind}-") else ()
+
+
 def wanted_by(manifest: Manifest, progress: Progress = SILENT) -> WantedFor:
     """What a manifest's models want for each device. Each is captured once, when a device first asks for it.
 

@@ -200,6 +200,8 @@ def test_the_command_answers_like_a_tune_here(db: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(("line", "words"), [
     ("tune --workers tcp://127.0.0.1:9 --pattern swiglu --shape 3x8", ("tcp://127.0.0.1:9", "dask scheduler")),
     ("fleet status tcp://127.0.0.1:9", ("tcp://127.0.0.1:9", "dask scheduler")),
+    ("fleet status --manifest models.toml --pack-weights", ("--manifest", "leave out")),
+    ("fleet status --manifest models.toml --pattern swiglu", ("--manifest", "leave out")),
     ("tune --workers local --pattern swiglu --shape 3x8 --device cpu --db sqlite://", ("memory", "--db")),
 ])
 def test_mistakes_are_told_in_one_line(

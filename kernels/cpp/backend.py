@@ -22,6 +22,7 @@ class CppBackend(Backend):
 
     name: ClassVar[str] = "cpp"
     device_type: ClassVar[str] = "cpu"
+    raises_outside: ClassVar[bool] = True
     parameters: ClassVar[tuple[Tunable, ...]] = PARAMETERS
 
     def __init__(self, cache_dir: Path | None = None, compilers: tuple[str, ...] = COMPILER_NAMES) -> None:

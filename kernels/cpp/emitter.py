@@ -9,7 +9,15 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from fuseplan.kernels.cpp.entry import entry_lines, is_tiled, shapes_lines, symbol_lines
+from fuseplan.kernels.cpp.entry import (
+    check_lines,
+    checks_alone,
+    entry_lines,
+    is_tiled,
+    outside_flag,
+    shapes_lines,
+    symbol_lines,
+)
 from fuseplan.kernels.cpp.types import (
     SCALAR_TYPE,
     STORAGE_TYPE,
@@ -22,7 +30,7 @@ from fuseplan.kernels.cpp.types import (
 from fuseplan.kernels.cpp.values import Values, conversion
 from fuseplan.kernels.ir.coalesce import coalesce, split_columns
 from fuseplan.kernels.ir.index import Size
-from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, KernelIR, Load, Reduce, Segment, Store, register_type
+from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, Const, KernelIR, Load, Reduce, Segment, Store, register_type
 from fuseplan.kernels.ir.kernel_name import kernel_name
 from fuseplan.kernels.ir.ops import REDUCTIONS
 from fuseplan.kernels.ir.schedule import Phase, schedule
@@ -42,7 +50,10 @@ def emit_cpp(ir: KernelIR, unroll: int = 2, stage: bool = False, stream: bool = 
         stream: Write results past the caches.
     """
     names = {name: f"n{number}" for number, name in enumerate(ir.symbols)}
-    simple = KernelIR(ir.buffers, simplified_segments(ir))
+    segments = simplified_segments(ir)
+    # What somebody else sees is written only after all checks; what a call makes is dropped where one fails.
+    before = tuple(dict.fromkeys(map(checks_alone, segments))) if ir.overwritten and ir.may_fail else ()
+    simple = KernelIR(ir.buffers, (*segments, *(one for one in before if one.checks)))
     kinds, widest = assign_registers(simple)
     floats = {buffer.dtype for buffer in ir.outputs if "float" in buffer.dtype}
     rough = bool(floats) and floats <= {"bfloat16", "float16"}
@@ -50,8 +61,9 @@ def emit_cpp(ir: KernelIR, unroll: int = 2, stage: bool = False, stream: bool = 
     lines = [*(f"#define {name} {value}" for name, value in macros.items()), prelude()]
     for number, segment in enumerate(simple.segments):
         values = Values(segment, kinds[number], names)
-        lines += _SegmentWriter(simple.buffers, values, unroll, stage).function(number)
-    lines += entry_lines(simple.segments, names)
+        checks = () if before and number < len(segments) else segment.checks
+        lines += _SegmentWriter(simple.buffers, values, unroll, stage, checks).function(number)
+    lines += entry_lines(segments, names, check_lines(simple, len(segments), names))
     lines += shapes_lines(simple.outputs, names)
     return "\n".join(lines) + "\n"
 
@@ -72,8 +84,12 @@ def prelude() -> str:
 class _SegmentWriter:
     """Writes the function of one segment: rows ``[begin, end)``, columns ``[low, high)``."""
 
-    def __init__(self, buffers: Sequence[Buffer], values: Values, unroll: int, stage: bool) -> None:
+    def __init__(
+        self, buffers: Sequence[Buffer], values: Values, unroll: int, stage: bool, checks: Sequence[int]
+    ) -> None:
         self.buffers, self.values, self.segment, self.kinds = buffers, values, values.segment, values.kinds
+        #: Those that are still to be written.
+        self.checks = list(checks)
         cols = self.segment.cols
         # No more accumulators than the row has vectors.
         self.unroll = max(1, min(unroll, cols // _MOST_LANES)) if isinstance(cols, int) else unroll
@@ -91,6 +107,8 @@ class _SegmentWriter:
         lines = symbol_lines(self.values.names)
         for used in sorted({access.buffer for access in segment.accesses}):
             lines.append(f"{self._storage(used)}* __restrict__ b{used} = ({self._storage(used)}*)buffers[{used}];")
+        if self.checks:
+            lines.append(f"int* const outside = {outside_flag(self.buffers)};")
         if not tiled:
             lines.append(f"const i64 low = 0, high = {self._size(segment.cols)};")
         first, following = self._rows()
@@ -133,6 +151,7 @@ class _SegmentWriter:
     def _phase(self, position: int, phase: Phase) -> list[str]:
         values, segment = self.values, self.segment
         lines = [values.row_declaration(value) for value in phase.rows]
+        lines += self._checked(phase.rows, "if (!r{0}) *outside = 1;")
         for number in phase.row_stores:
             store = segment.stores[number]
             scalar = SCALAR_TYPE[register_type(self.buffers[store.buffer].dtype)]
@@ -140,7 +159,7 @@ class _SegmentWriter:
             lines.append(f"{values.where_stored(store)}put({address}, ({scalar})r{store.value});")
         looped = [value for value in phase.reductions if not values.per_row[self._reduce(value).arg]]
         lines += [self._constant_reduction(value) for value in phase.reductions if value not in looped]
-        if not looped and not phase.stores:
+        if not looped and not phase.stores and not set(self.checks) & {*phase.elements}:
             return lines
         body = self._body(phase, looped)
         # Declarations that no earlier phase of the row has made.
@@ -152,6 +171,12 @@ class _SegmentWriter:
             vector, identity = VECTOR_TYPE[kind], self._identity(value, kind)
             lines += [f"{vector} a{value}_{lane} = splat<{vector}>({identity});" for lane in range(self.unroll)]
         return [*lines, *self._loop(f"pass{position}", looped, body), *map(self._fold, looped)]
+
+    def _checked(self, values: Sequence[int], statement: str) -> list[str]:
+        """The checks among some values, each where it is first computed."""
+        found = [value for value in self.checks if value in values]
+        self.checks = [value for value in self.checks if value not in found]
+        return [statement.format(value) for value in found if not isinstance(self.segment.body[value], Const)]
 
     def _reduce(self, value: int) -> Reduce:
         instr = self.segment.body[value]
@@ -212,6 +237,7 @@ class _SegmentWriter:
             lines.append(values.element_declaration(value))
             if value in phase.stages:
                 lines.append(f"write(t{value} + slot(m, j), e{value});")
+        lines += self._checked(phase.elements, "if (any(present(m, ~e{0}))) *outside = 1;")
         for value in looped:
             kind, operand = self._accumulator_kind(value), self._reduce(value).arg
             item = conversion(self.kinds[operand], kind, f"e{operand}")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from fuseplan.kernels.cpp.types import cpp_size, indent
-from fuseplan.kernels.ir.ir import Buffer, Segment
+from fuseplan.kernels.ir.gathers import value_axes
+from fuseplan.kernels.ir.ir import Buffer, KernelIR, Reduce, Segment, ancestors, renamed
 
 #: Rows up to this many columns are never cut into column tiles: their trip count stays a constant.
 UNTILED_COLS = 1024
@@ -35,8 +37,51 @@ def symbol_lines(names: Mapping[str, str]) -> list[str]:
     return [f"const i64 {text} = sizes[{number}];" for number, text in enumerate(names.values())]
 
 
-def entry_lines(segments: Sequence[Segment], names: Mapping[str, str]) -> list[str]:
-    """``elements``, ``tasks`` and what runs tasks (see ``cpp_loops.h``)."""
+@dataclass(frozen=True)
+class Checks(Segment):
+    """A segment that makes the checks of another one, and stores nothing."""
+
+    wanted: tuple[int, ...] = ()
+
+    @property
+    def checks(self) -> tuple[int, ...]:
+        return self.wanted
+
+
+def checks_alone(segment: Segment) -> Checks:
+    """The checks of a segment, along no more axes than they depend on."""
+    body = segment.body
+    live = ancestors(body, segment.checks)
+    places = {old: new for new, old in enumerate(live)}
+    found = value_axes(segment)
+    axes = frozenset[int]().union(*(found[value] for value in live))
+    made = [renamed(body[old], places.__getitem__) for old in live]
+    rows = tuple(extent if axis in axes else 1 for axis, extent in enumerate(segment.rows))
+    along = segment.col_axis in axes or any(isinstance(instr, Reduce) for instr in made)
+    return Checks(
+        rows, segment.cols if along else 1, tuple(made), (), wanted=tuple(places[value] for value in segment.checks))
+
+
+def outside_flag(buffers: Sequence[Buffer]) -> str:
+    """Where a kernel says that a check fails: a number behind its buffers."""
+    return f"(int*)buffers[{len(buffers)}]"
+
+
+def check_lines(ir: KernelIR, first: int, names: Mapping[str, str]) -> list[str]:
+    """Statements that make the checks of the segments from number ``first`` on, and return where one fails.
+
+    Each thread makes them all before it writes: they are few, and no thread has to wait for another.
+    """
+    lines = []
+    for number, segment in enumerate(ir.segments[first:], first):
+        rows = " * ".join(["(i64)1", *(cpp_size(extent, names) for extent in segment.rows)])
+        tile = f", 0, {cpp_size(segment.cols, names)}" if is_tiled(segment) else ""
+        lines.append(f"segment{number}(buffers, sizes, 0, {rows}{tile});")
+    return [*lines, f"if (*{outside_flag(ir.buffers)}) return;"] if lines else []
+
+
+def entry_lines(segments: Sequence[Segment], names: Mapping[str, str], checks: Sequence[str] = ()) -> list[str]:
+    """``elements``, ``tasks`` and what runs tasks (see ``cpp_loops.h``), after ``checks``."""
     sizes = symbol_lines(names)
     elements, tasks, runs = [], [], []
     for number, segment in enumerate(segments):
@@ -51,7 +96,7 @@ def entry_lines(segments: Sequence[Segment], names: Mapping[str, str]) -> list[s
         "static i64 tasks(const i64* sizes, const Launch* how) {",
         *indent([*sizes, f"return {' + '.join(tasks)};"]), "}",
         "static void FP_NAME(void* const* buffers, const i64* sizes, const Launch* how, i64 begin, i64 end) {",
-        *indent([*sizes, *runs, "results_done();"]), "}",
+        *indent([*sizes, *checks, *runs, "results_done();"]), "}",
     ]
 
 

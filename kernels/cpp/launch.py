@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fuseplan.kernels.ir.backend import BuildError, CompiledKernel, Resources
+from fuseplan.kernels.ir.backend import BuildError, CompiledKernel, OutsideTable, Resources
 from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.kernels.native.build import OPENMP_FUNCTIONS, Compiler, address, load_extension, shared_openmp
@@ -33,7 +33,10 @@ class RunSettings:
 
 
 class CppKernel(CompiledKernel):
-    """A loaded CPU kernel: ``run(*inputs, *outputs, *sizes)``; ``fused(*inputs, *sizes)`` makes the outputs."""
+    """A loaded CPU kernel: ``run(*inputs, *outputs, *sizes)``; ``fused(*inputs, *sizes)`` makes the outputs.
+
+    Both raise :class:`~fuseplan.kernels.ir.backend.OutsideTable`.
+    """
 
     def __init__(self, run: Callable[..., None], fused: Callable[..., Any]) -> None:
         self.run, self.fused, self.resources = run, fused, Resources()
@@ -65,7 +68,7 @@ def load_kernel(
     kernel = launcher.Kernel(
         addresses, (len(ir.inputs), len(ir.symbols), settings.release_gil),
         (settings.threads, settings.grain, settings.rows_per_task, settings.col_tile), empty, outputs,
-        None if ir.symbols else layouts,
+        None if ir.symbols else layouts, OutsideTable,
     )
     return CppKernel(kernel.run, kernel.fused)
 
@@ -93,13 +96,17 @@ def _ctypes_kernel(ir: KernelIR, loaded: ctypes.CDLL, settings: RunSettings) -> 
     """The same call path without the extension: some microseconds a call."""
     how = _Launch(settings.threads, settings.grain, settings.rows_per_task, settings.col_tile, *shared_openmp())
     tensors, inputs, symbols = len(ir.buffers), len(ir.inputs), ir.symbols
-    pointers, sizes = ctypes.c_void_p * tensors, ctypes.c_longlong * max(len(symbols), 1)
+    pointers, sizes = ctypes.c_void_p * (tensors + 1), ctypes.c_longlong * max(len(symbols), 1)
 
     def run(*args: torch.Tensor | int) -> None:
         addresses = [tensor.data_ptr() for tensor in args[:tensors] if isinstance(tensor, torch.Tensor)]
         if len(addresses) != tensors or len(args) != tensors + len(symbols):
             raise TypeError(f"the kernel takes {tensors} tensors and {len(symbols)} sizes, got {len(args)} arguments")
-        loaded.fuseplan_launch(pointers(*addresses), sizes(*map(int, args[tensors:])), ctypes.byref(how))
+        outside = ctypes.c_int(0)
+        given = pointers(*addresses, ctypes.addressof(outside))
+        loaded.fuseplan_launch(given, sizes(*map(int, args[tensors:])), ctypes.byref(how))
+        if outside.value:
+            raise OutsideTable("an index is outside its table")
 
     def fused(*args: torch.Tensor | int) -> Any:
         values = {name: int(value) for name, value in zip(symbols, args[inputs:], strict=True)}

@@ -142,10 +142,7 @@ class Values:
 
     def where_stored(self, store: Store) -> str:
         """The condition in front of a store that data gives the address of."""
-        if store.scatter is None:
-            return ""
-        at, extent = f"r{store.scatter.value}", cpp_size(store.scatter.extent, self.names)
-        return f"if ({at} >= 0 && {at} < (i64){extent}) "
+        return "" if store.scatter is None or store.scatter.check is None else f"if (r{store.scatter.check}) "
 
     def _gathers_columns(self, gather: Gather | None) -> bool:
         return gather is not None and not self.per_row[gather.value]

@@ -128,6 +128,8 @@ class KernelSpec:
     constants: Mapping[str, Any] | None = None
     #: The kernel waits for the one ahead of it itself, and is launched so that it may start before.
     overlapped: bool = False
+    #: The kernel has assertions, which Triton leaves out by default.
+    asserts: bool = False
 
 
 def compile_kernel(function: Any, spec: KernelSpec, target: Target, known: Resources | None = None) -> Any:
@@ -157,9 +159,12 @@ def _compile(function: Any, spec: KernelSpec, target: Target, more_options: Mapp
     names = list(spec.signature)
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in spec.aligned}
     constants = {(names.index(name),): value for name, value in (spec.constants or {}).items()}
-    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, "enable_fp_fusion": True, **more_options}
+    options: dict[str, Any] = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, "enable_fp_fusion": True}
+    options |= more_options
     if spec.overlapped:
         options["launch_pdl"] = True
+    if spec.asserts:
+        options |= {"debug": True, "sanitize_overflow": False}
     try:
         source = ASTSource(function, dict(spec.signature), constants, attributes)
         return triton.compile(source, target=GPUTarget("cuda", compute_capability(target), 32), options=options)

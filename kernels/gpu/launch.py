@@ -6,7 +6,7 @@ import contextvars
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -223,7 +223,17 @@ class InterpretedKernel(CompiledKernel):
         count = self.programs(dict(zip(self.symbols, sizes, strict=True)))
         passed = [rest if buffer is None else _from(tensors[buffer], rest) for buffer, rest in self.arguments]
         if count:
+            _assert_when_interpreted()
             self.function[(count,)](*passed, *sizes)
+
+
+def _assert_when_interpreted() -> None:
+    """Have Triton's interpreter check assertions, which it leaves out by default."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = replace(builder.options, debug=True, sanitize_overflow=False)
 
 
 def _from(tensor: torch.Tensor, offset_bytes: int) -> torch.Tensor:

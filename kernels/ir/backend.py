@@ -20,6 +20,10 @@ class BuildError(Exception):
     """A kernel could not be generated or compiled; the message names the back end and the reason."""
 
 
+class OutsideTable(IndexError):
+    """A number by which a kernel looks up or writes is outside the table. It has written nothing that others see."""
+
+
 class MachineError(BuildError):
     """The machine failed, not the kernel: a full disk, a folder that cannot be written, a compiler that is gone."""
 
@@ -102,6 +106,8 @@ class Backend(ABC):
 
     name: ClassVar[str]
     device_type: ClassVar[str]
+    #: Whether calls raise :class:`OutsideTable`; elsewhere the device asserts, as it does for ATen's ops.
+    raises_outside: ClassVar[bool] = False
     #: Every parameter that some kernel has here, with every value that one can be built with.
     parameters: ClassVar[tuple[Tunable, ...]] = ()
 

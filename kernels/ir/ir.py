@@ -73,11 +73,20 @@ class Gather:
 
     Where several coordinates are data, ``value`` is their distance from the first element, and ``extent`` is the least
     of their sizes.
+
+    ``check`` (a bool value id) is true where there is such an element, and where a mask of the kernel's own excuses the
+    lookup. Where it is false the call fails, as ATen's op does. None: the element is known to be there.
     """
 
     value: int
     stride: Size
     extent: Size
+    check: int | None = None
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        """Value ids that it reads."""
+        return (self.value,) if self.check is None else (self.value, self.check)
 
 
 @dataclass(frozen=True)
@@ -85,7 +94,7 @@ class Load:
     """``buffers[buffer][index]``; where ``mask`` (a bool value id) is false, nothing is read and ``other`` stands.
 
     With ``gather`` the element lies ``gather.value * gather.stride`` further. Its mask is never None: it is true only
-    where ``0 <= value < extent``, so that data cannot lead a kernel out of its buffer.
+    where ``0 <= value < extent``, so that data cannot lead a kernel out of its buffer before the call fails.
     """
 
     dtype: RegisterType
@@ -178,7 +187,7 @@ def operands(instr: Instr) -> tuple[int, ...]:
     if isinstance(instr, Cast | Round | Reduce):
         return (instr.arg,)
     if isinstance(instr, Load) and instr.mask is not None:
-        return (instr.mask,) if instr.gather is None else (instr.mask, instr.gather.value)
+        return (instr.mask, *(instr.gather.values if instr.gather is not None else ()))
     return ()
 
 
@@ -194,7 +203,9 @@ def renamed(instr: Instr, change: Callable[[int], int]) -> Instr:
 
 
 def _picked(gather: Gather | None, change: Callable[[int], int]) -> Gather | None:
-    return None if gather is None else replace(gather, value=change(gather.value))
+    if gather is None:
+        return None
+    return replace(gather, value=change(gather.value), check=None if gather.check is None else change(gather.check))
 
 
 def ancestors(
@@ -215,8 +226,8 @@ def ancestors(
 class Store:
     """``buffers[buffer][index] = value``, rounded to the buffer's type. Per row when neither mentions the column.
 
-    With ``scatter`` the element lies ``scatter.value * scatter.stride`` further, and is stored only where
-    ``0 <= scatter.value < scatter.extent``. That value is one per row.
+    With ``scatter`` the element lies ``scatter.value * scatter.stride`` further, and is stored only where its check
+    holds. Both values are one per row.
     """
 
     buffer: int
@@ -227,7 +238,7 @@ class Store:
     @property
     def values(self) -> tuple[int, ...]:
         """Value ids that the store reads."""
-        return (self.value,) if self.scatter is None else (self.value, self.scatter.value)
+        return (self.value, *(self.scatter.values if self.scatter is not None else ()))
 
     def with_values(self, change: Callable[[int], int]) -> Store:
         """The same with each of its :attr:`values` renamed."""
@@ -316,6 +327,16 @@ class Segment:
         yield from filter(None, (load.gather for load in self.loads))
         yield from filter(None, (store.scatter for store in self.stores))
 
+    @cached_property
+    def checks(self) -> tuple[int, ...]:
+        """Bool values that have to be true for every element, those of lookups included whose result nobody needs."""
+        return tuple(dict.fromkeys(one.check for one in self.gathers() if one.check is not None))
+
+    @property
+    def roots(self) -> tuple[int, ...]:
+        """Values that its stores and checks need."""
+        return (*(value for store in self.stores for value in store.values), *self.checks)
+
 
 @dataclass(frozen=True)
 class KernelIR:
@@ -347,6 +368,11 @@ class KernelIR:
         """For positions among the outputs, the position of the input that each lies over."""
         return {number: one.over for number, one in enumerate(self.outputs) if one.over is not None}
 
+    @property
+    def may_fail(self) -> bool:
+        """Whether a call fails for some data: an index outside its table."""
+        return any(body.checks for body in self.bodies)
+
     @cached_property
     def symbols(self) -> tuple[str, ...]:
         """Names of the dynamic sizes, sorted: the trailing integer arguments of the kernel."""
@@ -376,7 +402,10 @@ class KernelIR:
 
 def _bind_segment(segment: Segment, symbols: Mapping[str, int]) -> Segment:
     def bound(gather: Gather | None) -> Gather | None:
-        return None if gather is None else Gather(gather.value, *evaluate_all((gather.stride, gather.extent), symbols))
+        if gather is None:
+            return None
+        stride, extent = evaluate_all((gather.stride, gather.extent), symbols)
+        return replace(gather, stride=stride, extent=extent)
 
     indexed = segment.with_indices(lambda index: index.bind(symbols))
     body = tuple(replace(one, gather=bound(one.gather)) if isinstance(one, Load) else one for one in indexed.body)

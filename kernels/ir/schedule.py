@@ -47,7 +47,7 @@ def schedule(segment: Segment, stage: bool = False, rescale: bool = False) -> tu
     beside = rescaled_sums(segment) if rescale else {}
     depths = reduction_depths(segment, beside)
     body, per_row = segment.body, segment.per_row
-    live = ancestors(body, (value for store in segment.stores for value in store.values))
+    live = ancestors(body, segment.roots)
     reductions = [value for value in live if isinstance(body[value], Reduce)]
     row_level = [value for value in live if per_row[value] and value not in reductions]
     numbers = range(max((depths[value] for value in reductions), default=0) + 1)
@@ -67,6 +67,7 @@ def schedule(segment: Segment, stage: bool = False, rescale: bool = False) -> tu
     evaluated: list[int] = []
     for number in numbers:
         needed = roots[number] | {value for position in stores[number] for value in segment.stores[position].values}
+        needed |= {value for value in segment.checks if depths[value] == number}
         kept = [value for value in evaluated if stage and _worth_staging(segment, value)]
         values = elements(needed, kept)
         own = tuple(value for value in values if value not in kept)

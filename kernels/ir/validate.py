@@ -39,6 +39,9 @@ def _validate_body(ir: KernelIR, name: str, segment: Segment) -> None:
             raise ValueError(f"{where}: no product {instr.product}")
         if isinstance(instr, RowValue) and not segment.products[instr.product].left.per_row[instr.value]:
             raise ValueError(f"{where}: it has not one value a row")
+    for value in segment.checks:
+        if not 0 <= value < len(segment.body) or segment.body[value].dtype != "bool":
+            raise ValueError(f"{name}: value {value}, a check, is no bool")
     for number, product in enumerate(segment.products):
         if product.left.rows != segment.rows or product.left.cols != product.right.cols:
             raise ValueError(f"{name}, product {number}: its sides do not fit")
@@ -54,5 +57,5 @@ def _validate_segment(ir: KernelIR, number: int, segment: Segment) -> None:
     for store in segment.stores:
         if not ir.buffers[store.buffer].is_output:
             raise ValueError(f"segment {number}: store into input buffer {ir.buffers[store.buffer].name}")
-        if store.scatter is not None and not segment.per_row[store.scatter.value]:
+        if store.scatter is not None and not all(segment.per_row[value] for value in store.scatter.values):
             raise ValueError(f"segment {number}: a store's address is data that changes from column to column")

@@ -3,6 +3,9 @@
 //
 //   kernel.run(*tensors, *sizes)   -> None: every buffer preallocated, inputs first
 //   kernel.fused(*inputs, *sizes)  -> tensor or tuple: outputs allocated here
+//
+// Behind its buffers a kernel is given a number, which it sets where an index is outside its table: both calls then
+// raise `outside`.
 #include "launcher.h"
 
 struct Launch {  // as in cpp_loops.h
@@ -23,22 +26,31 @@ struct Kernel {
   PyObject* allocate;            // (shape, strides, dtype) -> tensor
   PyObject* outputs;             // tuple of (ndim, dtype, position of the input that it is or -1)
   PyObject* fixed;               // tuple of (shape, strides, dtype) when there are no symbols, else null
+  PyObject* outside;             // exception type
 };
 
-static void launch(const Kernel* self, char** buffers, const i64* sizes) {
-  if (!self->release) return self->launch((void* const*)buffers, sizes, &self->how);
-  Py_BEGIN_ALLOW_THREADS
-  self->launch((void* const*)buffers, sizes, &self->how);
-  Py_END_ALLOW_THREADS
+// False, with an exception set, where an index is outside its table. `buffers` has room for one more address.
+static bool launch(const Kernel* self, char** buffers, int count, const i64* sizes) {
+  int outside = 0;
+  buffers[count] = (char*)&outside;
+  if (!self->release) {
+    self->launch((void* const*)buffers, sizes, &self->how);
+  } else {
+    Py_BEGIN_ALLOW_THREADS
+    self->launch((void* const*)buffers, sizes, &self->how);
+    Py_END_ALLOW_THREADS
+  }
+  if (outside) PyErr_SetString(self->outside, "an index is outside its table");
+  return !outside;
 }
 
 static PyObject* kernel_run(PyObject* object, PyObject* const* args, Py_ssize_t given) {
   Kernel* self = (Kernel*)object;
-  char* buffers[MAX_ARGUMENTS];
+  char* buffers[MAX_ARGUMENTS + 1];
   i64 sizes[MAX_ARGUMENTS];
   const int tensors = self->inputs + (int)PyTuple_GET_SIZE(self->outputs);
   if (!read_arguments(self->data_ptr, args, given, tensors, self->symbols, buffers, sizes)) return NULL;
-  launch(self, buffers, sizes);
+  if (!launch(self, buffers, tensors, sizes)) return NULL;
   Py_RETURN_NONE;
 }
 
@@ -67,7 +79,7 @@ static PyObject* allocate(const Kernel* self, Py_ssize_t position, const i64* sh
 
 static PyObject* kernel_fused(PyObject* object, PyObject* const* args, Py_ssize_t given) {
   Kernel* self = (Kernel*)object;
-  char* buffers[MAX_ARGUMENTS];
+  char* buffers[MAX_ARGUMENTS + 1];
   i64 sizes[MAX_ARGUMENTS], shapes[4 * MAX_ARGUMENTS];
   const int count = (int)PyTuple_GET_SIZE(self->outputs);
   if (!read_arguments(self->data_ptr, args, given, self->inputs, self->symbols, buffers, sizes)) return NULL;
@@ -86,11 +98,10 @@ static PyObject* kernel_fused(PyObject* object, PyObject* const* args, Py_ssize_
       break;
     }
   }
-  if (PyErr_Occurred()) {
+  if (PyErr_Occurred() || !launch(self, buffers, self->inputs + count, sizes)) {
     drop(made, ready);
     return NULL;
   }
-  launch(self, buffers, sizes);
   return result_of(made, count);
 }
 
@@ -99,18 +110,19 @@ static void kernel_dealloc(PyObject* object) {
   Py_XDECREF(self->allocate);
   Py_XDECREF(self->outputs);
   Py_XDECREF(self->fixed);
+  Py_XDECREF(self->outside);
   Py_TYPE(object)->tp_free(object);
 }
 
-// Kernel(addresses, counts, how, allocate, outputs, fixed): see cpp_build.py.
+// Kernel(addresses, counts, how, allocate, outputs, fixed, outside): see launch.py.
 static int kernel_init(PyObject* object, PyObject* args, PyObject*) {
   Kernel* self = (Kernel*)object;
   unsigned long long launch, shapes, data_ptr, parallel, thread_num, num_threads, max_threads;
-  PyObject *allocate, *outputs, *fixed;
-  if (!PyArg_ParseTuple(args, "(KKKKKKK)(iip)(LLLL)OO!O", &launch, &shapes, &data_ptr, &parallel, &thread_num,
+  PyObject *allocate, *outputs, *fixed, *outside;
+  if (!PyArg_ParseTuple(args, "(KKKKKKK)(iip)(LLLL)OO!OO", &launch, &shapes, &data_ptr, &parallel, &thread_num,
                         &num_threads, &max_threads, &self->inputs, &self->symbols, &self->release, &self->how.threads,
                         &self->how.grain, &self->how.rows_per_task, &self->how.col_tile, &allocate, &PyTuple_Type,
-                        &outputs, &fixed))
+                        &outputs, &fixed, &outside))
     return -1;
   if (self->inputs + self->symbols + PyTuple_GET_SIZE(outputs) > MAX_ARGUMENTS) {
     PyErr_SetString(PyExc_ValueError, "too many kernel arguments");
@@ -126,6 +138,7 @@ static int kernel_init(PyObject* object, PyObject* args, PyObject*) {
   self->allocate = Py_NewRef(allocate);
   self->outputs = Py_NewRef(outputs);
   self->fixed = fixed == Py_None ? NULL : Py_NewRef(fixed);
+  self->outside = Py_NewRef(outside);
   return 0;
 }
 

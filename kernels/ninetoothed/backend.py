@@ -113,7 +113,8 @@ class NinetoothedBackend(GpuBackend):
         constants = {name: view.strides[dim] for name, view, dim in parameters if dim is not None}
         addresses = {name: _byte_offset(ir, view) for name, view, dimension in parameters if dimension is None}
         aligned = [name for name, offset in addresses.items() if variant.aligned and offset % 16 == 0]
-        return KernelSpec(signature, aligned, int(config["num_warps"]), 1, constants, is_overlapped(config))
+        return KernelSpec(
+            signature, aligned, int(config["num_warps"]), 1, constants, is_overlapped(config), ir.may_fail)
 
     def _programs(self, ir: KernelIR, config: Config, target: Target, sizes: Mapping[str, int]) -> int:
         """Segments share programs, so the longest decides."""

@@ -20,7 +20,7 @@ from fuseplan.kernels.ir.ir import Instr, KernelIR, Load, Segment, Store
 from fuseplan.kernels.triton.config import PARAMETERS
 from fuseplan.kernels.triton.emitter import buffer_names
 from fuseplan.kernels.triton.helpers import plain_helper_sources
-from fuseplan.kernels.triton.values import ValueEmitter, as_emitted, index_extent, literal
+from fuseplan.kernels.triton.values import OUTSIDE, ValueEmitter, as_emitted, index_extent, literal
 
 _INDENT = "    "
 
@@ -116,6 +116,11 @@ class _BlockEmitter(ValueEmitter):
             floordiv=lambda a, b: f"({a} // {b})",
         )
 
+    def check(self, value: int) -> str:
+        bounds = self._bounds(*self.extent[value])
+        mask = f", {' & '.join(bounds)}" if bounds else ""
+        return f'tl.device_assert({self.name(value)}, "{OUTSIDE}"{mask})'
+
     def load(self, instr: Load) -> str:
         view = self.views.by_access[self.number, instr]
         if has_view(self.segment, instr):
@@ -144,9 +149,12 @@ class _BlockEmitter(ValueEmitter):
             terms.append(f"{self.prefix}row0 * 0")
         if widen[1] and not on_cols:
             terms.append(f"{self.prefix}col * 0")
-        bounds = [f"{self.prefix}in_rows"] if (on_rows or widen[0]) and self.segment.rows else []
-        bounds += [f"{self.prefix}in_cols"] if on_cols or widen[1] else []
+        bounds = self._bounds(on_rows or widen[0], on_cols or widen[1])
         return f"{view.name}.source.data_ptr() + {' + '.join(terms)}", bounds
+
+    def _bounds(self, on_rows: bool, on_cols: bool) -> list[str]:
+        rows = [f"{self.prefix}in_rows"] if on_rows and self.segment.rows else []
+        return [*rows, f"{self.prefix}in_cols"] if on_cols else rows
 
 
 @dataclass(frozen=True)

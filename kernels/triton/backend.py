@@ -81,7 +81,8 @@ class TritonBackend(GpuBackend):
         sizes = {symbol_argument(name): "i64" if variant.wide else "i32" for name in ir.symbols}
         warps, stages = int(config["num_warps"]), int(config.get("num_stages", 1))
         aligned = tuple(pointers) if variant.aligned else ()
-        return KernelSpec({**pointers, **sizes}, aligned, warps, stages, overlapped=is_overlapped(config))
+        return KernelSpec(
+            {**pointers, **sizes}, aligned, warps, stages, overlapped=is_overlapped(config), asserts=ir.may_fail)
 
     def _programs(self, ir: KernelIR, config: Config, target: Target, sizes: Mapping[str, int]) -> int:
         if contracts(ir) and is_tiled(ir):

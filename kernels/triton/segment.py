@@ -18,7 +18,7 @@ from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, Gather, Load, Segment, Stor
 from fuseplan.kernels.ir.ops import REDUCTIONS, op_spec
 from fuseplan.kernels.ir.schedule import Phase, rescaled_sums, schedule
 from fuseplan.kernels.triton.index import Coordinates, triton_size
-from fuseplan.kernels.triton.values import ValueEmitter, fold_identity, index_extent, literal, tl_type
+from fuseplan.kernels.triton.values import OUTSIDE, ValueEmitter, fold_identity, index_extent, literal, tl_type
 
 _INDENT = "    "
 #: How many times wider a loaded type is than a stored one where its lanes lie far apart.
@@ -133,12 +133,13 @@ class SegmentEmitter(ValueEmitter):
         on_rows, on_cols = index_extent(self.segment, store.index)
         conditions = []
         if store.scatter is not None:
-            at = self.tensor(store.scatter.value)
             on_rows = on_rows or self.extent[store.scatter.value][0]
-            extent = triton_size(store.scatter.extent)
-            conditions = [f"tl.where(({at} >= 0) & ({at} < {extent}), True, False)"]
+            conditions = [] if store.scatter.check is None else [self.tensor(store.scatter.check)]
         pointer = self._pointer(store.buffer, store.index, gather=store.scatter)
         return f"tl.store({pointer}, {value}{self._mask(on_rows, on_cols, *conditions)})"
+
+    def check(self, value: int) -> str:
+        return f'tl.device_assert({self.name(value)}, "{OUTSIDE}"{self._mask(*self.extent[value])})'
 
     # -- several passes -----------------------------------------------------------------------------------
 

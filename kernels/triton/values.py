@@ -34,6 +34,9 @@ from fuseplan.kernels.ir.rewrite import without_repeated_clamps
 from fuseplan.kernels.ir.schedule import Phase, reduction_depths, schedule
 from fuseplan.kernels.triton.index import triton_size
 
+#: What a device says where a lookup or a write by data fails.
+OUTSIDE = "an index is outside its table"
+
 _OTHER_NAMES = {"bool": "int1", "float8_e4m3fn": "float8e4nv"}
 _SMALLEST = {"int32": -(2**31), "int64": -(2**63)}
 #: Powers that are cheaper, and more exact, as products and roots.
@@ -91,6 +94,7 @@ class ValueEmitter(ABC):
         #: Values loaded ahead of their use, still in storage type.
         self.loaded: set[int] = set()
         self.done: set[int] = set()
+        self.unchecked = set(segment.checks)
 
     @abstractmethod
     def load(self, instr: Load) -> str:
@@ -99,6 +103,10 @@ class ValueEmitter(ABC):
     @abstractmethod
     def store(self, store: Store, value: str) -> str:
         """A statement that stores ``value``, which has the buffer's type."""
+
+    @abstractmethod
+    def check(self, value: int) -> str:
+        """A statement that fails unless ``value``, a bool, is true in all lanes that are real."""
 
     @abstractmethod
     def position(self, index: Index) -> str:
@@ -133,6 +141,7 @@ class ValueEmitter(ABC):
                 if value not in self.loaded:
                     lines.append(self.early_load(value, instr))
                 lines += self._widened(value, instr)
+                lines += self._checked(value)
                 continue
             text = self._expression(instr)
             if instr.dtype == "bool" and self._is_scalar(value):
@@ -140,7 +149,15 @@ class ValueEmitter(ABC):
                 # rejects it as a mask.
                 text = f"tl.where({text}, True, False)"
             lines.append(f"{self.name(value)} = {text}")
+            lines += self._checked(value)
         return lines
+
+    def _checked(self, value: int) -> list[str]:
+        """The assertion that a check holds, where it is first computed."""
+        if value not in self.unchecked:
+            return []
+        self.unchecked.discard(value)
+        return [self.check(value)]
 
     def early_load(self, value: int, instr: Load) -> str:
         """``x<id> = ...``: the loaded value in storage type; ``v<id>`` itself where no conversion follows."""

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.planner.capture.traced import Traced
+from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.graph.layouts import laid_out, layout_of
 from fuseplan.planner.implementations.direct_calls import bind_calls, fill_namespace
 from fuseplan.planner.implementations.subject import Fused, chain_module
@@ -23,19 +25,30 @@ def run_unfused(traced: Traced, lowered: Lowered, device_type: str, args: Sequen
     be called with.
     """
     plain, ir = _generated(traced, lowered, device_type), lowered.ir
-
-    def fit(results: Any, args: Sequence[Any]) -> Any:
-        """The results of a call, themselves if nothing has to be copied."""
-        symbols = dict(zip(ir.symbols, args[len(ir.inputs) :], strict=True))
-        given = (results,) if isinstance(results, torch.Tensor) else results
-        fitted = [laid_out(one, *layout_of(buffer, symbols)) for one, buffer in zip(given, ir.outputs, strict=True)]
-        if all(map(operator.is_, fitted, given)):
-            return results
-        return fitted[0] if isinstance(results, torch.Tensor) else tuple(fitted)
-
     results = plain(*args)
-    fitted = fit(results, args)
-    return fitted, plain if fitted is results else lambda *args: fit(plain(*args), args)
+    fitted = _fitted(ir, results, args)
+    return fitted, plain if fitted is results else lambda *args: _fitted(ir, plain(*args), args)
+
+
+def run_chain(graph: DataflowGraph, lowered: Lowered, device_type: str, *args: Any) -> Any:
+    """The same in a call where a kernel finds an index outside its table: ATen's op says which.
+
+    It holds no trace, and is made anew in each such call.
+    """
+    nodes, ir = group_nodes(graph, lowered), lowered.ir
+    chain = chain_module(nodes, lowered.inputs, lowered.outputs, device_type, ir.symbols, graph)
+    results = chain(*args)
+    return _fitted(ir, results[0] if len(results) == 1 else results, args)
+
+
+def _fitted(ir: KernelIR, results: Any, args: Sequence[Any]) -> Any:
+    """The results of a call, laid out like a kernel's; themselves if nothing has to be copied."""
+    symbols = dict(zip(ir.symbols, args[len(ir.inputs) :], strict=True))
+    given = (results,) if isinstance(results, torch.Tensor) else results
+    fitted = [laid_out(one, *layout_of(buffer, symbols)) for one, buffer in zip(given, ir.outputs, strict=True)]
+    if all(map(operator.is_, fitted, given)):
+        return results
+    return fitted[0] if isinstance(results, torch.Tensor) else tuple(fitted)
 
 
 def run_op(op: OpGroup, args: Sequence[Any]) -> tuple[Any, Fused]:

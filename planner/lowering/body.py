@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any, Self
 
@@ -217,9 +217,8 @@ class BodyBuilder(ABC):
     def lookup(self, node: OpNode, value: str, position: Position, picked: Mapping[int, int]) -> int:
         """``value`` at ``position``, where the coordinates along the dimensions ``picked`` are data: value ids.
 
-        Where one of them is no position of ``value`` (ATen raises, or worse), nothing is read and the result is NaN (0
-        for integers). NotLowerable where the group computes ``value``, or reads it through a view that cuts such a
-        dimension up.
+        Where one of them is no position of ``value``, nothing is read and the call fails, as ATen's op does.
+        NotLowerable where the group computes ``value``, or reads it through a view that cuts such a dimension up.
         """
         graph = self._group.graph
         extents = {dim: self.specs[value].shape[dim] for dim in picked}
@@ -237,16 +236,33 @@ class BodyBuilder(ABC):
         if not all(index.is_affine_in(axis) for axis in axes.values()):
             raise NotLowerable(f"{node.op} looks up {value} through a view that cuts the dimension up")
         ids = {dim: self.cast(at, "int64") for dim, at in picked.items()}
-        mask = self._mask
+        mask, check = self._mask, self.inside(ids, extents)
         for dim, at in ids.items():
-            inside = self.apply("lt", at, self.iota(Index(extents[dim])))
-            mask = self._both(mask, self.apply("logical_and", self.apply("ge", at, self.const(0, "int64")), inside))
+            mask = self._both(mask, self._is_inside(at, extents[dim]))
         dtype = register_type(spec.dtype)
         missing = math.nan if dtype.startswith("float") else 0.0
         strides = {dim: index.coefficient(axis) for dim, axis in axes.items()}
-        gather = self._gather(ids, strides, extents)
+        gather = replace(self._gather(ids, strides, extents), check=check)
         rest = index.substitute({axis: Index(0) for axis in axes.values()})
         return self._space.emit(ir.Load(dtype, self._group.input_buffer(value), rest, mask, missing, gather))
+
+    def inside(self, ids: Mapping[int, int], extents: Mapping[int, Size]) -> int | None:
+        """A check that numbers are positions of their dimensions, where the mask in force does not excuse them; None
+        where they are known to be.
+        """
+        checks = [self._is_inside(at, extents[dim]) for dim, at in ids.items() if not self._exists(at, extents[dim])]
+        if not checks:
+            return None
+        every = reduce(lambda one, other: self.apply("logical_and", one, other), checks)
+        return every if self._mask is None else self.apply("logical_or", self.apply("logical_not", self._mask), every)
+
+    def _is_inside(self, at: int, extent: Size) -> int:
+        below = self.apply("lt", at, self.iota(Index(extent)))
+        return self.apply("logical_and", self.apply("ge", at, self.const(0, "int64")), below)
+
+    def _exists(self, at: int, extent: Size) -> bool:
+        least, most = self.known_range(at)
+        return isinstance(extent, int) and least >= 0 and most < extent
 
     def _gather(self, ids: Mapping[int, int], strides: Mapping[int, Size], extents: Mapping[int, Size]) -> Gather:
         """One term of an address for all coordinates that are data: their distance from the first element."""

@@ -113,8 +113,8 @@ class Puller(BodyBuilder):
         at = self.cast(self.pull(node.inputs[1], (position[dim],)), "int64")
         if not self.is_per_row(at):
             raise NotLowerable(f"{node.op} ({node.name}) places the columns of the group one by one")
-        rest = flatten(along(position, dim, Index(0)), strides)
-        return Store(buffer, rest, stored, Gather(at, strides[dim], self.specs[value].shape[dim]))
+        rest, extent = flatten(along(position, dim, Index(0)), strides), self.specs[value].shape[dim]
+        return Store(buffer, rest, stored, Gather(at, strides[dim], extent, self.inside({dim: at}, {dim: extent})))
 
     def _produce(self, value: str, position: Position) -> int:
         graph = self._group.graph

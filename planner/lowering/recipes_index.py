@@ -13,7 +13,7 @@ LOOKUPS = frozenset({"aten.embedding.default", "aten.index_select.default", "ate
 
 
 def _embedding(p: BodyBuilder, node: OpNode, position: Position) -> int:
-    """Rows of a table. An index outside it, which ATen refuses, gives NaN and reads nothing."""
+    """Rows of a table."""
     row = p.operand(node, 1, position[:-1])
     return p.lookup(node, node.inputs[0], (Index(0), position[-1]), {0: row})
 

@@ -22,7 +22,7 @@ from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import RefusedError, failure_reason
 from fuseplan.planner.groups.compute_graph import compute_graph_of, lower_group
-from fuseplan.planner.implementations.aten import run_op, run_unfused
+from fuseplan.planner.implementations.aten import run_chain, run_op, run_unfused
 from fuseplan.planner.implementations.direct_calls import GroupCall, bind_calls, fill_namespace
 from fuseplan.planner.implementations.subject import Fused, op_group
 from fuseplan.planner.implementations.view_chains import collapse_views
@@ -114,7 +114,9 @@ def _kernel_calls(
         name = _name(number, plan.label)
         group = GroupCall(name, plan.ops, lowered.inputs, lowered.outputs, ir.symbols, ir.outputs, options)
         unfused = partial(run_unfused, traced, lowered, target.device_type)
-        yield FirstCall(plan, group, calling, unfused, tally, ir, debug)
+        fails = plan.backend.raises_outside and ir.may_fail
+        outside = partial(run_chain, traced.graph, lowered, target.device_type) if fails else None
+        yield FirstCall(plan, group, calling, unfused, tally, ir, debug, outside)
         number += 1
 
 

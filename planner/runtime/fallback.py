@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from fuseplan.kernels.ir.backend import Backend, Config
+from fuseplan.kernels.ir.backend import Backend, Config, OutsideTable
 from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.in_place import Reuse
 from fuseplan.kernels.ir.ir import KernelIR
@@ -106,6 +106,7 @@ class FirstCall:
         unfused: Runs the ATen ops on given arguments: the result, and what does so in later calls.
         ir: The kernel, whose inputs have to be laid out as it was compiled for.
         debug: Show how far the results are from those of the ATen ops.
+        outside: Runs the ATen ops in a call in which the kernel raises ``OutsideTable``: they say what is wrong.
     """
 
     plan: GroupPlan | CallPlan
@@ -115,6 +116,7 @@ class FirstCall:
     tally: Tally
     ir: KernelIR | None = None
     debug: bool = False
+    outside: Fused | None = None
 
     def bind(self, namespace: dict[str, Any], name: str, reuse: Reuse) -> None:
         """Take the place ``name`` in ``namespace``. Later calls write outputs over inputs as ``reuse`` says."""
@@ -129,14 +131,20 @@ class FirstCall:
             if self.ir is not None:  # what a fake tensor promised the device's op may not have kept
                 check_layouts(self.ir, args)
             result = self.call(*args)
+        except OutsideTable:
+            pass  # what ATen's op raises is no consequence of it
         except Exception as error:
             self.plan.give_up(f"first call failed: {failure_reason(error)}", self.name, self.tally)
             result, self.namespace[self.name] = self.unfused(args)
             return result
-        self.namespace[self.name] = self.later
-        if self.debug:
-            self._compare(result, args)
-        return result
+        else:
+            later = self.later
+            self.namespace[self.name] = later if self.outside is None else _failing_as(self.outside, later)
+            if self.debug:
+                self._compare(result, args)
+            return result
+        assert self.outside is not None
+        return self.outside(*args)
 
     def _compare(self, result: Any, args: Sequence[Any]) -> None:
         label, (expected, _) = self.plan.label or self.name, self.unfused(args)
@@ -145,6 +153,19 @@ class FirstCall:
             copies = [arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
             difference = largest_difference(self.later(*copies), expected)
             debug_logger().info("%s in place differs from its ATen ops by at most %.3g", label, difference)
+
+
+def _failing_as(outside: Fused, call: Fused) -> Fused:
+    """``call``, or ``outside`` where it raises ``OutsideTable``."""
+
+    def run(*args: Any) -> Any:
+        try:
+            return call(*args)
+        except OutsideTable:
+            pass
+        return outside(*args)
+
+    return run
 
 
 def largest_difference(result: Any, expected: Any) -> float:

@@ -12,7 +12,7 @@ from fuseplan.kernels.gpu.overlap import overlap_of
 from fuseplan.kernels.ir.backend import Config
 from fuseplan.kernels.ir.gathers import footprint, gathered_elements, value_axes
 from fuseplan.kernels.ir.index import Index
-from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, Buffer, Dot, KernelIR, Reduce, Segment, Store
+from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, Buffer, Dot, KernelIR, Reduce, Segment, Store, ancestors
 from fuseplan.kernels.ir.ops import op_spec
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable, group_nodes, lower
@@ -139,7 +139,9 @@ def _passes(segment: Segment) -> int:
 def _count_flops(segment: Segment, flops: dict[str, float]) -> None:
     sizes = segment.extents()
     rows, elements = math.prod(sizes[:-1]), math.prod(sizes)
-    for instr, once_per_row in zip(segment.body, segment.per_row, strict=True):
+    places = (store.scatter.value for store in segment.stores if store.scatter is not None)
+    for value in ancestors(segment.body, (*(store.value for store in segment.stores), *places)):
+        instr, once_per_row = segment.body[value], segment.per_row[value]
         if isinstance(instr, Reduce):
             unit, cost, count = "fp32", 1.0, elements
         elif isinstance(instr, Apply):

@@ -50,15 +50,22 @@ class Body:
         index = flatten(coords, buffer.strides)
         return self._add(Load(register_type(buffer.dtype), number, index, mask, other))
 
-    def gather(self, name: str, coords: Sequence[Index], at: int, dim: int, other: float) -> int:
-        """The element whose coordinate along ``dim`` is the value ``at``; ``other`` where there is none."""
+    def gather(
+        self, name: str, coords: Sequence[Index], at: int, dim: int, other: float, where: int | None = None
+    ) -> int:
+        """The element whose coordinate along ``dim`` is the value ``at``; ``other`` where that is not looked up."""
         number = self._number(name)
         buffer = self.buffers[number]
-        inside = self("logical_and", self("ge", at, self.const(0, "int64")),
-                      self("lt", at, self.const(buffer.shape[dim], "int64")))
-        gather = Gather(at, buffer.strides[dim], buffer.shape[dim])
+        inside = check = self.inside(at, buffer.shape[dim])
+        if where is not None:
+            check = self("logical_or", self("logical_not", where), inside)
+            inside = self("logical_and", where, inside)
+        gather = Gather(at, buffer.strides[dim], buffer.shape[dim], check)
         index = flatten(coords, buffer.strides)
         return self._add(Load(register_type(buffer.dtype), number, index, inside, other, gather))
+
+    def inside(self, at: int, extent: Size) -> int:
+        return self("logical_and", self("ge", at, self.const(0, "int64")), self("lt", at, self.iota(Index(extent))))
 
     def const(self, value: float | int | bool, dtype: str = "float32") -> int:
         return self._add(Const(dtype, value))  # type: ignore[arg-type]
@@ -87,13 +94,20 @@ class Body:
         """A store at the coordinate ``at`` along ``dim``, a value; none where there is no such coordinate."""
         self.store(name, coords, value)
         buffer = self.buffers[self.stores[-1].buffer]
-        self.stores[-1] = replace(self.stores[-1], scatter=Gather(at, buffer.strides[dim], buffer.shape[dim]))
+        place = Gather(at, buffer.strides[dim], buffer.shape[dim], self.inside(at, buffer.shape[dim]))
+        self.stores[-1] = replace(self.stores[-1], scatter=place)
 
     def segment(self) -> Segment:
         return Segment(self.rows, self.cols, tuple(self.instrs), tuple(self.stores))
 
     def _number(self, name: str) -> int:
         return next(number for number, buffer in enumerate(self.buffers) if buffer.name == name)
+
+
+#: Inputs that say where a kernel looks up or writes.
+INDICES = ("ids", "at")
+#: A number outside every table.
+FAR = 2**40
 
 
 @dataclass(frozen=True)
@@ -105,6 +119,8 @@ class Sample:
     symbols: dict[str, int] = field(default_factory=dict)
     scale: float = 1.0
     overrides: Callable[[str, torch.Tensor], torch.Tensor] | None = None
+    #: How much larger the numbers that say where to look up are than the positions.
+    shift: int = 0
 
     def inputs(self, seed: int = 0) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(seed)
@@ -114,6 +130,30 @@ class Sample:
             tensor = _random(buffer, generator, self.scale)
             made.append(self.overrides(buffer.name, tensor) if self.overrides else tensor)
         return made
+
+    def outside(self, place: int, number: int) -> list[torch.Tensor]:
+        """The inputs with another ``number`` among those that say where to look up or write."""
+        made = self.inputs()
+        self.indices(made).view(-1)[place] = number
+        return made
+
+    @property
+    def places(self) -> list[int]:
+        """The first, one, and the last of the numbers that are not excused."""
+        read = (self.indices(self.inputs()).view(-1) != FAR).nonzero().view(-1).tolist()
+        return [read[0], read[len(read) // 2], read[-1]]
+
+    def indices(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The input that says where to look up or write."""
+        (found,) = (tensor for buffer, tensor in zip(self.ir.inputs, inputs, strict=True) if buffer.name in INDICES)
+        return found
+
+    @property
+    def extent(self) -> int:
+        """The least number that is too large."""
+        (extent,) = {gather.extent for segment in self.ir.segments for gather in segment.gathers()}
+        assert isinstance(extent, int)
+        return extent + self.shift
 
     def outputs(self) -> list[torch.Tensor]:
         """Preallocated outputs, poisoned: an element the kernel forgets shows up. What lies over an input is a copy."""
@@ -544,7 +584,7 @@ def dequantised(rows: int, cols: int) -> Sample:
 
 
 def embedded(tokens: int, vocabulary: int, cols: int, dtype: str = "float32") -> Sample:
-    """Rows of a table by int64 indices, some of them outside it (nothing is read: NaN), and the RMSNorm of each row."""
+    """Rows of a table by int64 indices, and the RMSNorm of each row."""
     buffers = [contiguous("ids", "int64", (tokens,)), contiguous("table", dtype, (vocabulary, cols)),
                contiguous("h", dtype, (tokens, cols), True), contiguous("y", dtype, (tokens, cols), True)]
     b = Body(buffers, (tokens,), cols)
@@ -554,16 +594,14 @@ def embedded(tokens: int, vocabulary: int, cols: int, dtype: str = "float32") ->
     b.store("y", (r, c), b("mul", h, _inverse_rms(b, h)))
 
     def indices(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        valid = torch.arange(tokens) * 5 % vocabulary
-        outside = torch.tensor([-1, vocabulary, 2**40, -(2**40)]).repeat(tokens)[:tokens]
-        return torch.where(torch.arange(tokens) % 2 == 1, outside, valid) if name == "ids" else tensor
+        return (torch.arange(tokens) * 5 - 1) % vocabulary if name == "ids" else tensor
 
     return Sample("embedded", _kernel(buffers, b), overrides=indices)
 
 
 def written(batch: Size, length: int, rows: int, cols: int, dtype: str = "float32",
             symbols: dict[str, int] | None = None) -> Sample:
-    """The RMSNorm of rows goes where int64 positions say, some of which do not exist; the doubled rows are a result."""
+    """The RMSNorm of rows goes where int64 positions say; the doubled rows are a result."""
     buffers = [contiguous("x", dtype, (batch, rows, cols)), contiguous("at", "int64", (rows,)),
                contiguous("cache", dtype, (batch, length, cols)),
                replace(contiguous("new", dtype, (batch, length, cols), True), over=2),
@@ -575,21 +613,25 @@ def written(batch: Size, length: int, rows: int, cols: int, dtype: str = "float3
     b.store("y", (n, r, c), b("add", x, x))
 
     def positions(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        outside = torch.tensor([-1, length, 2**40, -(2**40)]).repeat(rows)[:rows]
-        return torch.where(torch.arange(rows) % 3 == 2, outside, torch.arange(rows)) if name == "at" else tensor
+        return (torch.arange(rows) - 1) % length if name == "at" else tensor
 
     return Sample("written", _kernel(buffers, b), symbols or {}, overrides=positions)
 
 
-def picked(rows: int, cols: int, width: int, dtype: str = "float32") -> Sample:
-    """``gather`` along the last dimension: an index for each element, then a sum over what was picked."""
+def picked(rows: int, cols: int, width: int, dtype: str = "float32", shift: int = 0) -> Sample:
+    """``gather`` along the last dimension: an index for each element, then a sum over what was picked.
+
+    Indices are numbers less a ``shift``: where there is no number, because a tile ends, there is no index either.
+    """
     buffers = [contiguous("x", dtype, (rows, width)), contiguous("at", "int64", (rows, cols)),
                contiguous("y", dtype, (rows, cols), True)]
     b = Body(buffers, (rows,), cols)
     r, c = b.at
-    x = b.gather("x", (r, Index(0)), b.load("at", (r, c)), 1, 0.0)
+    at = b.load("at", (r, c))
+    x = b.gather("x", (r, Index(0)), b("sub", at, b.const(shift, "int64")) if shift else at, 1, 0.0)
     b.store("y", (r, c), b("div", x, b("add", b.reduce("sum", b("abs", x)), b.const(1.0, b.instrs[x].dtype))))
-    return Sample("picked", _kernel(buffers, b), overrides=lambda name, t: t.abs() % (width + 2) if name == "at" else t)
+    return Sample("picked", _kernel(buffers, b),
+                  overrides=lambda name, t: t.abs() % width + shift if name == "at" else t, shift=shift)
 
 
 def repeated_lookup(tokens: int, vocabulary: int, cols: int, times: int, dtype: str = "float32") -> Sample:
@@ -601,9 +643,38 @@ def repeated_lookup(tokens: int, vocabulary: int, cols: int, times: int, dtype: 
     b.store("y", (r, c), b.gather("table", (Index(0), c // times), b.load("ids", (r,)), 0, math.nan))
 
     def indices(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.arange(1, tokens + 1) * 3 % (vocabulary + 1) if name == "ids" else tensor
+        return torch.arange(1, tokens + 1) * 3 % vocabulary if name == "ids" else tensor
 
     return Sample("repeated_lookup", _kernel(buffers, b), overrides=indices)
+
+
+def one_of_two(rows: int, cols: int, dtype: str = "float32") -> Sample:
+    """Rows of a table, then plain rows, one after the other: what is no row of the table there looks nothing up."""
+    buffers = [contiguous("ids", "int64", (2 * rows,)), contiguous("table", dtype, (5, cols)),
+               contiguous("x", dtype, (rows, cols)), contiguous("y", dtype, (2 * rows, cols), True)]
+    b = Body(buffers, (2 * rows,), cols)
+    r, c = b.at
+    here = b("lt", b.iota(r), b.const(rows, "int64"))
+    at = b.load("ids", (r,))
+    looked_up = b.gather("table", (Index(0), c), at, 0, math.nan, here)
+    plain = b.load("x", (r - rows, c), b("logical_not", here))
+    b.store("y", (r, c), b("where", here, looked_up, plain))
+
+    def indices(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.where(torch.arange(2 * rows) < rows, tensor.abs() % 5, FAR) if name == "ids" else tensor
+
+    return Sample("one_of_two", _kernel(buffers, b), overrides=indices)
+
+
+def lookups() -> list[Sample]:
+    """Kernels that look up or write where numbers say."""
+    n = symbol("n")
+    return [
+        written(2, 11, 4, 127), written(3, 5, 1, 64, "bfloat16"), written(n, 9, 4, 33, "float32", {"n": 3}),
+        embedded(5, 11, 127), embedded(1, 3, 64, "bfloat16"), embedded(3, 4, 1), picked(3, 8, 19),
+        picked(2, 37, 5, "bfloat16"), picked(2, 127, 3, shift=1), picked(3, 1, 7, shift=2), picked(1, 3, 9, shift=1),
+        repeated_lookup(5, 11, 19, 2), repeated_lookup(3, 4, 5, 3, "float16"), one_of_two(3, 37), one_of_two(1, 3),
+    ]
 
 
 def early_store(rows: int, cols: int, dtype: str = "float32") -> Sample:
@@ -667,9 +738,7 @@ def static_samples() -> list[Sample]:
         row_statistics(2, 40, "float64"), split_view(6, 10), repeat_heads(2, 2, 3, 24), cat_rows(2, 3, 37),
         data_mask(3, 45), position_mask(4, 29), pair_mask(3, 8, 37), pair_mask(2, 3, 64), early_store(3, 70),
         early_store(2, 48, "bfloat16"),
-        written(2, 11, 4, 127), written(3, 5, 1, 64, "bfloat16"),
-        embedded(5, 11, 127), embedded(1, 3, 64, "bfloat16"), picked(3, 8, 19), picked(2, 37, 5, "bfloat16"),
-        repeated_lookup(5, 11, 19, 2), repeated_lookup(3, 4, 5, 3, "float16"),
+        *(one for one in lookups() if not one.symbols),
         quantised(3, 127), quantised(2, 64, "bfloat16"), dequantised(3, 72), dequantised(2, 37),
         clamped(3, 127), clamped(2, 64, "bfloat16"), clamped(2, 37, "float64"),
     ]

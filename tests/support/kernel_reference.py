@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from fuseplan.kernels.ir.backend import OutsideTable
 from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.index import Coord, FloorDiv, Index, Mod, evaluate
 from fuseplan.kernels.ir.ir import (
@@ -43,6 +44,9 @@ def run_reference(
     Returns:
         One contiguous tensor per output buffer, saturated where its type does; elements never stored are NaN (floats)
         or the minimum (integers).
+
+    Raises:
+        OutsideTable: A check fails. Inputs are as they were.
     """
     bound = ir.bind(symbols or {})
     flats = [_storage_view(tensor, float_dtype) for tensor in inputs]
@@ -116,13 +120,15 @@ def _run_segment(
             values.append(sides[instr.product][0][instr.value])
         else:
             values.append(_evaluate(instr, values, flats, grids, space, float_dtype))
+    for check in segment.checks:
+        if not bool(values[check].all()):
+            raise OutsideTable(f"value {check}")
     for store in segment.stores:
         value = _saturated(values[store.value], dtypes[store.buffer])
         at = torch.tensor(0) if store.scatter is None else values[store.scatter.value]
-        stride, extent = (1, 1) if store.scatter is None else (store.scatter.stride, store.scatter.extent)
-        index, value, at = torch.broadcast_tensors(_index_value(store.index, grids) + at * stride, value, at)
-        inside = (at >= 0) & (at < extent)
-        flats[store.buffer][index[inside]] = value[inside].to(flats[store.buffer].dtype)
+        stride = 1 if store.scatter is None else store.scatter.stride
+        index, value = torch.broadcast_tensors(_index_value(store.index, grids) + at * stride, value)
+        flats[store.buffer][index] = value.to(flats[store.buffer].dtype)
 
 
 def _values(side: Segment, flats: list[torch.Tensor], float_dtype: torch.dtype) -> list[torch.Tensor]:
@@ -135,6 +141,8 @@ def _values(side: Segment, flats: list[torch.Tensor], float_dtype: torch.dtype) 
     values: list[torch.Tensor] = []
     for instr in side.body:
         values.append(_evaluate(instr, values, flats, grids, space, float_dtype))
+    if not all(bool(values[check].all()) for check in side.checks):
+        raise OutsideTable("a side of a product")
     return values
 
 

@@ -74,6 +74,7 @@ class ReferenceBackend(AllocatingBackend):
 
     name: ClassVar[str] = "cpp"
     device_type: ClassVar[str] = "cpu"
+    raises_outside: ClassVar[bool] = True
 
     def __init__(
         self,

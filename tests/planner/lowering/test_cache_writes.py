@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kernel_reference import run_reference
 
 from fuseplan.kernels.cpp.backend import CppBackend
-from fuseplan.kernels.ir.backend import Target
+from fuseplan.kernels.ir.backend import OutsideTable, Target
 from fuseplan.kernels.ir.index import Index
 from fuseplan.kernels.ir.ir import Buffer, KernelIR, Load, Segment, Store
 from fuseplan.kernels.ir.validate import validate
@@ -86,15 +86,33 @@ def test_rows_go_where_the_positions_say(
     assert torch.equal(reference.to(dtype), b.tensors[out])
 
 
-def test_a_position_outside_the_cache_is_not_written() -> None:
-    b = _Writes(cache=torch.randn(5, 7), rows=torch.randn(3, 7), at=torch.tensor([2, 0, 4]))
-    out = b("aten.index_copy_.default", "cache", "at", b("aten.neg.default", "rows"), dim=0)
-    b.before["at"] = torch.tensor([2, 5, -1])
-    expected = b.before["cache"].clone()
-    expected[2] = -b.before["rows"][0]
-    (result,), (reference,) = _kernel_results(b, out)
-    assert torch.equal(result, expected)
-    assert torch.equal(reference.float(), expected)
+@pytest.mark.parametrize("bad", [-1, 5, 2**40])
+def test_a_position_outside_the_cache_fails_before_anything_is_written(bad: int) -> None:
+    b = _Writes(cache=torch.randn(5, 7), other=torch.randn(9, 7), rows=torch.randn(3, 7), at=torch.tensor([2, 0, 4]))
+    rows = b("aten.neg.default", "rows")
+    outs = [b("aten.index_copy_.default", cache, "at", rows, dim=0) for cache in ("other", "cache")]
+    graph = b.graph(*outs)
+    lowered = lower_group(graph, [node.name for node in graph])
+    inputs = [_copy(b.before[name]) for name in lowered.inputs]
+    inputs[lowered.inputs.index("at")][1] = bad
+    before = [one.clone() for one in inputs]
+    backend = CppBackend()
+    with pytest.raises(OutsideTable):
+        run_reference(lowered.ir, inputs)
+    with pytest.raises(OutsideTable):
+        backend.fused_callable(lowered.ir, backend.default_config(lowered.ir, CPU), CPU)(*inputs)
+    assert all(map(torch.equal, inputs, before))
+
+
+@pytest.mark.parametrize("start", [0, 2])
+def test_positions_that_are_known_to_be_there_are_not_checked(start: int) -> None:
+    b = _Writes(cache=torch.randn(5, 7), rows=torch.randn(3, 7))
+    at = b("aten.arange.start", start=start, end=start + 3)
+    out = b("aten.index_copy_.default", "cache", at, "rows", dim=0)
+    (result,), _ = _kernel_results(b, out)
+    assert torch.equal(result, b.tensors[out])
+    graph = b.graph(out)
+    assert not lower_group(graph, [node.name for node in graph]).ir.may_fail
 
 
 def test_a_number_for_each_row_goes_where_its_position_says() -> None:

@@ -97,7 +97,7 @@ class Left(Side):
         given = tuple(value for value in inside if isinstance(body[value], Reduce))
         self.done, self.loaded = set(), set()
         lines = [f"{self.prefix}in_cols = in_cols"] if self.masks_cols else []
-        lines += self.values(inside)
+        lines += [*self.values(inside), *self.checks(inside)]
         results = [*self.results(plain), *(self.masked_operand(value) for value in folds)]
         lines = [*self.coordinates.definitions(), *lines, f"return {', '.join(results)}"]
         self.done, self.loaded = set(), set()
@@ -184,6 +184,7 @@ class Right(Side):
                 text = f"{self._raw(stored, load)}.to({tl_type(dtype)})"
             else:
                 inside = self.values(ancestors(body, [value]))
+            inside += self.checks(ancestors(body, [value]))
             result = f"tl.where(in_cols, {text}, 0.0)" if self.masks_cols else text
             shared = (f"{name} = {text}" for name, text in self.shared.items())
             lines = (*self.coordinates.definitions(), *shared, *inside, f"return {result}")

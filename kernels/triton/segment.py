@@ -158,7 +158,7 @@ class SegmentEmitter(ValueEmitter):
             for value in folds:
                 lines += self.fold(value, self._folded(value))
             lines += [self.fold_per_row(value) for value in row_folds]
-        return lines
+        return [*lines, *self.checks(self.segment.checks)]
 
     def _policies(self, phases: Sequence[Phase], number: int) -> dict[Load, str]:
         """What is read again by the next pass is to stay in the cache until then, and to make room afterwards."""
@@ -190,7 +190,7 @@ class SegmentEmitter(ValueEmitter):
             for value in folds:
                 combine = REDUCTIONS[self.reduction(value).kind].triton_combine
                 body.append(f"acc{value} = {combine.format(f'acc{value}', self.masked_operand(value))}")
-        body += self.stores(phase.stores)
+        body += [*self.stores(phase.stores), *self.checks(phase.elements)]
         bounds = f"0, {triton_size(self.segment.cols)}, {self.tile.cols}"
         head = f"for start in tl.range({bounds}, num_stages={self.config.get('num_stages', 1)}):"
         return [head, *(_INDENT + line for line in body)]

@@ -141,7 +141,6 @@ class ValueEmitter(ABC):
                 if value not in self.loaded:
                     lines.append(self.early_load(value, instr))
                 lines += self._widened(value, instr)
-                lines += self._checked(value)
                 continue
             text = self._expression(instr)
             if instr.dtype == "bool" and self._is_scalar(value):
@@ -149,15 +148,16 @@ class ValueEmitter(ABC):
                 # rejects it as a mask.
                 text = f"tl.where({text}, True, False)"
             lines.append(f"{self.name(value)} = {text}")
-            lines += self._checked(value)
         return lines
 
-    def _checked(self, value: int) -> list[str]:
-        """The assertion that a check holds, where it is first computed."""
-        if value not in self.unchecked:
-            return []
-        self.unchecked.discard(value)
-        return [self.check(value)]
+    def checks(self, values: Iterable[int]) -> list[str]:
+        """Assertions of those of ``values`` that are checks, once each.
+
+        They come after the stores, which are masked: a program waits at an assertion, and so would the loads behind it.
+        """
+        found = [value for value in values if value in self.unchecked]
+        self.unchecked.difference_update(found)
+        return [self.check(value) for value in found]
 
     def early_load(self, value: int, instr: Load) -> str:
         """``x<id> = ...``: the loaded value in storage type; ``v<id>`` itself where no conversion follows."""
@@ -273,7 +273,7 @@ class ValueEmitter(ABC):
                 lines += self.fold(value, self.masked_operand(value))
             lines += [self.fold_per_row(value) for value in row_folds]
             lines += self.stores((*phase.stores, *phase.row_stores))
-        return lines
+        return [*lines, *self.checks(self.segment.checks)]
 
     def _early_loads(self) -> list[str]:
         """Every load that waits for no reduction, kept in storage type until it is used."""

@@ -85,7 +85,7 @@ WRITES: dict[str, _Function] = {
     "scatter": lambda x, i: _doubled(x.scatter(0, _columns(i), torch.ones_like(x))),
     "scatter_": lambda x, i: _doubled(x.scatter_(0, _columns(i), torch.ones_like(x))),
     "computed": lambda x, i: x.index_copy_(0, (i + 4) // 1 - 4, _doubled(torch.ones_like(x[:COUNT]))),
-    "looked up and written": lambda x, i: x.index_copy_(0, i - i + torch.arange(COUNT), _doubled(torch.ones_like(x)[i])),
+    "looked up and written": lambda x, i: x.index_copy_(0, torch.arange(COUNT), _doubled(torch.ones_like(x)[i])),
 }
 #: How a good call is made bad: a place among the indices, and the number there.
 BAD = ((0, ROWS), (COUNT - 1, -1), (1, 2**40), (2, -ROWS - 1), (0, -(2**63)))

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from dispatch_samples import compiled, fresh_start
 from in_place_backend import InPlaceBackend
+from outside_on_gpu import full_cache
 from reference_backend import ReferenceBackend, use
 
 import fuseplan.planner
@@ -156,6 +157,14 @@ def test_dynamic_sizes(function: _Function, db: Path) -> None:
             i = torch.tensor([1, number, 0])
             _same(_outcome(run, x, i), _outcome(function, x, i))
     assert fuseplan.planner.stats().from_model >= 1
+
+
+@pytest.mark.slow
+def test_decoding_past_a_static_cache_fails_as_eager_does(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    eager, fused = (full_cache(how, str(tmp_path), "cpu") for how in ("eager", "fused"))
+    assert eager == fused and eager.endswith("after 3 tokens")
+    assert fuseplan.planner.stats().from_model and not fuseplan.planner.stats().fallbacks
 
 
 @pytest.mark.parametrize("count", [1, 3, 127])

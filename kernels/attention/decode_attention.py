@@ -24,6 +24,8 @@ _LEAST = tl.constexpr(-3e38)
 _SCANNED, _COMBINED = tl.constexpr(1024), tl.constexpr(8192)
 #: Pages that a block of keys may touch whose numbers are loaded one by one.
 _FEW_PAGES = tl.constexpr(8)
+#: Numbers of pages that are checked in one step.
+_LISTED = tl.constexpr(128)
 
 
 @triton.jit
@@ -36,12 +38,14 @@ def attend(
     rows: tl.constexpr, splits: tl.constexpr, key_heads: tl.constexpr, mask_kind: tl.constexpr,
     mask_heads: tl.constexpr, wide: tl.constexpr, overlapped: tl.constexpr, stages: tl.constexpr,
     page: tl.constexpr, pages: tl.constexpr, table_batch: tl.constexpr, table_block: tl.constexpr, cap: tl.constexpr,
+    wraps: tl.constexpr,
 ):
     """``mask_kind``: 0 none, 1 boolean, 2 numbers; ``mask_heads``: heads have masks of their own.
 
     ``group`` query heads, of ``lanes`` lanes, share a key; ``pairs`` are the heads of keys in the whole batch. Where
     ``page`` is not 0, keys and values lie in ``pages`` pages of so many keys: strides along the batch are then those
-    along pages, and the table says which page each block of a sequence is. ``cap``: 0 for none.
+    along pages, and the table says which page each block of a sequence is; the device asserts that there is one where
+    keys of it are shown. With ``wraps``, negative numbers of pages count from the end. ``cap``: 0 for none.
     """
     program = tl.program_id(0)
     pair = program % pairs
@@ -82,12 +86,15 @@ def attend(
         most, total, found = _attended(
             q, keys, values, given, listed, own, real, start, end, first, last, scale, key_batch, key_row, value_batch,
             value_row, mask_head, mask_row, lanes, width, rows, 0, mask_heads, wide, stages, page, pages, table_block,
-            cap)
+            cap, wraps)
     else:
         most, total, found = _attended(
             q, keys, values, given, listed, own, real, start, end, first, last, scale, key_batch, key_row, value_batch,
             value_row, mask_head, mask_row, lanes, width, rows, mask_kind, mask_heads, wide, stages, page, pages,
-            table_block, cap)
+            table_block, cap, wraps)
+    if page != 0:
+        _check_pages(
+            listed, tl.maximum(start * rows, first), tl.minimum(end * rows, last), page, pages, table_block, wraps)
     place = batch * out_batch + own[:, None] * out_head + column[None, :]
     if splits == 1:
         result = _divided(found, total, cap)
@@ -112,7 +119,7 @@ def _attended(
     q, keys, values, mask, listed, own, real, start, end, first, last, scale, key_page, key_row, value_page, value_row,
     mask_head, mask_row, lanes: tl.constexpr, width: tl.constexpr, rows: tl.constexpr, mask_kind: tl.constexpr,
     mask_heads: tl.constexpr, wide: tl.constexpr, stages: tl.constexpr, page: tl.constexpr, pages: tl.constexpr,
-    table_block: tl.constexpr, cap: tl.constexpr,
+    table_block: tl.constexpr, cap: tl.constexpr, wraps: tl.constexpr,
 ):
     """Maximum, sum and weighted values of some blocks of keys: [lanes], [lanes], [lanes, width]."""
     column = tl.arange(0, width)
@@ -126,7 +133,7 @@ def _attended(
             k = tl.load(keys + row[:, None] * key_row + column[None, :], mask=inside[:, None], other=0.0)
             v = tl.load(values + row[:, None] * value_row + column[None, :], mask=inside[:, None], other=0.0)
         else:
-            number = _page_of(listed, block, row, inside, last, rows, page, pages, table_block)
+            number = _page_of(listed, block, row, inside, last, rows, page, pages, table_block, wraps)
             there = tl.where((number >= 0) & (number < pages), inside, False)
             within = row % page
             own_keys = keys + number * key_page + within * key_row
@@ -138,7 +145,7 @@ def _attended(
             v = v.to(tl.float32)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         scores = scores * (scale * _LOG2_E) if cap == 0 else _tanh(scores * (scale / cap)) * (cap * _LOG2_E)
-        if page != 0:  # a page that does not exist must not go unnoticed: ATen's ops raise
+        if page != 0:  # Triton copies keys ahead only where this stands; what is stored is nobody's once it asserts
             scores = tl.where((inside & (there == 0))[None, :], float("nan"), scores)
         if mask_kind != 0:
             if mask_heads:
@@ -166,11 +173,28 @@ def _attended(
 
 
 @triton.jit
+def _check_pages(
+    listed, begin, end, page: tl.constexpr, pages: tl.constexpr, table_block: tl.constexpr, wraps: tl.constexpr
+):
+    """Assert that the page of each key from ``begin`` to ``end`` exists.
+
+    By now the numbers of pages are in the cache. An assertion in the loop would keep it from copying keys ahead.
+    """
+    least: tl.constexpr = -pages if wraps else 0
+    end = tl.where(begin < end, end, 0)
+    for at in range(begin // page, tl.cdiv(end, page), _LISTED):
+        block = at + tl.arange(0, _LISTED)
+        here = block * page < end
+        number = tl.load(listed + block * table_block, mask=here, other=0)
+        tl.device_assert((number >= least) & (number < pages), "an index is outside its table", mask=here)
+
+
+@triton.jit
 def _page_of(
     listed, block, row, inside, last, rows: tl.constexpr, page: tl.constexpr, pages: tl.constexpr,
-    table_block: tl.constexpr,
+    table_block: tl.constexpr, wraps: tl.constexpr,
 ):
-    """The page of each row of a block, one number where the block lies in one page. Negative ones count from the end.
+    """The page of each row of a block, one number where the block lies in one page.
 
     A few numbers are loaded one by one: a block of them would be copied ahead like keys, which then wait for it.
     """
@@ -184,7 +208,7 @@ def _page_of(
     else:
         number = tl.load(listed + (row // page) * table_block, mask=inside, other=0)
     number = number.to(tl.int64)
-    return tl.where(number < 0, number + pages, number)
+    return tl.where(number < 0, number + pages, number) if wraps else number
 
 
 @triton.jit

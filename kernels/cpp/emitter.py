@@ -29,6 +29,7 @@ from fuseplan.kernels.cpp.types import (
 )
 from fuseplan.kernels.cpp.values import Values, conversion
 from fuseplan.kernels.ir.coalesce import coalesce, split_columns
+from fuseplan.kernels.ir.gathers import may_fail
 from fuseplan.kernels.ir.index import Size
 from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, Const, KernelIR, Load, Reduce, Segment, Store, register_type
 from fuseplan.kernels.ir.kernel_name import kernel_name
@@ -52,7 +53,7 @@ def emit_cpp(ir: KernelIR, unroll: int = 2, stage: bool = False, stream: bool = 
     names = {name: f"n{number}" for number, name in enumerate(ir.symbols)}
     segments = simplified_segments(ir)
     # What somebody else sees is written only after all checks; what a call makes is dropped where one fails.
-    before = tuple(dict.fromkeys(map(checks_alone, segments))) if ir.overwritten and ir.may_fail else ()
+    before = tuple(dict.fromkeys(map(checks_alone, segments))) if ir.overwritten and may_fail(ir) else ()
     simple = KernelIR(ir.buffers, (*segments, *(one for one in before if one.checks)))
     kinds, widest = assign_registers(simple)
     floats = {buffer.dtype for buffer in ir.outputs if "float" in buffer.dtype}

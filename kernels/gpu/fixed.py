@@ -32,6 +32,7 @@ class FixedFunction:
         constants: The compile-time arguments by parameter, in order.
         programs: Programs of a launch.
         overlapped: It waits for the kernel ahead of it itself, and may be launched before.
+        asserts: It has assertions.
     """
 
     function: Any
@@ -40,6 +41,7 @@ class FixedFunction:
     programs: int
     num_warps: int
     overlapped: bool = False
+    asserts: bool = False
 
     def compiled(self, target: Target, variant: Variant) -> Any:
         """Triton's ``CompiledKernel``; needs no GPU."""
@@ -48,7 +50,7 @@ class FixedFunction:
         aligned = tuple(signature) if variant.aligned else ()
         spec = KernelSpec(
             {**signature, **dict.fromkeys(constants, "constexpr")}, aligned, self.num_warps, constants=constants,
-            overlapped=self.overlapped,
+            overlapped=self.overlapped, asserts=self.asserts,
         )
         return compile_kernel(self.function, spec, target)
 

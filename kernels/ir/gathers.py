@@ -21,6 +21,11 @@ from fuseplan.kernels.ir.ir import (
 )
 
 
+def may_fail(ir: KernelIR) -> bool:
+    """Whether a call of a kernel fails for some data: an index outside its table."""
+    return any(body.checks for body in ir.bodies)
+
+
 def value_axes(segment: Segment) -> list[frozenset[int]]:
     """For each value, the coordinates it depends on."""
     found: list[frozenset[int]] = []

@@ -72,10 +72,8 @@ class Gather:
     """The part of an address that is data: ``value`` (an int64 value id) times ``stride``, for ``extent`` such rows.
 
     Where several coordinates are data, ``value`` is their distance from the first element, and ``extent`` is the least
-    of their sizes.
-
-    ``check`` (a bool value id) is true where there is such an element, and where a mask of the kernel's own excuses the
-    lookup. Where it is false the call fails, as ATen's op does. None: the element is known to be there.
+    of their sizes. ``check`` (a bool value id) is true where there is such an element, and where a mask of the kernel's
+    own excuses the lookup; else the call fails, as ATen's op does. None: the element is known to be there.
     """
 
     value: int
@@ -85,7 +83,6 @@ class Gather:
 
     @property
     def values(self) -> tuple[int, ...]:
-        """Value ids that it reads."""
         return (self.value,) if self.check is None else (self.value, self.check)
 
 
@@ -203,9 +200,8 @@ def renamed(instr: Instr, change: Callable[[int], int]) -> Instr:
 
 
 def _picked(gather: Gather | None, change: Callable[[int], int]) -> Gather | None:
-    if gather is None:
-        return None
-    return replace(gather, value=change(gather.value), check=None if gather.check is None else change(gather.check))
+    check = None if gather is None or gather.check is None else change(gather.check)
+    return gather and replace(gather, value=change(gather.value), check=check)
 
 
 def ancestors(
@@ -332,11 +328,6 @@ class Segment:
         """Bool values that have to be true for every element, those of lookups included whose result nobody needs."""
         return tuple(dict.fromkeys(one.check for one in self.gathers() if one.check is not None))
 
-    @property
-    def roots(self) -> tuple[int, ...]:
-        """Values that its stores and checks need."""
-        return (*(value for store in self.stores for value in store.values), *self.checks)
-
 
 @dataclass(frozen=True)
 class KernelIR:
@@ -368,11 +359,6 @@ class KernelIR:
         """For positions among the outputs, the position of the input that each lies over."""
         return {number: one.over for number, one in enumerate(self.outputs) if one.over is not None}
 
-    @property
-    def may_fail(self) -> bool:
-        """Whether a call fails for some data: an index outside its table."""
-        return any(body.checks for body in self.bodies)
-
     @cached_property
     def symbols(self) -> tuple[str, ...]:
         """Names of the dynamic sizes, sorted: the trailing integer arguments of the kernel."""
@@ -401,11 +387,8 @@ class KernelIR:
 
 
 def _bind_segment(segment: Segment, symbols: Mapping[str, int]) -> Segment:
-    def bound(gather: Gather | None) -> Gather | None:
-        if gather is None:
-            return None
-        stride, extent = evaluate_all((gather.stride, gather.extent), symbols)
-        return replace(gather, stride=stride, extent=extent)
+    def bound(one: Gather | None) -> Gather | None:
+        return one and replace(one, stride=evaluate(one.stride, symbols), extent=evaluate(one.extent, symbols))
 
     indexed = segment.with_indices(lambda index: index.bind(symbols))
     body = tuple(replace(one, gather=bound(one.gather)) if isinstance(one, Load) else one for one in indexed.body)

@@ -73,7 +73,7 @@ class _Maker:
         self._known: dict[Instr, int] = {}
         #: How many instructions and stores read each value.
         self._users = Counter(arg for instr in segment.body for arg in operands(instr))
-        self._users.update(segment.roots)
+        self._users.update(value for store in segment.stores for value in store.values)
         self._per_row = segment.per_row
 
     def emit(self, instr: Instr) -> int:

@@ -47,7 +47,7 @@ def schedule(segment: Segment, stage: bool = False, rescale: bool = False) -> tu
     beside = rescaled_sums(segment) if rescale else {}
     depths = reduction_depths(segment, beside)
     body, per_row = segment.body, segment.per_row
-    live = ancestors(body, segment.roots)
+    live = ancestors(body, (*(value for store in segment.stores for value in store.values), *segment.checks))
     reductions = [value for value in live if isinstance(body[value], Reduce)]
     row_level = [value for value in live if per_row[value] and value not in reductions]
     numbers = range(max((depths[value] for value in reductions), default=0) + 1)

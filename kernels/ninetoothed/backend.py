@@ -21,6 +21,7 @@ from fuseplan.kernels.gpu.launch import Variant
 from fuseplan.kernels.gpu.overlap import OVERLAP, OVERLAP_IMPORT, is_overlapped, overlap_of, overlapped
 from fuseplan.kernels.gpu.tile import needs_int64, next_power_of_2, segment_programs, tile_of
 from fuseplan.kernels.ir.backend import BuildError, Config, Target, Tunable
+from fuseplan.kernels.ir.gathers import may_fail
 from fuseplan.kernels.ir.ir import ITEMSIZE, KernelIR
 from fuseplan.kernels.ir.kernel_name import kernel_name
 from fuseplan.kernels.native.build import is_exposed
@@ -114,7 +115,7 @@ class NinetoothedBackend(GpuBackend):
         addresses = {name: _byte_offset(ir, view) for name, view, dimension in parameters if dimension is None}
         aligned = [name for name, offset in addresses.items() if variant.aligned and offset % 16 == 0]
         return KernelSpec(
-            signature, aligned, int(config["num_warps"]), 1, constants, is_overlapped(config), ir.may_fail)
+            signature, aligned, int(config["num_warps"]), 1, constants, is_overlapped(config), may_fail(ir))
 
     def _programs(self, ir: KernelIR, config: Config, target: Target, sizes: Mapping[str, int]) -> int:
         """Segments share programs, so the longest decides."""

@@ -11,6 +11,7 @@ from fuseplan.kernels.gpu.launch import Variant
 from fuseplan.kernels.gpu.overlap import is_overlapped
 from fuseplan.kernels.gpu.tile import needs_int64, programs
 from fuseplan.kernels.ir.backend import BuildError, Config, Target, Tunable
+from fuseplan.kernels.ir.gathers import may_fail
 from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.kernels.ir.kernel_name import kernel_name
 from fuseplan.kernels.triton import contraction_config
@@ -82,7 +83,7 @@ class TritonBackend(GpuBackend):
         warps, stages = int(config["num_warps"]), int(config.get("num_stages", 1))
         aligned = tuple(pointers) if variant.aligned else ()
         return KernelSpec(
-            {**pointers, **sizes}, aligned, warps, stages, overlapped=is_overlapped(config), asserts=ir.may_fail)
+            {**pointers, **sizes}, aligned, warps, stages, overlapped=is_overlapped(config), asserts=may_fail(ir))
 
     def _programs(self, ir: KernelIR, config: Config, target: Target, sizes: Mapping[str, int]) -> int:
         if contracts(ir) and is_tiled(ir):

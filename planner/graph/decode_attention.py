@@ -12,17 +12,19 @@ import torch
 _LIBRARY = torch.library.Library("fuseplan", "FRAGMENT")
 _LIBRARY.define(
     "decode_attention(Tensor query, Tensor key, Tensor value, Tensor? block_table=None, Tensor? attn_mask=None, *, "
-    "float? scale=None, float? cap=None) -> Tensor"
+    "float? scale=None, float? cap=None, bool wraps=True) -> Tensor"
 )
 
 
-def gathered(pages: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
+def gathered(pages: torch.Tensor, block_table: torch.Tensor, wraps: bool = True) -> torch.Tensor:
     """A copy of the pages of each sequence, one after another: ``[batch, kv heads, blocks * rows, width]``.
 
     Pages are ``[pages, kv heads, rows, width]``, the block table ``[batch, blocks]``. Negative numbers of pages count
-    from the end; IndexError where there is no such page.
+    from the end if that ``wraps``; IndexError where there is no such page.
     """
     (batch, blocks), (_, heads, rows, width) = block_table.shape, pages.shape
+    if not wraps:  # what follows finds none of these
+        block_table = block_table.where(block_table >= 0, pages.shape[0])
     if pages.stride(1) < pages.stride(2):  # rows hold all heads: what is gathered is in order without a second copy
         found = pages.transpose(1, 2)[block_table]
         return found.reshape(batch, blocks * rows, heads, width).transpose(1, 2)
@@ -31,7 +33,7 @@ def gathered(pages: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
 
 def decode_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_table: torch.Tensor | None = None,
-    attn_mask: torch.Tensor | None = None, *, scale: float | None = None, cap: float | None = None,
+    attn_mask: torch.Tensor | None = None, *, scale: float | None = None, cap: float | None = None, wraps: bool = True,
 ) -> torch.Tensor:
     """The result ``[batch, heads, 1, width]``, contiguous, by ATen's ops.
 
@@ -41,7 +43,7 @@ def decode_attention(
     of nothing but minus infinity is zero, as PyTorch's attention has it; with a ``cap`` NaN, as softmax has it.
     """
     if block_table is not None:
-        key, value = gathered(key, block_table), gathered(value, block_table)
+        key, value = gathered(key, block_table, wraps), gathered(value, block_table, wraps)
     (batch, heads, _, width), shared = query.shape, key.shape[1]
     # Heads of a group as positions of one head: nothing is copied for each of them.
     folded = query.reshape(batch, shared, heads // shared, width)

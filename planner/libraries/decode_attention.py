@@ -39,12 +39,15 @@ _STRIDES = (
 
 @dataclass(frozen=True)
 class Pages:
-    """How many pages there are, of how many keys each; type and strides of the block table, ``[batch, blocks]``."""
+    """How many pages there are, of how many keys each; type and strides of the block table, ``[batch, blocks]``, and
+    whether its negative numbers count from the end.
+    """
 
     count: int
     rows: int
     dtype: str
     strides: tuple[int, int]
+    wraps: bool
 
 
 @dataclass(frozen=True)
@@ -133,13 +136,14 @@ class SplitAttention:
             "mask_heads": masked[1] != 0, "wide": wide or interpreter_is_on(), "overlapped": overlapped,
             "stages": stages, "page": pages.rows if pages else 0, "pages": pages.count if pages else 0,
             "table_batch": pages.strides[0] if pages else 0, "table_block": pages.strides[1] if pages else 0,
-            "cap": decode.cap or 0.0,
+            "cap": decode.cap or 0.0, "wraps": pages is not None and pages.wraps,
         }
         mask = dtype if call.mask is None else call.mask.dtype
         pointers = {"query": dtype, "key": dtype, "value": dtype, "mask": mask, "out": dtype, "partial": "float32",
                     "counters": "int32", "table": pages.dtype if pages else dtype}
         fixed = FixedFunction(
-            attend, tuple(pointers.items()), tuple(constants.items()), pairs * splits, warps, overlapped)
+            attend, tuple(pointers.items()), tuple(constants.items()), pairs * splits, warps, overlapped,
+            asserts=pages is not None)
         return fixed, pairs * splits * group * (width + 2) if splits > 1 else 1
 
     def _splits(self, pairs: int, length: int, target: Target) -> int:
@@ -172,7 +176,7 @@ def decode_of(group: OpGroup) -> Decode | str:
             return "its pages are not listed by integers, or differ in shape"
         (batch, blocks), strides = whole_numbers(table.shape), whole_numbers(table.strides)
         count, rows = (int(key.shape[dim]) for dim in (0, 2))
-        pages = Pages(count, rows, table.dtype, (strides[0], strides[1]))
+        pages = Pages(count, rows, table.dtype, (strides[0], strides[1]), bool(kwargs.get("wraps", True)))
         # As they would lie if all of a sequence's pages followed one another; only the first stride is that of pages.
         shape = batch, key.shape[1], blocks * rows, key.shape[3]
         key, value = (TensorSpec(shape, one.dtype, one.strides) for one in (key, value))

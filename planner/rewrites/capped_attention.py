@@ -225,6 +225,7 @@ def _put(graph: fx.Graph, chain: _Chain, key: _Cache, value: _Cache, batch: int,
         if None not in given[: 2 if key.pages is None else 3]:
             args = chain.query, *given, chain.mask
             numbers = {"scale": chain.scale, "cap": chain.cap}
+            numbers |= {"wraps": False} if key.pages is not None and not key.pages.wraps else {}
             made = insert_call(graph, DECODE_ATTENTION, args, numbers, chain.nodes)
     after = follow(last, made.meta["val"]) if made is not None else None
     if after is None or made is None:

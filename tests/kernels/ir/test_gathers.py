@@ -70,6 +70,18 @@ def test_a_lookup_in_one_part_of_a_cat_keeps_both_masks() -> None:
     torch.testing.assert_close(result, torch.cat([TABLE[[4, 9]], builder.tensors["x"]]).double())
 
 
+def test_the_parts_of_a_cat_that_look_up_nothing_excuse_an_index() -> None:
+    ids = torch.tensor([7, 12])
+    builder = Builder(table=TABLE, ids=ids, x=torch.randn(3, 6))
+    rows = builder("aten.embedding.default", "table", builder("aten.sub.Tensor", "ids", other=3))
+    lowered = lowered_all(builder, builder("aten.cat.default", rows, "x", dim=0))
+    (result,) = run(lowered, builder)  # where no number is read, 0 - 3 is no position of the table
+    torch.testing.assert_close(result, torch.cat([TABLE[[4, 9]], builder.tensors["x"]]).double())
+    ids[1] = 2
+    with pytest.raises(OutsideTable):
+        run(lowered, builder)
+
+
 def test_indices_may_be_computed_in_the_group() -> None:
     builder = Builder(table=TABLE, ids=torch.tensor([4, 9, 1]))
     shifted = builder("aten.bitwise_xor.Scalar", "ids", other=1)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from dispatch_samples import compiled, fresh_start
 from in_place_backend import InPlaceBackend
+from outside_on_gpu import full_cache
 from reference_backend import ReferenceBackend, use
 
 import fuseplan.planner
@@ -85,7 +86,7 @@ WRITES: dict[str, _Function] = {
     "scatter": lambda x, i: _doubled(x.scatter(0, _columns(i), torch.ones_like(x))),
     "scatter_": lambda x, i: _doubled(x.scatter_(0, _columns(i), torch.ones_like(x))),
     "computed": lambda x, i: x.index_copy_(0, (i + 4) // 1 - 4, _doubled(torch.ones_like(x[:COUNT]))),
-    "looked up and written": lambda x, i: x.index_copy_(0, i - i + torch.arange(COUNT), _doubled(torch.ones_like(x)[i])),
+    "looked up and written": lambda x, i: x.index_copy_(0, torch.arange(COUNT), _doubled(torch.ones_like(x)[i])),
 }
 #: How a good call is made bad: a place among the indices, and the number there.
 BAD = ((0, ROWS), (COUNT - 1, -1), (1, 2**40), (2, -ROWS - 1), (0, -(2**63)))
@@ -158,6 +159,14 @@ def test_dynamic_sizes(function: _Function, db: Path) -> None:
     assert fuseplan.planner.stats().from_model >= 1
 
 
+@pytest.mark.slow
+def test_decoding_past_a_static_cache_fails_as_eager_does(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    eager, fused = (full_cache(how, str(tmp_path), "cpu") for how in ("eager", "fused"))
+    assert eager == fused and eager.endswith("after 3 tokens")
+    assert fuseplan.planner.stats().from_model and not fuseplan.planner.stats().fallbacks
+
+
 @pytest.mark.parametrize("count", [1, 3, 127])
 def test_the_last_lanes_of_a_row_are_no_indices(count: int, db: Path) -> None:
     """A computed index of a lane that does not exist must not fail."""
@@ -171,7 +180,7 @@ def test_the_last_lanes_of_a_row_are_no_indices(count: int, db: Path) -> None:
         _same(_outcome(run, x, i), _outcome(function, x, i))
 
 
-def test_the_part_of_a_cat_that_looks_up_nothing_excuses_an_index(db: Path) -> None:
+def test_one_part_of_a_cat_looks_up(db: Path) -> None:
     def function(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
         return torch.cat([_doubled(x), x[i - 3], _doubled(x)])  # elsewhere there is no index, and none is computed
 

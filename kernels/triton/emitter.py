@@ -15,6 +15,7 @@ from fuseplan.kernels.ir.ir import KernelIR, Segment
 from fuseplan.kernels.ir.kernel_name import kernel_name
 from fuseplan.kernels.triton.config import PARAMETERS
 from fuseplan.kernels.triton.contraction import ContractionEmitter
+from fuseplan.kernels.triton.contraction_config import contracts
 from fuseplan.kernels.triton.contraction_sides import Function
 from fuseplan.kernels.triton.helpers import helper_sources
 from fuseplan.kernels.triton.index import symbol_argument, triton_size
@@ -63,7 +64,9 @@ def _body(
     """The statements of a segment; functions that they call are added to ``helpers``."""
     segment = ir.segments[number]
     if not segment.products:
-        return SegmentEmitter(ir.buffers, buffer_names(ir), segment, config).lines()
+        plain = SegmentEmitter(ir.buffers, buffer_names(ir), segment, config)
+        plain.traps = contracts(ir)
+        return plain.lines()
     if is_tiled(ir):
         return TileEmitter(ir.buffers, buffer_names(ir), segment, config, aligned).lines()
     share = shares(ir, config)[number]

@@ -42,6 +42,16 @@ def _repeated(x, rows: tl.constexpr, cols: tl.constexpr):
     return x
 '''
 
+# An assertion calls a function, and ptxas has tensor cores wait for each product in a kernel that calls one (C7510).
+_TRAP_UNLESS = '''
+@triton.jit
+def _trap_unless(inside, mask=True):
+    """Stop the device where ``inside`` is false, but for lanes that the ``mask`` excuses."""
+    outside = (tl.where(inside, False, True) & mask).to(tl.int32)
+    tl.inline_asm_elementwise("{ .reg .pred stop; setp.ne.s32 stop, $1, 0; @stop trap; mov.b32 $0, $1; }", "=r,r",
+                              [outside], dtype=tl.int32, is_pure=False, pack=1)
+'''
+
 _FLOORDIV = '''
 @triton.jit
 def _floordiv(a, b):
@@ -205,8 +215,8 @@ def {name}(x, axis: tl.constexpr, keep_dims: tl.constexpr = False):
 _HELPERS = {
     re.findall(r"def (\w+)", source)[0]: source
     for source in (
-        _FLOAT_OF_BFLOAT16, _REPEATED, _FLOORDIV, _REMAINDER, _EXP, _SIGMOID, _LOG1P, _TANH, _ERF, _ROUND, _POW,
-        _SIN, _COS,
+        _FLOAT_OF_BFLOAT16, _REPEATED, _TRAP_UNLESS, _FLOORDIV, _REMAINDER, _EXP, _SIGMOID, _LOG1P, _TANH, _ERF, _ROUND,
+        _POW, _SIN, _COS,
         _PAIR.format(name="_larger", function="maximum"),
         _FOLD.format(name="_row_max", title="Maximum", pair="_larger"),
         _PAIR.format(name="_smaller", function="minimum"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from fuseplan.kernels.gpu.launch import interpreter_is_on
 from fuseplan.kernels.gpu.overlap import overlapped
 from fuseplan.kernels.gpu.tile import chunk_width
 from fuseplan.kernels.ir.backend import Config
@@ -26,11 +27,14 @@ _FAR_APART = 4
 
 
 class SegmentEmitter(ValueEmitter):
-    """Emits a segment for a program number ``pid`` that counts from 0 within the segment."""
+    """Emits a segment for a program number ``pid`` that counts from 0 within the segment.
+
+    Beside products its checks trap, instead of asserting.
+    """
 
     def __init__(self, buffers: Sequence[Buffer], names: Sequence[str], segment: Segment, config: Config) -> None:
         super().__init__(buffers, segment, config)
-        self.names = names
+        self.names, self.traps = names, bool(segment.products)
         self.chunk = chunk_width(buffers, segment, config)
         self.rescaled = rescaled_sums(segment) if self.chunk else {}
         #: Which loads of the current pass the cache is to keep, or to let go.
@@ -139,7 +143,10 @@ class SegmentEmitter(ValueEmitter):
         return f"tl.store({pointer}, {value}{self._mask(on_rows, on_cols, *conditions)})"
 
     def check(self, value: int) -> str:
-        return f'tl.device_assert({self.name(value)}, "{OUTSIDE}"{self._mask(*self.extent[value])})'
+        mask = self._mask(*self.extent[value])
+        if self.traps and not interpreter_is_on():
+            return f"_trap_unless({self.name(value)}{mask})"
+        return f'tl.device_assert({self.name(value)}, "{OUTSIDE}"{mask})'
 
     # -- several passes -----------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from fuseplan.planner.capture.normalise import MODE_SWITCHES
 from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.implementations.direct_calls import GroupCall
 from fuseplan.planner.lowering.recipes import kind_of, written_value
+from fuseplan.planner.lowering.recipes_index import LOOKUPS
 from fuseplan.planner.rewrites.trace_edit import fake_tensors
 
 
@@ -57,6 +58,7 @@ class _Rewrite:
         self.rank = {node: rank for rank, node in enumerate(self.source.nodes)}
         self.symbols = _SymbolSources(traced)
         self.definer: dict[fx.Node, GroupCall] = {}
+        self.writes = any(written_value(self.flow.op(name)) is not None for name in self.flow.graph)
 
     def why_unplaceable(self, group: GroupCall) -> str | None:
         if any(self.node_of[value].graph is not self.source for value in (*group.inputs, *group.outputs)):
@@ -95,7 +97,11 @@ class _Rewrite:
     def _rank(self, unit: _Unit) -> int:
         if isinstance(unit, fx.Node):
             return self.rank[unit]
-        # Ranked by its last output, a group runs as late as the trace's order suggests: lifetimes stay short.
+        # Ranked by its last output, a group runs as late as the trace's order suggests: lifetimes stay short. One that
+        # fails where an index is outside its table runs before what eager mode would not have written by then.
+        lookups = [self.rank[self.node_of[name]] for name in unit.ops if self.flow.op(name).op in LOOKUPS]
+        if lookups and self.writes:
+            return min(lookups)
         return max(self.rank[self._node(value)] for value in unit.outputs)
 
     def _is_root(self, node: fx.Node) -> bool:

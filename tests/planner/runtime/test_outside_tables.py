@@ -159,6 +159,30 @@ def test_dynamic_sizes(function: _Function, db: Path) -> None:
     assert fuseplan.planner.stats().from_model >= 1
 
 
+def _looked_up_first(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+    rows = x.clone()[i]
+    x.view(-1)[:WIDTH * COUNT].view(COUNT, WIDTH).copy_(torch.ones(COUNT, WIDTH) * 3)
+    return rows.sin() + 1
+
+
+def _written_first(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+    other = torch.arange(float(ROWS * WIDTH)).view(ROWS, WIDTH)
+    x.index_copy_(0, torch.tensor([0, 1, 2]), torch.ones(COUNT, WIDTH) * 3)
+    return other[i].sin() + 1
+
+
+def _between(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+    other = torch.arange(float(ROWS * WIDTH)).view(ROWS, WIDTH)
+    rows = F.embedding(i, other)
+    x.index_copy_(0, torch.tensor([0, 1, 2]), torch.ones(COUNT, WIDTH) * 3)
+    return torch.softmax(rows.sin() + 1, -1)
+
+
+@pytest.mark.parametrize("function", [_looked_up_first, _written_first, _between])
+def test_what_is_written_before_a_lookup_fails_is_what_eager_writes(function: _Function, db: Path) -> None:
+    assert _compare(function, _table(torch.float32), db) >= 4
+
+
 @pytest.mark.slow
 def test_decoding_past_a_static_cache_fails_as_eager_does(tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -6,7 +6,6 @@ A group that cannot be placed, lowered or built is left as the ATen ops it was, 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, TypeAlias
@@ -18,6 +17,7 @@ from fuseplan.kernels.gpu.direct import launcher_problem
 from fuseplan.kernels.ir.backend import Target, config_key
 from fuseplan.kernels.ir.in_place import ReuseOptions, WritesInPlace
 from fuseplan.kernels.ir.ir import Buffer, KernelIR
+from fuseplan.kernels.native.allowance import in_threads
 from fuseplan.kernels.native.overlap import Operand, guarded
 from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.dispatch_stats import Tally
@@ -198,8 +198,7 @@ def _make_kernels(
     distinct = dict(zip(keys, wanted, strict=True))
     # A C++ compiler is a process of its own, so threads compile in parallel; GPU compilers hold this process's lock.
     workers = min(len(distinct), target.cores) if target.device_type == "cpu" else 1
-    with ThreadPoolExecutor(max(workers, 1)) as pool:
-        made = dict(zip(distinct, pool.map(build, distinct.values()), strict=True))
+    made = dict(zip(distinct, in_threads(build, distinct.values(), workers), strict=True))
     return [made[key] for key in keys]
 
 

@@ -104,7 +104,7 @@ def test_an_interrupt_ends_it_too(tmp_path: Path, pids: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("items", [3, 7])
 def test_an_interrupt_ends_what_other_threads_wait_for(items: int, tmp_path: Path) -> None:
-    """The caller is interrupted while two threads wait for drivers; what waits for its turn starts nothing that stays."""
+    """The caller is interrupted while two threads wait for drivers; those that wait for their turn start nothing."""
     drivers = [script(tmp_path / f"hangs{at}", HANGS.format(pids=tmp_path / f"pids{at}")) for at in range(items)]
 
     def work(at: int) -> None:

@@ -179,8 +179,9 @@ def _report_misses(
         log_missed(planner.store, graph, missed)
         if on_miss != "tune" and any(len(region.ops) > 1 for _, region, _ in missed):  # there is something to fuse
             how = "unfused" if on_miss == "unfused" else "as the cost model says, with default configurations"
-            warn_once("misses", "regions of graph %s have no tuned plan and run %s; `plan tune --misses` tunes all "
-                      "that were missed", tally.compile_id, how)
+            advice = "`plan tune --misses` tunes all that were missed" if planner.store.logs_misses else (
+                "run `plan tune` for the model, since `plan tune --misses` needs a database that can be written")
+            warn_once("misses", "regions of graph %s have no tuned plan and run %s; %s", tally.compile_id, how, advice)
 
 
 def _neighbouring_plans(planner: Planner, graph: DataflowGraph, regions: list[Region]) -> list[RegionPlan]:

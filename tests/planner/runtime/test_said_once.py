@@ -93,6 +93,13 @@ def test_the_first_miss_names_the_command_that_tunes_it(
     assert "plan tune --misses" in line and fuseplan.planner.stats().misses == 2
 
 
+def test_misses_that_cannot_be_stored_are_not_promised(said: Callable[[], list[str]], tmp_path: Path) -> None:
+    (tmp_path / "in the way").touch()
+    compiled(gated, tmp_path / "in the way" / "tuning.db")(*tensors())
+    (line,) = [line for line in said() if "plan tune" in line]
+    assert "needs a database that can be written" in line
+
+
 def test_nothing_is_said_of_what_is_normal(said: Callable[[], list[str]], tmp_path: Path) -> None:
     db = tmp_path / "tuning.db"
     x, y = tensors()

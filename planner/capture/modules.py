@@ -19,6 +19,8 @@ from fuseplan.planner.errors import CaptureError
 from fuseplan.planner.module_paths import user_paths
 
 _STACK = "nn_module_stack"
+#: What Dynamo writes for ``x.data``.
+_DATA = getattr(torch._C._autograd, "_get_data_attr", None)
 
 
 def trace_ops(
@@ -48,8 +50,7 @@ class _Interpreter(fx.Interpreter):
     """
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        is_data = target is torch._C._autograd._get_data_attr
-        return super().call_function(torch.Tensor.detach if is_data else target, args, kwargs)
+        return super().call_function(torch.Tensor.detach if target is _DATA else target, args, kwargs)
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         called = self.fetch_attr(target)

@@ -155,7 +155,8 @@ class Tally:
         """A whole graph runs unfused, or a region, with ``paths`` of its modules."""
         with self._lock:
             self._fallbacks[reason] += 1
-            self._paths[reason].append(paths)
+            if paths:  # what happens in calls, without end, has none
+                self._paths[reason].append(paths)
 
     def quarantine(self, reason: str) -> None:
         """A stored plan is not used, since it is unsound."""

@@ -14,7 +14,14 @@ import torch
 from fuseplan.kernels.ir.backend import BuildError, CompiledKernel, OutsideTable, Resources
 from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.ir import KernelIR
-from fuseplan.kernels.native.build import OPENMP_FUNCTIONS, Compiler, address, load_extension, shared_openmp
+from fuseplan.kernels.native.build import (
+    OPENMP_FUNCTIONS,
+    Compiler,
+    address,
+    data_ptr_address,
+    load_extension,
+    shared_openmp,
+)
 
 
 @dataclass(frozen=True)
@@ -53,17 +60,15 @@ def load_kernel(
     launcher = load_launcher(compiler, cache_dir)
     if launcher is None:
         return _ctypes_kernel(ir, loaded, settings)
-    guards = torch._C._dynamo.guards
     addresses = (
-        address(loaded.fuseplan_launch), address(loaded.fuseplan_shapes),
-        getattr(guards, "_torchinductor_pyobject_tensor_data_ptr", 0), *shared_openmp(),
+        address(loaded.fuseplan_launch), address(loaded.fuseplan_shapes), data_ptr_address(), *shared_openmp(),
     )
     layouts = tuple((buffer.shape, buffer.strides, torch_dtype(buffer.dtype)) for buffer in ir.outputs)
     outputs = tuple(
         (len(shape), dtype, -1 if buffer.over is None else buffer.over)
         for buffer, (shape, _, dtype) in zip(ir.outputs, layouts, strict=True)
     )
-    empty = getattr(guards, "_empty_strided_cpu", None) or (
+    empty = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None) or (
         lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype))
     kernel = launcher.Kernel(
         addresses, (len(ir.inputs), len(ir.symbols), settings.release_gil),

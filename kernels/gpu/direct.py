@@ -19,7 +19,13 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from fuseplan.kernels.ir.backend import BuildError
-from fuseplan.kernels.native.build import address, default_cache_dir, load_extension, required_compiler
+from fuseplan.kernels.native.build import (
+    address,
+    data_ptr_address,
+    default_cache_dir,
+    load_extension,
+    required_compiler,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -74,18 +80,13 @@ class Launcher:
         reused = tuple(reuse.get(number, -1) for number in range(counts[1]))
         calls = (self.allocate, self.stream, slow_run, slow_fused)
         return self.module.Kernel(
-            self.driver, _data_ptr(), (*counts, self.check_device), tuple(arguments), reused, calls
+            self.driver, data_ptr_address(), (*counts, self.check_device), tuple(arguments), reused, calls
         )
 
     def address_reader(self, positions: Sequence[int], others: Sequence[torch.Tensor]) -> Callable[[Any], bytes]:
         """``read(args)``: where the tensors at ``positions`` of a tuple lie, and then ``others``."""
-        read, data_ptr, chosen, more = self.module.addresses, _data_ptr(), tuple(positions), tuple(others)
+        read, data_ptr, chosen, more = self.module.addresses, data_ptr_address(), tuple(positions), tuple(others)
         return lambda args: read(data_ptr, args, chosen, more)
-
-
-def _data_ptr() -> int:
-    """Address of PyTorch's function from a tensor to its address; 0 where this PyTorch shows none."""
-    return int(getattr(torch._C._dynamo.guards, "_torchinductor_pyobject_tensor_data_ptr", 0))
 
 
 def find_launcher() -> Launcher | None:

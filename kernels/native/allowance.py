@@ -6,9 +6,14 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 #: Seconds between two looks at what a command does.
 _SLICE_S = 1.0
@@ -27,13 +32,15 @@ class Allowance:
         """Run a command to its end, or kill it with all its descendants, and raise ``subprocess.TimeoutExpired``.
 
         They stay in this process's group, so that whoever kills the group (a tune's supervisor, a terminal) ends them.
+        In a thread of :func:`in_threads` whose caller was interrupted they are killed: ``KeyboardInterrupt``.
         """
-        pipe = subprocess.PIPE
+        pipe, crew = subprocess.PIPE, getattr(_HERE, "crew", None)
         with subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, errors="replace"
         ) as process:
             try:
-                out, err = self._wait(process)
+                with contextlib.nullcontext() if crew is None else crew.minds(process):
+                    out, err = self._wait(process)
             except BaseException:
                 kill_tree(process.pid)
                 raise
@@ -51,6 +58,61 @@ class Allowance:
                 self.left_s -= max(0.0, computed_s - before_s) if awake else slice_s
                 self._patience_s -= slice_s
         raise subprocess.TimeoutExpired(process.args, self.total_s)
+
+
+#: ``crew``: the :class:`_Crew` that a thread is of.
+_HERE = threading.local()
+
+
+class _Crew:
+    """Threads that wait for commands, and can be called off."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[str]] = set()
+        self._is_off = False
+
+    def join(self) -> None:
+        """Let the current thread be of this crew."""
+        _HERE.crew = self
+
+    @contextlib.contextmanager
+    def minds(self, process: subprocess.Popen[str]) -> Iterator[None]:
+        """Around the time in which a process is waited for."""
+        with self._lock:
+            self._running.add(process)
+        try:
+            if self._is_off:  # before the process started
+                raise KeyboardInterrupt
+            yield
+            if self._is_off:
+                raise KeyboardInterrupt
+        finally:
+            with self._lock:
+                self._running.discard(process)
+
+    def call_off(self) -> None:
+        """Kill what runs, and whatever is started from now on."""
+        with self._lock:
+            self._is_off = True
+            for process in self._running:
+                if process.poll() is None:
+                    kill_tree(process.pid)
+
+
+def in_threads(function: Callable[[T], R], items: Iterable[T], threads: int) -> list[R]:
+    """``function`` of each item, in order. What interrupts the caller, such as Ctrl-C, ends the commands of all threads
+    and is raised at once.
+    """
+    if threads <= 1:
+        return list(map(function, items))
+    crew = _Crew()
+    with ThreadPoolExecutor(threads, initializer=crew.join) as pool:
+        try:
+            return list(pool.map(function, items))
+        except BaseException:
+            crew.call_off()
+            raise
 
 
 def activity(root: int) -> tuple[float, bool]:

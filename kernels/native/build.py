@@ -265,6 +265,11 @@ def address(function: Any) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
+def data_ptr_address() -> int:
+    """Where PyTorch's function from a tensor to its address lies; 0 where this PyTorch shows none."""
+    return int(getattr(torch._C._dynamo.guards, "_torchinductor_pyobject_tensor_data_ptr", 0))
+
+
 @lru_cache(maxsize=1)
 def shared_openmp() -> tuple[int, ...]:
     """Addresses of :data:`OPENMP_FUNCTIONS` in the OpenMP runtime that torch uses, so that kernels and ATen share

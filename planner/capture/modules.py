@@ -6,29 +6,51 @@ while a graph is interpreted node by node.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fuseplan.planner.errors import CaptureError
 from fuseplan.planner.module_paths import user_paths
 
 _STACK = "nn_module_stack"
+#: What Dynamo writes for ``x.data``.
+_DATA = getattr(torch._C._autograd, "_get_data_attr", None)
 
 
 def trace_ops(
     module: fx.GraphModule, arguments: Sequence[Any], decompositions: Mapping[Any, Callable[..., Any]] | None = None,
     pre_dispatch: bool = False
 ) -> fx.GraphModule:
-    """``make_fx`` of a graph, whose nodes keep what Dynamo says of their modules."""
+    """``make_fx`` of a graph, whose nodes keep what Dynamo says of their modules.
+
+    Raises:
+        CaptureError: The trace would hold a fake tensor, which has no memory: it did not see what makes it.
+    """
     with fx.traceback.preserve_node_meta():
         table = dict(decompositions or {})
-        return make_fx(_Interpreter(module).run, table, pre_dispatch=pre_dispatch)(*arguments)
+        trace = make_fx(_Interpreter(module).run, table, pre_dispatch=pre_dispatch)(*arguments)
+    for node in trace.graph.find_nodes(op="get_attr"):
+        if isinstance(operator.attrgetter(str(node.target))(trace), FakeTensor):
+            readers = " and ".join(str(user.target) for user in node.users) or "the result"
+            raise CaptureError(f"{readers} reads a tensor that no op of the trace makes")
+    return trace
 
 
 class _Interpreter(fx.Interpreter):
-    """Goes into graphs that are called as modules, whose nodes know more than the call does."""
+    """Goes into graphs that are called as modules, whose nodes know more than the call does.
+
+    ``x.data`` is ``x.detach()``: a trace does not see the call that Dynamo writes for it, and would keep its result, a
+    fake tensor, as a constant.
+    """
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return super().call_function(torch.Tensor.detach if target is _DATA else target, args, kwargs)
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         called = self.fetch_attr(target)

@@ -178,6 +178,8 @@ class _Builder:
         name = str(target)
         if name.split(".")[1] in _CHECKS:
             return None
+        if name.startswith("aten.set_."):
+            raise CaptureError("a tensor is given other memory (x.data = y, or x.set_(y)); use x.copy_(y) or x = y")
         bound = bind_arguments(name, self._resolve(node.args), self._resolve(node.kwargs), self.names)
         results, value = self._results(node)
         if not results:

@@ -15,11 +15,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from fuseplan.planner.capture.modules import trace_ops
-from fuseplan.planner.errors import CaptureError
 
 #: What leaves a functorch level, by its kind.
 _LEAVE = {
@@ -76,8 +74,6 @@ def _flat(
     given = [node for node in read if node.op != "get_attr"]
     # Below pre-dispatch, levels are resolved before an op is recorded.
     flat = trace_ops(fx.GraphModule(module, graph), [values[node] for node in given])
-    if any(isinstance(held, FakeTensor) for held in vars(flat).values()):
-        raise CaptureError(f"the functorch level at {section[0].name} reads a tensor that the graph does not show")
     return given, outputs, flat
 
 

@@ -24,8 +24,8 @@ from fuseplan.planner.errors import RefusedError, failure_reason
 from fuseplan.planner.rewrites.merged_projections import merge_projections
 from fuseplan.planner.rewrites.packing import pack
 from fuseplan.planner.runtime.cuda_graphs import graphed
-from fuseplan.planner.runtime.executor import executable
-from fuseplan.planner.runtime.logs import show_plans
+from fuseplan.planner.runtime.executor import SHARED_MEMORY, executable, guarded_call
+from fuseplan.planner.runtime.logs import show_plans, warn_once
 from fuseplan.planner.runtime.options import DispatchOptions, parse_options
 from fuseplan.planner.runtime.resolve import resolve
 from fuseplan.planner.tuning.planner import PlanSettings
@@ -60,7 +60,7 @@ def fuseplan(
         except Exception as error:  # the model must run whatever is wrong with its plan
             reason = failure_reason(error)
     tally.refuse(reason)
-    logger.info("graph %s runs unfused: %s", tally.compile_id, reason)
+    warn_once(reason, "graph %s runs unfused: %s", tally.compile_id, reason)
     show_plans((), tally, parsed.debug)
     return gm.forward
 
@@ -85,7 +85,7 @@ def compile_graph(
             tally.note(f"linear ops stay apart: {reason}", number)
     traced = normalise(module)
     if _writes_shared(example_inputs, traced.written):
-        raise RefusedError("inputs share memory that the graph writes to")
+        raise RefusedError(SHARED_MEMORY)
     device_type = _device_type(example_inputs)
     session = _open(device_type, options)
     try:
@@ -99,8 +99,8 @@ def compile_graph(
     show_plans(resolved.regions, tally, options.debug, traced.graph)
     if options.cuda_graphs:
         stationary = traced.written | _stationary(gm, example_inputs)
-        return graphed(call, module, stationary, device_type, tally, options.cuda_graphs_copy_outputs)
-    return call
+        call = graphed(call, module, stationary, device_type, tally, options.cuda_graphs_copy_outputs)
+    return guarded_call(call, gm.forward, traced, tally)
 
 
 def _open(device_type: str, options: DispatchOptions) -> Session:
@@ -132,7 +132,8 @@ def _unsupported(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str | Non
     mode = None if context is None else context.fake_mode
     for tensor in tensors:
         if type(tensor) not in _PLAIN_TENSORS:
-            return f"an input is a {type(tensor).__name__}; kernels read plain tensors"
+            return (f"an input is a {type(tensor).__name__}, and kernels read plain tensors; where that class adds "
+                    "nothing, use torch.nn.Parameter or torch.Tensor")
         # Fakes of the compiler stand for inputs with memory.
         if isinstance(tensor, torch._subclasses.FakeTensor) and tensor.fake_mode is not mode:
             return "an input is the caller's FakeTensor; kernels read memory"
@@ -146,7 +147,7 @@ def _device_type(example_inputs: Sequence[Any]) -> str:
         return "cpu"
     ((device_type, _),) = Counter(tensor.device.type for tensor in tensors).most_common(1)
     if device_type not in _DEVICES:
-        raise RefusedError(f"there are no kernel back ends for device {device_type}")
+        raise RefusedError(f"there are no kernel back ends for device {device_type}; use a CPU or a GPU")
     if device_type == "cuda":
         current = torch.cuda.current_device()
         used = {tensor.device.index for tensor in tensors if tensor.is_cuda}

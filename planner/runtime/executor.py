@@ -6,7 +6,6 @@ A group that cannot be placed, lowered or built is left as the ATen ops it was, 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, TypeAlias
@@ -19,6 +18,8 @@ from fuseplan.kernels.ir.backend import Target, config_key
 from fuseplan.kernels.ir.gathers import may_fail
 from fuseplan.kernels.ir.in_place import ReuseOptions, WritesInPlace
 from fuseplan.kernels.ir.ir import Buffer, KernelIR
+from fuseplan.kernels.native.allowance import in_threads
+from fuseplan.kernels.native.overlap import Operand, guarded
 from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import RefusedError, failure_reason
@@ -31,7 +32,7 @@ from fuseplan.planner.lowering.lower import Lowered
 from fuseplan.planner.module_paths import Paths, place
 from fuseplan.planner.runtime.buffer_donation import plan_reuse
 from fuseplan.planner.runtime.fallback import Calling, CallPlan, FirstCall, GroupPlan
-from fuseplan.planner.runtime.logs import show_graph, show_kernels
+from fuseplan.planner.runtime.logs import show_graph, show_kernels, warn_once
 from fuseplan.planner.runtime.placement import fused_graph
 from fuseplan.planner.runtime.ranges import add_ranges, ask_for_profilers, range_name
 
@@ -85,6 +86,30 @@ def executable(
     ])
     show_graph(module.code, debug)
     return forward
+
+
+#: Why a graph, or a call of it, runs unfused.
+SHARED_MEMORY = "inputs share memory that the graph writes to; allocate them apart, as with x.clone()"
+
+
+def guarded_call(
+    call: Callable[..., Any], unfused: Callable[..., Any], traced: Traced, tally: Tally
+) -> Callable[..., Any]:
+    """``call``, which runs ``traced`` fused; ``unfused`` in calls in which inputs share memory that it writes to.
+
+    A trace orders reads and writes of the memory of each input alone. A graph that writes to no input is not checked.
+    """
+    written, read = list[Operand](), list[Operand]()
+    for value, position in traced.placeholders.items():
+        node = traced.node_of[value]
+        if node.users:
+            (written if position in traced.written else read).append(Operand.of(position, node.meta["val"]))
+
+    def met() -> None:
+        tally.refuse(f"in a call, {SHARED_MEMORY}")
+        warn_once(SHARED_MEMORY, "a call of graph %s runs unfused: %s", tally.compile_id, SHARED_MEMORY)
+
+    return guarded(call, unfused, met, written, read) if written and len(written) + len(read) > 1 else call
 
 
 def _places(plans: Iterable[GroupPlan | CallPlan]) -> dict[str, str]:
@@ -176,8 +201,7 @@ def _make_kernels(
     distinct = dict(zip(keys, wanted, strict=True))
     # A C++ compiler is a process of its own, so threads compile in parallel; GPU compilers hold this process's lock.
     workers = min(len(distinct), target.cores) if target.device_type == "cpu" else 1
-    with ThreadPoolExecutor(max(workers, 1)) as pool:
-        made = dict(zip(distinct, pool.map(build, distinct.values()), strict=True))
+    made = dict(zip(distinct, in_threads(build, distinct.values(), workers), strict=True))
     return [made[key] for key in keys]
 
 

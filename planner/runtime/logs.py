@@ -41,6 +41,17 @@ def debug_logger() -> logging.Logger:
     return _DEBUG
 
 
+#: What :func:`warn_once` said in this process.
+_SAID: set[str] = set()
+
+
+def warn_once(key: str, message: str, *args: object) -> None:
+    """A warning, the first time that something with this ``key`` happens in this process: it compiles many graphs."""
+    if key not in _SAID:
+        _SAID.add(key)
+        logger.warning(f"{message} (said once)", *args)
+
+
 def show_plans(
     regions: Sequence[RegionPlan], tally: Tally, debug: bool = False, graph: DataflowGraph | None = None
 ) -> None:

@@ -21,6 +21,7 @@ from fuseplan.planner.lowering.recipes import kind_of
 from fuseplan.planner.module_paths import located, place
 from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.planner.runtime.fallback import CallPlan, GroupPlan
+from fuseplan.planner.runtime.logs import warn_once
 from fuseplan.planner.tuning.misses import log_missed
 from fuseplan.planner.tuning.planner import Planner, RegionPlan
 from fuseplan.planner.tuning.session import Session
@@ -111,7 +112,7 @@ def _stored_plans(
         region for region in waiting
         if on_miss == "tune" or frozenset(region.ops) in served or region_parts(static, region) == (region,)
     ]  # of others it depends on their parts
-    _report_misses(planner, static, unique_regions(missed), tally)
+    _report_misses(planner, static, unique_regions(missed), on_miss, tally)
     left = [region for region in waiting if frozenset(region.ops) not in served]
     return [*plans, *near], left, unfit
 
@@ -161,7 +162,7 @@ def _unfit(planner: Planner, books: Sequence[GroupBook], plan: RegionPlan) -> bo
 
 
 def _report_misses(
-    planner: Planner, graph: DataflowGraph, regions: Mapping[str, Sequence[Region]], tally: Tally
+    planner: Planner, graph: DataflowGraph, regions: Mapping[str, Sequence[Region]], on_miss: OnMiss, tally: Tally
 ) -> None:
     """Count each distinct miss, store it with its graph for the next tune, and log it once per process."""
     missed = []
@@ -176,6 +177,11 @@ def _report_misses(
             logger.info("no tuned plan for %s; `plan tune --misses` stores one", named)
     if missed:
         log_missed(planner.store, graph, missed)
+        if on_miss != "tune" and any(len(region.ops) > 1 for _, region, _ in missed):  # there is something to fuse
+            how = "unfused" if on_miss == "unfused" else "as the cost model says, with default configurations"
+            advice = "`plan tune --misses` tunes all that were missed" if planner.store.logs_misses else (
+                "run `plan tune` for the model, since `plan tune --misses` needs a database that can be written")
+            warn_once("misses", "regions of graph %s have no tuned plan and run %s; %s", tally.compile_id, how, advice)
 
 
 def _neighbouring_plans(planner: Planner, graph: DataflowGraph, regions: list[Region]) -> list[RegionPlan]:

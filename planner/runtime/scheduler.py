@@ -30,7 +30,7 @@ from fuseplan.planner.dispatch_stats import Stats, Tally, new_tally, total
 from fuseplan.planner.errors import ConfigError, FuseplanError, GraphError, ShapeError, UnknownOpError, failure_reason
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.lowering.recipes import mutates
-from fuseplan.planner.runtime.executor import executable
+from fuseplan.planner.runtime.executor import executable, guarded_call
 from fuseplan.planner.runtime.fallback import GroupPlan
 from fuseplan.planner.runtime.logs import describe, show_plans
 from fuseplan.planner.runtime.resolve import Resolved, resolve
@@ -147,7 +147,7 @@ class FusionScheduler:
                 self.config.debug_mode, calls=resolved.calls,
             )
             show_plans(resolved.regions, tally, self.config.debug_mode)
-            return call
+            return guarded_call(call, unfused, traced, tally)
         except Exception as error:
             # What is wrong with the graph itself would fail unfused as well.
             is_mistake = isinstance(error, GraphError | ShapeError | UnknownOpError)

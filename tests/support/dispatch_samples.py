@@ -14,7 +14,7 @@ import fuseplan.planner
 from fuseplan.planner.capture.normalise import normalise
 from fuseplan.planner.capture.trace import trace_predispatch
 from fuseplan.planner.graph.dataflow import bind_graph
-from fuseplan.planner.runtime import resolve
+from fuseplan.planner.runtime import logs, resolve
 from fuseplan.planner.tuning.session import open_session
 
 
@@ -24,6 +24,7 @@ def fresh_start() -> Iterator[None]:
     fuseplan.planner.reset_stats()
     resolve._LOGGED.clear()
     resolve._WARNED.clear()
+    logs._SAID.clear()
     torch.manual_seed(0)
     with torch.no_grad():
         yield

@@ -18,7 +18,7 @@ from fuseplan.kernels.cpp.backend import CppBackend
 from fuseplan.kernels.ir.backend import BuildError
 from fuseplan.kernels.native import allowance as limited
 from fuseplan.kernels.native import build
-from fuseplan.kernels.native.allowance import Allowance, activity
+from fuseplan.kernels.native.allowance import Allowance, activity, in_threads
 from fuseplan.kernels.native.build import Compiler, build_library, required_compiler
 
 #: The compiler proper: a child of the driver, which would go on without it.
@@ -100,6 +100,33 @@ def test_an_interrupt_ends_it_too(tmp_path: Path, pids: Path, monkeypatch: pytes
     with pytest.raises(KeyboardInterrupt):
         Allowance(5.0).run([script(tmp_path / "hangs", HANGS.format(pids=pids))])
     assert ended(int(pids.read_text()))
+
+
+@pytest.mark.parametrize("items", [3, 7])
+def test_an_interrupt_ends_what_other_threads_wait_for(items: int, tmp_path: Path) -> None:
+    """The caller is interrupted while two threads wait for drivers; those that wait for their turn start nothing."""
+    drivers = [script(tmp_path / f"hangs{at}", HANGS.format(pids=tmp_path / f"pids{at}")) for at in range(items)]
+
+    def work(at: int) -> None:
+        if at > 0:
+            Allowance(1000.0).run([drivers[at]])
+        while not all((tmp_path / f"pids{at}").exists() for at in (1, 2)):
+            time.sleep(0.005)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        in_threads(work, range(items), 3)
+    started = list(tmp_path.glob("pids?"))
+    assert len(started) >= 2 and all(ended(int(path.read_text())) for path in started)
+    said = in_threads(lambda at: Allowance(60.0).run(["echo", str(at)]).stdout, range(5), 3)
+    assert said == [f"{at}\n" for at in range(5)]
+
+
+def test_errors_in_threads_are_raised_and_results_are_in_order() -> None:
+    assert in_threads(lambda x: x * x, range(9), 4) == in_threads(lambda x: x * x, range(9), 1)
+    assert in_threads(str, [], 4) == []
+    with pytest.raises(ZeroDivisionError):
+        in_threads(lambda x: 1 // x, [3, 0, 2], 2)
 
 
 def test_output_and_status_are_handed_back(tmp_path: Path) -> None:

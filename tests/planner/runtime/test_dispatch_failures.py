@@ -293,7 +293,7 @@ def test_inputs_that_share_memory_and_are_written_stay_unfused(db: Path, kernels
     mine, theirs = torch.ones(4, 3), torch.ones(4, 3)
     result = compiled(overlapping, db)(mine, mine[1:])
     torch.testing.assert_close(result, overlapping(theirs, theirs[1:]))
-    assert refusals() == ["inputs share memory that the graph writes to"]
+    assert "share memory" in refusals()[0]
 
 
 def test_inputs_that_share_memory_stay_fused_where_other_memory_is_written(db: Path, kernels: ReferenceBackend) -> None:

@@ -1,0 +1,89 @@
+"""Calls that must not write to memory of another argument: a check of address ranges in front of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fuseplan.kernels.ir.backend import BuildError
+from fuseplan.kernels.native.build import data_ptr_address, default_cache_dir, load_extension, required_compiler
+
+logger = logging.getLogger(__name__)
+
+_DYNAMIC = -1
+
+
+class Operand(NamedTuple):
+    """A tensor among the arguments; ``span_bytes`` from its first to its last element, -1 where sizes are dynamic."""
+
+    position: int
+    itemsize: int
+    span_bytes: int
+
+    @staticmethod
+    def of(position: int, tensor: torch.Tensor) -> Operand:
+        """As a traced tensor shows it."""
+        sizes = (*tensor.shape, *tensor.stride())
+        fixed = all(isinstance(size, int) for size in sizes)
+        return Operand(position, tensor.element_size(), span_bytes(tensor) if fixed else _DYNAMIC)
+
+
+def span_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from the first to the last element, both included."""
+    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size() if tensor.numel() else 0
+
+
+def guarded(
+    compiled: Callable[..., Any], unfused: Callable[..., Any], met: Callable[[], None], written: Sequence[Operand],
+    read: Sequence[Operand],
+) -> Callable[..., Any]:
+    """``compiled``, or ``unfused`` in calls in which memory of a written operand meets that of any other one.
+
+    ``met`` is called before ``unfused``. Ranges decide: of interleaved views that share no element, too. Some
+    nanoseconds an operand; without a C++ compiler, a microsecond.
+    """
+    module = _extension()
+    if module is not None:
+        guard: Callable[..., Any] = module.Guard(
+            compiled, unfused, met, data_ptr_address(), len(written), (*written, *read)
+        ).call
+        return guard
+
+    def call(*args: Any) -> Any:
+        if _any_meets([args[one.position] for one in written], [args[one.position] for one in read]):
+            met()
+            return unfused(*args)
+        return compiled(*args)
+
+    return call
+
+
+def _any_meets(written: Sequence[torch.Tensor], read: Sequence[torch.Tensor]) -> bool:
+    """Whether memory of one of ``written`` meets that of another tensor."""
+    spans = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + span_bytes(tensor), is_written)
+        for tensors, is_written in ((written, True), (read, False)) for tensor in tensors
+    )
+    ends = {True: 0, False: 0}  # of what was seen, by whether it is written
+    for begin, end, is_written in spans:
+        if begin < end:
+            if begin < ends[True] or (is_written and begin < ends[False]):
+                return True
+            ends[is_written] = max(ends[is_written], end)
+    return False
+
+
+@lru_cache(maxsize=1)
+def _extension() -> Any | None:
+    source = Path(__file__).with_name("overlap.cpp")
+    try:
+        return load_extension("fuseplan_overlap", source, required_compiler(), default_cache_dir())
+    except BuildError as error:
+        logger.info("calls that write to their arguments take some microseconds more: %s", error)
+        return None

@@ -19,9 +19,9 @@ from typing import Any, Generic, Literal, TypeVar
 
 from sqlalchemy import URL, ColumnElement, Connection, Engine, Select, Table, select
 
-from fuseplan.search.errors import DatabaseError, ReadOnlyDatabaseError, RecordError, plain
+from fuseplan.search.errors import BusyDatabaseError, DatabaseError, ReadOnlyDatabaseError, RecordError, plain
 from fuseplan.search.store import codec, rows, tables
-from fuseplan.search.store.connections import DRIVER_ERRORS, connected, insist, transaction
+from fuseplan.search.store.connections import BUSY_S, DRIVER_ERRORS, connected, insist, transaction
 from fuseplan.search.store.location import NOWHERE, location_name, resolve_url, sqlite_file
 from fuseplan.search.store.record import PlanRecord, RecordKey, Trial, TuningRecord, Versions, now
 from fuseplan.search.store.rows import R
@@ -29,15 +29,17 @@ from fuseplan.search.store.snapshot import instead_of
 
 T = TypeVar("T")
 Mode = Literal["write", "inspect", "read"]
-#: Servers that dispatch has said it goes on without, and until when no graph that is compiled asks for one again.
+#: Servers and locked files that dispatch has said it goes on without, and until when no graph that is compiled asks for
+#: one again.
 _AWAY: dict[URL, float] = {}
 _AWAY_S = 60.0
 #: What this process has opened for writing.
 _REACHED: set[URL] = set()
 #: Servers where the role of this process may not log misses.
 _UNLOGGED: set[URL] = set()
-#: Seconds that a model which is being compiled waits for another process's transaction, to log what it missed.
-_PATIENCE_S = 0.5
+#: Seconds that a model which is being compiled waits for what another process holds: to look its plans up, and to log
+#: what it missed.
+_LOOKUP_S, _PATIENCE_S = 2.0, 0.5
 #: Keys of one statement: old releases of SQLite take 999 parameters.
 _BATCH = 500
 
@@ -117,7 +119,7 @@ class Database:
             elif mode == "read" and time.monotonic() < _AWAY.get(self.url, 0.0):
                 self._go_without(None)
             else:
-                self.engine = tables.open_for_reading(self.url)
+                self.engine = tables.open_for_reading(self.url, _LOOKUP_S if mode == "read" else BUSY_S)
         except DatabaseError as error:
             if mode != "read":
                 raise
@@ -341,15 +343,17 @@ class Database:
                 self._warn(f"{self.where}: damaged row '{name}' of {table.name} ({error}); ignored")
 
     def _go_without(self, error: DatabaseError | None) -> bool:
-        """Whether from now on a server's snapshot is read in its place. One warning: of a server, one for each process.
+        """Whether from now on a server's snapshot is read in its place. One warning: of a server, and of a file that is
+        locked, one for each process.
 
         Without an ``error`` all is said.
         """
         self.broken, engine, instead = True, None, "it"
-        if self.url.get_backend_name() == "sqlite":
+        if self.url.get_backend_name() != "sqlite":
+            engine, instead = instead_of(self.url)
+        elif error is not None and not isinstance(error, BusyDatabaseError):
             self._warn(f"{error}; going on without it")
             return False
-        engine, instead = instead_of(self.url)
         self.engine = engine
         if error is not None:
             if self.url not in _AWAY:

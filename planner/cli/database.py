@@ -128,7 +128,9 @@ def import_records(
 
     read_bundle(file)  # one that is refused makes no database
     database = open_database(db)
-    say(f"{import_bundle(database, file)} entries of {file} imported into {database.where}")
+    found = import_bundle(database, file)
+    left = ", ".join(f"{count} {why}" for why, count in found.left.items())
+    say(f"{found.taken} entries of {file} imported into {database.where}" + (f"; not taken: {left}" if left else ""))
 
 
 @app.command()
@@ -159,9 +161,8 @@ def verify(db: DbOption = None) -> None:
     problems = check(database)
     if problems:
         print_rows("problems", ("table", "row", "what"), [(one.table, one.row, one.what) for one in problems])
-        rows = any(problem.row for problem in problems)
-        hint = "; `plan db prune` deletes rows that cannot be read" if rows else ""
-        print_text(f"{len(problems)} problems in {database.where}{hint}")
+        cures = dict.fromkeys(one.cure for one in problems if one.cure)
+        print_text(f"{len(problems)} problem{'s' * (len(problems) > 1)} in {database.where}" + "".join(f"; {cure}" for cure in cures))
         raise typer.Exit(2)
     print_text(f"{database.where} is sound")
 

@@ -77,14 +77,14 @@ class Lookup(Generic[R]):
         return None if self.mismatch else self.record
 
 
-def reservations(record: TuningRecord | PlanRecord, versions: Versions | None, since: str = "") -> tuple[str, ...]:
+def reservations(record: TuningRecord | PlanRecord, versions: Versions | None, run: str = "") -> tuple[str, ...]:
     """Why a record is to be measured again rather than served: in words as in :attr:`Lookup.mismatch`.
 
-    It has to agree with ``versions`` (None: any), and to be of the time ``since`` (ISO 8601) or later.
+    It has to agree with ``versions`` (None: any), and to be written by the tune ``run`` ("": any).
     """
     found = versions.mismatch(record.evidence.versions) if versions is not None else ()
     undecided = ("undecided",) if record.undecided else ()
-    return (*found, *undecided, *(("age",) if record.evidence.created < since else ()))
+    return (*found, *undecided, *(("run",) if run not in ("", record.evidence.run) else ()))
 
 
 class Database:

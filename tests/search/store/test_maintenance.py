@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import sqlite3
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,37 @@ def test_verify_names_damage(db: Database, path: Path) -> None:
     db.close()
     damage_pages(path)
     assert any(problem.table == "file" for problem in maintenance.verify_database(db))
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+def test_verify_names_what_is_of_the_future(kind: str, path: Path, request: pytest.FixtureRequest) -> None:
+    """Row by row, with how far it is ahead and what mends it; a minute is no finding, for clocks differ."""
+    now = datetime.now(UTC)
+    later, minute = ((now + ahead).isoformat() for ahead in (timedelta(days=3, hours=12), timedelta(minutes=1)))
+    db = Database(path if kind == "sqlite" else request.getfixturevalue("server").url())
+    db.put_record(tuning("ahead", evidence=evidence(later)))
+    db.put_record(tuning("minute", evidence=evidence(minute)))
+    db.put_plan(plan("ahead", evidence=evidence(later)))
+    db.put_device("a", SPEC)
+    db.put_capture("step/a", {"created": later})
+    db.log_trial(Trial(tuning("w").key, "cpp", {"threads": 1}, 1.0, created=later), HERE)
+    db.log_miss(RecordKey("m", "d"), payload={"last_seen": later})
+    found = {problem.table: problem for problem in maintenance.verify_database(db)}
+    assert found.keys() == {"tuning_records", "plan_records", "captures", "trials", "misses"}
+    assert all(later in one.what and "3 days, 1" in one.what for one in found.values())
+    again = {name for name, one in found.items() if "plan tune --again" in one.cure}
+    assert again == {"tuning_records", "plan_records"}
+    removed = maintenance.prune_database(db)
+    assert {table: count for table, count in removed.items() if count} == {"captures": 1, "trials": 1, "misses": 1}
+    assert {one.table for one in maintenance.verify_database(db)} == {"tuning_records", "plan_records"}
+
+
+def test_a_clock_that_is_behind_finds_a_device_of_the_future(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    db.put_device("a", SPEC)
+    monkeypatch.setattr(maintenance, "clock_s", lambda connection: 0.0)
+    (problem,) = maintenance.verify_database(db)
+    assert problem.table == "devices" and "plan probe" in problem.cure
+    assert sum(maintenance.prune_database(db).values()) == 0
 
 
 def test_prune_deletes_only_what_is_asked(db: Database) -> None:

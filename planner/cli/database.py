@@ -48,10 +48,11 @@ def list_misses(
     db: DbOption = None,
 ) -> None:
     """What torch.compile looked up in vain, most frequent first, and whether `plan tune --misses` can tune it."""
-    from fuseplan.planner.tuning.miss_list import MISS_COLUMNS, logged_misses
+    from fuseplan.planner.tuning.miss_list import MISS_COLUMNS, dropped, logged_misses
     from fuseplan.search.store.database import Database
     from fuseplan.search.store.layered import LayeredDatabase, shipped_files
     from fuseplan.search.store.record import Versions
+    from fuseplan.search.store.rows import MOST_MISSES
 
     if device is not None and device_key is None:
         from fuseplan.costmodel.identity import current_identity
@@ -60,11 +61,14 @@ def list_misses(
     rows: list[tuple[str | int, ...]] = []
     with Database(db, mode="inspect") as database:
         where, found = database.where, {str(one["device"]) for one in database.misses()}
+        gone = dropped(database)
     for key in sorted(found if device_key is None else found & {device_key}):
         kind: Literal["cpu", "cuda"] = "cuda" if key.startswith("cuda") else "cpu"
         with Database(db, mode="inspect", versions=Versions.current(kind)) as database:
             logged = logged_misses(LayeredDatabase(database, shipped_files(key)), key)
         rows += [(*one.row(), key) for one in logged]
+    if gone:
+        say(f"{gone} misses that came least were dropped from {where}: it keeps {MOST_MISSES} at most")
     if not rows:
         say(f"no misses are logged in {where}" if device_key is None else
             f"no misses are logged for this device in {where}")
@@ -162,7 +166,8 @@ def verify(db: DbOption = None) -> None:
     if problems:
         print_rows("problems", ("table", "row", "what"), [(one.table, one.row, one.what) for one in problems])
         cures = dict.fromkeys(one.cure for one in problems if one.cure)
-        print_text(f"{len(problems)} problem{'s' * (len(problems) > 1)} in {database.where}" + "".join(f"; {cure}" for cure in cures))
+        count = f"{len(problems)} problem{'s' * (len(problems) > 1)}"
+        print_text("; ".join((f"{count} in {database.where}", *cures)))
         raise typer.Exit(2)
     print_text(f"{database.where} is sound")
 

@@ -35,8 +35,9 @@ _AWAY: dict[URL, float] = {}
 _AWAY_S = 60.0
 #: What this process has opened for writing.
 _REACHED: set[URL] = set()
-#: Servers where the role of this process may not log misses.
+#: Servers where the role of this process may not log misses, and those where it may not drop any.
 _UNLOGGED: set[URL] = set()
+_UNTRIMMED: set[URL] = set()
 #: Seconds that a model which is being compiled waits for what another process holds: to look its plans up, and to log
 #: what it missed.
 _LOOKUP_S, _PATIENCE_S = 2.0, 0.5
@@ -107,6 +108,7 @@ class Database:
         self._patient = patient and mode == "write"
         self.versions = versions
         self._warned = False
+        self.keeps_misses = True  # False where the user wants none logged
         self.broken = False  # something that is there could not be read, and was taken for empty
         self.engine: Engine | None = None  # None when opened for reading and there is nothing to read
         self.url = NOWHERE
@@ -217,11 +219,12 @@ class Database:
 
     @property
     def logs_misses(self) -> bool:
-        """Whether there is hope that misses can be stored: not where that failed already."""
-        return self.mode == "write" or not (self.broken or self.url in _UNLOGGED)
+        """Whether misses are to be stored, and there is hope that they can be: not where that failed already."""
+        return self.keeps_misses and (self.mode == "write" or not (self.broken or self.url in _UNLOGGED))
 
     def log_misses(self, misses: Iterable[Missed], captures: Mapping[str, Mapping[str, Any]] | None = None) -> bool:
-        """Count look-ups that found nothing, and keep ``captures`` that belong to them, in one transaction.
+        """Count look-ups that found nothing, and keep ``captures`` that belong to them, in one transaction; what came
+        least goes where there are too many.
 
         Never raises, and never waits long for another process; False when it could not be stored.
         """
@@ -230,20 +233,34 @@ class Database:
         table, counted = tables.MISSES, {"count": tables.MISSES.c.count + 1}
         try:
             found = [rows.json_row({"name": name}, capture) for name, capture in (captures or {}).items()]
-            with self._miss_engine() as engine, transaction(engine) as connection:
-                # In one order: two that count the same keys would else wait for each other.
-                for miss in sorted(misses, key=lambda miss: astuple(miss.key)):
-                    payload = {} if miss.payload is None else {"payload": json.dumps(dict(miss.payload))}
-                    row = asdict(miss.key) | {"label": miss.label, "payload": "{}", "first_seen": now(), "count": 1}
-                    tables.upsert(connection, table, row | payload, counted | payload)
-                for row in found:
-                    tables.upsert(connection, tables.CAPTURES, row)
+            with self._miss_engine() as engine:
+                with transaction(engine) as connection:
+                    # In one order: two that count the same keys would else wait for each other.
+                    for miss in sorted(misses, key=lambda miss: astuple(miss.key)):
+                        payload = {} if miss.payload is None else {"payload": json.dumps(dict(miss.payload))}
+                        row = asdict(miss.key) | {"label": miss.label, "payload": "{}", "first_seen": now(), "count": 1}
+                        tables.upsert(connection, table, row | payload, counted | payload)
+                    for row in sorted(found, key=lambda row: str(row["name"])):
+                        tables.upsert(connection, tables.CAPTURES, row)
+                    too_many = self.url not in _UNTRIMMED and rows.too_many_misses(connection)
+                if too_many:
+                    self._trim_misses(engine)
         except (DatabaseError, *DRIVER_ERRORS, TypeError) as error:
             self.broken = self.mode == "read"  # what cannot be reached is not waited for at each miss
             if isinstance(error, ReadOnlyDatabaseError) and sqlite_file(self.url) is None:
                 _UNLOGGED.add(self.url)
             return False
         return True
+
+    def _trim_misses(self, engine: Engine) -> None:
+        """In a transaction of its own: what was logged stays, whether or not this may drop or waits for others."""
+        try:
+            with transaction(engine) as connection:
+                rows.trim_misses(connection)
+        except ReadOnlyDatabaseError:
+            _UNTRIMMED.add(self.url)
+        except DatabaseError:  # the next one tries again
+            return
 
     @contextlib.contextmanager
     def _miss_engine(self) -> Iterator[Engine]:

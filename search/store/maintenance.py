@@ -20,8 +20,6 @@ from fuseplan.search.store.database import Database
 from fuseplan.search.store.leases import clock_s
 from fuseplan.search.store.record import PlanRecord, Trial, TuningRecord, Versions, is_ahead, seconds
 
-#: What the captures of regions that were missed are called, before their keys.
-MISSED = "missed/"
 PRUNE = "`plan db prune` deletes"
 #: What writes a row of the future anew, where it is not pruned.
 _AGAIN = "`plan tune --again` measures anew what is dated in the future"
@@ -165,6 +163,7 @@ def _pruned(
     removed["trials"] += connection.execute(tables.TRIALS.delete().where(tables.TRIALS.c.open == 0)).rowcount
     if misses:
         removed["misses"] += connection.execute(tables.MISSES.delete()).rowcount
-        graphs = tables.CAPTURES.c.name.startswith(MISSED, autoescape=True)
-        removed["captures"] += connection.execute(tables.CAPTURES.delete().where(graphs)).rowcount
+        name = tables.CAPTURES.c.name
+        gone = name.startswith(rows.MISSED, autoescape=True) | (name == rows.DROPPED)
+        removed["captures"] += connection.execute(tables.CAPTURES.delete().where(gone)).rowcount
     return removed

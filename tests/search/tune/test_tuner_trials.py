@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import replace
@@ -61,7 +62,7 @@ def test_a_tune_that_measures_anew_takes_what_it_wrote_alone(db: Database, tmp_p
         sizes.append(journal.stat().st_size)
         assert db.get_record(first.key).record.evidence.run == (run or "b")  # type: ignore[union-attr]
         assert {trial.run for trial in db.trials(own.key(other))} == {run or "b"}
-    grew = [after > before for before, after in zip(sizes, sizes[1:], strict=False)]
+    grew = [after > before for before, after in itertools.pairwise(sizes)]
     assert grew == [True, False, True, False]
 
 

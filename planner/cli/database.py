@@ -26,8 +26,11 @@ app = typer.Typer(no_args_is_help=True, help="List, show, export, import, verify
 @answers("the records", torch=False)
 def list_records(db: DbOption = None) -> None:
     """One line per stored tuning record and plan."""
-    from fuseplan.search.store.maintenance import LS_COLUMNS, ls_rows
+    from fuseplan.search.store.maintenance import LS_COLUMNS, ls_rows, of_other_versions
 
+    for file in of_other_versions() if db is None else ():
+        say(f"{file} is a database of another fuseplan, whose plans are not read here: use them with that fuseplan, or "
+            "tune again and delete the file")
     database = open_database(db, write=False)
     rows = ls_rows(database)
     if not rows:

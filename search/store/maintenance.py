@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Table, literal_column, select
 
 from fuseplan.kernels.registry import malformed_config
-from fuseplan.search.errors import DatabaseError, RecordError, plain
-from fuseplan.search.store import codec, rows, tables
+from fuseplan.search.errors import DatabaseError, RecordError, SchemaVersionError, plain
+from fuseplan.search.store import codec, location, rows, tables
 from fuseplan.search.store.connections import connected
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.leases import clock_s
@@ -44,6 +45,20 @@ def ls_rows(database: Database) -> list[tuple[str | float, ...]]:
         else:
             answer = f"{sum(group.is_kernel for group in record.groups)} fused of {len(record.groups)} groups"
             found.append(("plan", *identity, answer, "", record.planned_us, record.unfused_us, record.margin, when))
+    return found
+
+
+def of_other_versions() -> list[Path]:
+    """Databases in the user's data folder that have another schema version: nothing in them is read."""
+    found = []
+    for file in sorted(location.default_path().parent.glob("tuning*.db")):
+        try:
+            if (engine := tables.open_for_reading(location.resolve_url(file), patience_s=0.0)) is not None:
+                engine.dispose()
+        except SchemaVersionError:
+            found.append(file)
+        except DatabaseError:
+            continue
     return found
 
 

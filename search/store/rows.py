@@ -193,7 +193,7 @@ def trim_misses(connection: Connection) -> None:
     went is added up in a capture. Rows are changed in the order in which they are logged.
     """
     table, captures = tables.MISSES, tables.CAPTURES
-    found = connection.execute(select(table)).mappings()
+    found = [row._asdict() for row in connection.execute(select(table))]
     rows = sorted(((_counted(row), row) for row in found), key=lambda one: one[0])
     kept = _most(rows, MOST_MISSES)
     keys = [tuple(row[column.name] for column in table.primary_key) for _, row in rows[: len(rows) - len(kept)]]
@@ -230,8 +230,8 @@ def _add_dropped(connection: Connection, dropped: int) -> None:
     table, name = tables.CAPTURES, {"name": DROPPED}
     tables.upsert(connection, table, json_row(name, {}), name)  # its row is there, and nobody else's to change
     with contextlib.suppress(RecordError):
-        for row in connection.execute(select(table).where(table.c.name == DROPPED)).mappings():
-            dropped += dropped_misses(read_json(row)[1])
+        for row in connection.execute(select(table).where(table.c.name == DROPPED)):
+            dropped += dropped_misses(read_json(row._asdict())[1])
     tables.upsert(connection, table, json_row(name, {"misses": dropped}))
 
 

@@ -13,7 +13,8 @@ import pytest
 from database_files import damage_pages
 from search_records import HERE, SPEC, evidence, plan, tuning
 
-from fuseplan.search.store import codec, maintenance
+from fuseplan.planner.cli import main
+from fuseplan.search.store import codec, location, maintenance, tables
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import RecordKey, Trial
 
@@ -38,6 +39,34 @@ def test_listing_shows_answers(db: Database) -> None:
     assert maintenance.ls_rows(Database("sqlite://")) == []
     assert [item.key.workload for item in maintenance.show_record(db, "w")] == ["w1", "w2"]
     assert maintenance.show_record(db, "layer") == [plan()]
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_database_of_another_version_is_named(
+    beside: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the user's own folder, whether or not there is one of this version; what is none is left out."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    own = location.default_path()
+    old, newer, other, junk = (own.with_name(f"tuning{name}.db") for name in ("", "-99", "-mine", "-junk"))
+    for file, version in ((old, 1), (newer, 99), (other, None)):
+        with Database(file) as made:
+            if version is not None:
+                rewritten = tables.META.update().where(tables.META.c.name == "schema_version").values(value=version)
+                made.change(lambda connection, statement=rewritten: connection.execute(statement))  # type: ignore[misc]
+    junk.write_text("hello")
+    if beside:
+        with Database() as made:
+            made.put_record(tuning())
+    before = {file: file.read_bytes() for file in (old, newer, junk)}
+    assert maintenance.of_other_versions() == sorted([old, newer])
+    assert main.run(["db", "ls"]) == 0
+    said = "".join(capsys.readouterr())
+    assert str(old) in said and str(newer) in said and str(junk) not in said and str(other) not in said
+    assert ("swiglu w1" in said) == beside and "delete the file" in said
+    assert main.run(["db", "ls", "--db", str(other)]) == 0
+    assert str(old) not in "".join(capsys.readouterr())
+    assert {file: file.read_bytes() for file in before} == before
 
 
 def test_verify_finds_nothing_in_a_sound_database(db: Database, path: Path) -> None:

@@ -44,6 +44,12 @@ class UnreachableDatabaseError(DatabaseError):
         self.at_once = at_once
 
 
+class BusyDatabaseError(UnreachableDatabaseError):
+    """Others hold what was asked for: ``at_once`` where one of two that waited for each other was ended for the other,
+    else a wait that took too long.
+    """
+
+
 class StudyError(SearchError):
     """A storage for Optuna's studies that cannot be opened."""
 

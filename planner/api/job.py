@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from fuseplan.planner.tuning.session import Session
 from fuseplan.planner.tuning.tune import TuneResult, WorkloadPlan
 from fuseplan.search.errors import NothingCompilesError
 from fuseplan.search.store.leases import Leases
-from fuseplan.search.store.record import RecordKey, now
+from fuseplan.search.store.record import RecordKey
 from fuseplan.search.tune.study import Studies
 from fuseplan.search.tune.time_account import TimeAccount
 from fuseplan.search.tune.tuner import Budget
@@ -49,7 +50,7 @@ class HowToTune:
 
     def of(self, session: Session, studies: Studies | None) -> Session:
         """The session as it is searched with."""
-        return replace(session, shipped=self.shipped, since=now() if self.again else "", studies=studies)
+        return replace(session, shipped=self.shipped, run=uuid.uuid4().hex if self.again else "", studies=studies)
 
 
 def doubts(spec: DeviceSpec) -> list[str]:

@@ -236,7 +236,7 @@ def _stored(captured: Sequence[CapturedModel], session: Session) -> frames.Repor
         for one in captured for name, _ in one.graphs if one.model.asked.is_asked_for(name)
     }
     try:
-        data = frames.load_report(replace(session, since="").store, session.device, session.spec)
+        data = frames.load_report(replace(session, run="").store, session.device, session.spec)
     except PlanError:  # nothing at all is stored
         return frames.ReportData(session.device, "", session.spec, {}, {})
     chosen = [one for one in data.workloads if (one.model, one.workload, one.regime, one.numerics) in wanted]

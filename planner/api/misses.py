@@ -200,7 +200,7 @@ class _Tuning:
 
     def back(self, session: Session) -> Session:
         """The session as it was before, with what was learnt of the device."""
-        return replace(session, settings=self._settings, target=self._target, since="", studies=None)
+        return replace(session, settings=self._settings, target=self._target, run="", studies=None)
 
     def keep(self, planned: WorkloadPlan) -> None:
         """Store what reports say of a missed region: a workload of its own, of a model called ``misses``."""

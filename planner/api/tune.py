@@ -238,7 +238,7 @@ def tuned(result: TuneResult, name: str, is_asked_for: Callable[[str], bool], lo
     if not result.distinct():
         data = frames.ReportData(session.device, name, session.spec, {}, {})
         return Tuned(data, None, name, result, warnings=warnings, failure=failure)
-    data = frames.load_report(replace(session, since="").store, session.device, session.spec, name)
+    data = frames.load_report(replace(session, run="").store, session.device, session.spec, name)
     known = frames.group_frame(data)
     shown = known[known["key"].isin(_tuned_groups([region.record for _, region in result.distinct()]))]
     measured = _tuned_groups(result.decided())

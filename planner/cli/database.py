@@ -26,8 +26,11 @@ app = typer.Typer(no_args_is_help=True, help="List, show, export, import, verify
 @answers("the records", torch=False)
 def list_records(db: DbOption = None) -> None:
     """One line per stored tuning record and plan."""
-    from fuseplan.search.store.maintenance import LS_COLUMNS, ls_rows
+    from fuseplan.search.store.maintenance import LS_COLUMNS, ls_rows, of_other_versions
 
+    for file in of_other_versions() if db is None else ():
+        say(f"{file} is a database of another fuseplan, whose plans are not read here: use them with that fuseplan, or "
+            "tune again and delete the file")
     database = open_database(db, write=False)
     rows = ls_rows(database)
     if not rows:
@@ -48,10 +51,11 @@ def list_misses(
     db: DbOption = None,
 ) -> None:
     """What torch.compile looked up in vain, most frequent first, and whether `plan tune --misses` can tune it."""
-    from fuseplan.planner.tuning.miss_list import MISS_COLUMNS, logged_misses
+    from fuseplan.planner.tuning.miss_list import MISS_COLUMNS, dropped, logged_misses
     from fuseplan.search.store.database import Database
     from fuseplan.search.store.layered import LayeredDatabase, shipped_files
     from fuseplan.search.store.record import Versions
+    from fuseplan.search.store.rows import MOST_MISSES
 
     if device is not None and device_key is None:
         from fuseplan.costmodel.identity import current_identity
@@ -60,11 +64,14 @@ def list_misses(
     rows: list[tuple[str | int, ...]] = []
     with Database(db, mode="inspect") as database:
         where, found = database.where, {str(one["device"]) for one in database.misses()}
+        gone = dropped(database)
     for key in sorted(found if device_key is None else found & {device_key}):
         kind: Literal["cpu", "cuda"] = "cuda" if key.startswith("cuda") else "cpu"
         with Database(db, mode="inspect", versions=Versions.current(kind)) as database:
             logged = logged_misses(LayeredDatabase(database, shipped_files(key)), key)
         rows += [(*one.row(), key) for one in logged]
+    if gone:
+        say(f"{gone} misses that came least were dropped from {where}: it keeps {MOST_MISSES} at most")
     if not rows:
         say(f"no misses are logged in {where}" if device_key is None else
             f"no misses are logged for this device in {where}")
@@ -128,7 +135,9 @@ def import_records(
 
     read_bundle(file)  # one that is refused makes no database
     database = open_database(db)
-    say(f"{import_bundle(database, file)} entries of {file} imported into {database.where}")
+    found = import_bundle(database, file)
+    left = ", ".join(f"{count} {why}" for why, count in found.left.items())
+    say(f"{found.taken} entries of {file} imported into {database.where}" + (f"; not taken: {left}" if left else ""))
 
 
 @app.command()
@@ -159,9 +168,9 @@ def verify(db: DbOption = None) -> None:
     problems = check(database)
     if problems:
         print_rows("problems", ("table", "row", "what"), [(one.table, one.row, one.what) for one in problems])
-        rows = any(problem.row for problem in problems)
-        hint = "; `plan db prune` deletes rows that cannot be read" if rows else ""
-        print_text(f"{len(problems)} problems in {database.where}{hint}")
+        cures = dict.fromkeys(one.cure for one in problems if one.cure)
+        count = f"{len(problems)} problem{'s' * (len(problems) > 1)}"
+        print_text("; ".join((f"{count} in {database.where}", *cures)))
         raise typer.Exit(2)
     print_text(f"{database.where} is sound")
 

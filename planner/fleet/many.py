@@ -143,7 +143,7 @@ def _on_device(
 def _session(found: Fleet, device: WorkerDevice, terms: Terms) -> Session:
     """A session to look plans up with."""
     session = session_on(device.device, device.target, Database(found.location, versions=device.versions))
-    return replace(session, shipped=terms.shipped, since=terms.since)
+    return replace(session, shipped=terms.shipped, run=terms.session_run)
 
 
 def _orders(job: TuneJob, models: Sequence[CapturedModel], terms: Terms, device: str) -> Iterator[Order]:

@@ -70,10 +70,11 @@ class Terms:
 
     Attributes:
         run: Name of the tune: workers keep what they made for it until it ends.
+        again: Whether the tune measures anew what it has not written itself.
         kind: Type of the devices.
         db: The database as all workers reach it; it may hold a password.
         settings: What plans are made for.
-        budget, seed, shipped, since, study: As a :class:`~fuseplan.planner.tuning.session.Session` has them.
+        budget, seed, shipped, study: As a :class:`~fuseplan.planner.tuning.session.Session` has them.
     """
 
     run: str
@@ -83,8 +84,13 @@ class Terms:
     budget: Budget
     seed: int = 0
     shipped: bool = True
-    since: str = ""
+    again: bool = False
     study: str | None = field(default=None, repr=False)
+
+    @property
+    def session_run(self) -> str:
+        """The ``run`` of its sessions."""
+        return self.run if self.again else ""
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ class FleetTune:
         """A session to look plans up with, and to time steps."""
         if (device, terms) not in self._sessions:
             found = session_on(device, self._devices[device].target, self._databases[device], terms.settings)
-            self._sessions[device, terms] = replace(found, shipped=terms.shipped, since=terms.since)
+            self._sessions[device, terms] = replace(found, shipped=terms.shipped, run=terms.session_run)
         return self._sessions[device, terms]
 
     def _forget(self, device: str, probed: None) -> None:

@@ -237,4 +237,4 @@ def opened(terms: Terms) -> Session:
     """The session of this worker's device, for these terms."""
     studies = None if terms.study is None else Studies(terms.study)
     session = open_session(terms.kind, terms.db, terms.settings)
-    return replace(session, shipped=terms.shipped, since=terms.since, studies=studies)
+    return replace(session, shipped=terms.shipped, run=terms.session_run, studies=studies)

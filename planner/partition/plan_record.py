@@ -47,7 +47,7 @@ class PlanWriter:
 
     def __init__(
         self, key: RecordKey, book: GroupBook, region: Region, backends: Sequence[Backend], target: Target, seed: int,
-        alternatives: int,
+        alternatives: int, run: str = "",
     ) -> None:
         self.key = key
         self.book = book
@@ -57,6 +57,7 @@ class PlanWriter:
         self.target = target
         self.seed = seed
         self.alternatives = alternatives
+        self.run = run
 
     def record(
         self, prices: ModelPrices, result: GuidedResult, elapsed_s: float, reason: str, undecided: bool = False
@@ -146,7 +147,8 @@ class PlanWriter:
                 self.graph, single_candidates(self.graph, self.region), self.region.outputs
             ),
             evidence=Evidence(
-                now(), Versions.current(self.target.device_type), self.seed, round(elapsed_s, 3), reason=reason
+                now(), Versions.current(self.target.device_type), self.seed, round(elapsed_s, 3), reason=reason,
+                run=self.run,
             ),
             undecided=undecided,
         )

@@ -88,6 +88,7 @@ def compile_graph(
         raise RefusedError(SHARED_MEMORY)
     device_type = _device_type(example_inputs)
     session = _open(device_type, options)
+    session.database.keeps_misses = options.log_misses
     try:
         resolved = resolve(session, traced.graph, options.on_miss, tally)
     finally:

@@ -32,6 +32,8 @@ class DispatchOptions:
         on_miss: For a region without a tuned plan: ``"model"`` fuses as the cost model says with default kernel
             configurations (the fewest launches, where the device was never probed), ``"unfused"`` leaves it as it
             is, ``"tune"`` tunes it now and stores the plan.
+        log_misses: Write down in the database what was looked up in vain, so that ``plan tune --misses`` can tune it:
+            ops, shapes, dtypes, and the names that the model gives its modules.
         numerics: ``"fp32"`` keeps intermediates of a group in fp32; ``"eager"`` rounds where ATen rounds.
         regime: Which tuned plans to use: ``"eager"`` for launches from Python, ``"graph"`` for replay in a CUDA graph
             (by this option or the caller). None: ``"graph"`` with ``cuda_graphs`` on a GPU, else ``"eager"``.
@@ -59,6 +61,7 @@ class DispatchOptions:
 
     db: str | None = None
     on_miss: OnMiss = "model"
+    log_misses: bool = True
     numerics: Numerics = "fp32"
     regime: Regime | None = None
     cuda_graphs: bool = False

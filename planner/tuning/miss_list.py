@@ -8,8 +8,8 @@ from typing import Any
 
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.layered import LayeredDatabase
-from fuseplan.search.store.maintenance import MISSED
 from fuseplan.search.store.record import RecordKey
+from fuseplan.search.store.rows import DROPPED, MISSED, dropped_misses
 
 TUNED_SINCE = "tuned since then"
 MISS_COLUMNS = (
@@ -67,6 +67,11 @@ def logged_misses(database: Database | LayeredDatabase, device: str) -> tuple[Mi
             why = "its graph is not stored; run the model again"
         found.append(Miss(key, row["label"], row["count"], place, row["first_seen"], seen, region, why))
     return tuple(found)
+
+
+def dropped(database: Database | LayeredDatabase) -> int:
+    """How many misses the database has dropped, for they came least."""
+    return dropped_misses(database.captures(DROPPED).get(DROPPED, {}))
 
 
 def stored_text(payload: Mapping[str, Any], name: str) -> str:

@@ -24,11 +24,11 @@ from fuseplan.planner.tuning.session import Session
 from fuseplan.planner.work.region_data import region_data, region_graph
 from fuseplan.search.store.database import Database, Missed
 from fuseplan.search.store.layered import LayeredDatabase
-from fuseplan.search.store.maintenance import MISSED
 from fuseplan.search.store.record import RecordKey, now
+from fuseplan.search.store.rows import MISSED, MOST_GRAPHS
 
-#: Graphs that a database keeps, and bytes of one; a transformer's layer takes 15 kB.
-MOST_GRAPHS, MOST_BYTES = 256, 256 * 1024
+#: Bytes of a graph that is kept; a transformer's layer takes 15 kB.
+MOST_BYTES = 256 * 1024
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def log_missed(log: _Log, graph: DataflowGraph, missed: Sequence[tuple[RecordKey
             for region in dict.fromkeys((*around, part)):  # the part alone where its region depends on more
                 if region.key not in known and region.key not in graphs:
                     try:
-                        graphs[region.key] = _written(graph, region, len(known) + len(graphs))
+                        graphs[region.key] = _written(graph, region, len(graphs))
                     except ValueError as error:
                         found = {"untunable": str(error)}
                         continue
@@ -85,10 +85,11 @@ def log_missed(log: _Log, graph: DataflowGraph, missed: Sequence[tuple[RecordKey
         logger.warning("misses are not logged: %s: %s", type(error).__name__, error)
 
 
-def _written(graph: DataflowGraph, region: Region, kept: int) -> Mapping[str, Any]:
-    """A region as data; ValueError, with the reason, where it cannot be kept."""
-    if kept >= MOST_GRAPHS:
-        raise ValueError(f"graphs of {MOST_GRAPHS} missed regions are kept already; tune those first")
+def _written(graph: DataflowGraph, region: Region, others: int) -> Mapping[str, Any]:
+    """A region as data, beside ``others`` that this graph missed; ValueError, with the reason, where it cannot be kept.
+    """
+    if others >= MOST_GRAPHS:
+        raise ValueError(f"graphs of {MOST_GRAPHS} other missed regions are kept; tune those first")
     try:
         data = region_data(graph, region)
     except (ValueError, TypeError, KeyError) as error:

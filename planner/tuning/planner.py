@@ -383,9 +383,9 @@ class Planner:
         return region_problem(book.graph, part, enumeration, ways if ways is not None else self.implementations, book)
 
     def _writer(self, book: GroupBook, region: Region) -> PlanWriter:
-        seed = self.tuner.seed if self.tuner is not None else 0
+        seed, run = (self.tuner.seed, self.tuner.run) if self.tuner is not None else (0, "")
         return PlanWriter(
-            self.key(region.key), book, region, self.backends, self.target, seed, self.settings.alternatives
+            self.key(region.key), book, region, self.backends, self.target, seed, self.settings.alternatives, run
         )
 
 

@@ -52,7 +52,7 @@ class Session:
         backends: Its kernel back ends, whether or not they can run here.
         settings: What plans are made for.
         shipped: Whether the records that come with the package count as stored.
-        since: What was stored before this time (ISO 8601) is measured anew; "" for nothing.
+        run: Name of a tune that measures anew what it has not written itself; "" for one that takes what is stored.
         studies: Where each search is kept as an Optuna study, beside the database.
     """
 
@@ -63,14 +63,14 @@ class Session:
     backends: tuple[Backend, ...]
     settings: PlanSettings
     shipped: bool = True
-    since: str = ""
+    run: str = ""
     studies: Studies | None = None
 
     @property
     def store(self) -> LayeredDatabase:
         """The user's records over those that ship with the package."""
         return LayeredDatabase(
-            self.database, shipped_files(self.device) if self.shipped else (), since=self.since
+            self.database, shipped_files(self.device) if self.shipped else (), run=self.run
         )
 
     def unusable(self) -> str | None:
@@ -136,7 +136,7 @@ class Session:
         usable = [backend for backend in self.backends if backend.unavailable() is None]
         return Tuner(
             self.database, self.target, usable, self.device, budget, seed, self.settings.regime,
-            self.settings.numerics, executor, progress=progress, account=account, since=self.since,
+            self.settings.numerics, executor, progress=progress, account=account, run=self.run,
             studies=self.studies,
         )
 

@@ -61,9 +61,11 @@ class StepTimes:
 
 
 def step_key(planned: Iterable[tuple[int, PlanRecord]]) -> str:
-    """What tells steps apart: the plans of their regions, when each was decided, and how often it occurs."""
+    """What tells steps apart: the plans of their regions, when and by which tune each was decided, and how often it
+    occurs.
+    """
     return codec.checksum(str(sorted(
-        (codec.dumps(record.key), record.evidence.created, count) for count, record in planned
+        (codec.dumps(record.key), record.evidence.created + record.evidence.run, count) for count, record in planned
     )))
 
 

@@ -44,9 +44,15 @@ def stored(database: CaptureStore, kind: type[T], prefix: str) -> list[T]:
 def dumps(record: Any) -> str:
     """Canonical JSON of a dataclass: sorted keys, no spaces, finite numbers only."""
     try:
-        return json.dumps(dataclasses.asdict(record), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        data = dataclasses.asdict(record, dict_factory=_written)
+        return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError) as error:
         raise RecordError(f"{type(record).__name__} cannot be stored as JSON: {error}") from error
+
+
+def _written(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An empty ``run`` is left out: older versions read no field that they do not know."""
+    return {name: value for name, value in fields if name != "run" or value}
 
 
 def loads(cls: type[T], text: str) -> T:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import sqlite3
 import time
 import warnings
@@ -16,6 +17,7 @@ from sqlalchemy.exc import DBAPIError, DisconnectionError, InterfaceError, Opera
 from sqlalchemy.pool import ConnectionPoolEntry, NullPool, PoolProxiedConnection
 
 from fuseplan.search.errors import (
+    BusyDatabaseError,
     CorruptDatabaseError,
     DatabaseError,
     ReadOnlyDatabaseError,
@@ -33,8 +35,11 @@ _SERVERS: dict[tuple[object, ...], sa.Engine] = {}
 _AWAITED: set[str] = set()
 #: SQLite's mode for a file that nobody changes.
 FIXED = "immutable=1"
-#: Seconds a writer waits for another process's transaction.
+#: Seconds that a statement waits for what another process holds.
 BUSY_S = 30.0
+#: How often a transaction runs again that another one was in the way of, and the longest pause before the first time,
+#: in seconds: each pause is a random part of it, and it doubles.
+_TRIES, _JITTER_S = 5, 0.1
 #: Seconds between attempts to reach a server that is away: at first, and at most.
 _PAUSE_S = (0.1, 5.0)
 #: What drivers raise: their own errors, and Python's for values that they cannot read, bind or hold. SystemError is
@@ -43,6 +48,7 @@ DRIVER_ERRORS = (SQLAlchemyError, ValueError, OverflowError, MemoryError, System
 #: SQLSTATE of what trying again mends: https://www.postgresql.org/docs/current/errcodes-appendix.html
 _ENDED = ("57P01", "57P02", "57P03")
 _CONFLICT = ("40001", "40P01")
+_WAITED = ("55P03", "57014")
 _FULL = "53300"
 _FORBIDDEN = ("42501", "25006")
 #: What a server, or the driver for it, says where no waiting helps: connecting has no SQLSTATE.
@@ -53,12 +59,12 @@ _FINAL = ("authentication failed", "does not exist", "pg_hba.conf", "permission 
 def engine_of(url: sa.URL, sqlite_mode: str = "", patience_s: float = BUSY_S) -> sa.Engine:
     """An engine; of a server always the same one. :class:`DatabaseError` where its driver is missing.
 
-    In a file, a transaction waits up to ``patience_s`` seconds for that of another process.
+    A statement waits up to ``patience_s`` seconds for what another process holds.
     """
     file = sqlite_file(url)
     if file is None:
         if url.get_backend_name() != "sqlite":
-            return _server_engine(url)
+            return _server_engine(url, patience_s)
         engine = _made(url, connect_args={"timeout": patience_s})
     else:
         target = f"{file.absolute().as_uri()}?{sqlite_mode}" if sqlite_mode else str(file)
@@ -84,8 +90,8 @@ def _made(url: sa.URL, **options: Any) -> sa.Engine:
         raise DatabaseError(f"{message}; pip install 'fuseplan[postgres]'" if missing else message) from None
 
 
-def _server_engine(url: sa.URL) -> sa.Engine:
-    limits = location.server_limits(url)
+def _server_engine(url: sa.URL, patience_s: float) -> sa.Engine:
+    limits = location.server_limits(url, patience_s)
     known = (os.getpid(), url, *sorted(limits.items()))
     if known not in _SERVERS:
         # Nothing here is of type hstore: not to ask for it saves each connection a round trip.
@@ -164,14 +170,20 @@ def transaction(engine: sa.Engine) -> Iterator[sa.Connection]:
 def insist(url: sa.URL, attempt: Callable[[], T], patient: bool) -> T:
     """What ``attempt`` returns, which may run several times.
 
-    A connection that the server has closed is replaced at once and without a word. One who is ``patient`` waits for a
-    server that is away, says so once in the life of this process, and goes on.
+    A connection that the server has closed is replaced at once and without a word, and one of two transactions that
+    waited for each other runs again. One who is ``patient`` also waits a few times for what others hold; and for a
+    server that is away as long as it takes, which it says once in the life of this process.
     """
     pause, longest = _PAUSE_S
-    tries = 0
+    tries = conflicts = 0
     while True:
         try:
             return attempt()
+        except BusyDatabaseError as error:
+            if conflicts == _TRIES or not (patient or error.at_once):
+                raise
+            time.sleep(random.uniform(0.0, _JITTER_S * 2**conflicts))
+            conflicts += 1
         except UnreachableDatabaseError as error:
             if not patient and (tries or not error.at_once):
                 raise
@@ -197,8 +209,10 @@ def database_error(error: Exception, engine: sa.Engine) -> DatabaseError:
         state = str(getattr(getattr(error, "orig", None), "sqlstate", None) or "")
         if state in _FORBIDDEN:
             return ReadOnlyDatabaseError(f"{name} cannot be written ({text}); use a role that may write there")
+        if state in (*_CONFLICT, *_WAITED):
+            return _busy(name, text, at_once=state in _CONFLICT)
         if isinstance(error, OperationalError | InterfaceError):
-            dropped = error.connection_invalidated or state in _ENDED or state in _CONFLICT
+            dropped = error.connection_invalidated or state in _ENDED
             # Without a statement it was the connection that failed; without a SQLSTATE nobody said why.
             away = state == _FULL or (not state and error.statement is None and not any(one in low for one in _FINAL))
             if dropped or away:
@@ -208,7 +222,14 @@ def database_error(error: Exception, engine: sa.Engine) -> DatabaseError:
         return corrupt(engine, text)
     if any(sign in low for sign in ("readonly", "read-only", "unable to open", "disk is full")):
         return ReadOnlyDatabaseError(f"{name} cannot be written ({text}); pass a writable file with --db")
+    if "is locked" in low:
+        return _busy(name, text)
     return DatabaseError(f"{name}: {text}")
+
+
+def _busy(name: str, text: str, at_once: bool = False) -> BusyDatabaseError:
+    return BusyDatabaseError(
+        f"{name}: {text}: another process holds what was asked for; try again when it is done", at_once)
 
 
 def corrupt(engine: sa.Engine, why: str) -> CorruptDatabaseError:

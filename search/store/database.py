@@ -19,9 +19,9 @@ from typing import Any, Generic, Literal, TypeVar
 
 from sqlalchemy import URL, ColumnElement, Connection, Engine, Select, Table, select
 
-from fuseplan.search.errors import DatabaseError, ReadOnlyDatabaseError, RecordError, plain
+from fuseplan.search.errors import BusyDatabaseError, DatabaseError, ReadOnlyDatabaseError, RecordError, plain
 from fuseplan.search.store import codec, rows, tables
-from fuseplan.search.store.connections import DRIVER_ERRORS, connected, insist, transaction
+from fuseplan.search.store.connections import BUSY_S, DRIVER_ERRORS, connected, insist, transaction
 from fuseplan.search.store.location import NOWHERE, location_name, resolve_url, sqlite_file
 from fuseplan.search.store.record import PlanRecord, RecordKey, Trial, TuningRecord, Versions, now
 from fuseplan.search.store.rows import R
@@ -29,15 +29,18 @@ from fuseplan.search.store.snapshot import instead_of
 
 T = TypeVar("T")
 Mode = Literal["write", "inspect", "read"]
-#: Servers that dispatch has said it goes on without, and until when no graph that is compiled asks for one again.
+#: Servers and locked files that dispatch has said it goes on without, and until when no graph that is compiled asks for
+#: one again.
 _AWAY: dict[URL, float] = {}
 _AWAY_S = 60.0
 #: What this process has opened for writing.
 _REACHED: set[URL] = set()
-#: Servers where the role of this process may not log misses.
+#: Servers where the role of this process may not log misses, and those where it may not drop any.
 _UNLOGGED: set[URL] = set()
-#: Seconds that a model which is being compiled waits for another process's transaction, to log what it missed.
-_PATIENCE_S = 0.5
+_UNTRIMMED: set[URL] = set()
+#: Seconds that a model which is being compiled waits for what another process holds: to look its plans up, and to log
+#: what it missed.
+_LOOKUP_S, _PATIENCE_S = 2.0, 0.5
 #: Keys of one statement: old releases of SQLite take 999 parameters.
 _BATCH = 500
 
@@ -75,14 +78,14 @@ class Lookup(Generic[R]):
         return None if self.mismatch else self.record
 
 
-def reservations(record: TuningRecord | PlanRecord, versions: Versions | None, since: str = "") -> tuple[str, ...]:
+def reservations(record: TuningRecord | PlanRecord, versions: Versions | None, run: str = "") -> tuple[str, ...]:
     """Why a record is to be measured again rather than served: in words as in :attr:`Lookup.mismatch`.
 
-    It has to agree with ``versions`` (None: any), and to be of the time ``since`` (ISO 8601) or later.
+    It has to agree with ``versions`` (None: any), and to be written by the tune ``run`` ("": any).
     """
     found = versions.mismatch(record.evidence.versions) if versions is not None else ()
     undecided = ("undecided",) if record.undecided else ()
-    return (*found, *undecided, *(("age",) if record.evidence.created < since else ()))
+    return (*found, *undecided, *(("run",) if run not in ("", record.evidence.run) else ()))
 
 
 class Database:
@@ -105,6 +108,7 @@ class Database:
         self._patient = patient and mode == "write"
         self.versions = versions
         self._warned = False
+        self.keeps_misses = True  # False where the user wants none logged
         self.broken = False  # something that is there could not be read, and was taken for empty
         self.engine: Engine | None = None  # None when opened for reading and there is nothing to read
         self.url = NOWHERE
@@ -117,7 +121,7 @@ class Database:
             elif mode == "read" and time.monotonic() < _AWAY.get(self.url, 0.0):
                 self._go_without(None)
             else:
-                self.engine = tables.open_for_reading(self.url)
+                self.engine = tables.open_for_reading(self.url, _LOOKUP_S if mode == "read" else BUSY_S)
         except DatabaseError as error:
             if mode != "read":
                 raise
@@ -215,11 +219,12 @@ class Database:
 
     @property
     def logs_misses(self) -> bool:
-        """Whether there is hope that misses can be stored: not where that failed already."""
-        return self.mode == "write" or not (self.broken or self.url in _UNLOGGED)
+        """Whether misses are to be stored, and there is hope that they can be: not where that failed already."""
+        return self.keeps_misses and (self.mode == "write" or not (self.broken or self.url in _UNLOGGED))
 
     def log_misses(self, misses: Iterable[Missed], captures: Mapping[str, Mapping[str, Any]] | None = None) -> bool:
-        """Count look-ups that found nothing, and keep ``captures`` that belong to them, in one transaction.
+        """Count look-ups that found nothing, and keep ``captures`` that belong to them, in one transaction; what came
+        least goes where there are too many.
 
         Never raises, and never waits long for another process; False when it could not be stored.
         """
@@ -228,20 +233,34 @@ class Database:
         table, counted = tables.MISSES, {"count": tables.MISSES.c.count + 1}
         try:
             found = [rows.json_row({"name": name}, capture) for name, capture in (captures or {}).items()]
-            with self._miss_engine() as engine, transaction(engine) as connection:
-                # In one order: two that count the same keys would else wait for each other.
-                for miss in sorted(misses, key=lambda miss: astuple(miss.key)):
-                    payload = {} if miss.payload is None else {"payload": json.dumps(dict(miss.payload))}
-                    row = asdict(miss.key) | {"label": miss.label, "payload": "{}", "first_seen": now(), "count": 1}
-                    tables.upsert(connection, table, row | payload, counted | payload)
-                for row in found:
-                    tables.upsert(connection, tables.CAPTURES, row)
+            with self._miss_engine() as engine:
+                with transaction(engine) as connection:
+                    # In one order: two that count the same keys would else wait for each other.
+                    for miss in sorted(misses, key=lambda miss: astuple(miss.key)):
+                        payload = {} if miss.payload is None else {"payload": json.dumps(dict(miss.payload))}
+                        row = asdict(miss.key) | {"label": miss.label, "payload": "{}", "first_seen": now(), "count": 1}
+                        tables.upsert(connection, table, row | payload, counted | payload)
+                    for row in sorted(found, key=lambda row: str(row["name"])):
+                        tables.upsert(connection, tables.CAPTURES, row)
+                    too_many = self.url not in _UNTRIMMED and rows.too_many_misses(connection)
+                if too_many:
+                    self._trim_misses(engine)
         except (DatabaseError, *DRIVER_ERRORS, TypeError) as error:
             self.broken = self.mode == "read"  # what cannot be reached is not waited for at each miss
             if isinstance(error, ReadOnlyDatabaseError) and sqlite_file(self.url) is None:
                 _UNLOGGED.add(self.url)
             return False
         return True
+
+    def _trim_misses(self, engine: Engine) -> None:
+        """In a transaction of its own: what was logged stays, whether or not this may drop or waits for others."""
+        try:
+            with transaction(engine) as connection:
+                rows.trim_misses(connection)
+        except ReadOnlyDatabaseError:
+            _UNTRIMMED.add(self.url)
+        except DatabaseError:  # the next one tries again
+            return
 
     @contextlib.contextmanager
     def _miss_engine(self) -> Iterator[Engine]:
@@ -341,15 +360,17 @@ class Database:
                 self._warn(f"{self.where}: damaged row '{name}' of {table.name} ({error}); ignored")
 
     def _go_without(self, error: DatabaseError | None) -> bool:
-        """Whether from now on a server's snapshot is read in its place. One warning: of a server, one for each process.
+        """Whether from now on a server's snapshot is read in its place. One warning: of a server, and of a file that is
+        locked, one for each process.
 
         Without an ``error`` all is said.
         """
         self.broken, engine, instead = True, None, "it"
-        if self.url.get_backend_name() == "sqlite":
+        if self.url.get_backend_name() != "sqlite":
+            engine, instead = instead_of(self.url)
+        elif error is not None and not isinstance(error, BusyDatabaseError):
             self._warn(f"{error}; going on without it")
             return False
-        engine, instead = instead_of(self.url)
         self.engine = engine
         if error is not None:
             if self.url not in _AWAY:

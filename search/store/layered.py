@@ -37,13 +37,13 @@ class LayeredDatabase:
     """Look-ups and lists that ask the user's database first, then the shipped records. Never raises.
 
     A stale record of the user's does not hide a shipped hit; a shipped stale record is offered last. ``shipped`` export
-    files are read once per process, when needed; an unreadable one is skipped with a warning. What was stored before
-    ``since`` (ISO 8601) is stale; "" for nothing.
+    files are read once per process, when needed; an unreadable one is skipped with a warning. What another tune
+    than ``run`` wrote is stale; "" for nothing.
     """
 
-    def __init__(self, user: Database, shipped: Iterable[Path], since: str = "") -> None:
+    def __init__(self, user: Database, shipped: Iterable[Path], run: str = "") -> None:
         self.user = user
-        self._since = since
+        self._run = run
         self._files = tuple(shipped)
 
     def get_record(self, key: RecordKey) -> Lookup[TuningRecord]:
@@ -92,7 +92,7 @@ class LayeredDatabase:
         return shipped if shipped.status == "hit" or mine.status == "miss" else mine
 
     def _mismatch(self, record: TuningRecord | PlanRecord | None) -> tuple[str, ...]:
-        return reservations(record, self.user.versions, self._since) if record is not None else ()
+        return reservations(record, self.user.versions, self._run) if record is not None else ()
 
     def _all(self, cls: type[R], users: Iterator[R]) -> Iterator[R]:
         mine = {record.key: record for record in users}

@@ -17,7 +17,7 @@ import uuid
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
@@ -37,6 +37,7 @@ _RENEWED_S = 5.0
 #: Seconds between looks at what somebody else is at work on.
 POLL_S = 0.25
 _DIALECTS = {"sqlite": sqlite, "postgresql": postgresql}
+_KEY = tuple(tables.LEASES.primary_key)
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ class Leases:
 
     def take(self, keys: Iterable[RecordKey]) -> set[RecordKey]:
         """Those of ``keys`` that nobody else is at work on; from now on this tuner is."""
-        wanted = list(dict.fromkeys(keys))
+        # Two that lock rows in different orders wait for each other.
+        wanted = sorted(set(keys), key=astuple)
         dialect = _DIALECTS.get(self._database.url.get_backend_name())
         with self._lock:
             taken = {key for key in wanted if self._held[key]}
@@ -145,18 +147,22 @@ class Leases:
 
     def _give_up(self, keys: Iterable[RecordKey]) -> None:
         """Nobody waits for a server for this: a lease that stays there ends by itself."""
-        gone = tables.LEASES.delete().where(self._mine(keys))
+        gone = tables.LEASES.delete().where(self._held_rows(keys))
         with contextlib.suppress(UnreachableDatabaseError):
             self._database.change(lambda connection: connection.execute(gone), patient=False)
 
-    def _mine(self, keys: Iterable[RecordKey]) -> sa.ColumnElement[bool]:
-        return sa.and_(
-            tables.LEASES.c.owner == self.owner, sa.or_(*(rows.same_key(tables.LEASES, key) for key in keys)))
+    def _held_rows(self, keys: Iterable[RecordKey]) -> sa.ColumnElement[bool]:
+        """This tuner's rows of these keys, locked in the order in which they are taken: as Python sorts them."""
+        same = sa.or_(*(rows.same_key(tables.LEASES, key) for key in keys))
+        found = sa.select(*_KEY).where(tables.LEASES.c.owner == self.owner, same)
+        if self._database.url.get_backend_name() == "postgresql":
+            found = found.order_by(*(sa.collate(column, "C") for column in _KEY)).with_for_update()
+        return sa.tuple_(*_KEY).in_(sa.select(found.cte()))
 
     def _renew(self) -> None:
         with self._lock:
             if self._held:
-                renewed = tables.LEASES.update().where(self._mine(self._held))
+                renewed = tables.LEASES.update().where(self._held_rows(self._held))
                 self._database.change(
                     lambda connection: connection.execute(renewed.values(expires=clock(connection) + self._lasts_s)),
                     patient=False,  # whoever closes these leases waits for this
@@ -182,6 +188,13 @@ def clock(connection: sa.Connection) -> sa.ColumnElement[float]:
         return sa.func.extract("epoch", sa.func.clock_timestamp()).cast(sa.Float)
     # A Julian day is a number of days: https://www.sqlite.org/lang_datefunc.html.
     return (sa.func.julianday("now") - 2440587.5) * 86400.0
+
+
+def clock_s(connection: sa.Connection) -> float:
+    """What :func:`clock` says; this machine's clock on a database that has none."""
+    if connection.dialect.name not in _DIALECTS:
+        return time.time()
+    return float(connection.execute(sa.select(clock(connection))).scalar_one())
 
 
 def listed(database: Database) -> list[Lease]:

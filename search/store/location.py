@@ -40,7 +40,7 @@ _FORM = "write it as dialect://user:password@host:port/name, with special charac
 _CREDENTIALS = re.compile(r"^(?![/.~])[^?]*:[^?]*@|[?&;][^=&;]*(pass|pwd|secret|token|key)[^=&;]*=", re.IGNORECASE)
 #: The driver of a PostgreSQL URL that names none.
 _POSTGRESQL = "postgresql+psycopg"
-#: Seconds that a server has to accept a connection, and to answer a statement.
+#: Seconds that a server has to accept a connection, and to answer a statement, its wait for others included.
 _CONNECT_S = 5
 _STATEMENT_S = 30
 #: Options of a URL whose values are shown nowhere.
@@ -114,13 +114,15 @@ def without_secrets(text: str, url: URL) -> str:
     return plain(text)
 
 
-def server_limits(url: URL) -> dict[str, Any]:
-    """What the driver of a server is told, so that one that does not answer holds nobody up; the URL's options win."""
+def server_limits(url: URL, patience_s: float) -> dict[str, Any]:
+    """What the driver of a server is told, so that one that does not answer, or a row that another process holds for
+    more than ``patience_s`` seconds, holds nobody up; the URL's options win.
+    """
     driver = url.get_driver_name()
     limits: dict[str, Any] = {}
     if driver in ("psycopg", "psycopg2"):  # https://www.postgresql.org/docs/current/libpq-connect.html
         limits = {"connect_timeout": _CONNECT_S, "tcp_user_timeout": _STATEMENT_S * 1000}
-        limits["options"] = f"-c statement_timeout={_STATEMENT_S * 1000}"
+        limits["options"] = f"-c statement_timeout={_STATEMENT_S * 1000} -c lock_timeout={round(patience_s * 1000)}"
     elif driver in ("pymysql", "mysqldb"):
         limits = {"connect_timeout": _CONNECT_S, "read_timeout": _STATEMENT_S, "write_timeout": _STATEMENT_S}
     elif driver == "pg8000":

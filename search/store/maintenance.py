@@ -1,22 +1,30 @@
-"""Looking after a tuning database: list, show, verify, prune."""
+"""Looking after a tuning database: list, show, verify, prune.
+
+A clock that was ahead when a row was written is named: what it wrote would look newer than all that is written later.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Table, literal_column, select
 
 from fuseplan.kernels.registry import malformed_config
-from fuseplan.search.errors import DatabaseError, RecordError, plain
-from fuseplan.search.store import codec, rows, tables
+from fuseplan.search.errors import DatabaseError, RecordError, SchemaVersionError, plain
+from fuseplan.search.store import codec, location, rows, tables
 from fuseplan.search.store.connections import connected
 from fuseplan.search.store.database import Database
-from fuseplan.search.store.record import PlanRecord, Trial, TuningRecord, Versions
+from fuseplan.search.store.leases import clock_s
+from fuseplan.search.store.record import PlanRecord, Trial, TuningRecord, Versions, is_ahead, seconds
 
-#: What the captures of regions that were missed are called, before their keys.
-MISSED = "missed/"
+PRUNE = "`plan db prune` deletes"
+#: What writes a row of the future anew, where it is not pruned.
+_AGAIN = "`plan tune --again` measures anew what is dated in the future"
+_ANEW = {tables.TUNINGS: _AGAIN, tables.PLANS: _AGAIN, tables.DEVICES: "`plan probe --force` probes the device anew"}
 #: Columns of :func:`ls`, in order.
 LS_COLUMNS = (
     "kind", "workload", "label", "device", "regime", "numerics", "answer", "backend",
@@ -40,6 +48,20 @@ def ls_rows(database: Database) -> list[tuple[str | float, ...]]:
     return found
 
 
+def of_other_versions() -> list[Path]:
+    """Databases in the user's data folder that have another schema version: nothing in them is read."""
+    found = []
+    for file in sorted(location.default_path().parent.glob("tuning*.db")):
+        try:
+            if (engine := tables.open_for_reading(location.resolve_url(file), patience_s=0.0)) is not None:
+                engine.dispose()
+        except SchemaVersionError:
+            found.append(file)
+        except DatabaseError:
+            continue
+    return found
+
+
 def show_record(database: Database, prefix: str) -> list[TuningRecord | PlanRecord]:
     """Records and plans whose workload key starts with ``prefix`` or whose label contains it."""
     found = database.everything()
@@ -48,15 +70,17 @@ def show_record(database: Database, prefix: str) -> list[TuningRecord | PlanReco
 
 @dataclass(frozen=True)
 class Problem:
-    """Something :func:`verify_database` found."""
+    """Something :func:`verify_database` found; ``cure`` says which command mends it, "" where none does."""
 
     table: str
     row: str
     what: str
+    cure: str = ""
 
 
 def verify_database(database: Database) -> list[Problem]:
-    """Check the file's integrity, the schema, and that every stored row can be read; [] when all is well.
+    """Check the file's integrity, the schema, that every stored row can be read, and that none is of the future; []
+    when all is well.
 
     What cannot be read at all is a problem too: nothing is known of it.
     """
@@ -71,10 +95,13 @@ def verify_database(database: Database) -> list[Problem]:
             if engine.dialect.name == "sqlite":
                 found = [str(row[0]) for row in connection.exec_driver_sql("PRAGMA integrity_check(20)")]
                 problems += [Problem("file", "", plain(what)) for what in found if what != "ok"]
+            now_s = clock_s(connection)
             for table in rows.READERS:
-                stored = [row._asdict() for row in connection.execute(select(table))]
-                found_here = ((row, _row_problem(table, row)) for row in stored)
-                problems += [Problem(table.name, _name(table, row), what) for row, what in found_here if what]
+                for row in [row._asdict() for row in connection.execute(select(table))]:
+                    cure = f"{PRUNE} rows that cannot be read"
+                    if not (what := _row_problem(table, row)):
+                        what, cure = _ahead(row, now_s), _ANEW.get(table, f"{PRUNE} the others of the future")
+                    problems += [Problem(table.name, _name(table, row), what, cure)] if what else []
     except DatabaseError as error:
         problems.append(Problem("file", "", str(error)))
     return problems
@@ -94,6 +121,23 @@ def _row_problem(table: Table, row: Mapping[str, Any]) -> str:
     return ""
 
 
+def _ahead(row: Mapping[str, Any], now_s: float) -> str:
+    """How far a readable row is dated in the future, "" where it is not."""
+    text = max(_dates(row), key=seconds, default="")
+    if not is_ahead(text, now_s):
+        return ""
+    ahead = timedelta(seconds=round(seconds(text) - now_s))
+    return f"is dated {plain(str(text))}, {ahead} (h:mm:ss) in the future: the clock of whoever wrote it was ahead"
+
+
+def _dates(row: Mapping[str, Any]) -> Iterator[object]:
+    """Every time that a row and what it stores have."""
+    data = codec.parse(row["payload"], "payload")
+    for holder in (row, data, data.get("evidence") if isinstance(data, dict) else None):
+        if isinstance(holder, Mapping):
+            yield from (holder[name] for name in ("created", "first_seen", "last_seen") if name in holder)
+
+
 def _name(table: Table, row: Mapping[str, Any]) -> str:
     names = [name for name in ("label", table.primary_key.columns[0].name) if name in row]
     return plain(" ".join(str(row[name]) for name in names))
@@ -102,7 +146,8 @@ def _name(table: Table, row: Mapping[str, Any]) -> str:
 def prune_database(
     database: Database, keep_versions: Versions | None = None, device: str | None = None, misses: bool = False
 ) -> dict[str, int]:
-    """Delete trials of finished tunes and rows that cannot be read, and return how many rows went, by table.
+    """Delete trials of finished tunes, rows that cannot be read, and trials, misses and captures of the future; return
+    how many rows went, by table.
 
     Also records and plans of other versions than ``keep_versions``, every record of ``device``, and logged ``misses``
     with their graphs. ``database`` is open for writing.
@@ -114,6 +159,7 @@ def _pruned(
     connection: Connection, keep_versions: Versions | None, device: str | None, misses: bool
 ) -> dict[str, int]:
     removed: dict[str, int] = {}
+    now_s = clock_s(connection)
     if connection.dialect.name == "sqlite":
         connection.exec_driver_sql("REINDEX")  # a damaged index hides rows, and lets none be deleted
     for table in rows.READERS:
@@ -124,7 +170,7 @@ def _pruned(
         place: list[ColumnElement[Any]] = [literal_column("rowid")] if lite else list(table.primary_key)
         named = [column.label(f"place{number}") for number, column in enumerate(place)]
         for row in [row._asdict() for row in connection.execute(select(table, *named))]:
-            broken = bool(_row_problem(table, row))
+            broken = bool(_row_problem(table, row)) or (table not in _ANEW and bool(_ahead(row, now_s)))
             outdated = records and keep_versions is not None and row["versions"] != codec.dumps(keep_versions)
             if broken or outdated or (records and row["device"] == device):
                 same = [column == row[name.name] for column, name in zip(place, named, strict=True)]
@@ -132,6 +178,7 @@ def _pruned(
     removed["trials"] += connection.execute(tables.TRIALS.delete().where(tables.TRIALS.c.open == 0)).rowcount
     if misses:
         removed["misses"] += connection.execute(tables.MISSES.delete()).rowcount
-        graphs = tables.CAPTURES.c.name.startswith(MISSED, autoescape=True)
-        removed["captures"] += connection.execute(tables.CAPTURES.delete().where(graphs)).rowcount
+        name = tables.CAPTURES.c.name
+        gone = name.startswith(rows.MISSED, autoescape=True) | (name == rows.DROPPED)
+        removed["captures"] += connection.execute(tables.CAPTURES.delete().where(gone)).rowcount
     return removed

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import importlib.metadata
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
@@ -23,6 +24,8 @@ from fuseplan.search.store.limits import Amount, Count, Label, Measured, Optiona
 #: Version of every stored structure below and of the database's tables. Another version is refused, never guessed at.
 SCHEMA_VERSION = 2
 
+#: Seconds by which the clocks of two hosts may differ.
+_CLOCKS_S = 300.0
 #: Name of the implementation that every op has.
 ATEN = "aten"
 #: How the reason of a trial begins that failed before it was a kernel.
@@ -36,6 +39,20 @@ _Config: TypeAlias = Mapping[Word, Parameter | Word]
 def now() -> str:
     """Current time, ISO 8601 in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def seconds(created: object) -> float:
+    """Seconds since 1970 of an ISO 8601 time, taken for UTC where it does not say; minus infinity where it is none."""
+    try:
+        found = datetime.fromisoformat(str(created))
+        return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, OverflowError):
+        return -math.inf
+
+
+def is_ahead(created: object, now_s: float) -> bool:
+    """Whether a time lies in the future, by more than clocks of two hosts may differ."""
+    return seconds(created) > now_s + _CLOCKS_S
 
 
 @dataclass(frozen=True)
@@ -115,7 +132,9 @@ class Evidence:
     """How a record came about.
 
     ``seed`` is that of the search and of the inputs. ``clocks_mhz`` were seen after measuring; empty where they cannot
-    be read. ``reason`` says in words why the answer is what it is.
+    be read. ``reason`` says in words why the answer is what it is. ``run`` names the tune that measured anew what was
+    stored; it is "" of any other. ``created`` is by the clock of whoever measured, which may be wrong: no verdict
+    rests on it.
     """
 
     created: limits.Time
@@ -124,6 +143,7 @@ class Evidence:
     elapsed_s: Amount
     clocks_mhz: Mapping[str, Amount] = field(default_factory=dict)
     reason: str = ""
+    run: Word = ""
 
 
 @dataclass(frozen=True)
@@ -136,6 +156,7 @@ class Trial:
         duplicate_of: Always empty; part of what is stored.
         device_us: Screening time of the device alone, where the regime's includes the host and configurations are
             compared.
+        run: As that of :class:`Evidence`.
     """
 
     key: RecordKey
@@ -147,6 +168,7 @@ class Trial:
     duplicate_of: str = ""
     created: limits.Time = ""
     device_us: Amount | None = None
+    run: Word = ""
 
     @property
     def uncompiled(self) -> bool:

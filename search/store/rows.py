@@ -1,14 +1,16 @@
-"""Records as database rows, and rows as JSON."""
+"""Records as database rows, and rows as JSON; and which misses are kept of too many."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from sqlalchemy import ColumnElement, Select, Table, and_, bindparam, select
+from sqlalchemy import ColumnElement, Connection, Select, Table, and_, bindparam, func, select
 
 from fuseplan.costmodel.device import SCHEMA_VERSION as SPEC_VERSION
 from fuseplan.costmodel.device import DeviceSpec
@@ -19,6 +21,13 @@ from fuseplan.search.store.limits import Count, Label, Time, form
 from fuseplan.search.store.record import PlanRecord, RecordKey, Trial, TuningRecord, Versions, now
 
 R = TypeVar("R", TuningRecord, PlanRecord)
+_T = TypeVar("_T")
+#: What the captures of regions that were missed are called, before their keys; and that of how many were dropped.
+MISSED, DROPPED = "missed/", "dropped-misses"
+#: Misses and graphs of missed regions that a database keeps. Of more it keeps seven eighths of that, so that what comes
+#: next is counted for a while before it has to be among the most frequent.
+MOST_MISSES, MOST_GRAPHS = 4096, 256
+_IS_GRAPH = tables.CAPTURES.c.name.startswith(MISSED, autoescape=True)
 #: What a device or a capture is called: ``cpu-...``, ``summary/...``.
 _NAME = form(r"[A-Za-z0-9_.+/-]{1,255}", "a name")
 
@@ -167,3 +176,66 @@ READERS: Mapping[Table, Callable[[Mapping[str, Any]], Any]] = {
     tables.TRIALS: read_trial,
     tables.MISSES: read_miss,
 }
+
+
+# -- misses -----------------------------------------------------------------------------------------------------
+
+
+def too_many_misses(connection: Connection) -> bool:
+    """Whether there is something for :func:`trim_misses` to drop."""
+    graphs = select(func.count()).select_from(tables.CAPTURES).where(_IS_GRAPH).scalar_subquery()
+    found = connection.execute(select(func.count(), graphs).select_from(tables.MISSES)).one()
+    return bool(found[0] > MOST_MISSES or found[1] > MOST_GRAPHS)
+
+
+def trim_misses(connection: Connection) -> None:
+    """Drop the misses that came least, of these the oldest, and graphs of the regions that came least; how many misses
+    went is added up in a capture. Rows are changed in the order in which they are logged.
+    """
+    table, captures = tables.MISSES, tables.CAPTURES
+    found = [row._asdict() for row in connection.execute(select(table))]
+    rows = sorted(((_counted(row), row) for row in found), key=lambda one: one[0])
+    kept = _most(rows, MOST_MISSES)
+    keys = [tuple(row[column.name] for column in table.primary_key) for _, row in rows[: len(rows) - len(kept)]]
+    dropped = 0
+    for key in sorted(keys):
+        same = (column == value for column, value in zip(table.primary_key, key, strict=True))
+        dropped += connection.execute(table.delete().where(*same)).rowcount
+    counts: Counter[str] = Counter()
+    for (count, _, region), _ in kept:
+        counts[MISSED + region] += count
+    stored = connection.execute(select(captures.c.name, captures.c.created).where(_IS_GRAPH)).all()
+    needed = sorted((counts[name], created, name) for name, created in stored if counts[name])
+    graphs = {name for *_, name in _most(needed, MOST_GRAPHS)}
+    for name in sorted({name for name, _ in stored} - graphs):
+        connection.execute(captures.delete().where(captures.c.name == name))
+    if dropped:
+        _add_dropped(connection, dropped)
+
+
+def _most(ascending: list[_T], limit: int) -> list[_T]:
+    return ascending if len(ascending) <= limit else ascending[-(limit - limit // 8):]
+
+
+def _counted(row: Mapping[str, Any]) -> tuple[int, str, str]:
+    """How often a miss came, when first, and the region of its graph; nothing of one that cannot be read."""
+    try:
+        miss = read_miss(row)
+    except RecordError:
+        return 0, "", ""
+    return miss["count"], miss["first_seen"], str(miss["payload"].get("region", ""))
+
+
+def _add_dropped(connection: Connection, dropped: int) -> None:
+    table, name = tables.CAPTURES, {"name": DROPPED}
+    tables.upsert(connection, table, json_row(name, {}), name)  # its row is there, and nobody else's to change
+    with contextlib.suppress(RecordError):
+        for row in connection.execute(select(table).where(table.c.name == DROPPED)):
+            dropped += dropped_misses(read_json(row._asdict())[1])
+    tables.upsert(connection, table, json_row(name, {"misses": dropped}))
+
+
+def dropped_misses(capture: Mapping[str, Any]) -> int:
+    """How many misses were dropped, as the capture :data:`DROPPED` has it."""
+    count = capture.get("misses")
+    return count if type(count) is int and count > 0 else 0

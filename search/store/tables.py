@@ -11,6 +11,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import OperationalError, ProgrammingError
 
 from fuseplan.search.errors import (
+    BusyDatabaseError,
     CorruptDatabaseError,
     DatabaseError,
     ForeignDatabaseError,
@@ -20,7 +21,7 @@ from fuseplan.search.errors import (
     plain,
 )
 from fuseplan.search.store import connections, location, migrations
-from fuseplan.search.store.connections import connected, insist, transaction
+from fuseplan.search.store.connections import connected, database_error, insist, transaction
 from fuseplan.search.store.location import location_name, sqlite_file
 from fuseplan.search.store.record import SCHEMA_VERSION, now
 
@@ -82,7 +83,7 @@ _FACTS_AND_REVISION = _FACTS.union_all(sa.select(sa.literal(""), migrations.REVI
 def open_for_writing(url: sa.URL, set_aside: int = _ATTEMPTS, patience_s: float = connections.BUSY_S) -> sa.Engine:
     """An engine whose tables exist; :class:`DatabaseError` where that cannot be.
 
-    In a file, a transaction waits up to ``patience_s`` seconds for that of another process.
+    A statement waits up to ``patience_s`` seconds for what another process holds.
 
     A corrupt database of ours is kept beside a fresh one, at most ``set_aside`` times, with a warning that names both
     files. What is not ours to change is left as it is.
@@ -113,14 +114,14 @@ def open_for_writing(url: sa.URL, set_aside: int = _ATTEMPTS, patience_s: float 
     return open_for_writing(url, set_aside - 1, patience_s)
 
 
-def open_for_reading(url: sa.URL) -> sa.Engine | None:
+def open_for_reading(url: sa.URL, patience_s: float = connections.BUSY_S) -> sa.Engine | None:
     """An engine that never writes, or None where there is nothing to read yet; :class:`DatabaseError` where there is
-    something that cannot be used.
+    something that cannot be used. ``patience_s`` as of :func:`open_for_writing`.
     """
     file = sqlite_file(url)
     if file is not None and not location.file_size(file):
         return None
-    engine = connections.engine_of(url, "" if file is None else "mode=ro")
+    engine = connections.engine_of(url, "" if file is None else "mode=ro", patience_s)
     try:
         with location.locked(file):
             return _unless_empty(engine)
@@ -129,7 +130,7 @@ def open_for_reading(url: sa.URL) -> sa.Engine | None:
             location.check_ours(file, str(error))
         raise
     except DatabaseError as error:
-        if file is None or isinstance(error, SchemaVersionError | ForeignDatabaseError):
+        if file is None or isinstance(error, SchemaVersionError | ForeignDatabaseError | BusyDatabaseError):
             raise
         # A read-only folder has no room for the shared-memory file that WAL readers need.
         engine = connections.engine_of(url, connections.FIXED)
@@ -205,7 +206,7 @@ def _facts(connection: sa.Connection) -> dict[str, str] | None:
     try:
         return {str(name): str(value) for name, value in connection.execute(_FACTS_AND_REVISION)}
     except (OperationalError, ProgrammingError) as error:  # a table is missing
-        if error.connection_invalidated:
+        if error.connection_invalidated or isinstance(database_error(error, connection.engine), BusyDatabaseError):
             raise
         connection.rollback()
     names = set(sa.inspect(connection).get_table_names())

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, Table
 
 from fuseplan.search.errors import DatabaseError, ImportRefusedError, RecordError, SchemaVersionError, brief
 from fuseplan.search.store import codec, tables
 from fuseplan.search.store.database import Database
-from fuseplan.search.store.record import SCHEMA_VERSION, PlanRecord, TuningRecord, now
+from fuseplan.search.store.leases import clock_s
+from fuseplan.search.store.record import SCHEMA_VERSION, PlanRecord, TuningRecord, is_ahead, now, seconds
 from fuseplan.search.store.rows import check_name, device_spec, json_row, record_row
 
 _FORMAT = "fuseplan-records"
@@ -33,6 +36,14 @@ class Bundle:
     devices: Mapping[str, dict[str, Any]]
     records: Sequence[TuningRecord | PlanRecord]
     captures: Mapping[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Imported:
+    """How many records, plans, captures and devices were taken over, and how many were not, by reason."""
+
+    taken: int
+    left: Mapping[str, int]
 
 
 def export(database: Database, path: Path, device: str | None = None) -> int:
@@ -150,36 +161,64 @@ def _object(line: str, path: Path, number: int) -> dict[str, Any]:
     return value
 
 
-def import_bundle(database: Database, path: Path) -> int:
-    """Merge an export file into the database in one transaction; a newer record of the same key wins.
+@dataclass(frozen=True)
+class _Entry:
+    """Of a file: the row that would be stored, when it was made, and what is here of that name (None: nothing)."""
 
-    Returns how many records, plans, captures and devices were taken over. Errors as :func:`read_bundle`, and then the
-    database is unchanged.
+    table: Table
+    row: Mapping[str, Any]
+    new: object
+    created: object
+    old: object
+    old_created: object = ""
+
+    def why_not(self, now_s: float) -> str:
+        """Why it is not taken over; "" where it is. What is of the future counts as the oldest."""
+        if self.old is None:
+            return ""
+        if self.new == self.old:
+            return "here already"
+        if self.table is tables.DEVICES:
+            return "of a device that is known here"
+        times = self.created, self.old_created
+        new_s, old_s = (-math.inf if is_ahead(one, now_s) else seconds(one) for one in times)
+        if new_s >= old_s:
+            return ""
+        return "dated in the future" if is_ahead(self.created, now_s) else "older than what is here"
+
+
+def _entries(database: Database, found: Bundle) -> Iterator[_Entry]:
+    known = {(type(record), record.key): record for record in database.everything()}
+    for record in found.records:
+        table = tables.TUNINGS if isinstance(record, TuningRecord) else tables.PLANS
+        old = known.get((type(record), record.key))
+        yield _Entry(table, record_row(record), record, record.evidence.created, old, old and old.evidence.created)
+    captures = {name: data for prefix in REPORTED for name, data in database.captures(prefix).items()}
+    for name, data in found.captures.items():
+        here = captures.get(name)
+        yield _Entry(tables.CAPTURES, json_row({"name": name}, data), data, data.get("created"), here,
+                     here and here.get("created"))
+    specs = database.devices()
+    for device, spec in found.devices.items():
+        yield _Entry(tables.DEVICES, json_row({"device": device}, spec), spec, "", specs.get(device))
+
+
+def import_bundle(database: Database, path: Path) -> Imported:
+    """Merge an export file into the database in one transaction; a newer record of the same key wins, and what is dated
+    in the future, by the database's clock, counts as the oldest.
+
+    Errors as :func:`read_bundle`, and then the database is unchanged.
     """
-    found = read_bundle(path)
-    known = database.devices()
-    newest = {(type(record), record.key): record.evidence.created for record in database.everything()}
-    created = {name: _created(data) for prefix in REPORTED for name, data in database.captures(prefix).items()}
-    taken = [
-        (tables.TUNINGS if isinstance(record, TuningRecord) else tables.PLANS, record_row(record))
-        for record in found.records if newest.get((type(record), record.key), "") <= record.evidence.created
-    ]
-    taken += [
-        (tables.CAPTURES, json_row({"name": name}, data))
-        for name, data in found.captures.items() if created.get(name, "") <= _created(data)
-    ]
-    taken += [
-        (tables.DEVICES, json_row({"device": device}, spec))
-        for device, spec in found.devices.items() if device not in known
-    ]
+    entries = list(_entries(database, read_bundle(path)))
 
-    def merge(connection: Connection) -> None:
-        for table, row in taken:
-            tables.upsert(connection, table, row)
+    def merge(connection: Connection) -> Counter[str]:
+        now_s = clock_s(connection)
+        found: Counter[str] = Counter()
+        for entry in entries:
+            found[why := entry.why_not(now_s)] += 1
+            if not why:
+                tables.upsert(connection, entry.table, entry.row)
+        return found
 
-    database.change(merge)
-    return len(taken)
-
-
-def _created(capture: Mapping[str, Any]) -> str:
-    return str(capture.get("created", ""))
+    left = database.change(merge)
+    return Imported(left.pop("", 0), left)

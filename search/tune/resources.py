@@ -85,8 +85,8 @@ class ProgressEvent:
 class TuningResources:
     """What every tune of a tuner works with.
 
-    Trials from before ``since`` (ISO 8601) do not count. ``compiles`` is set once a kernel has compiled: what does not
-    is then at fault itself.
+    Trials of another tune than ``run`` do not count ("": all do). ``compiles`` is set once a kernel has compiled: what
+    does not is then at fault itself.
     """
 
     database: Database
@@ -97,7 +97,7 @@ class TuningResources:
     versions: Versions
     account: TimeAccount
     progress: Callable[[ProgressEvent], None] | None = None
-    since: str = ""
+    run: str = ""
     compiles: threading.Event = field(default_factory=threading.Event)
     spaces: dict[tuple[str, KernelIR], Space] = field(default_factory=dict)
     refusals: dict[tuple[str, KernelIR], str | None] = field(default_factory=dict)
@@ -207,11 +207,11 @@ class TuningResources:
         """Stored trials that count; one that did not compile only where others do."""
         found = self.database.trials(key, self.versions, only_open)
         sound = (trial for trial in found if self.compiles.is_set() or not trial.uncompiled)
-        return [trial for trial in sound if trial.created >= self.since]
+        return [trial for trial in sound if self.run in ("", trial.run)]
 
     def log(self, trial: Trial) -> None:
         """Store a finished trial at once, unless it did not compile and nothing else has."""
         if trial.uncompiled and not self.compiles.is_set():
             return
         with self.account.spend(STORING):
-            self.database.log_trial(trial, self.versions)
+            self.database.log_trial(replace(trial, run=self.run), self.versions)

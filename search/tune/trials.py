@@ -77,7 +77,7 @@ class SubjectRun:
         verdicts = Verdicts(self.trials, self._refusals, enumerated)
         self._event("decide")
         resources = self._resources
-        evidence = Evidence(now(), resources.versions, resources.bench.seed, 0.0)
+        evidence = Evidence(now(), resources.versions, resources.bench.seed, 0.0, run=resources.run)
         with resources.account.spend(DECIDING):
             record = decide_group(
                 resources.executor, resources.bench, self._subject, self._key, self._choices(), verdicts, evidence,

@@ -70,7 +70,7 @@ class Tuner:
 
     ``database`` is open for writing; ``backends`` are in order of preference. ``device``, ``regime`` (``"eager"`` or
     ``"graph"``) and ``numerics`` (``"fp32"`` or ``"eager"``) are part of every key; ``seed`` is that of the search and
-    of the inputs. By default jobs run in a pool of its own. What was stored before ``since`` (ISO 8601) is measured
+    of the inputs. By default jobs run in a pool of its own. What another tune than ``run`` wrote is measured
     anew; "" for nothing. Each search is copied to ``studies``. What another tuner on this database is measuring is
     waited for (``leases``).
     """
@@ -79,7 +79,7 @@ class Tuner:
         self, database: Database, target: Target, backends: Sequence[Backend], device: str,
         budget: Budget | None = None, seed: int = 0, regime: str = "eager", numerics: str = "fp32",
         executor: WorkerPool | None = None, timer: Timer | None = None,
-        progress: Callable[[ProgressEvent], None] | None = None, account: TimeAccount | None = None, since: str = "",
+        progress: Callable[[ProgressEvent], None] | None = None, account: TimeAccount | None = None, run: str = "",
         studies: Studies | None = None
     ) -> None:
         self.database = database
@@ -88,6 +88,7 @@ class Tuner:
         self.device = device
         self.budget = budget = budget or Budget()
         self.seed = seed
+        self.run = run
         self.regime = regime
         self.numerics = numerics
         self.studies = studies
@@ -103,7 +104,7 @@ class Tuner:
         timer = timer or timer_for(target.device_type, regime)
         self._resources = TuningResources(
             database, self.backends, jobs.Bench(target, timer, seed, budget.screen_s, budget.decide_s),
-            self._executor, budget, self.versions, self.account, progress, since,
+            self._executor, budget, self.versions, self.account, progress, run,
         )
 
     def __enter__(self) -> Tuner:
@@ -172,7 +173,7 @@ class Tuner:
     def _current(self, key: RecordKey) -> TuningRecord | None:
         """The stored answer that need not be measured again."""
         stored = self.database.get_record(key).record
-        return None if stored is None or reservations(stored, self.versions, self._resources.since) else stored
+        return None if stored is None or reservations(stored, self.versions, self.run) else stored
 
     def time_unfused(self, subject: Subject) -> Measurement:
         """Time of the unfused chain alone, kept as a trial without a back end; :class:`SubjectError` where it fails.

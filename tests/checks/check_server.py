@@ -1,8 +1,11 @@
 """A PostgreSQL server that many use, and one that is killed while it is used.
 
     python tests/checks/check_server.py [--kills 10] [--tune "--pattern residual_chain --shape 32x4096"] [--seed 0]
+    python tests/checks/check_server.py --leases 40
 
-64 processes write the same and different keys, to a file and to a server, and nothing is lost. A tune's server is
+64 processes write the same and different keys, to a file and to a server, and nothing is lost. 40 processes (with
+--leases that many, and nothing else is checked) take leases of 20 keys in random order from a server: none of them
+ends, and no call takes 5 seconds. A tune's server is
 killed ten times: the tune ends as one that was left alone does, says once that it waits, and what was stored is there
 and sound. A server is killed ten times while functions are compiled: they give eager's results, with one warning.
 Prints how long each took; exits with status 1 when something is not so. Slices of it are tests.
@@ -24,6 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
+import many_leases
 import many_writers
 import report_samples
 from postgres_server import Server, running_server
@@ -32,6 +36,8 @@ from fuseplan.search.store.database import Database
 from fuseplan.search.store.maintenance import verify_database
 from fuseplan.search.store.record import RecordKey
 
+#: Seconds that no call for leases takes.
+SLOWEST_S = 5.0
 PLAN = [sys.executable, "-c", "from fuseplan.planner.cli.main import main; main()"]
 TUNE = "--pattern residual_chain --shape 32x4096 --device cpu --trials 300 --seconds 20"
 #: Compiles a function for one size after another until it is told to stop, and says what it was warned of.
@@ -133,16 +139,29 @@ def check_calls(server: Server, kills: int, chance: random.Random) -> list[str]:
     return [] if len(warned) == 1 and "snapshot" in warned[0] else [f"{len(warned)} warnings: {warned}"]
 
 
+def check_leases(server: Server, processes: int) -> list[str]:
+    """What is wrong where many processes take leases of the same keys."""
+    failed, left, slowest = many_leases.run(server.url("leases"), processes, rounds=20)
+    print(f"{processes} processes take leases of {len(many_leases.KEYS)} keys: {failed} failed, {left} are left, the "
+          f"slowest call took {slowest:.2f} s", flush=True)
+    wrong = [f"{failed} processes failed"] * bool(failed) + [f"{left} leases are left"] * bool(left)
+    return wrong + [f"a call took {slowest:.2f} s"] * (slowest >= SLOWEST_S)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--tune", default=TUNE, help="options of plan tune")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--leases", type=int, metavar="PROCESSES", help="check leases alone, with so many processes")
     arguments = parser.parse_args()
     chance = random.Random(arguments.seed)
     wrong: list[str] = []
     with tempfile.TemporaryDirectory() as folder, running_server() as server:
         os.environ["XDG_DATA_HOME"] = folder
+        wrong += check_leases(server, arguments.leases or 40)
+        if arguments.leases:
+            return verdict(wrong)
         for where in (str(Path(folder) / "many.db"), server.url("many")):
             statuses, seconds = many_writers.run(where)
             lost = many_writers.lost(where)
@@ -152,6 +171,10 @@ def main() -> int:
             wrong += lost + [f"{failed} writers failed"] * bool(failed)
         wrong += check_tune(server, Path(folder), arguments.tune, arguments.kills, chance)
         wrong += check_calls(server, arguments.kills, chance)
+    return verdict(wrong)
+
+
+def verdict(wrong: list[str]) -> int:
     print("\n".join(wrong) or "nothing is lost")
     return bool(wrong)
 

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Callable
 
 from search_records import HERE, SPEC, plan, tuning
 
@@ -63,18 +64,25 @@ def lost(where: str) -> list[str]:
 
 
 def run(where: str) -> tuple[list[int], float]:
-    """The exit statuses of the processes, and the seconds from the start of all to the end of the last."""
+    """As :func:`forked`, for the processes of :func:`write`."""
+    return forked(where, WRITERS, lambda writer: write(where, writer))
+
+
+def forked(where: str, processes: int, work: Callable[[int], None]) -> tuple[list[int], float]:
+    """The exit statuses of processes that do some ``work``, each with its number, on the database ``where``; and the
+    seconds from the start of all to the end of the last.
+    """
     resolve_url(where).get_dialect().import_dbapi()
     waiting, go = os.pipe()
     children = []
-    for writer in range(WRITERS):
+    for writer in range(processes):
         child = os.fork()
         if child == 0:
             status = 1
             try:
                 warnings.simplefilter("error")
                 os.read(waiting, 1)
-                write(where, writer)
+                work(writer)
                 status = 0
             except BaseException as error:
                 print(f"{writer}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
@@ -82,7 +90,7 @@ def run(where: str) -> tuple[list[int], float]:
                 os._exit(status)
         children.append(child)
     begun = time.monotonic()
-    os.write(go, bytes(WRITERS))
+    os.write(go, bytes(processes))
     statuses = [os.waitpid(child, 0)[1] for child in children]
     return statuses, time.monotonic() - begun
 

@@ -47,6 +47,7 @@ class ScriptedTuner:
     library_us: Mapping[str, float] = field(default_factory=dict)
     together_us: Callable[[int], float] = lambda kernels: 0.0
     seed: int = 0
+    run: str = ""
     screened: list[str] = field(default_factory=list)
     tuned: list[str] = field(default_factory=list)
     minor: list[bool] = field(default_factory=list)

@@ -295,6 +295,7 @@ def test_database_commands(plan: Run, tmp_path: Path) -> None:
     assert plan("db", "export", file, "--db", path)[0] == 0
     status, out, _ = plan("db", "import", file, "--db", copy)
     assert status == 0 and out.startswith("9 entries")  # a device, three records, three plans, two workloads
+    assert plan("db", "import", file, "--db", copy)[1].endswith("; not taken: 9 here already\n")
     assert plan("db", "import", file, "--db", copy, "--quiet") == (0, "", "")
     assert plan("db", "verify", "--db", copy)[0] == 0
     file.write_text(file.read_text()[:-100])
@@ -314,6 +315,17 @@ def test_verify_fails_on_a_damaged_record(plan: Run, tmp_path: Path) -> None:
     assert status == 2 and "silu+mul" in out and "plan db prune" in out
     status, out, _ = plan("db", "verify", "--db", path, "--format", "json")
     assert status == 2 and [row["table"] for row in json.loads(out)["problems"]] == ["tuning_records"]
+
+
+def test_verify_names_what_mends_each_problem(plan: Run, tmp_path: Path) -> None:
+    path = tmp_path / "a.db"
+    with samples.sample_database(path) as database:
+        (first, *_) = database.records()
+        later = replace(first.evidence, created="2999-01-01T00:00:00+00:00")
+        database.put_record(replace(first, evidence=later))
+    status, out, _ = plan("db", "verify", "--db", path)
+    assert status == 2 and "1 problem in" in out and first.label in out and "2999" in out
+    assert "plan tune --again" in out and "prune" not in out
 
 
 # -- tune, explain, bench -------------------------------------------------------------------------------------------

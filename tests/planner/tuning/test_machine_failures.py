@@ -30,7 +30,6 @@ from fuseplan.search.tune import tuner as tuning
 from fuseplan.search.workers.worker import WorkerPool
 
 Run = Callable[..., tuple[int, str, str]]
-LONG_AGO = "2020-01-01T00:00:00+00:00"
 SWIGLU = ("--pattern", "swiglu", "--shape", "3x8", "--device", "cpu", "--trials", "1", "--seconds", "0.1")
 
 
@@ -200,20 +199,21 @@ def test_a_compiler_that_fails_on_kernels(plan: Run, file: Path, broken_compiler
     assert stored_in(file) == (0, 0)
 
 
-def test_again_measures_what_is_stored(plan: Run, file: Path) -> None:
+@pytest.mark.parametrize("created", ["2000-01-01T00:00:00+00:00", "2999-01-01T00:00:00+00:00"])
+def test_again_measures_what_is_stored(plan: Run, file: Path, created: str) -> None:
     assert plan("tune", *SWIGLU, "--db", file)[0] == 0
-    with Database(file) as database:  # as if long ago, with an answer that is no longer true
+    with Database(file) as database:  # as if long ago, or by a clock that is ahead, with an answer that is not true
         for record in list(database.records()):
-            database.put_record(replace(record, fuse=False, evidence=replace(record.evidence, created=LONG_AGO)))
+            database.put_record(replace(record, fuse=False, evidence=replace(record.evidence, created=created)))
         for one in list(database.plans()):
-            database.put_plan(replace(one, evidence=replace(one.evidence, created=LONG_AGO)))
+            database.put_plan(replace(one, evidence=replace(one.evidence, created=created)))
     status, out, _ = plan("tune", *SWIGLU, "--db", file)
     assert status == 0 and "nothing was measured" in out
     status, out, err = plan("tune", *SWIGLU, "--db", file, "--again")
     assert status == 0 and "nothing was measured" not in out, err
     with Database(file) as database:
-        assert all(record.evidence.created != LONG_AGO for record in database.records())
-        assert all(one.evidence.created != LONG_AGO for one in database.plans())
+        assert all(record.evidence.created != created for record in database.records())
+        assert all(one.evidence.created != created for one in database.plans())
 
 
 def test_a_region_that_fails_costs_only_itself(plan: Run, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,9 +114,9 @@ def test_a_silent_server_is_asked_once(silent: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("driver", ["psycopg", "psycopg2", "pg8000", "pymysql", "mysqldb"])
 def test_every_driver_is_told_how_long_to_wait(driver: str) -> None:
     url = resolve_url(f"{'mysql' if 'mysql' in driver else 'postgresql'}+{driver}://host/name")
-    told = location.server_limits(url)
+    told = location.server_limits(url, 30.0)
     assert {"connect_timeout", "timeout"} & told.keys()
-    assert "connect_timeout" not in location.server_limits(url.update_query_dict({"connect_timeout": "60"}))
+    assert "connect_timeout" not in location.server_limits(url.update_query_dict({"connect_timeout": "60"}), 30.0)
 
 
 # -- a real one ---------------------------------------------------------------------------------------------------

@@ -63,6 +63,22 @@ def test_staleness_across_layers(exported: Path, tmp_path: Path) -> None:
     assert newer.get_record(tuning("w1").key).status == "stale"
 
 
+@pytest.mark.parametrize("created", ["2020-01-01T00:00:00+00:00", "2999-01-01T00:00:00+00:00"])
+def test_a_tune_that_measures_anew_takes_only_what_it_wrote(exported: Path, tmp_path: Path, created: str) -> None:
+    """Whatever the clocks of those who wrote the rest."""
+    mine = Database(tmp_path / "mine.db", versions=HERE)
+    for name, run in (("before", ""), ("others", "b"), ("own", "a")):
+        mine.put_record(tuning(name, evidence=dataclasses.replace(evidence(created), run=run)))
+        mine.put_plan(plan(name, evidence=dataclasses.replace(evidence(created), run=run)))
+    anew = LayeredDatabase(mine, [exported], run="a")
+    for name in ("before", "others", "own"):
+        expected = "hit" if name == "own" else "stale"
+        assert anew.get_record(tuning(name).key).status == expected
+        assert anew.get_plans([plan(name).key])[plan(name).key].status == expected
+        assert LayeredDatabase(mine, [exported]).get_record(tuning(name).key).status == "hit"
+    assert anew.get_record(tuning("w0").key).status == "stale"  # shipped
+
+
 def test_a_damaged_shipped_file_is_skipped(exported: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.jsonl"
     broken.write_text("hello")

@@ -6,13 +6,15 @@ import contextlib
 import dataclasses
 import json
 import sqlite3
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 from database_files import damage_pages
 from search_records import HERE, SPEC, evidence, plan, tuning
 
-from fuseplan.search.store import codec, maintenance
+from fuseplan.planner.cli import main
+from fuseplan.search.store import codec, location, maintenance, tables
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import RecordKey, Trial
 
@@ -39,6 +41,34 @@ def test_listing_shows_answers(db: Database) -> None:
     assert maintenance.show_record(db, "layer") == [plan()]
 
 
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_database_of_another_version_is_named(
+    beside: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the user's own folder, whether or not there is one of this version; what is none is left out."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    own = location.default_path()
+    old, newer, other, junk = (own.with_name(f"tuning{name}.db") for name in ("", "-99", "-mine", "-junk"))
+    for file, version in ((old, 1), (newer, 99), (other, None)):
+        with Database(file) as made:
+            if version is not None:
+                rewritten = tables.META.update().where(tables.META.c.name == "schema_version").values(value=version)
+                made.change(lambda connection, statement=rewritten: connection.execute(statement))  # type: ignore[misc]
+    junk.write_text("hello")
+    if beside:
+        with Database() as made:
+            made.put_record(tuning())
+    before = {file: file.read_bytes() for file in (old, newer, junk)}
+    assert maintenance.of_other_versions() == sorted([old, newer])
+    assert main.run(["db", "ls"]) == 0
+    said = "".join(capsys.readouterr())
+    assert str(old) in said and str(newer) in said and str(junk) not in said and str(other) not in said
+    assert ("swiglu w1" in said) == beside and "delete the file" in said
+    assert main.run(["db", "ls", "--db", str(other)]) == 0
+    assert str(old) not in "".join(capsys.readouterr())
+    assert {file: file.read_bytes() for file in before} == before
+
+
 def test_verify_finds_nothing_in_a_sound_database(db: Database, path: Path) -> None:
     db.put_record(tuning())
     db.put_plan(plan())
@@ -63,6 +93,37 @@ def test_verify_names_damage(db: Database, path: Path) -> None:
     db.close()
     damage_pages(path)
     assert any(problem.table == "file" for problem in maintenance.verify_database(db))
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+def test_verify_names_what_is_of_the_future(kind: str, path: Path, request: pytest.FixtureRequest) -> None:
+    """Row by row, with how far it is ahead and what mends it; a minute is no finding, for clocks differ."""
+    now = datetime.now(UTC)
+    later, minute = ((now + ahead).isoformat() for ahead in (timedelta(days=3, hours=12), timedelta(minutes=1)))
+    db = Database(path if kind == "sqlite" else request.getfixturevalue("server").url())
+    db.put_record(tuning("ahead", evidence=evidence(later)))
+    db.put_record(tuning("minute", evidence=evidence(minute)))
+    db.put_plan(plan("ahead", evidence=evidence(later)))
+    db.put_device("a", SPEC)
+    db.put_capture("step/a", {"created": later})
+    db.log_trial(Trial(tuning("w").key, "cpp", {"threads": 1}, 1.0, created=later), HERE)
+    db.log_miss(RecordKey("m", "d"), payload={"last_seen": later})
+    found = {problem.table: problem for problem in maintenance.verify_database(db)}
+    assert found.keys() == {"tuning_records", "plan_records", "captures", "trials", "misses"}
+    assert all(later in one.what and "3 days, 1" in one.what for one in found.values())
+    again = {name for name, one in found.items() if "plan tune --again" in one.cure}
+    assert again == {"tuning_records", "plan_records"}
+    removed = maintenance.prune_database(db)
+    assert {table: count for table, count in removed.items() if count} == {"captures": 1, "trials": 1, "misses": 1}
+    assert {one.table for one in maintenance.verify_database(db)} == {"tuning_records", "plan_records"}
+
+
+def test_a_clock_that_is_behind_finds_a_device_of_the_future(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    db.put_device("a", SPEC)
+    monkeypatch.setattr(maintenance, "clock_s", lambda connection: 0.0)
+    (problem,) = maintenance.verify_database(db)
+    assert problem.table == "devices" and "plan probe" in problem.cure
+    assert sum(maintenance.prune_database(db).values()) == 0
 
 
 def test_prune_deletes_only_what_is_asked(db: Database) -> None:

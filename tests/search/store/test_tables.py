@@ -15,7 +15,7 @@ from sqlalchemy.engine import URL
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.schema import CreateTable
 
-from fuseplan.search.errors import DatabaseError, ReadOnlyDatabaseError
+from fuseplan.search.errors import BusyDatabaseError, DatabaseError, ReadOnlyDatabaseError
 from fuseplan.search.store import connections, location, tables
 from fuseplan.search.store.database import Database
 
@@ -99,9 +99,9 @@ def test_a_file_in_a_read_only_folder_can_be_read(
     db.close()
     real, modes = connections.engine_of, []
 
-    def no_room_for_shared_memory(url: URL, mode: str = "") -> Engine:
+    def no_room_for_shared_memory(url: URL, mode: str = "", *more: float) -> Engine:
         modes.append(mode)
-        return real(location.resolve_url(path.parent / "absent.db") if mode == "mode=ro" else url, mode)
+        return real(location.resolve_url(path.parent / "absent.db") if mode == "mode=ro" else url, mode, *more)
 
     monkeypatch.setattr(connections, "engine_of", no_room_for_shared_memory)
     assert quiet(path).get_record(tuning().key).hit
@@ -113,7 +113,9 @@ def test_errors_of_the_driver_are_sorted() -> None:
     cases = {
         "attempt to write a readonly database": ReadOnlyDatabaseError,
         "unable to open database file": ReadOnlyDatabaseError,
-        "database is locked": DatabaseError,
+        "database is locked": BusyDatabaseError,
+        "database table is locked": BusyDatabaseError,
+        "no such column": DatabaseError,
     }
     for text, kind in cases.items():
         error = connections.database_error(sqlalchemy_error(text), engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from search_records import HERE, evidence, tuning
 from fuseplan.search.errors import ImportRefusedError, RecordError, SchemaVersionError
 from fuseplan.search.store import transfer
 from fuseplan.search.store.database import Database
+from fuseplan.search.store.record import TuningRecord
 
 
 @pytest.fixture
@@ -26,7 +28,7 @@ def exported(db: Database, tmp_path: Path) -> Path:
 
 def test_an_export_imports_into_an_equal_database(db: Database, exported: Path, tmp_path: Path) -> None:
     other = Database(tmp_path / "other.db")
-    assert transfer.import_bundle(other, exported) == 6
+    assert transfer.import_bundle(other, exported) == transfer.Imported(6, {})
     assert list(other.records()) == list(db.records())
     assert list(other.plans()) == list(db.plans())
     assert other.devices() == db.devices()
@@ -51,7 +53,7 @@ def test_what_a_report_says_of_models_goes_along(db: Database, tmp_path: Path) -
     path = tmp_path / "all.jsonl"
     assert transfer.export(db, path) == 2
     other = Database(tmp_path / "other.db")
-    assert transfer.import_bundle(other, path) == 2
+    assert transfer.import_bundle(other, path).taken == 2
     assert other.captures("summary/") == db.captures("summary/") and other.captures("step/") == db.captures("step/")
     assert transfer.export(db, path, device="gpu-b") == 1
     assert list(transfer.read_bundle(path).captures) == ["step/b"]
@@ -66,14 +68,52 @@ def test_import_keeps_the_newer_summary(db: Database, tmp_path: Path, month: str
     assert db.captures("summary/")["summary/a"]["ops"] == kept
 
 
-def test_import_keeps_the_newer_record(db: Database, exported: Path) -> None:
-    newer = tuning("w1", us=1.0, evidence=evidence("2027-01-01T00:00:00+00:00"))
-    db.put_record(newer)
-    older = tuning("w2", us=1.0, evidence=evidence("2020-01-01T00:00:00+00:00"))
-    db.put_record(older)
-    transfer.import_bundle(db, exported)
-    assert db.get_record(newer.key).hit == newer
-    assert db.get_record(older.key).hit == tuning("w2")
+@pytest.fixture(params=["sqlite", "postgresql"])
+def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The location of a database where nothing is."""
+    return str(tmp_path / "own.db") if request.param == "sqlite" else request.getfixturevalue("server").url()
+
+
+def at(name: str, created: str, us: float = 1.0) -> TuningRecord:
+    return tuning(name, us=us, evidence=evidence(created))
+
+
+@pytest.mark.parametrize(("theirs", "mine", "why"), [
+    ("2026-02-01T00:00:00+00:00", "2026-01-01T00:00:00+00:00", ""),
+    ("2026-01-01T00:00:00+00:00", "2026-02-01T00:00:00+00:00", "older than what is here"),
+    ("2026-01-01T00:00:00+00:00", "2026-01-01T00:00:00+00:00", ""),
+    ("2026-01-01T01:00:00+00:00", "2026-01-01T02:00:00+03:00", ""),  # 23:00 of the day before
+    ("2026-01-01T00:00:00+00:00", "{ahead}", ""),
+    ("{ahead}", "2026-01-01T00:00:00+00:00", "dated in the future"),
+    ("{ahead}", "{far}", ""),
+    ("2026-01-01T00:00:00+00:00", "noon", ""),
+])
+def test_import_keeps_the_newer_record(
+    db: Database, where: str, tmp_path: Path, theirs: str, mine: str, why: str
+) -> None:
+    """One of tomorrow keeps no sound one out, and replaces none; alone it is taken."""
+    soon = {"ahead": datetime.now(UTC) + timedelta(days=1), "far": datetime.now(UTC) + timedelta(days=900)}
+    theirs, mine = (one.format(**{name: time.isoformat(timespec="seconds") for name, time in soon.items()})
+                    if one != "noon" else "T" for one in (theirs, mine))
+    for name in ("alone", "both"):
+        db.put_record(at(name, theirs, us=2.0))
+    transfer.export(db, path := tmp_path / "theirs.jsonl")
+    own = Database(where, versions=HERE)
+    own.put_record(at("both", mine))
+    assert transfer.import_bundle(own, path) == transfer.Imported(1 if why else 2, {why: 1} if why else {})
+    assert own.get_record(at("both", "").key).hit == (at("both", mine) if why else at("both", theirs, us=2.0))
+    assert own.get_record(at("alone", "").key).hit == at("alone", theirs, us=2.0)
+
+
+def test_an_import_says_what_it_did_not_take(db: Database, exported: Path) -> None:
+    """What is here already, of a device that was probed here, or older."""
+    assert transfer.import_bundle(db, exported) == transfer.Imported(0, {"here already": 6})
+    (device, spec), *_ = db.devices().items()
+    db.put_device(device, {**spec, "noise": 0.5})
+    db.put_record(tuning("w1", us=1.0, evidence=evidence("2026-11-21T00:00:00+00:00")))
+    left = transfer.import_bundle(db, exported).left
+    assert sum(left.values()) == 6 and left["here already"] == 4 and len(left) == 3
+    assert db.devices()[device]["noise"] == 0.5
 
 
 def edited(path: Path, change: str) -> None:

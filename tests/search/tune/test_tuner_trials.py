@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import replace
@@ -18,6 +19,8 @@ from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.search.errors import SubjectError
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import RecordKey, Versions
+from fuseplan.search.tune import trials
+from fuseplan.search.tune import tuner as tuner_module
 from fuseplan.search.tune.trials import SubjectRun
 from fuseplan.search.tune.tuner import Budget, Tuner
 from fuseplan.search.workers.jobs import UNFUSED
@@ -36,9 +39,31 @@ def test_a_second_tune_measures_nothing(db: Database, tmp_path: Path) -> None:
     size = journal.stat().st_size
     assert tuner(db, backend).tune(SUBJECT) == first
     assert journal.stat().st_size == size
-    again = tuner(db, backend, since="9999").tune(SUBJECT)
-    assert journal.stat().st_size > size
-    assert again.config == first.config
+
+
+@pytest.mark.parametrize("created", ["2020-01-01T00:00:00+00:00", "2999-01-01T00:00:00+00:00"])
+def test_a_tune_that_measures_anew_takes_what_it_wrote_alone(db: Database, tmp_path: Path, created: str) -> None:
+    """Records, trials and times of plain chains, by any clock; killed and started again, it is another tune."""
+    journal = tmp_path / "journal"
+    backend = FakeBackend(journal=str(journal))
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (trials, tuner_module):
+            patch.setattr(module, "now", lambda: created)
+        first = tuner(db, backend).tune(SUBJECT)
+        other = FakeSubject(key="subject-2")
+        tuner(db, backend).time_unfused(other)
+        tuner(db, backend).screen(FakeSubject(key="subject-3"))
+    sizes = [journal.stat().st_size]
+    for run in ("a", "a", "b", ""):
+        own = tuner(db, backend, run=run)
+        assert own.tune(SUBJECT).config == first.config
+        own.time_unfused(other)
+        own.screen(FakeSubject(key="subject-3"))
+        sizes.append(journal.stat().st_size)
+        assert db.get_record(first.key).record.evidence.run == (run or "b")  # type: ignore[union-attr]
+        assert {trial.run for trial in db.trials(own.key(other))} == {run or "b"}
+    grew = [after > before for before, after in itertools.pairwise(sizes)]
+    assert grew == [True, False, True, False]
 
 
 def test_a_stale_record_is_measured_again_and_seeds_the_search(db: Database) -> None:

@@ -217,7 +217,9 @@ def _rounds(
         start = timer.clock()
         while len(clean) < max_rounds:
             number = len(clean) + len(disturbed)
-            tried = {name: _undisturbed(timer, samplers[name], tries) for name in _turn(list(samplers), number)}
+            # Past the time for that, long samples are not repeated: something always disturbs them.
+            left = tries if timer.clock() - start < seconds * _PATIENCE else 1
+            tried = {name: _undisturbed(timer, samplers[name], left) for name in _turn(list(samplers), number)}
             found = {name: value for name, (value, _) in tried.items()}
             (clean if all(alone for _, alone in tried.values()) else disturbed).append(found)
             spent = timer.clock() - start

@@ -226,7 +226,7 @@ def complain(warnings: Sequence[str], failure: str) -> None:
 
 
 #: Of the groups, what a narrow terminal leaves out, in this order; and what it keeps.
-_SPARE = ("key", "regime", "enumerated_configs", "measured_configs", "noise", "lower_bound_us", "predicted_us",
+_SPARE = ("key", "doubt", "regime", "enumerated_configs", "measured_configs", "noise", "lower_bound_us", "predicted_us",
           "config", "ops", "backend", "times", "source", "answer", "fused_us", "unfused_us", "place")
 _ANSWER = ("workload", "group", "speedup")
 _SPARE_OF_MISSES = ("key", "numerics", "first_seen", "regime", "last_seen", "place")

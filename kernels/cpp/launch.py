@@ -14,7 +14,8 @@ import torch
 from fuseplan.kernels.ir.backend import BuildError, CompiledKernel, Resources
 from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.ir import KernelIR
-from fuseplan.kernels.native.build import OPENMP_FUNCTIONS, Compiler, address, load_extension, shared_openmp
+from fuseplan.kernels.native.build import OPENMP_FUNCTIONS, Compiler, load_extension, shared_openmp
+from fuseplan.kernels.native.library import Library
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,14 @@ class CppKernel(CompiledKernel):
 def load_kernel(
     ir: KernelIR, library: Path, settings: RunSettings, compiler: Compiler, cache_dir: Path
 ) -> CppKernel:
-    """Bind a compiled kernel to a call path."""
-    loaded = ctypes.CDLL(str(library))
+    """Bind a compiled kernel to a call path. Its library is unloaded after the last of its calls is gone."""
+    loaded = Library(library)
     launcher = load_launcher(compiler, cache_dir)
     if launcher is None:
         return _ctypes_kernel(ir, loaded, settings)
     guards = torch._C._dynamo.guards
     addresses = (
-        address(loaded.fuseplan_launch), address(loaded.fuseplan_shapes),
+        loaded.address("fuseplan_launch"), loaded.address("fuseplan_shapes"),
         getattr(guards, "_torchinductor_pyobject_tensor_data_ptr", 0), *shared_openmp(),
     )
     layouts = tuple((buffer.shape, buffer.strides, torch_dtype(buffer.dtype)) for buffer in ir.outputs)
@@ -65,7 +66,7 @@ def load_kernel(
     kernel = launcher.Kernel(
         addresses, (len(ir.inputs), len(ir.symbols), settings.release_gil),
         (settings.threads, settings.grain, settings.rows_per_task, settings.col_tile), empty, outputs,
-        None if ir.symbols else layouts,
+        None if ir.symbols else layouts, loaded,
     )
     return CppKernel(kernel.run, kernel.fused)
 
@@ -89,7 +90,7 @@ class _Launch(ctypes.Structure):
     )
 
 
-def _ctypes_kernel(ir: KernelIR, loaded: ctypes.CDLL, settings: RunSettings) -> CppKernel:
+def _ctypes_kernel(ir: KernelIR, library: Library, settings: RunSettings) -> CppKernel:
     """The same call path without the extension: some microseconds a call."""
     how = _Launch(settings.threads, settings.grain, settings.rows_per_task, settings.col_tile, *shared_openmp())
     tensors, inputs, symbols = len(ir.buffers), len(ir.inputs), ir.symbols
@@ -99,7 +100,7 @@ def _ctypes_kernel(ir: KernelIR, loaded: ctypes.CDLL, settings: RunSettings) -> 
         addresses = [tensor.data_ptr() for tensor in args[:tensors] if isinstance(tensor, torch.Tensor)]
         if len(addresses) != tensors or len(args) != tensors + len(symbols):
             raise TypeError(f"the kernel takes {tensors} tensors and {len(symbols)} sizes, got {len(args)} arguments")
-        loaded.fuseplan_launch(pointers(*addresses), sizes(*map(int, args[tensors:])), ctypes.byref(how))
+        library.loaded.fuseplan_launch(pointers(*addresses), sizes(*map(int, args[tensors:])), ctypes.byref(how))
 
     def fused(*args: torch.Tensor | int) -> Any:
         values = {name: int(value) for name, value in zip(symbols, args[inputs:], strict=True)}

@@ -23,6 +23,7 @@ struct Kernel {
   PyObject* allocate;            // (shape, strides, dtype) -> tensor
   PyObject* outputs;             // tuple of (ndim, dtype, position of the input that it is or -1)
   PyObject* fixed;               // tuple of (shape, strides, dtype) when there are no symbols, else null
+  PyObject* library;             // what keeps the code of `launch` and `shapes` loaded
 };
 
 static void launch(const Kernel* self, char** buffers, const i64* sizes) {
@@ -99,18 +100,19 @@ static void kernel_dealloc(PyObject* object) {
   Py_XDECREF(self->allocate);
   Py_XDECREF(self->outputs);
   Py_XDECREF(self->fixed);
+  Py_XDECREF(self->library);
   Py_TYPE(object)->tp_free(object);
 }
 
-// Kernel(addresses, counts, how, allocate, outputs, fixed): see cpp_build.py.
+// Kernel(addresses, counts, how, allocate, outputs, fixed, library): see cpp/launch.py.
 static int kernel_init(PyObject* object, PyObject* args, PyObject*) {
   Kernel* self = (Kernel*)object;
   unsigned long long launch, shapes, data_ptr, parallel, thread_num, num_threads, max_threads;
-  PyObject *allocate, *outputs, *fixed;
-  if (!PyArg_ParseTuple(args, "(KKKKKKK)(iip)(LLLL)OO!O", &launch, &shapes, &data_ptr, &parallel, &thread_num,
+  PyObject *allocate, *outputs, *fixed, *library;
+  if (!PyArg_ParseTuple(args, "(KKKKKKK)(iip)(LLLL)OO!OO", &launch, &shapes, &data_ptr, &parallel, &thread_num,
                         &num_threads, &max_threads, &self->inputs, &self->symbols, &self->release, &self->how.threads,
                         &self->how.grain, &self->how.rows_per_task, &self->how.col_tile, &allocate, &PyTuple_Type,
-                        &outputs, &fixed))
+                        &outputs, &fixed, &library))
     return -1;
   if (self->inputs + self->symbols + PyTuple_GET_SIZE(outputs) > MAX_ARGUMENTS) {
     PyErr_SetString(PyExc_ValueError, "too many kernel arguments");
@@ -126,6 +128,7 @@ static int kernel_init(PyObject* object, PyObject* args, PyObject*) {
   self->allocate = Py_NewRef(allocate);
   self->outputs = Py_NewRef(outputs);
   self->fixed = fixed == Py_None ? NULL : Py_NewRef(fixed);
+  self->library = Py_NewRef(library);
   return 0;
 }
 

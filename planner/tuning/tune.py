@@ -200,8 +200,8 @@ def tune(
                 if on_trial is not None:
                     on_trial(ProgressEvent(*event, unfused_us, "step"))
 
-            found = measure_step(session, done.graph, done.plan, tuner, budget.job_limit_s, on_start)
-            untimed += filter(None, [step_problem(done.workload, found)])
+            timed = measure_step(session, done.graph, done.plan, tuner, budget.job_limit_s, on_start)
+            untimed += filter(None, [step_problem(done.workload, timed)])
             plans[at] = replace(done, elapsed_s=done.elapsed_s + time.monotonic() - began)
         taken_over = [(done.graph, done.plan) for done in plans]
         with account.spend("checking shipped times"):

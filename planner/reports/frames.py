@@ -246,7 +246,7 @@ def region_frame(data: ReportData) -> pd.DataFrame:
             "planned_us": plan.planned_us, "unfused_us": plan.unfused_us,
             "speedup": plan.unfused_us / plan.planned_us if plan.planned_us > 0 else None,
             "predicted_us": plan.predicted_us, "candidates": plan.enumerated, "measured_candidates": plan.measured,
-            "gap": plan.gap, "peak_bytes": plan.peak_bytes, "unfused_peak_bytes": plan.unfused_peak_bytes,
+            "gap": max(0.0, plan.gap), "peak_bytes": plan.peak_bytes, "unfused_peak_bytes": plan.unfused_peak_bytes,
             "regime": plan.key.regime, "key": plan.key.workload,
         }
         for workload, region, plan in data.planned()

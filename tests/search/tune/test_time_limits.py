@@ -15,8 +15,9 @@ from search_fakes import CLOCK, CPU, OPERANDS, FakeBackend, FakeSubject, Virtual
 from fuseplan.costmodel.work import Work
 from fuseplan.search.errors import SubjectError
 from fuseplan.search.store.database import Database
+from fuseplan.search.timing import contest as contest_module
 from fuseplan.search.timing import signs
-from fuseplan.search.timing.contest import contest
+from fuseplan.search.timing.contest import Contest, contest, decisive
 from fuseplan.search.timing.sequence import Part
 from fuseplan.search.tune.time_limits import call_limit_s
 from fuseplan.search.tune.tuner import Budget, Tuner
@@ -77,6 +78,22 @@ def test_long_samples_are_not_repeated_for_ever_on_a_busy_machine() -> None:
 
     found = contest(VirtualTimer(), {"x": run}, OPERANDS, seconds=0.1)
     assert len(calls) <= 2 * len(found.samples["x"]) + 20  # with what warms up, and the first round
+
+
+@pytest.mark.parametrize(("call_us", "runs"), [(1e3, 3), (1e6, 1)])
+def test_a_decision_of_long_calls_is_not_repeated_for_no_more_rounds(
+    call_us: float, runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Noise hides the answer each time."""
+    asked = []
+
+    def noisy(*args: Any) -> Contest:
+        asked.append(args)
+        return Contest({"a": (call_us,) * 7, "b": (1.3 * call_us,) * 7}, 0.9, "eager")
+
+    monkeypatch.setattr(contest_module, "contest", noisy)
+    decisive(VirtualTimer(), {"a": taking(1.0), "b": taking(1.0)}, OPERANDS, 0.5, "a")
+    assert len(asked) == runs
 
 
 def work(nbytes: float = 0.0, **flops: float) -> Work:

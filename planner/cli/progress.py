@@ -51,6 +51,9 @@ class TuneProgress:
             self.began(f"timing whole step {event.trial} of {event.of}, {event.label}: about "
                        f"{event.best_us / 1e3:.3g} ms unfused")
             return
+        if event.phase == "play off":
+            self.doing(f"running {event.of} kernels and ops in turn, {event.label} among them")
+            return
         best = f", best {event.best_us:.1f} us" if event.best_us < float("inf") else ""
         self.doing(f"{event.label}: {event.phase}, trial {event.trial} of {event.of}{best}")
 

@@ -20,7 +20,7 @@ from fuseplan.search.workers import jobs
 from fuseplan.search.workers.worker import Outcome, WorkerPool
 
 _T = TypeVar("_T")
-Phase = Literal["open", "compile", "screen", "decide", "done", "step"]
+Phase = Literal["open", "compile", "screen", "decide", "done", "play off", "step"]
 #: Arguments of :func:`fuseplan.search.workers.jobs.prepare`.
 Compilation: TypeAlias = tuple[Backend, KernelIR, Config, Target]
 #: Name of a back end, and what its kernels that are alike have in common.
@@ -78,8 +78,9 @@ class Budget:
 class ProgressEvent:
     """What a tune does next, for a progress bar. ``best_us`` is the best time so far, at the end of unfused chains too.
 
-    In phase ``"step"`` the whole step of the workload ``label`` is timed, which takes about ``best_us`` unfused; of so
-    many workloads.
+    In phase ``"play off"`` sequences of so many kernels, one of them ``label``, are run against each other. In phase
+    ``"step"`` the whole step of the workload ``label`` is timed, which takes about ``best_us`` unfused; of so many
+    workloads.
     """
 
     label: str

@@ -7,6 +7,7 @@ trial is stored at once, so a tune that is killed goes on where it was.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -258,15 +259,22 @@ class Tuner:
 
         ``sides`` name the parts that each runs, the incumbent first; ``kept`` are the values needed afterwards.
         """
+        self._tell_play_off(parts)
         found: Contest | None = self._resources.call(
             PLAYING_OFF, jobs.decide_sides, dict(parts), dict(sides), frozenset(kept), of=_called(parts, sides)
         ).value
         return found
 
+    def _tell_play_off(self, parts: Mapping[str, Part]) -> None:
+        if self._resources.progress is not None and parts:
+            label = next(iter(parts.values())).subject.label
+            self._resources.progress(ProgressEvent(label, 0, len(parts), math.inf, "play off"))
+
     def play_off_later(
         self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str] = ()
     ) -> Callable[[], Contest | None]:
         """As :meth:`play_off`, when the measuring process has nothing else to do."""
+        self._tell_play_off(parts)
         run = self._resources.later(
             PLAYING_OFF, jobs.decide_sides, dict(parts), dict(sides), frozenset(kept), of=_called(parts, sides))
         return lambda: run().value

@@ -17,11 +17,11 @@ from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.kernels.native.build import (
     OPENMP_FUNCTIONS,
     Compiler,
-    address,
     data_ptr_address,
     load_extension,
     shared_openmp,
 )
+from fuseplan.kernels.native.library import Library
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ class CppKernel(CompiledKernel):
 def load_kernel(
     ir: KernelIR, library: Path, settings: RunSettings, compiler: Compiler, cache_dir: Path
 ) -> CppKernel:
-    """Bind a compiled kernel to a call path."""
-    loaded = ctypes.CDLL(str(library))
+    """Bind a compiled kernel to a call path. Its library is unloaded after the last of its calls is gone."""
+    loaded = Library(library)
     launcher = load_launcher(compiler, cache_dir)
     if launcher is None:
         return _ctypes_kernel(ir, loaded, settings)
     addresses = (
-        address(loaded.fuseplan_launch), address(loaded.fuseplan_shapes), data_ptr_address(), *shared_openmp(),
+        loaded.address("fuseplan_launch"), loaded.address("fuseplan_shapes"), data_ptr_address(), *shared_openmp(),
     )
     layouts = tuple((buffer.shape, buffer.strides, torch_dtype(buffer.dtype)) for buffer in ir.outputs)
     outputs = tuple(
@@ -73,7 +73,7 @@ def load_kernel(
     kernel = launcher.Kernel(
         addresses, (len(ir.inputs), len(ir.symbols), settings.release_gil),
         (settings.threads, settings.grain, settings.rows_per_task, settings.col_tile), empty, outputs,
-        None if ir.symbols else layouts, OutsideTable,
+        None if ir.symbols else layouts, OutsideTable, loaded,
     )
     return CppKernel(kernel.run, kernel.fused)
 
@@ -97,7 +97,7 @@ class _Launch(ctypes.Structure):
     )
 
 
-def _ctypes_kernel(ir: KernelIR, loaded: ctypes.CDLL, settings: RunSettings) -> CppKernel:
+def _ctypes_kernel(ir: KernelIR, library: Library, settings: RunSettings) -> CppKernel:
     """The same call path without the extension: some microseconds a call."""
     how = _Launch(settings.threads, settings.grain, settings.rows_per_task, settings.col_tile, *shared_openmp())
     tensors, inputs, symbols = len(ir.buffers), len(ir.inputs), ir.symbols
@@ -109,7 +109,7 @@ def _ctypes_kernel(ir: KernelIR, loaded: ctypes.CDLL, settings: RunSettings) -> 
             raise TypeError(f"the kernel takes {tensors} tensors and {len(symbols)} sizes, got {len(args)} arguments")
         outside = ctypes.c_int(0)
         given = pointers(*addresses, ctypes.addressof(outside))
-        loaded.fuseplan_launch(given, sizes(*map(int, args[tensors:])), ctypes.byref(how))
+        library.loaded.fuseplan_launch(given, sizes(*map(int, args[tensors:])), ctypes.byref(how))
         if outside.value:
             raise OutsideTable("an index is outside its table")
 

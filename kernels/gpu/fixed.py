@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -67,15 +68,24 @@ class FixedFunction:
             scratch: How many numbers and counters.
         """
         arguments = tuple((place, 0) for place in places)
-        kernel = ScratchKernel(_loaded(self, arguments, inputs + 3, target), inputs, *scratch)
+        key = self, arguments, inputs + 3, target
+        loaded = _LOADED.get(key)  # a name holds it: the dictionary does not
+        if loaded is None:
+            loaded = _LOADED[key] = _loaded(*key)
+        kernel = ScratchKernel(loaded, inputs, *scratch)
         return kernel.given(fused_call(kernel.kernel, inputs + 2, lambda _: (layout,), {}))
 
 
-@functools.lru_cache(maxsize=256)
+#: A function, its arguments, how many buffers it has, and for what it is compiled.
+_Key: TypeAlias = tuple[FixedFunction, tuple[tuple[int | None, int], ...], int, Target]
+#: What is loaded, as long as a call of it is kept: the layers of a model ask for the same kernel.
+_LOADED: WeakValueDictionary[_Key, CompiledKernel] = WeakValueDictionary()
+
+
 def _loaded(
     fixed: FixedFunction, arguments: tuple[tuple[int | None, int], ...], buffers: int, target: Target
 ) -> CompiledKernel:
-    """The function as a kernel; the layers of a model ask for the same one."""
+    """The function as a kernel."""
     if interpreter_is_on():
         return InterpretedKernel(_Folded(fixed), lambda _: fixed.programs, (), arguments, buffers)
     # Triton's launcher expects something in the place of each compile-time argument.

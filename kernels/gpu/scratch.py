@@ -59,12 +59,12 @@ class ScratchKernel(CompiledKernel):
         self.given(self.kernel)(*args)
 
     def given(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """``call(*inputs, ...)`` of a call that takes the kernel's memory behind its inputs."""
-        inputs, numbers, counters = self.inputs, self.numbers, self._counters
+        """``call(*inputs, ...)`` of a call that takes the kernel's memory behind its inputs; it keeps this kernel."""
+        inputs, counters = self.inputs, self._counters
 
         def run(*args: Any) -> Any:
             first = args[0]
-            held = torch.empty(numbers, dtype=torch.float32, device=first.device)
+            held = torch.empty(self.numbers, dtype=torch.float32, device=first.device)
             return call(*args[:inputs], held, counters.of(first), *args[inputs:])
 
         return run

@@ -27,6 +27,7 @@ struct Kernel {
   PyObject* outputs;             // tuple of (ndim, dtype, position of the input that it is or -1)
   PyObject* fixed;               // tuple of (shape, strides, dtype) when there are no symbols, else null
   PyObject* outside;             // exception type
+  PyObject* library;             // what keeps the code of `launch` and `shapes` loaded
 };
 
 // False, with an exception set, where an index is outside its table. `buffers` has room for one more address.
@@ -111,18 +112,19 @@ static void kernel_dealloc(PyObject* object) {
   Py_XDECREF(self->outputs);
   Py_XDECREF(self->fixed);
   Py_XDECREF(self->outside);
+  Py_XDECREF(self->library);
   Py_TYPE(object)->tp_free(object);
 }
 
-// Kernel(addresses, counts, how, allocate, outputs, fixed, outside): see launch.py.
+// Kernel(addresses, counts, how, allocate, outputs, fixed, outside, library): see cpp/launch.py.
 static int kernel_init(PyObject* object, PyObject* args, PyObject*) {
   Kernel* self = (Kernel*)object;
   unsigned long long launch, shapes, data_ptr, parallel, thread_num, num_threads, max_threads;
-  PyObject *allocate, *outputs, *fixed, *outside;
-  if (!PyArg_ParseTuple(args, "(KKKKKKK)(iip)(LLLL)OO!OO", &launch, &shapes, &data_ptr, &parallel, &thread_num,
+  PyObject *allocate, *outputs, *fixed, *outside, *library;
+  if (!PyArg_ParseTuple(args, "(KKKKKKK)(iip)(LLLL)OO!OOO", &launch, &shapes, &data_ptr, &parallel, &thread_num,
                         &num_threads, &max_threads, &self->inputs, &self->symbols, &self->release, &self->how.threads,
                         &self->how.grain, &self->how.rows_per_task, &self->how.col_tile, &allocate, &PyTuple_Type,
-                        &outputs, &fixed, &outside))
+                        &outputs, &fixed, &outside, &library))
     return -1;
   if (self->inputs + self->symbols + PyTuple_GET_SIZE(outputs) > MAX_ARGUMENTS) {
     PyErr_SetString(PyExc_ValueError, "too many kernel arguments");
@@ -139,6 +141,7 @@ static int kernel_init(PyObject* object, PyObject* args, PyObject*) {
   self->outputs = Py_NewRef(outputs);
   self->fixed = fixed == Py_None ? NULL : Py_NewRef(fixed);
   self->outside = Py_NewRef(outside);
+  self->library = Py_NewRef(library);
   return 0;
 }
 

@@ -31,6 +31,8 @@ class HowToTune:
     Attributes:
         trials: Configurations tried per group, over all back ends; None: 12 on CPUs, 8 on CUDA.
         seconds: Search time per group.
+        job_limit: Seconds without a sign after which a job counts as hanging, beside what its calls should take; None:
+            60.
         seed: That of the search and of the inputs.
         shipped: Whether the records that come with fuseplan for this device count as stored.
         again: Measure anew what is stored or shipped.
@@ -43,6 +45,11 @@ class HowToTune:
     shipped: bool = True
     again: bool = False
     study: str | None = None
+    job_limit: float | None = None
+
+    def budget(self, device_type: str) -> Budget:
+        """What a group may cost on a device."""
+        return Budget.on(device_type, self.trials, self.seconds, self.job_limit)
 
     def studies(self) -> Studies | None:
         """Where studies are kept; :class:`StudyError` where that cannot be."""
@@ -100,7 +107,7 @@ def keep_summary(session: Session, model: str, workload: str, planned: WorkloadP
 
 def complaints(result: TuneResult, load: MachineLoad) -> tuple[tuple[str, ...], str]:
     """What was not decided, or doubtfully; and why nothing was, where that is more than a region or some noise."""
-    found = [str(failure) for failure in result.failures]
+    found = [*map(str, result.failures), *result.untimed]
     if result.measured and load.busy:
         found.append(f"the machine was busy ({load}), so times are noisy; `plan tune --again` measures anew")
     if hidden := sum(plan.record.undecided for _, plan in result.distinct()):

@@ -40,7 +40,6 @@ from fuseplan.search.errors import plain
 from fuseplan.search.store.location import left_behind
 from fuseplan.search.tune import tuner
 from fuseplan.search.tune.time_account import TimeAccount
-from fuseplan.search.tune.tuner import Budget
 from fuseplan.search.workers.worker import WorkerPool
 
 MODEL_COLUMNS = (
@@ -193,7 +192,7 @@ def _tuned_together(
         one, workload, _ = graphs[planned.workload]
         keep_summary(session, one.label, workload, planned)
 
-    budget = Budget.on("cuda" if session.target.device_type == "cuda" else "cpu", how.trials, how.seconds)
+    budget = how.budget(session.target.device_type)
     with progress.tuning() as events:
         result = offline.tune(
             session, [(name, graph) for name, (_, _, graph) in graphs.items()], budget, how.seed, events.on_region,

@@ -35,7 +35,6 @@ from fuseplan.search.store.record import Versions
 from fuseplan.search.tune import tuner
 from fuseplan.search.tune.study import Studies
 from fuseplan.search.tune.time_account import TimeAccount
-from fuseplan.search.tune.tuner import Budget
 
 TUNED_COLUMNS = (
     "label", "count", "place", "outcome", "unfused_us", "planned_us", "saved_us", "regime", "numerics", "key",
@@ -149,7 +148,7 @@ def tune_misses(
             if tuning.graphs:
                 with progress.tuning() as events:
                     result = offline.tune(
-                        tuning.session, tuning.graphs, Budget.on(kind, how.trials, how.seconds), how.seed,
+                        tuning.session, tuning.graphs, how.budget(kind), how.seed,
                         events.on_region, events.on_trial, account, pool, events.on_graph,
                         regions_of=lambda graph, tuning=tuning: tuning.regions[id(graph)],  # type: ignore[misc]
                         on_plan=tuning.keep,

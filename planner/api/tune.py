@@ -32,9 +32,9 @@ from fuseplan.planner.tuning.tune import TuneResult
 from fuseplan.search.errors import plain
 from fuseplan.search.store.location import left_behind
 from fuseplan.search.store.record import PlanRecord
+from fuseplan.search.timing.signs import LEAST_LIMIT_S
 from fuseplan.search.tune import tuner
 from fuseplan.search.tune.time_account import TimeAccount
-from fuseplan.search.tune.tuner import Budget
 
 if TYPE_CHECKING:
     import torch
@@ -107,23 +107,24 @@ def tune(
     calls: bool = True, pack_weights: bool = False, misses: Literal[False] = False, most: int = 16,
     numerics: Literal["fp32", "eager"] = "fp32", regime: Literal["eager", "graph"] | None = None,
     trials: int | None = None, seconds: float = 6.0, seed: int = 0, shipped: bool = True, again: bool = False,
-    study: str | None = None, device: str = "auto", db: str | Path | None = None, progress: Progress | None = None,
+    study: str | None = None, job_limit: float | None = None, device: str = "auto", db: str | Path | None = None,
+    progress: Progress | None = None,
 ) -> Tuned: ...
 
 
 @overload
 def tune(
     *, manifest: str | Path, trials: int | None = None, seconds: float = 6.0, seed: int = 0, shipped: bool = True,
-    again: bool = False, study: str | None = None, device: str = "auto", db: str | Path | None = None,
-    progress: Progress | None = None,
+    again: bool = False, study: str | None = None, job_limit: float | None = None, device: str = "auto",
+    db: str | Path | None = None, progress: Progress | None = None,
 ) -> TunedMany: ...
 
 
 @overload
 def tune(
     *, misses: Literal[True], most: int = 16, regime: Literal["eager", "graph"] | None = None,
-    trials: int | None = None, seconds: float = 6.0, seed: int = 0, device: str = "auto",
-    db: str | Path | None = None, progress: Progress | None = None,
+    trials: int | None = None, seconds: float = 6.0, seed: int = 0, job_limit: float | None = None,
+    device: str = "auto", db: str | Path | None = None, progress: Progress | None = None,
 ) -> TunedMisses: ...
 
 
@@ -134,8 +135,8 @@ def tune(
     calls: bool = True, pack_weights: bool = False, misses: bool = False, most: int = 16,
     manifest: str | Path | None = None, numerics: Literal["fp32", "eager"] = "fp32",
     regime: Literal["eager", "graph"] | None = None, trials: int | None = None, seconds: float = 6.0, seed: int = 0,
-    shipped: bool = True, again: bool = False, study: str | None = None, device: str = "auto",
-    db: str | Path | None = None, progress: Progress | None = None,
+    shipped: bool = True, again: bool = False, study: str | None = None, job_limit: float | None = None,
+    device: str = "auto", db: str | Path | None = None, progress: Progress | None = None,
 ) -> Tuned | TunedMisses | TunedMany:
     """Plan a model's fusion, tune it on this device, and store the result, as ``plan tune`` does.
 
@@ -164,7 +165,7 @@ def tune(
         numerics: ``"fp32"`` keeps a kernel's intermediates in fp32; ``"eager"`` rounds where PyTorch does.
         regime: ``"eager"`` for launches from Python (the default), ``"graph"`` for replay in a CUDA graph. Of misses
             only those that were launched so; without it all of them.
-        trials, seconds, seed, shipped, again, study: See :class:`~fuseplan.planner.api.job.HowToTune`.
+        trials, seconds, seed, shipped, again, study, job_limit: See :class:`~fuseplan.planner.api.job.HowToTune`.
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
         db: The tuning database, a file or a SQLAlchemy URL; None for the user's own.
         progress: Told what is done meanwhile (:class:`~fuseplan.planner.api.progress.Progress`); None for nobody.
@@ -175,9 +176,11 @@ def tune(
     """
     with python_words():
         kind, told = device_kind(device), progress if progress is not None else SILENT
-        how = HowToTune(trials, seconds, seed, shipped, again, study)
+        how = HowToTune(trials, seconds, seed, shipped, again, study, job_limit)
         if (trials is not None and trials < 1) or not seconds > 0 or most < 1:
             raise ConfigError("trials and most are at least 1, and seconds are more than 0")
+        if job_limit is not None and not job_limit >= LEAST_LIMIT_S:
+            raise ConfigError(f"job_limit is at least {LEAST_LIMIT_S:g} seconds, not {job_limit}")
         given = (model, inputs, pattern, shape, decode, kv_len, prefill, dtype, layers)
         has_model = any(one is not None for one in given)
         if manifest is not None:
@@ -222,10 +225,9 @@ def tune_asked(
         if note:
             progress.note(note)
         load = probe.machine_load()
-        budget = Budget.on(kind, how.trials, how.seconds)
         result = run(
-            how.of(session, studies), asked.label, graphs, budget, how.seed, account, pool, asked.is_asked_for,
-            progress,
+            how.of(session, studies), asked.label, graphs, how.budget(kind), how.seed, account, pool,
+            asked.is_asked_for, progress,
         )
     with account.spend("reporting"):
         return tuned(result, asked.label, asked.is_asked_for, load)

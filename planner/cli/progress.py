@@ -46,7 +46,14 @@ class TuneProgress:
         self.doing(label)
 
     def on_trial(self, event: ProgressEvent) -> None:
-        """A group's tune took a step."""
+        """A group's tune took a step, or a whole step is timed."""
+        if event.phase == "step":
+            self.began(f"timing whole step {event.trial} of {event.of}, {event.label}: about "
+                       f"{event.best_us / 1e3:.3g} ms unfused")
+            return
+        if event.phase == "play off":
+            self.doing(f"running {event.of} kernels and ops in turn, {event.label} among them")
+            return
         best = f", best {event.best_us:.1f} us" if event.best_us < float("inf") else ""
         self.doing(f"{event.label}: {event.phase}, trial {event.trial} of {event.of}{best}")
 
@@ -55,6 +62,10 @@ class TuneProgress:
 
     def doing(self, what: str) -> None:
         """What is done now."""
+
+    def began(self, what: str) -> None:
+        """Something else begins, which may take a while."""
+        self.doing(what)
 
 
 class _Bar(TuneProgress, Progress):
@@ -95,6 +106,9 @@ class TuneLog(TuneProgress):
 
     def doing(self, what: str) -> None:
         self._log.update(f"{self._where}: {what}")
+
+    def began(self, what: str) -> None:
+        self._log.phase(what)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ class ReportTopic(StrEnum):
 
 
 #: Of the group table, what a narrow terminal leaves out, in this order.
-_SPARE = ("key", "regime", "enumerated_configs", "measured_configs", "noise", "lower_bound_us", "predicted_us",
+_SPARE = ("key", "doubt", "regime", "enumerated_configs", "measured_configs", "noise", "lower_bound_us", "predicted_us",
           "config", "ops", "backend", "times", "source", "answer", "fused_us", "unfused_us", "place")
 _ANSWER = ("workload", "group", "speedup")
 
@@ -98,7 +98,7 @@ def _steps(screen: Screen, data: ReportData, topic: ReportTopic) -> None:
     ))
     screen.table(table_of(
         found["saved"], "saved", "What each group saves in a step", keep=("workload", "group", "saved_us"),
-        spare=("key", "regime", "share", "runs", "place", *times, "uses"),
+        spare=("key", "doubt", "regime", "share", "runs", "place", *times, "uses"),
     ), files)
 
 

@@ -12,6 +12,7 @@ from fuseplan.planner.cli import common
 from fuseplan.planner.cli import source as opt
 from fuseplan.planner.cli.output.options import answers
 from fuseplan.search.errors import plain
+from fuseplan.search.timing.signs import LEAST_LIMIT_S
 from fuseplan.search.tune.time_account import TimeAccount, process_age_s
 
 if TYPE_CHECKING:
@@ -74,6 +75,14 @@ def tune(
             "of a journal file. optuna-dashboard opens them.",
         ),
     ] = None,
+    job_limit: Annotated[
+        float | None,
+        typer.Option(
+            "--job-limit", parser=common.decimal(LEAST_LIMIT_S), metavar="SECONDS",
+            help="After how long a call of a kernel or an op counts as hanging: 60 seconds by default, and what a call "
+            "of its size should take.",
+        ),
+    ] = None,
     misses: Annotated[
         bool,
         typer.Option("--misses", help="Tune what torch.compile looked up in vain in this database, without a model."),
@@ -112,7 +121,7 @@ def tune(
         from fuseplan.planner.reports.step_words import step_lines
 
         kind = common.device_type(device) if workers is None else opt.fleet_kind(workers, device.value)
-    how = HowToTune(trials, seconds, seed, shipped, again, study)
+    how = HowToTune(trials, seconds, seed, shipped, again, study, job_limit)
     if misses and workers is not None:
         raise ConfigError("--misses tunes on this device; leave out --workers")
     given = (model, config, module, pattern, shape, decode, kv_len, prefill, dtype, layers)
@@ -217,7 +226,7 @@ def complain(warnings: Sequence[str], failure: str) -> None:
 
 
 #: Of the groups, what a narrow terminal leaves out, in this order; and what it keeps.
-_SPARE = ("key", "regime", "enumerated_configs", "measured_configs", "noise", "lower_bound_us", "predicted_us",
+_SPARE = ("key", "doubt", "regime", "enumerated_configs", "measured_configs", "noise", "lower_bound_us", "predicted_us",
           "config", "ops", "backend", "times", "source", "answer", "fused_us", "unfused_us", "place")
 _ANSWER = ("workload", "group", "speedup")
 _SPARE_OF_MISSES = ("key", "numerics", "first_seen", "regime", "last_seen", "place")

@@ -50,7 +50,7 @@ class ChoiceSample:
     mode: Literal["eager", "kernel", "graph", "overlapped", "early"]
     work: Annotated[Work, limits.possible_work]
     measured_us: limits.Measured
-    delay_us: limits.Signed = 0.0
+    delay_us: limits.Amount = 0.0
 
     def sample(self) -> Sample:
         """As a calibration takes it."""

@@ -29,7 +29,6 @@ from fuseplan.search.store.database import Database
 from fuseplan.search.store.location import location_name, resolve_url, sqlite_file
 from fuseplan.search.store.record import Versions
 from fuseplan.search.tune.time_account import TimeAccount
-from fuseplan.search.tune.tuner import Budget
 
 
 def fleet_kind(workers: str, device: str) -> Kind:
@@ -113,7 +112,7 @@ def terms_of(fleet: Fleet, how: HowToTune) -> Terms:
     """What every tune of this run is for, but for the settings."""
     return Terms(
         uuid.uuid4().hex[:8], fleet.kind, fleet.location, PlanSettings(),
-        Budget.on(fleet.kind, how.trials, how.seconds), how.seed, how.shipped, how.again, how.study,
+        how.budget(fleet.kind), how.seed, how.shipped, how.again, how.study,
     )
 
 

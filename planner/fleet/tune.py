@@ -33,7 +33,7 @@ from fuseplan.planner.tuning.plans import GraphPlan
 from fuseplan.planner.tuning.recheck import recheck
 from fuseplan.planner.tuning.session import Session, session_on
 from fuseplan.planner.tuning.tune import RegionFailure, TuneResult, WorkloadPlan
-from fuseplan.planner.tuning.whole_step import measure_step
+from fuseplan.planner.tuning.whole_step import measure_step, step_problem
 from fuseplan.planner.work.region_data import region_data
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.leases import Leases
@@ -74,7 +74,10 @@ class Order:
 
 @dataclass
 class _Planned:
-    """A graph of an order on a device. ``place`` is that of its workload; ``open`` are regions that are not done."""
+    """A graph of an order on a device. ``place`` is that of its workload; ``open`` are regions that are not done.
+
+    ``untimed`` says why its whole step is not timed; "" where it is, or nobody asked for it.
+    """
 
     order: int
     device: str
@@ -84,6 +87,7 @@ class _Planned:
     open: set[str] = field(default_factory=set)
     plan: GraphPlan | None = None
     elapsed_s: float = 0.0
+    untimed: str = ""
 
     def done(self) -> WorkloadPlan:
         assert self.plan is not None
@@ -237,7 +241,9 @@ class FleetTune:
 
     def _step_timed(self, session: Session, planned: _Planned, plan: GraphPlan) -> None:
         began = time.monotonic()
-        measure_step(session, planned.graph, plan, self._remote(planned.device, planned.order))
+        limit_s = self._orders[planned.order].terms.budget.job_limit_s
+        found = measure_step(session, planned.graph, plan, self._remote(planned.device, planned.order), limit_s)
+        planned.untimed = step_problem(planned.name, found)
         planned.elapsed_s += time.monotonic() - began
 
     def _remote(self, device: str, order: int) -> _RemoteTuner:
@@ -250,7 +256,8 @@ class FleetTune:
         plans = tuple(one.done() for one in mine)
         rechecked = recheck(session, [(one.graph, one.plan) for one in plans], self._remote(device, number))
         result = TuneResult(
-            plans, session, time.monotonic() - began, rechecked, tuple(self._failures(mine, device, order.terms)))
+            plans, session, time.monotonic() - began, rechecked, tuple(self._failures(mine, device, order.terms)),
+            tuple(one.untimed for one in mine if one.untimed))
         return replace(result, session=session.recalibrated()) if result.measured else result
 
     def _failures(self, mine: Sequence[_Planned], device: str, terms: Terms) -> Iterator[RegionFailure]:

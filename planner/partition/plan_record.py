@@ -96,7 +96,8 @@ class PlanWriter:
         return self._written(
             chosen, math.fsum(one.planned_us for one in records), math.fsum(one.unfused_us for one in records),
             (*others[: self.alternatives], *plain), sum(one.enumerated for one in records),
-            sum(one.measured for one in records), 1.0 - bound_us / cost_us if cost_us > 0 else 0.0, elapsed_s, reason,
+            sum(one.measured for one in records), max(0.0, 1.0 - bound_us / cost_us) if cost_us > 0 else 0.0, elapsed_s,
+            reason,
             any(one.undecided for one in records),
         )
 

@@ -20,7 +20,7 @@ from fuseplan.planner.lowering.recipes import kind_of, why_opaque
 from fuseplan.planner.module_paths import RepeatedPaths, group_place, located
 from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.planner.reports.drawing import group_name
-from fuseplan.planner.reports.frames import config_text, how_it_runs, time_of
+from fuseplan.planner.reports.frames import config_text, floor_doubt, how_it_runs, time_of
 from fuseplan.planner.reports.side_by_side import Planned, in_words, side_by_side
 from fuseplan.planner.tuning.planner import GraphPlan, RegionPlan
 from fuseplan.planner.tuning.session import Session
@@ -165,7 +165,9 @@ class _RegionWords:
         if choice.delay_us >= 0.01:
             parts.append(f"{choice.delay_us:.2f} us more beside the region's other data in the cache")
         if choice.lower_bound_us:
-            parts.append(f"no kernel can take less than {choice.lower_bound_us:.2f} us")
+            doubt = floor_doubt(choice.measured_us, choice.lower_bound_us)
+            words = f" (it is {doubt})" if doubt else ""
+            parts.append(f"no kernel can take less than {choice.lower_bound_us:.2f} us{words}")
         if choice.config:
             parts.append(config_text(choice.config))
         yield f"     {'; '.join(parts)}"

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 GROUP_COLUMNS = (
     "workload", "group", "place", "ops", "times", "answer", "backend", "config", "fused_us", "unfused_us", "speedup",
-    "predicted_us", "lower_bound_us", "noise", "measured_configs", "enumerated_configs", "source", "regime", "key",
+    "predicted_us", "lower_bound_us", "noise", "measured_configs", "enumerated_configs", "source", "doubt", "regime",
+    "key",
 )
 REGION_COLUMNS = (
     "workload", "region", "times", "ops", "kernels", "planned_us", "unfused_us", "speedup", "predicted_us",
@@ -135,7 +136,8 @@ def group_frame(data: ReportData) -> pd.DataFrame:
 
     ``place`` says where in the model it is, as far as that is stored. ``times`` counts how often the group runs in one
     pass over each workload; ``speedup`` is unfused over what the plan runs, so it is 1 where the answer is not to fuse.
-    Ops that were never a tuning question (a lone op that no kernel was tuned for) have no row.
+    Ops that were never a tuning question (a lone op that no kernel was tuned for) have no row. ``doubt`` says in words
+    what cannot be (:func:`floor_doubt`), None where there is nothing.
     """
     rows: dict[RecordKey, dict[str, Any]] = {}
     runs: defaultdict[RecordKey, Counter[str]] = defaultdict(Counter)
@@ -168,7 +170,7 @@ def _group_row(group: GroupChoice, record: TuningRecord | None) -> dict[str, Any
         "fused_us": None if group.is_plain else group.measured_us,
     }
     if record is None:
-        return row
+        return row | {"doubt": floor_doubt(row["fused_us"], group.lower_bound_us)}
     row |= {
         "group": record.label, "backend": record.backend, "config": config_text(record.config),
         "fused_us": record.fused.median_us if record.fused is not None else None,
@@ -178,7 +180,20 @@ def _group_row(group: GroupChoice, record: TuningRecord | None) -> dict[str, Any
     if record.undecided:
         row["answer"] = "undecided"
     chosen_us = row["unfused_us"] if group.is_plain else row["fused_us"]
-    return row | {"speedup": row["unfused_us"] / chosen_us if chosen_us else None}
+    doubt = floor_doubt(chosen_us, group.lower_bound_us)
+    return row | {"speedup": row["unfused_us"] / chosen_us if chosen_us else None, "doubt": doubt}
+
+
+def floor_doubt(time_us: float | None, floor_us: float | None) -> str | None:
+    """In words, that something was measured to take less than its floor; None where it was not.
+
+    A floor is made of the shortest launch, the best bandwidth and the highest rate that a probe saw. One that is beaten
+    was probed while the device was busy or slower than later, or the time is wrong: the two cannot both be right.
+    """
+    if time_us is None or floor_us is None or time_us >= floor_us:
+        return None
+    share = 1 - time_us / floor_us
+    return f"{share:.1%} below its floor: the device was slower when it was probed, or the time is wrong"
 
 
 def time_of(group: GroupChoice | Alternative) -> float:
@@ -211,7 +226,9 @@ def headline(groups: pd.DataFrame) -> str:
         return "no group has been tuned"
     fused = int((groups["answer"] == "fuse").sum())
     slower = int((groups["speedup"] < 1 - groups["noise"].fillna(0.0)).sum())
-    return f"{fused} of {len(groups)} groups are fused; {slower} slower than unfused beyond noise"
+    below = int(groups["doubt"].notna().sum())
+    words = f"; {below} measured below their floors, so the probe of these floors or a time is wrong" if below else ""
+    return f"{fused} of {len(groups)} groups are fused; {slower} slower than unfused beyond noise{words}"
 
 
 def average(groups: pd.DataFrame) -> str:
@@ -229,7 +246,7 @@ def region_frame(data: ReportData) -> pd.DataFrame:
             "planned_us": plan.planned_us, "unfused_us": plan.unfused_us,
             "speedup": plan.unfused_us / plan.planned_us if plan.planned_us > 0 else None,
             "predicted_us": plan.predicted_us, "candidates": plan.enumerated, "measured_candidates": plan.measured,
-            "gap": plan.gap, "peak_bytes": plan.peak_bytes, "unfused_peak_bytes": plan.unfused_peak_bytes,
+            "gap": max(0.0, plan.gap), "peak_bytes": plan.peak_bytes, "unfused_peak_bytes": plan.unfused_peak_bytes,
             "regime": plan.key.regime, "key": plan.key.workload,
         }
         for workload, region, plan in data.planned()
@@ -240,7 +257,9 @@ def region_frame(data: ReportData) -> pd.DataFrame:
 def coverage_frame(data: ReportData) -> pd.DataFrame:
     """One row per workload: how many of its fusable ops the plan fuses, and what that leaves to launch.
 
-    ``launches`` leaves library calls out; the times are those of whole regions, with their matmuls and attention.
+    ``fused`` are ops that a kernel computes and that are no matmuls, attention or views: a share of the ``fusable``
+    ones. ``launches`` leaves library calls out; the times are those of whole regions, with their matmuls and attention,
+    None where a region has no plan.
     """
     rows = [_coverage_row(data, workload) for workload in data.workloads]
     return pd.DataFrame(rows, columns=list(COVERAGE_COLUMNS))
@@ -252,13 +271,17 @@ def _coverage_row(data: ReportData, workload: WorkloadSummary) -> dict[str, Any]
     for region in workload.regions:
         plan, times = data.plans.get(workload.plan_key(region)), region.occurrences
         unfused_launches += times * region.kinds.count("compute")
-        if plan is None:
+        if plan is None or not region.has_plan(plan):
             launches += times * region.kinds.count("compute")
+            planned_us = unfused_us = math.nan
             continue
-        anchors = {at for at, kind in enumerate(region.kinds) if kind == "anchor"}
-        others = [group for group in plan.groups if anchors.isdisjoint(group.ops)]
-        fused += times * len({op for group in plan.groups if group.is_kernel for op in group.ops})
-        launches += times * sum(1 if group.is_kernel else len(group.ops) for group in others)
+        anchors, computed = (
+            {at for at, kind in enumerate(region.kinds) if kind == wanted} for wanted in ("anchor", "compute"))
+        for group in plan.groups:
+            own = len(computed.intersection(group.ops))
+            fused += times * own if group.is_kernel else 0
+            if anchors.isdisjoint(group.ops):
+                launches += times * (min(own, 1) if group.is_kernel else own)
         planned_us += times * plan.planned_us
         unfused_us += times * plan.unfused_us
     fusable = workload.computes

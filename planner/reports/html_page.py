@@ -156,8 +156,8 @@ def _with_matmuls(data: ReportData, regions: pd.DataFrame) -> pd.DataFrame:
         (key.workload, key.regime) for key, plan in data.plans.items()
         if len(plan.groups) > 1 and any(group.label.split(" ")[0] in _MATMULS for group in plan.groups)
     }
-    found = regions[[pair in held for pair in zip(regions["key"], regions["regime"], strict=True)]]
-    return _by_device(found)
+    pairs = pd.MultiIndex.from_frame(regions[["key", "regime"]])
+    return _by_device(regions[pairs.isin(held)])
 
 
 def _by_device(frame: pd.DataFrame) -> pd.DataFrame:
@@ -180,7 +180,7 @@ def _record_words(groups: pd.DataFrame, regions: pd.DataFrame) -> Iterator[tuple
                       for name, saved_us in zip(best["group"], best["saved_us"], strict=True))
     yield _QUESTIONS[1], (f"Most is saved by these, each time that they run: {names}." if names
                           else "No group was measured fused and unfused.")
-    bounded = _by_device(groups[(groups["lower_bound_us"] > 0) & groups["fused_us"].notna()])
+    bounded = _by_device(groups[(groups["lower_bound_us"] > 0) & groups["fused_us"].notna() & groups["doubt"].isna()])
     over = (bounded["fused_us"] / bounded["lower_bound_us"]).median()
     yield _QUESTIONS[2], (f"Half of the kernels take less than {over:.2f} times what memory and arithmetic alone take."
                           if len(bounded) else "No kernel has a floor to compare with.")

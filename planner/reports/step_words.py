@@ -40,7 +40,8 @@ def step_lines(data: ReportData, shown: int = _SHOWN, every: bool = False) -> It
     ordered = sorted(best.values(), key=lambda pair: -pair[1].saved_us)
     for one, saved in ordered[:shown]:
         each = f"{saved.uses} x ({time_text(saved.unfused_us)} -> {time_text(saved.planned_us)})"
-        yield f"    saves {time_text(saved.saved_us)} of {one.name}, {each}: {saved.name}"
+        doubt = f"; {words}" if (words := saved.doubt(one.unfused_us)) else ""
+        yield f"    saves {time_text(saved.saved_us)} of {one.name}, {each}: {saved.name}{doubt}"
     if len(ordered) > shown:
         yield f"    {len(ordered) - shown} other groups save less; `plan report steps` lists them"
 
@@ -54,7 +55,8 @@ def step_words(one: Step) -> str:
     if one.times is None:
         return f"{words}; the sum of its regions, a whole step was not timed{_left_out(one)}"
     floor = f"; floor {_in(one.times.floor_us, unit)} {unit}" if one.times.floor_us is not None else ""
-    return f"{words}{floor}{_doubt(one)}{_left_out(one)}"
+    below = f" (the step is {one.doubt})" if one.doubt else ""
+    return f"{words}{floor}{below}{_doubt(one)}{_left_out(one)}"
 
 
 def _doubt(one: Step) -> str:
@@ -121,7 +123,12 @@ def _besides(one: Step, named: Sequence[Saved]) -> str:
     """What a step that was timed gains beyond the groups that are named; "" where that is little."""
     gained_us = one.unfused_us - one.planned_us
     rest_us = gained_us - math.fsum(saved.saved_us for saved in named)
-    if one.times is None or rest_us < _LITTLE * gained_us or _doubt(one):
+    if one.times is None or _doubt(one):
+        return ""
+    if rest_us < -_LITTLE * abs(gained_us):
+        return (f" Each was measured by itself, with its data in memory: in the step all groups together save "
+                f"{time_text(max(0.0, gained_us))}.")
+    if rest_us < _LITTLE * gained_us:
         return ""
     return f" The other {time_text(rest_us)} of the difference are smaller groups, launches and gaps."
 
@@ -140,8 +147,9 @@ def _what_is_left(one: Step) -> str:
         found.append(f"What is left is mostly {most.part} ({share:.0%}).")
     if one.times is not None and one.times.floor_us:
         over = one.planned_us / one.times.floor_us
-        found.append(f"Memory and arithmetic alone take {time_text(one.times.floor_us)}"
-                     + (f", so no plan can be more than {over:.2f} times as fast as this one." if over > 1 else "."))
+        known = f"so no plan can be more than {over:.2f} times as fast as this one" if over > 1 else (
+            f"but the step is {one.doubt}" if one.doubt else "so no plan can be faster")
+        found.append(f"Memory and arithmetic alone take {time_text(one.times.floor_us)}, {known}.")
     else:
         found.append("How fast a step could be at best is not known: none was timed.")
     return " ".join(found)

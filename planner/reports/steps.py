@@ -11,16 +11,17 @@ from typing import Any
 import pandas as pd
 
 from fuseplan.planner.module_paths import TOP, joined_places, located
-from fuseplan.planner.reports.frames import ReportData, time_of
+from fuseplan.planner.reports.frames import ReportData, floor_doubt, time_of
 from fuseplan.planner.tuning.summary import RegionSummary, WorkloadSummary
 from fuseplan.planner.tuning.whole_step import StepTimes, step_key
 from fuseplan.search.store.record import ATEN, Alternative, GroupChoice, PlanRecord, RecordKey
 
 STEP_COLUMNS = ("workload", "unfused_us", "planned_us", "speedup", "floor_us", "over_floor", "noise", "measured",
-                "left_out", "regime")
+                "left_out", "doubt", "regime")
 PART_COLUMNS = ("workload", "part", "unfused_us", "planned_us", "saved_us", "regime")
 SAVED_COLUMNS = (
-    "workload", "group", "place", "uses", "unfused_us", "planned_us", "saved_us", "share", "runs", "regime", "key",
+    "workload", "group", "place", "uses", "unfused_us", "planned_us", "saved_us", "share", "runs", "doubt",
+    "regime", "key",
 )
 #: Where a step's time goes.
 MATMULS, ATTENTION, FUSED, UNFUSED, BETWEEN = (
@@ -50,6 +51,14 @@ class Saved:
     def saved_us(self) -> float:
         return self.uses * (self.unfused_us - self.planned_us)
 
+    def doubt(self, step_us: float) -> str | None:
+        """In words, that it saves more than the unfused step takes: its times are of another run, in which its data had
+        to come from memory or the device was slower. None where that is not so.
+        """
+        if self.saved_us <= step_us:
+            return None
+        return "more than the whole step takes: by itself it was slower than in the step"
+
 
 @dataclass(frozen=True)
 class Step:
@@ -70,6 +79,11 @@ class Step:
     parts: Mapping[str, tuple[float, float]]
     saved: tuple[Saved, ...]
     left_out: int = 0
+
+    @property
+    def doubt(self) -> str | None:
+        """In words, that the step was measured to take less than its floor; None where it was not."""
+        return floor_doubt(min(self.unfused_us, self.planned_us), self.times.floor_us if self.times else None)
 
 
 def steps(data: ReportData) -> list[Step]:
@@ -161,7 +175,7 @@ def step_frame(data: ReportData) -> pd.DataFrame:
             "speedup": ratio(one.unfused_us, one.planned_us), "floor_us": floor,
             "over_floor": ratio(one.planned_us, floor), "noise": one.times.noise if one.times is not None else None,
             "measured": "end to end" if one.times is not None else "by regions", "left_out": one.left_out,
-            "regime": one.workload.regime,
+            "doubt": one.doubt, "regime": one.workload.regime,
         })
     return pd.DataFrame(rows, columns=list(STEP_COLUMNS))
 
@@ -195,7 +209,7 @@ def saved_frame(data: ReportData) -> pd.DataFrame:
             {"workload": one.name, "group": saved.label, "place": saved.place, "uses": saved.uses,
              "unfused_us": saved.unfused_us, "planned_us": saved.planned_us, "saved_us": saved.saved_us,
              "share": ratio(saved.saved_us, one.unfused_us), "runs": saved.group.implementation,
-             "regime": one.workload.regime, "key": saved.group.workload}
+             "doubt": saved.doubt(one.unfused_us), "regime": one.workload.regime, "key": saved.group.workload}
             for saved in one.saved
         ]
     return pd.DataFrame(rows, columns=list(SAVED_COLUMNS))

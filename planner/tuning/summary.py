@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from graphlib import CycleError, TopologicalSorter
 from typing import TYPE_CHECKING
 
 from fuseplan.planner.module_paths import RepeatedPaths, group_place
@@ -53,7 +54,16 @@ class RegionSummary:
         alike = len(self.ops) == len(self.kinds) == len(self.shapes)
         named = [*(at for edge in self.edges for at in edge), *(at for one in self.places for at, _ in one.paths)]
         known = all(0 <= at < len(self.ops) for at in named)
-        return "" if alike and known else "names ops that it does not have"
+        if not (alike and known):
+            return "names ops that it does not have"
+        order = TopologicalSorter[int]()
+        for before, after in self.edges:
+            order.add(after, before)
+        try:
+            order.prepare()
+        except CycleError:
+            return "has ops that wait for each other"
+        return ""
 
     def place_of(self, ops: Collection[int]) -> str:
         """Where a group of these ops is in the model, in words; "" where that is not known."""
@@ -105,6 +115,13 @@ class WorkloadSummary:
 
     def _key(self, workload: str) -> RecordKey:
         return RecordKey(workload, self.device, self.regime, self.numerics)
+
+    def flaw(self) -> str:
+        """Why the fields contradict one another; "" when they do not."""
+        if len({region.key for region in self.regions}) < len(self.regions):
+            return "has a region twice"
+        held = sum(region.occurrences * region.kinds.count("compute") for region in self.regions)
+        return "" if self.computes >= held else "has fewer ops than its regions"
 
     @property
     def computes(self) -> int:

@@ -20,7 +20,7 @@ from fuseplan.planner.tuning.lookahead import Lookahead
 from fuseplan.planner.tuning.planner import GraphPlan, Planner, RegionPlan
 from fuseplan.planner.tuning.recheck import Rechecked, recheck
 from fuseplan.planner.tuning.session import Session
-from fuseplan.planner.tuning.whole_step import measure_step
+from fuseplan.planner.tuning.whole_step import measure_step, step_problem
 from fuseplan.search.errors import DatabaseError, MachineFailureError
 from fuseplan.search.store.leases import POLL_S
 from fuseplan.search.store.record import PlanRecord
@@ -69,6 +69,7 @@ class TuneResult:
         elapsed_s: Wall time of planning and tuning (capture and probe not included).
         rechecked: Shipped kernels that were measured here to see whether their times hold.
         failures: Regions that could not be planned.
+        untimed: Whole steps that were not timed, each with its workload and why.
     """
 
     plans: tuple[WorkloadPlan, ...]
@@ -76,6 +77,7 @@ class TuneResult:
     elapsed_s: float
     rechecked: tuple[Rechecked, ...] = ()
     failures: tuple[RegionFailure, ...] = ()
+    untimed: tuple[str, ...] = ()
 
     def distinct(self) -> list[tuple[str, RegionPlan]]:
         """Each distinct region once, with the workload it first occurs in."""
@@ -189,15 +191,23 @@ def tune(
             elif on_plan is not None:
                 on_plan(one.planned(known))
         plans = [one.planned(known) for one in work]
-        for at, done in enumerate(plans):
-            if times_step is not None and times_step(done.workload):
-                began = time.monotonic()
-                measure_step(session, done.graph, done.plan, tuner)
-                plans[at] = replace(done, elapsed_s=done.elapsed_s + time.monotonic() - began)
+        asked = [at for at, done in enumerate(plans) if times_step is not None and times_step(done.workload)]
+        untimed: list[str] = []
+        for number, at in enumerate(asked, 1):
+            done, began = plans[at], time.monotonic()
+
+            def on_start(unfused_us: float, event: tuple[str, int, int] = (done.workload, number, len(asked))) -> None:
+                if on_trial is not None:
+                    on_trial(ProgressEvent(*event, unfused_us, "step"))
+
+            timed = measure_step(session, done.graph, done.plan, tuner, budget.job_limit_s, on_start)
+            untimed += filter(None, [step_problem(done.workload, timed)])
+            plans[at] = replace(done, elapsed_s=done.elapsed_s + time.monotonic() - began)
         taken_over = [(done.graph, done.plan) for done in plans]
         with account.spend("checking shipped times"):
             rechecked = recheck(session, taken_over, tuner)
-    result = TuneResult(tuple(plans), session, time.monotonic() - start, rechecked, tuple(failures))
+    elapsed_s = time.monotonic() - start
+    result = TuneResult(tuple(plans), session, elapsed_s, rechecked, tuple(failures), tuple(untimed))
     if not result.measured:
         return result
     with account.spend("calibrating"):

@@ -8,7 +8,7 @@ on neither side.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Protocol
@@ -31,8 +31,10 @@ from fuseplan.search.store.limits import Amount
 from fuseplan.search.store.record import PlanRecord, RecordKey, now
 from fuseplan.search.timing.contest import Contest
 from fuseplan.search.timing.sequence import Part
+from fuseplan.search.tune.time_limits import JOB_LIMIT_S
+from fuseplan.search.workers.worker import Outcome
 
-_PREFIX = "step"
+_PREFIX, _UNTIMED = "step", "untimed"
 _UNFUSED, _PLANNED = "unfused", "planned"
 #: Microseconds of an unfused step past which it is not timed, and past which few rounds have to do.
 _LONGEST_US, _LONG_US = 3e5, 2e4
@@ -58,6 +60,18 @@ class StepTimes:
     floor_us: Amount | None = None
     created: str = ""
     device: str = ""
+
+
+@dataclass(frozen=True)
+class Untimed:
+    """A step that is not timed, and ``why``; "" where there is nothing to say.
+
+    Kept where the run timed out: the next one with this ``job_limit_s`` or less would take as long for nothing. What
+    else a run failed at, such as memory that others used, may be gone by then.
+    """
+
+    why: str = ""
+    job_limit_s: Amount = 0.0
 
 
 def step_key(planned: Iterable[tuple[int, PlanRecord]]) -> str:
@@ -91,39 +105,78 @@ class StepTimer(Protocol):
 
     def time_sides(
         self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str], min_rounds: int
-    ) -> Contest | None: ...
+    ) -> Outcome: ...
 
 
-def measure_step(session: Session, graph: DataflowGraph, plan: GraphPlan, tuner: StepTimer) -> StepTimes | None:
-    """The step's times, measured and stored unless they are stored; None where they cannot be known. What another tuner
-    is timing is waited for.
+def measure_step(
+    session: Session, graph: DataflowGraph, plan: GraphPlan, tuner: StepTimer, job_limit_s: float = JOB_LIMIT_S,
+    on_start: Callable[[float], None] = lambda unfused_us: None
+) -> StepTimes | Untimed:
+    """The step's times, measured and stored unless they are stored. What another tuner is timing is waited for.
 
-    That is so of a step that takes too long, of one with a region that has no plan, and where the run fails (for want
-    of memory).
+    Not timed is a step that takes too long, one with a region that has no plan, and one whose run fails (for want of
+    memory, or within ``job_limit_s``). ``on_start`` is told what the sum of its regions takes unfused.
     """
     key = step_key(counted(plan))
     lease = RecordKey(key, session.device, session.settings.regime, session.settings.numerics)
+
+    def known() -> StepTimes | Untimed | None:
+        return stored_steps(session.store).get(key) or _known_untimed(session.store, key, job_limit_s)
+
     return tuner.leases.once(
-        lease, lambda: stored_steps(session.store).get(key), lambda: _measured(session, graph, plan, tuner, key))
+        lease, known, lambda: _measured(session, graph, plan, _Timing(tuner, key, job_limit_s, on_start)))
 
 
-def _measured(session: Session, graph: DataflowGraph, plan: GraphPlan, tuner: StepTimer, key: str) -> StepTimes | None:
+def step_problem(workload: str, found: StepTimes | Untimed) -> str:
+    """Why a workload's step is not timed, in words; "" where it is, or there is nothing to say."""
+    why = found.why if isinstance(found, Untimed) else ""
+    return f"{workload}: its whole step is not timed: {why}" if why else ""
+
+
+def _known_untimed(database: codec.CaptureStore, key: str, job_limit_s: float) -> Untimed | None:
+    """That the step timed out before, within no less than ``job_limit_s``."""
+    for data in database.captures(f"{_UNTIMED}/{key}").values():
+        with suppress(RecordError):
+            found = codec.from_data(Untimed, data)
+            return found if found.job_limit_s >= job_limit_s else None
+    return None
+
+
+@dataclass(frozen=True)
+class _Timing:
+    """Who times a step, what it is called, and within what limit."""
+
+    tuner: StepTimer
+    key: str
+    job_limit_s: float
+    on_start: Callable[[float], None]
+
+
+def _measured(session: Session, graph: DataflowGraph, plan: GraphPlan, timing: _Timing) -> StepTimes | Untimed:
     planned = counted(plan)
     unfused_us = sum(count * record.unfused_us for count, record in planned)
     is_whole = bool(planned) and len(plan.regions) == len(find_regions(graph))
-    if not is_whole or session.spec is None or unfused_us > _LONGEST_US:
-        return None
+    if not is_whole or session.spec is None:
+        return Untimed()
+    if unfused_us > _LONGEST_US:
+        return Untimed(f"it takes about {unfused_us * 1e-6:.2g} s, and steps of more than {_LONGEST_US * 1e-6:g} s are "
+                       "told by the sum of their regions")
+    timing.on_start(unfused_us)
     regime = session.settings.regime
     book = GroupBook(graph, session.settings.numerics, session.target.device_type)
     step = _Step(book, plan, implementations_for(regime, session.backends, session.target))
     rounds = _FEW_ROUNDS if unfused_us > _LONG_US else _ROUNDS
-    contest = tuner.time_sides(step.parts, step.sides, step.kept, rounds)
-    if contest is None:
-        return None
+    outcome = timing.tuner.time_sides(step.parts, step.sides, step.kept, rounds)
+    if not outcome.ok:
+        untimed = Untimed(outcome.failure, timing.job_limit_s)
+        if outcome.timed_out:
+            session.database.put_capture(f"{_UNTIMED}/{timing.key}", asdict(untimed))
+        return untimed
+    contest: Contest = outcome.value
     floor = floor_us(book, session.spec, "graph" if regime == "graph" else "eager")
     unfused, chosen = (contest.time(side).median_us for side in (_UNFUSED, _PLANNED))
     found = StepTimes(unfused, chosen, contest.noise, floor, now(), session.device)
-    session.database.put_capture(f"{_PREFIX}/{key}", asdict(found))
+    session.database.put_capture(f"{_PREFIX}/{timing.key}", asdict(found))
     return found
 
 

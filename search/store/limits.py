@@ -54,6 +54,8 @@ _AMOUNT = between(0.0, _MOST)
 Amount: TypeAlias = Annotated[float, _AMOUNT]
 #: A time that was measured: nothing takes none.
 Measured: TypeAlias = Annotated[float, between(1e-9, _MOST)]
+#: A part of a whole; below it by what rounding makes of none.
+Share: TypeAlias = Annotated[float, between(-1e-9, 1.0)]
 #: A relative gain or a difference: may be negative.
 Signed: TypeAlias = Annotated[float, between(-_MOST, _MOST)]
 Count: TypeAlias = Annotated[int, between(0, 2**62)]

@@ -19,7 +19,18 @@ from typing import Annotated, Literal, TypeAlias
 from fuseplan.costmodel.work import Work
 from fuseplan.search.errors import brief
 from fuseplan.search.store import limits
-from fuseplan.search.store.limits import Amount, Count, Label, Measured, OptionalKey, Parameter, Positions, Signed, Word
+from fuseplan.search.store.limits import (
+    Amount,
+    Count,
+    Label,
+    Measured,
+    OptionalKey,
+    Parameter,
+    Positions,
+    Share,
+    Signed,
+    Word,
+)
 
 #: Version of every stored structure below and of the database's tables. Another version is refused, never guessed at.
 SCHEMA_VERSION = 2
@@ -243,6 +254,8 @@ class TuningRecord:
 
     def flaw(self) -> str:
         """Why the fields contradict one another; "" when they do not."""
+        if self.measured > self.enumerated:
+            return "measured more configurations than there are"
         if not self.fuse:
             return ""
         return "fuses undecided" if self.undecided else "" if self.fused and self.backend else "fuses without a kernel"
@@ -274,7 +287,7 @@ class GroupChoice:
     predicted_us: Amount = 0.0
     lower_bound_us: Amount = 0.0
     measured_us: Amount | None = None
-    delay_us: Signed = 0.0
+    delay_us: Amount = 0.0
 
     def flaw(self) -> str:
         """Why the fields contradict one another; "" when they do not."""
@@ -304,7 +317,7 @@ class Alternative:
     measured_us: Amount | None = None
     implementation: Word = "kernel"
     workload: OptionalKey = ""
-    delay_us: Signed = 0.0
+    delay_us: Amount = 0.0
 
 
 @dataclass(frozen=True)
@@ -331,7 +344,7 @@ class PlanRecord:
     rejected: tuple[Alternative, ...]
     enumerated: Count
     measured: Count
-    gap: Signed
+    gap: Share
     peak_bytes: Count
     unfused_peak_bytes: Count
     evidence: Evidence
@@ -339,5 +352,7 @@ class PlanRecord:
 
     def flaw(self) -> str:
         """Why the fields contradict one another; "" when they do not."""
+        if self.measured > self.enumerated:
+            return "measured more candidates than there are"
         ops = [op for group in self.groups for op in group.ops]
         return f"{brief(ops)} runs an op twice" if len(set(ops)) < len(ops) else ""

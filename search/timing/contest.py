@@ -141,11 +141,15 @@ def decisive(
     timer: Timer, contestants: Mapping[str, Run], operands: Operands, seconds: float, incumbent: str,
     twice: str | None = None,
 ) -> Contest:
-    """As :func:`contest`, repeated for longer each time while noise hides how the others compare with ``incumbent``."""
+    """As :func:`contest`, repeated for longer each time while noise hides how the others compare with ``incumbent``,
+    unless calls are so long that the longer run has no more rounds.
+    """
     found = contest(timer, contestants, operands, seconds, twice)
     for factor in _LONGER:
         if not any(found.undecided(name, incumbent) for name in contestants if name != incumbent):
             break
+        if seconds * factor * 1e6 < math.fsum(map(math.fsum, found.samples.values())):
+            continue
         found = contest(timer, contestants, operands, seconds * factor, twice, _MAX_ROUNDS * factor)
     return found
 
@@ -217,7 +221,9 @@ def _rounds(
         start = timer.clock()
         while len(clean) < max_rounds:
             number = len(clean) + len(disturbed)
-            tried = {name: _undisturbed(timer, samplers[name], tries) for name in _turn(list(samplers), number)}
+            # Past the time for that, long samples are not repeated: something always disturbs them.
+            left = tries if timer.clock() - start < seconds * _PATIENCE else 1
+            tried = {name: _undisturbed(timer, samplers[name], left) for name in _turn(list(samplers), number)}
             found = {name: value for name, (value, _) in tried.items()}
             (clean if all(alone for _, alone in tried.values()) else disturbed).append(found)
             spent = timer.clock() - start

@@ -16,6 +16,7 @@ import torch
 
 from fuseplan.kernels.ir.backend import Backend, Config, Target, config_key
 from fuseplan.kernels.ir.gathers import computes_indices, index_limits
+from fuseplan.search.timing.signs import goes_on
 from fuseplan.search.timing.subject import Subject
 from fuseplan.search.timing.timers import Run
 
@@ -99,6 +100,7 @@ class SharedOperands:
         if known is not None:
             return known
         made = list(self._make_inputs(subject))
+        goes_on()
         self._known[id(subject)] = [
             torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
             if one.is_floating_point() or one.dtype == torch.bool else one

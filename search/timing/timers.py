@@ -20,6 +20,7 @@ import torch
 
 from fuseplan.costmodel.probe.timing import record_calls, replay_us
 from fuseplan.costmodel.probe.yardstick import processor_yardstick
+from fuseplan.search.timing.signs import goes_on
 
 #: A contestant: called with the inputs, allocates and returns its outputs.
 Run: TypeAlias = Callable[..., object]
@@ -76,6 +77,7 @@ class Timer(ABC):
         """A sample, and whether nothing disturbed it."""
         before, steady = self.disturbances(), self.steady()
         value = sampler()
+        goes_on()
         return value, steady and self.disturbances() == before and self.steady()
 
     @abstractmethod
@@ -124,7 +126,9 @@ class HostTimer(Timer):
         for call in calls:
             run(*operands[call % count])
         self.synchronise()
-        return (self.clock() - start) * 1e6
+        spent_us = (self.clock() - start) * 1e6
+        goes_on()
+        return spent_us
 
     def _calibrate(self, run: Run, operands: Operands) -> int:
         """Calls that make a batch."""

@@ -17,6 +17,7 @@ from fuseplan.kernels.ir.backend import CompiledKernel
 from fuseplan.kernels.ir.ir import Cast, KernelIR, operands
 from fuseplan.search.errors import SubjectError
 from fuseplan.search.timing.measure import span_bytes
+from fuseplan.search.timing.signs import goes_on
 from fuseplan.search.timing.subject import Subject
 
 _GUARD_BYTES = 4096
@@ -72,9 +73,11 @@ def make_oracle(subject: Subject, seed: int, device: str) -> Oracle:
     written = set(subject.ir.overwritten.values())
     try:
         references = subject.reference(*inputs)
+        goes_on()
         eager = subject.eager(*(one.clone() if number in written else one for number, one in enumerate(inputs)))
     except Exception as error:
         raise SubjectError(f"{subject.label}: the unfused chain fails: {type(error).__name__}: {error}") from error
+    goes_on()
     expected = []
     quantised = quantised_outputs(subject.ir)
     for number, (reference, own) in enumerate(zip(references, eager, strict=True)):
@@ -142,6 +145,7 @@ def check_result(kernel: CompiledKernel, subject: Subject, oracle: Oracle, devic
     kernel(*(guarded.view for guarded in inputs), *(guarded.view for guarded in outputs))
     if device.startswith("cuda"):
         torch.cuda.synchronize()
+    goes_on()
     kept = [torch.equal(guarded.buffer, old) for guarded, old in zip(inputs, before, strict=True)]
     strays = [f"input {number} was changed, or memory around it" for number, same in enumerate(kept) if not same]
     outside = (number for number, guarded in enumerate(outputs) if guarded.touched_outside())
@@ -151,7 +155,9 @@ def check_result(kernel: CompiledKernel, subject: Subject, oracle: Oracle, devic
 
 def check_call(run: Callable[..., Sequence[torch.Tensor]], oracle: Oracle) -> Verdict:
     """Judge what a library's call returns, as :func:`check_result` judges a kernel; its memory is its own business."""
-    return _verdict([(value, 0) for value in run(*oracle.inputs)], oracle, [])
+    results = run(*oracle.inputs)
+    goes_on()
+    return _verdict([(value, 0) for value in results], oracle, [])
 
 
 def _verdict(results: Sequence[tuple[torch.Tensor, int]], oracle: Oracle, reasons: list[str]) -> Verdict:

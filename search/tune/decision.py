@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fuseplan.kernels.ir.backend import config_key
@@ -11,7 +11,7 @@ from fuseplan.search.store.record import Evidence, Finalist, RecordKey, Rejectio
 from fuseplan.search.timing.contest import Contest
 from fuseplan.search.timing.subject import Subject
 from fuseplan.search.workers import jobs
-from fuseplan.search.workers.worker import WorkerPool
+from fuseplan.search.workers.worker import Outcome
 
 #: What a kernel of another back end than the preferred one has to gain on that one's best, hot and cold. Two runs of
 #: one pair of kernels differ by almost as much, with where their results lie in memory.
@@ -30,19 +30,19 @@ class Verdicts:
 
 
 def decide_group(
-    executor: WorkerPool, bench: jobs.Bench, subject: Subject, key: RecordKey, choices: Sequence[jobs.Entrant],
-    verdicts: Verdicts, evidence: Evidence, limit_s: float
+    run: Callable[[Sequence[jobs.Entrant], str], Outcome], subject: Subject, key: RecordKey,
+    choices: Sequence[jobs.Entrant], verdicts: Verdicts, evidence: Evidence
 ) -> TuningRecord:
     """Run the finalists (``choices``, the incumbent first) against the unfused chain and write down the answer.
 
-    A run that crashes or takes longer than ``limit_s`` is repeated with the first choice alone, then with the unfused
-    chain alone. ``evidence`` says versions and seed; the rest of it is filled in.
+    ``run`` times choices, one of them or the chain twice. One that crashes or hangs is repeated with the first choice
+    alone, then with the unfused chain alone. ``evidence`` says versions and seed; the rest of it is filled in.
     """
     failed: dict[str, str] = {}
     for size in sorted({len(choices), min(1, len(choices)), 0}, reverse=True):
         attempt = tuple(choices[:size])
         twice = attempt[0].name if attempt else jobs.UNFUSED
-        outcome = executor.call(jobs.decide_finalists, bench, subject, attempt, twice, limit_s=limit_s).checked()
+        outcome = run(attempt, twice)
         if outcome.ok:
             decision: jobs.Decision = outcome.value
             standing = [choice for choice in attempt if choice.name in decision.contest.samples]

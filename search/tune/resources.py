@@ -15,11 +15,12 @@ from fuseplan.search.store.record import RecordKey, Trial, Versions
 from fuseplan.search.timing.subject import Subject
 from fuseplan.search.tune.space import Space, enumerate_space
 from fuseplan.search.tune.time_account import TimeAccount
+from fuseplan.search.tune.time_limits import COMPILE_S, JOB_LIMIT_S, call_limit_s, too_long
 from fuseplan.search.workers import jobs
 from fuseplan.search.workers.worker import Outcome, WorkerPool
 
 _T = TypeVar("_T")
-Phase = Literal["open", "compile", "screen", "decide", "done"]
+Phase = Literal["open", "compile", "screen", "decide", "done", "play off", "step"]
 #: Arguments of :func:`fuseplan.search.workers.jobs.prepare`.
 Compilation: TypeAlias = tuple[Backend, KernelIR, Config, Target]
 #: Name of a back end, and what its kernels that are alike have in common.
@@ -41,7 +42,7 @@ class Budget:
         seconds: Of proposing, compiling and screening.
         screen_s: Of samples for one screening; ``decide_s``: of interleaved rounds for the decision.
         finalists: Challengers in the decision, beside the default and the unfused chain.
-        job_limit_s: After how long a job in a worker counts as hanging.
+        job_limit_s: After how long without a sign a job in a worker counts as hanging, beside what its calls take.
     """
 
     trials: int = 12
@@ -51,10 +52,12 @@ class Budget:
     screen_s: float = 0.08
     decide_s: float = 0.5
     finalists: int = 3
-    job_limit_s: float = 60.0
+    job_limit_s: float = JOB_LIMIT_S
 
     @staticmethod
-    def on(device_type: str, trials: int | None = None, seconds: float | None = None) -> Budget:
+    def on(
+        device_type: str, trials: int | None = None, seconds: float | None = None, job_limit_s: float | None = None
+    ) -> Budget:
         """The usual budget on a device, where not said otherwise.
 
         A GPU's times vary less, and its default configurations are near the bandwidth: fewer trials and shorter runs.
@@ -62,7 +65,8 @@ class Budget:
         usual = Budget() if device_type == "cpu" else Budget(trials=8, decide_s=0.16)
         seconds = usual.seconds if seconds is None else seconds
         asked = {} if trials is None else {"trials": trials, "steep_trials": trials}
-        return replace(usual, **asked, seconds=seconds)
+        limit_s = usual.job_limit_s if job_limit_s is None else job_limit_s
+        return replace(usual, **asked, seconds=seconds, job_limit_s=limit_s)
 
     def minor(self) -> Budget:
         """For a subject that hardly counts: the preferred back end's default configuration and one more."""
@@ -72,7 +76,12 @@ class Budget:
 
 @dataclass(frozen=True)
 class ProgressEvent:
-    """One step of a tune, for a progress bar. ``best_us`` is the best time so far, at the end of unfused chains too."""
+    """What a tune does next, for a progress bar. ``best_us`` is the best time so far, at the end of unfused chains too.
+
+    In phase ``"play off"`` sequences of so many kernels, one of them ``label``, are run against each other. In phase
+    ``"step"`` the whole step of the workload ``label`` is timed, which takes about ``best_us`` unfused; of so many
+    workloads.
+    """
 
     label: str
     trial: int
@@ -151,12 +160,24 @@ class TuningResources:
                     return False
         return True
 
-    def call(self, what: str, function: Callable[..., object], *args: object) -> Outcome:
-        """Run a job at the bench, in the measuring process; its time is booked as ``what``. Raises
-        :class:`MachineFailureError`.
+    def call(
+        self, what: str, function: Callable[..., object], *args: object, of: Sequence[Subject]
+    ) -> Outcome:
+        """Run a job at the bench, in the measuring process, that calls these subjects; its time is booked as ``what``.
+        Raises :class:`MachineFailureError`.
         """
         with self.account.spend(what):
-            return self.executor.call(function, self.bench, *args, limit_s=self.budget.job_limit_s).checked()
+            return self._said(self.executor.call(function, self.bench, *args, limit_s=self._limit_s(of)), of)
+
+    def _limit_s(self, of: Sequence[Subject]) -> float:
+        return call_limit_s(self.budget.job_limit_s, [one.work for one in of], self.target.device_type)
+
+    def _said(self, outcome: Outcome, of: Sequence[Subject]) -> Outcome:
+        """An outcome that is not the machine's; of a job that timed out, with its size and what allows more."""
+        if not outcome.checked().timed_out:
+            return outcome
+        more = too_long([one.work for one in of], self.budget.job_limit_s)
+        return replace(outcome, failure=outcome.failure + more)
 
     def released(self, run: Callable[[], _T]) -> _T:
         """Run, then let the measuring process forget the subject."""
@@ -172,25 +193,27 @@ class TuningResources:
         with self.account.spend(OPENING):
             self.executor.call(jobs.release, limit_s=self.budget.job_limit_s).checked()
 
-    def later(self, what: str, function: Callable[..., object], *args: object) -> Callable[[], Outcome]:
+    def later(
+        self, what: str, function: Callable[..., object], *args: object, of: Sequence[Subject]
+    ) -> Callable[[], Outcome]:
         """A job for the measuring process when that has nothing else to do, and what waits for it as :meth:`call` does.
 
         What is timed by the host's clock is run when it is waited for: all else that this process does disturbs it.
         """
         if self.target.device_type == "cpu" or self.bench.timer.regime == "eager":
-            return partial(self.call, what, function, *args)
-        wait = self.executor.submit(function, self.bench, *args, limit_s=self.budget.job_limit_s)
+            return partial(self.call, what, function, *args, of=of)
+        wait = self.executor.submit(function, self.bench, *args, limit_s=self._limit_s(of))
 
         def outcome() -> Outcome:
             with self.account.spend(what):
-                return wait().checked()
+                return self._said(wait(), of)
 
         return outcome
 
     def compile(self, arguments: Sequence[Compilation]) -> list[Outcome]:
         """Compile beside each other, and wait. Raises :class:`MachineFailureError`."""
         with self.account.spend(COMPILING):
-            outcomes = self.executor.map(jobs.prepare, arguments, limit_s=self.budget.job_limit_s)
+            outcomes = self.executor.map(jobs.prepare, arguments, limit_s=self.budget.job_limit_s + COMPILE_S)
         if any(outcome.checked().ok for outcome in outcomes):
             self.compiles.set()
         return outcomes
@@ -201,7 +224,8 @@ class TuningResources:
         On a CPU nothing happens: compilers would take the cores away from what is measured.
         """
         if self.target.device_type != "cpu":
-            self.executor.prefetch(jobs.prepare, arguments, limit_s=self.budget.job_limit_s, spare=spare)
+            limit_s = self.budget.job_limit_s + COMPILE_S
+            self.executor.prefetch(jobs.prepare, arguments, limit_s=limit_s, spare=spare)
 
     def trials(self, key: RecordKey, only_open: bool = False) -> list[Trial]:
         """Stored trials that count; one that did not compile only where others do."""

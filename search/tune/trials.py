@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from fuseplan.kernels.ir.backend import Backend, config_key
 from fuseplan.search.errors import NothingCompilesError, SubjectError
@@ -78,11 +79,8 @@ class SubjectRun:
         self._event("decide")
         resources = self._resources
         evidence = Evidence(now(), resources.versions, resources.bench.seed, 0.0, run=resources.run)
-        with resources.account.spend(DECIDING):
-            record = decide_group(
-                resources.executor, resources.bench, self._subject, self._key, self._choices(), verdicts, evidence,
-                resources.budget.job_limit_s,
-            )
+        run = partial(resources.call, DECIDING, jobs.decide_finalists, self._subject, of=[self._subject])
+        record = decide_group(run, self._subject, self._key, self._choices(), verdicts, evidence)
         self._best_us = record.best_us
         self._event("done")
         return replace(record, evidence=replace(record.evidence, elapsed_s=round(time.monotonic() - start, 3)))
@@ -168,7 +166,7 @@ class SubjectRun:
 
     def _open(self) -> None:
         self._event("open")
-        outcome = self._resources.call(OPENING, jobs.open_subject, self._subject)
+        outcome = self._resources.call(OPENING, jobs.open_subject, self._subject, of=[self._subject])
         if not outcome.ok:
             raise SubjectError(f"{self._subject.label}: cannot be tuned: {outcome.failure}")
 
@@ -215,7 +213,7 @@ class SubjectRun:
         if spilled > self._default_spills.get(entry.backend.name, spilled):
             return replace(blank, reason=f"spills {spilled} bytes of registers")
         return screened(blank, self._resources.call(
-            SCREENING, jobs.screen_config, self._subject, entry.backend, config, self.on_device
+            SCREENING, jobs.screen_config, self._subject, entry.backend, config, self.on_device, of=[self._subject]
         ))
 
     def _note(self, entry: _Entry, position: int, trial: Trial) -> None:

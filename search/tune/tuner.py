@@ -7,6 +7,7 @@ trial is stored at once, so a tune that is killed goes on where it was.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -195,7 +196,7 @@ class Tuner:
         return None
 
     def _time(self, subject: Subject, key: RecordKey) -> Measurement:
-        outcome = self._resources.call(TIMING_OPS, jobs.time_unfused, subject)
+        outcome = self._resources.call(TIMING_OPS, jobs.time_unfused, subject, of=[subject])
         if not outcome.ok:
             raise SubjectError(f"{subject.label}: cannot be timed: {outcome.failure}")
         time_us: Measurement = outcome.value
@@ -211,7 +212,7 @@ class Tuner:
         for one in known:
             if calls.keys() <= one.contest.samples.keys() | one.failed.keys():
                 return lambda: one
-        run = self._resources.later(PLAYING_OFF, jobs.contest_calls, plain, dict(calls))
+        run = self._resources.later(PLAYING_OFF, jobs.contest_calls, plain, dict(calls), of=[plain])
 
         def result() -> jobs.Calls | None:
             found: jobs.Calls | None = run().value
@@ -247,7 +248,7 @@ class Tuner:
         for (subject, record), refusal in zip(kernels, refusals, strict=True):
             outcome = next(compiled) if refusal is None else Outcome(failure=refusal)
             if outcome.ok:
-                screen = partial(self._resources.call, SCREENING, jobs.screen_config)
+                screen = partial(self._resources.call, SCREENING, jobs.screen_config, of=[subject])
                 outcome = self._resources.released(partial(screen, subject, backends[record.backend], record.config))
             found.append(screened(Trial(record.key, record.backend, record.config, created=now()), outcome))
         return found
@@ -259,26 +260,33 @@ class Tuner:
 
         ``sides`` name the parts that each runs, the incumbent first; ``kept`` are the values needed afterwards.
         """
+        self._tell_play_off(parts)
         found: Contest | None = self._resources.call(
-            PLAYING_OFF, jobs.decide_sides, dict(parts), dict(sides), frozenset(kept)
+            PLAYING_OFF, jobs.decide_sides, dict(parts), dict(sides), frozenset(kept), of=_called(parts, sides)
         ).value
         return found
+
+    def _tell_play_off(self, parts: Mapping[str, Part]) -> None:
+        if self._resources.progress is not None and parts:
+            label = next(iter(parts.values())).subject.label
+            self._resources.progress(ProgressEvent(label, 0, len(parts), math.inf, "play off"))
 
     def play_off_later(
         self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str] = ()
     ) -> Callable[[], Contest | None]:
         """As :meth:`play_off`, when the measuring process has nothing else to do."""
-        run = self._resources.later(PLAYING_OFF, jobs.decide_sides, dict(parts), dict(sides), frozenset(kept))
+        self._tell_play_off(parts)
+        run = self._resources.later(
+            PLAYING_OFF, jobs.decide_sides, dict(parts), dict(sides), frozenset(kept), of=_called(parts, sides))
         return lambda: run().value
 
     def time_sides(
         self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str], min_rounds: int
-    ) -> Contest | None:
-        """As :meth:`play_off`, once, to know the times alone."""
-        found: Contest | None = self._resources.call(
-            TIMING_STEPS, jobs.time_sides, dict(parts), dict(sides), frozenset(kept), min_rounds
-        ).value
-        return found
+    ) -> Outcome:
+        """As :meth:`play_off`, once, to know the times alone: a :class:`Contest`, or why there is none."""
+        return self._resources.call(
+            TIMING_STEPS, jobs.time_sides, dict(parts), dict(sides), frozenset(kept), min_rounds,
+            of=_called(parts, sides))
 
     @property
     def rankings(self) -> dict[Alike, list[Config]]:
@@ -324,3 +332,8 @@ class Tuner:
         """Compile what :meth:`screen` will want of these subjects, as a spare :meth:`prefetch` does."""
         for subject in subjects:
             self._resources.compile_ahead(self._resources.default_of(subject), spare=True)
+
+
+def _called(parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]]) -> list[Subject]:
+    """What one call of every side runs."""
+    return [parts[name].subject for names in sides.values() for name in names]

@@ -21,11 +21,14 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from fuseplan.kernels.native.allowance import kill_tree
+from fuseplan.search.timing import signs
 
 #: Reply states. The payload of ``OK`` is a pickled result, of the others a text.
 OK, RAISED, CRASHED, TIMED_OUT = "ok", "raised", "crashed", "timed out"
 #: As ``RAISED``, by the machine's fault (:func:`of_machine`).
 STARVED = "starved"
+#: No reply: the job goes on, and its time limit begins again.
+_GOES_ON = "goes on"
 
 _NICE = 10
 #: Errors after which a CUDA context cannot be used again.
@@ -46,7 +49,8 @@ _TRY_S = 0.005
 
 @dataclass(frozen=True)
 class Request:
-    """A job for one lane: a pickled ``(function, args)``, at most ``limit_s`` seconds long.
+    """A job for one lane: a pickled ``(function, args)``, ended after ``limit_s`` seconds without a sign of it
+    (:mod:`fuseplan.search.timing.signs`).
 
     A ``spare`` one of the background waits until no others do, one of the measuring lane until that is idle.
     """
@@ -234,6 +238,9 @@ class Supervisor:
             if request is not None:
                 self._finish(number, request, CRASHED, cause)
             return
+        if state == _GOES_ON:
+            lane.deadline = self._clock() + (request.limit_s if request is not None else 0.0)
+            return
         lane.request = None
         if fatal:
             self._end(number)
@@ -307,6 +314,7 @@ def _work(pipe: Connection, threads: int) -> None:
         os.setpgid(0, 0)
         die_with_parent()
         torch.set_num_threads(threads)
+        signs.listen(lambda: pipe.send((_GOES_ON, None, False)))
         while True:
             pipe.send(_attempt(pipe.recv_bytes()))
     except (EOFError, ConnectionError):

@@ -47,6 +47,7 @@ class Outcome:
     value: Any = None
     failure: str = ""
     of_machine: bool = False
+    timed_out: bool = False
 
     @property
     def ok(self) -> bool:
@@ -265,7 +266,7 @@ class WorkerPool:
         if state == OK:
             return Outcome(pickle.loads(payload))
         if state == TIMED_OUT:
-            return Outcome(failure=f"no result within {limit_s:g} s")
+            return Outcome(failure=f"no result within {limit_s:.3g} s", timed_out=True)
         failure = f"crashed: {payload}{self._last_words(log_start)}" if state == CRASHED else str(payload)
         return Outcome(failure=failure, of_machine=state == STARVED)
 

@@ -159,7 +159,7 @@ def edit_json(rng: random.Random, path: Path, canary: Canary) -> None:
             return text.replace("1", rng.choice(("NaN", "Infinity", "1e999", "9" * 5000)), 1)
         return text if odd < 0.95 else text[: rng.randrange(len(text))]
 
-    _reseal(rng, path, table, change)
+    reseal(rng, path, table, change)
 
 
 def edit_configs(rng: random.Random, path: Path, canary: Canary) -> None:
@@ -176,7 +176,7 @@ def edit_configs(rng: random.Random, path: Path, canary: Canary) -> None:
                 config[name] = value
         return json.dumps(data)
 
-    _reseal(rng, path, rng.choice(("plan_records", "plan_records", "tuning_records", "trials")), change)
+    reseal(rng, path, rng.choice(("plan_records", "plan_records", "tuning_records", "trials")), change)
 
 
 def edit_groups(rng: random.Random, path: Path, canary: Canary) -> None:
@@ -185,7 +185,7 @@ def edit_groups(rng: random.Random, path: Path, canary: Canary) -> None:
             _edit_groups(rng, data["groups"], canary)
         return json.dumps(data)
 
-    _reseal(rng, path, "plan_records", change)
+    reseal(rng, path, "plan_records", change)
 
 
 def _edit_groups(rng: random.Random, groups: list[Any], canary: Canary) -> None:
@@ -237,7 +237,7 @@ def _edit(rng: random.Random, data: Any, canary: Canary) -> None:
         return
 
 
-def _reseal(rng: random.Random, path: Path, table: str, change: Callable[[Any], str]) -> None:
+def reseal(rng: random.Random, path: Path, table: str, change: Callable[[Any], str]) -> None:
     with _without_constraints(path) as raw:
         for row in _rows(raw, table) if rng.random() < 0.5 else [rng.choice(_rows(raw, table))]:
             (text,) = raw.execute(f"select payload from {table} where rowid = ?", (row,)).fetchone()

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from fuseplan.search.timing.signs import goes_on
+
 #: Seconds until a test gives up on what always comes, on a busy machine a while later: no measure of anything.
 PATIENCE_S = 600.0
 #: Of jobs that are not to run into their limit.
@@ -53,6 +55,14 @@ def journal(folder: str, name: str, gate: str = "") -> str:
 
 def fail(text: str) -> None:
     raise ValueError(text)
+
+
+def go_on_then_hang(folder: str) -> None:
+    """Give a sign of going on when a file says so, and none after that."""
+    wait_for(Path(folder, "go on").exists)
+    goes_on()
+    Path(folder, "went on").touch()
+    hang()
 
 
 def unpicklable() -> object:

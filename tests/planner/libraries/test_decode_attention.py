@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import functools
+import gc
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
@@ -182,13 +183,17 @@ def test_layers_share_a_kernel_and_no_counters(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(fixed_functions, "GpuKernel", Kernel)
     # What this test makes stays in it.
-    monkeypatch.setattr(fixed_functions, "_loaded", functools.lru_cache(fixed_functions._loaded.__wrapped__))
+    monkeypatch.setattr(fixed_functions, "_LOADED", WeakValueDictionary())
     b = Builder(q=torch.randn(1, 4, 1, 16), k=torch.randn(1, 2, 65, 16))
     graph = b.graph(b(ATTENTION, "q", "k", "k", enable_gqa=True))
     group = op_group(graph, [node.name for node in graph], graph.outputs, "cuda")
-    for call in [SplitAttention().build(group) for _ in range(2)]:
+    calls = [SplitAttention().build(group) for _ in range(2)]
+    for call in calls:
         call(*(b.tensors[value] for value in group.inputs))
         call(*(b.tensors[value] for value in group.inputs))
     assert len(made) == 1
     first, again, other, _ = (one.data_ptr() for one in counters)
     assert first == again != other
+    del call, calls, made[:]  # with its last call the kernel goes
+    gc.collect()
+    assert not fixed_functions._LOADED

@@ -44,7 +44,7 @@ def load(tmp_path: Path) -> Load:
         with samples.sample_database(tmp_path / "tuning.db") as database:
             database.put_plan(layer_plan())
             # Ten layers of five ops and a view.
-            whole = replace(samples.workload("decode b4", (LAYER,)), ops=60, views=10)
+            whole = replace(samples.workload("decode b4", (LAYER,)), ops=60, views=10, externs=20)
             summary.store_summary(database, whole)
             if times is not None:
                 database.put_capture(f"step/{step_key([(10, layer_plan())])}", asdict(times))

@@ -19,12 +19,13 @@ from fuseplan.planner.graph.execute import run_node
 from fuseplan.planner.tuning.planner import Planner, PlanSettings
 from fuseplan.planner.tuning.plans import GraphPlan
 from fuseplan.planner.tuning.session import Session
-from fuseplan.planner.tuning.whole_step import counted, measure_step, step_key
+from fuseplan.planner.tuning.whole_step import StepTimes, Untimed, counted, measure_step, step_key, step_problem
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.leases import Leases
 from fuseplan.search.store.record import Versions
 from fuseplan.search.timing.contest import Contest
 from fuseplan.search.timing.sequence import Part, SharedOperands, sequence
+from fuseplan.search.workers.worker import Outcome
 
 LAYERS = 4
 SPEC = replace(CPU, peaks={**CPU.peaks, "fp32_matmul": Peak(1e11, 2e11)})
@@ -56,7 +57,7 @@ class Bench:
     """Runs what it is asked to time, in this process."""
 
     times_us: Mapping[str, float]
-    fails: bool = False
+    fails: Outcome | None = None
     asked: int = 0
     rounds: int = 0
     made: int = 0
@@ -68,10 +69,10 @@ class Bench:
 
     def time_sides(
         self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str], min_rounds: int
-    ) -> Contest | None:
+    ) -> Outcome:
         self.asked, self.rounds = self.asked + 1, min_rounds
-        if self.fails:
-            return None
+        if self.fails is not None:
+            return self.fails
 
         def inputs_of(subject: object) -> list[torch.Tensor]:
             self.made += 1
@@ -81,7 +82,7 @@ class Bench:
         runs = {side: sequence([parts[name] for name in names], shared, kept, TARGET) for side, names in sides.items()}
         self.operands = shared.tensors
         self.results = {side: run(*shared.tensors)[0] for side, run in runs.items()}
-        return Contest({side: (self.times_us[side],) * 3 for side in sides}, 0.01, "eager")
+        return Outcome(Contest({side: (self.times_us[side],) * 3 for side in sides}, 0.01, "eager"))
 
 
 @pytest.fixture
@@ -110,8 +111,8 @@ def test_both_sides_compute_the_model_with_shared_weights(session: Session) -> N
     plan = planned(session, graph)
     assert any(group.is_kernel for one in plan.regions for group in one.record.groups)
     bench = Bench(TIMES)
-    found = measure_step(session, graph, plan, bench)  # type: ignore[arg-type]
-    assert found is not None and (found.unfused_us, found.planned_us, found.noise) == (200.0, 50.0, 0.01)
+    found = measure_step(session, graph, plan, bench)
+    assert isinstance(found, StepTimes) and (found.unfused_us, found.planned_us, found.noise) == (200.0, 50.0, 0.01)
     assert bench.results is not None
     shapes = [tuple(one.shape) for one in bench.operands]
     wanted = {"x": (3, 17), "w0": (19, 17), "gate0": (19,), "u0": (17, 19)}
@@ -126,7 +127,7 @@ def test_layers_make_no_operands_of_their_own(session: Session) -> None:
     for count in (3, 9):
         _, graph = layers(count)
         bench = Bench(TIMES)
-        assert measure_step(session, graph, planned(session, graph), bench) is not None  # type: ignore[arg-type]
+        assert isinstance(measure_step(session, graph, planned(session, graph), bench), StepTimes)
         made.append(bench.made)
     assert made[0] == made[1]
 
@@ -134,9 +135,9 @@ def test_layers_make_no_operands_of_their_own(session: Session) -> None:
 def test_a_step_is_timed_once_for_a_plan(session: Session) -> None:
     _, graph = layers()
     plan, bench = planned(session, graph), Bench(TIMES)
-    first = measure_step(session, graph, plan, bench)  # type: ignore[arg-type]
-    assert measure_step(session, graph, plan, bench) == first and bench.asked == 1  # type: ignore[arg-type]
-    assert measure_step(session, graph, decided(plan, "9999"), bench) is not None  # type: ignore[arg-type]
+    first = measure_step(session, graph, plan, bench)
+    assert measure_step(session, graph, plan, bench) == first and bench.asked == 1
+    assert isinstance(measure_step(session, graph, decided(plan, "9999"), bench), StepTimes)
     assert bench.asked == 2  # the plan was decided anew
 
 
@@ -163,10 +164,37 @@ def test_what_cannot_be_timed_is_not_stored(session: Session, what: str) -> None
         plan = GraphPlan(())
     if what == "no probed device":
         session = replace(session, spec=None)
-    bench = Bench(TIMES, fails=what == "a run that fails")
-    assert measure_step(session, graph, plan, bench) is None  # type: ignore[arg-type]
-    assert bench.asked == (what == "a run that fails")
-    assert not session.database.captures("step/")
+    why = {"a run that fails": "RuntimeError: no memory", "a step that takes long": "it takes about 1"}.get(what, "")
+    bench = Bench(TIMES, Outcome(failure=why) if what == "a run that fails" else None)
+    for asked in (1, 2):  # and it is tried again: memory may be free by then
+        found = measure_step(session, graph, plan, bench)
+        assert isinstance(found, Untimed) and found.why.startswith(why) and bool(found.why) == bool(why)
+        assert bench.asked == (asked if what == "a run that fails" else 0)
+        assert step_problem("decode 1", found).startswith("decode 1: ") == bool(why)
+    assert not {name for name in session.database.captures("") if not name.startswith("samples/")}
+
+
+def test_a_step_that_timed_out_is_timed_again_with_a_longer_limit_alone(session: Session) -> None:
+    _, graph = layers()
+    plan = planned(session, graph)
+    bench = Bench(TIMES, Outcome(failure="no result within 7 s", timed_out=True))
+    for limit_s, asked in ((7.0, 1), (7.0, 1), (6.0, 1), (8.0, 2), (8.0, 2)):
+        found = measure_step(session, graph, plan, bench, limit_s)
+        assert isinstance(found, Untimed) and "no result within 7 s" in step_problem("decode 1", found)
+        assert bench.asked == asked
+    bench.fails = None
+    assert isinstance(measure_step(session, graph, plan, bench, 8.0), Untimed)
+    assert isinstance(measure_step(session, graph, plan, bench, 9.0), StepTimes)
+    assert isinstance(measure_step(session, graph, plan, bench, 7.0), StepTimes)  # now it is known
+    assert isinstance(measure_step(session, graph, decided(plan, "9999"), Bench(TIMES), 7.0), StepTimes)
+
+
+def test_whoever_waits_is_told_what_a_step_takes_before_it_is_timed(session: Session) -> None:
+    _, graph = layers()
+    plan, told = planned(session, graph), list[float]()
+    for _ in range(2):
+        measure_step(session, graph, plan, Bench(TIMES), on_start=told.append)
+    assert told == [pytest.approx(sum(one.record.unfused_us for one in plan.regions))]  # what is stored is not timed
 
 
 def test_long_steps_are_run_in_few_rounds(session: Session) -> None:
@@ -178,6 +206,6 @@ def test_long_steps_are_run_in_few_rounds(session: Session) -> None:
             one.record, unfused_us=unfused_us / len(plan.regions), planned_us=unfused_us)) for one in plan.regions))
         bench = Bench(TIMES)
         made = decided(longer, str(unfused_us))
-        assert measure_step(session, graph, made, bench) is not None  # type: ignore[arg-type]
+        assert isinstance(measure_step(session, graph, made, bench), StepTimes)
         rounds.append(bench.rounds)
     assert rounds[0] > rounds[1] > 1

@@ -12,7 +12,20 @@ from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
-from worker_jobs import LIMIT, PATIENCE_S, add, crash, fail, hang, journal, leave, meet, touch, wait_for
+from worker_jobs import (
+    LIMIT,
+    PATIENCE_S,
+    add,
+    crash,
+    fail,
+    go_on_then_hang,
+    hang,
+    journal,
+    leave,
+    meet,
+    touch,
+    wait_for,
+)
 
 from fuseplan.search.workers.supervisor import BACKGROUND, CRASHED, OK, RAISED, TIMED_OUT, Request, Supervisor
 
@@ -227,3 +240,15 @@ def test_where_nothing_can_be_locked_nobody_waits(tmp_path: Path) -> None:
     running.ask(1, add, 1, 1)
     assert running.answer() == (1, OK, 2)
     running.end()
+
+
+def test_a_job_that_goes_on_has_its_limit_again(supervised: Supervised, tmp_path: Path) -> None:
+    """It says so when it has ended a call; one that then hangs is ended when its limit is over once more."""
+    supervised.ask(1, go_on_then_hang, str(tmp_path), limit_s=4.0)
+    assert supervised.pass_time(3.0) == []
+    (tmp_path / "go on").touch()
+    wait_for((tmp_path / "went on").exists)
+    assert supervised.pass_time(3.0) == []  # of 6 seconds in all
+    assert supervised.pass_time(4.0) == [(1, TIMED_OUT, "")]
+    supervised.ask(2, add, 1, 1)
+    assert supervised.answer() == (2, OK, 2)

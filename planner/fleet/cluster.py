@@ -8,7 +8,7 @@ import os
 import socket
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -46,10 +46,16 @@ _SETTINGS = {
 }
 
 
+def workers_of(client: Client) -> Mapping[str, Mapping[str, Any]]:
+    """What the scheduler says of all its workers, by address; nothing once it is lost."""
+    found: Mapping[str, Mapping[str, Any]] = client.scheduler_info(n_workers=-1).get("workers", {})
+    return found
+
+
 def device_workers(client: Client, kind: str) -> dict[str, list[str]]:
     """Addresses of the workers that own a device of this type, by the device's key."""
     found: dict[str, list[str]] = {}
-    for address, worker in client.scheduler_info()["workers"].items():
+    for address, worker in workers_of(client).items():
         for resource in worker["resources"]:
             device = device_of(resource)
             if device is not None and device.startswith(f"{kind}-"):
@@ -60,7 +66,7 @@ def device_workers(client: Client, kind: str) -> dict[str, list[str]]:
 def devices_here(client: Client, kind: str) -> int:
     """How many devices of this type all workers together own: one that workers share counts once."""
     owned: set[str] = set()
-    for address, worker in client.scheduler_info()["workers"].items():
+    for address, worker in workers_of(client).items():
         if any((device_of(one) or "").startswith(f"{kind}-") for one in worker["resources"]):
             owned.update([one for one in worker["resources"] if one.startswith(unit(""))] or [address])
     return len(owned)
@@ -68,7 +74,7 @@ def devices_here(client: Client, kind: str) -> int:
 
 def captures_at_once(client: Client, kind: str) -> int:
     """How many captures all workers together make at once; at least one."""
-    workers = client.scheduler_info()["workers"].values()
+    workers = workers_of(client).values()
     return max(1, int(sum(worker["resources"].get(capturing(kind), 0) for worker in workers)))
 
 
@@ -97,7 +103,8 @@ def scheduler_client(address: str) -> Client:
         DeviceError: None answers.
         ConfigError: Its address does not go with the settings for TLS.
     """
-    logging.getLogger("distributed.comm").setLevel(logging.CRITICAL)
+    for name in ("distributed.comm", "distributed.client"):  # what they say is said here in one line
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     security = security_for(address)
     try:
         client = Client(address, timeout=_CONNECT_S, security=security)
@@ -117,7 +124,7 @@ def _wait(client: Client, workers: str, kind: str) -> None:
     """Until a worker owns a device."""
     end = time.monotonic() + _FIRST_WORKER_S
     while not device_workers(client, kind):
-        known = len(client.scheduler_info()["workers"])
+        known = len(workers_of(client))
         if time.monotonic() > end or (workers != LOCAL and known):
             others = f"none of its {known} workers owns" if known else "it has no worker that owns"
             raise DeviceError(

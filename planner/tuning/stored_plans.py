@@ -44,10 +44,25 @@ class StoredPlans:
 
     def find_all(self, book: GroupBook, regions: Iterable[Region]) -> dict[str, Lookup[PlanRecord]]:
         """Asked for all at once."""
-        by_key = {self.key(region.key): region for region in regions}
-        return {
+        by_key, known = {self.key(region.key): region for region in regions}, set(self.refused)
+        found = {
             key.workload: self._checked(book, by_key[key], lookup)
             for key, lookup in self._store.get_plans(by_key).items()
+        }
+        for key in self.refused.keys() - known:
+            label = region_label(book.graph, by_key[self.key(key)])
+            logger.warning("the stored plan of %s is not used: %s", label, self.refused[key])
+        return found
+
+    def just_written(self, book: GroupBook, regions: Iterable[Region]) -> dict[str, Lookup[PlanRecord]]:
+        """Plans that another process has stored now, checked like any hit; those that noise hides the answer of, too.
+
+        Whoever asks says why one is refused.
+        """
+        by_key = {self.key(region.key): region for region in regions}
+        return {
+            key.workload: self._checked(book, by_key[key], replace(lookup, mismatch=()))
+            for key, lookup in self._store.get_plans(by_key).items() if set(lookup.mismatch) <= {"undecided"}
         }
 
     def _checked(self, book: GroupBook, region: Region, lookup: Lookup[PlanRecord]) -> Lookup[PlanRecord]:
@@ -67,8 +82,6 @@ class StoredPlans:
             return replace(lookup, record=accepted)
         except Exception as error:  # whatever else the check trips over: it costs this region alone
             reason = str(error) if isinstance(error, RefusedPlanError) else f"its check failed: {type(error).__name__}"
-        if region.key not in self.refused:
-            self.refused[region.key] = reason
-            logger.warning("the stored plan of %s is not used: %s", region_label(book.graph, region), reason)
+        self.refused.setdefault(region.key, reason)
         return Lookup()
 

@@ -10,6 +10,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from sqlalchemy import or_
+
 from fuseplan.planner.errors import CaptureError, ConfigError, FuseplanError, PlanError
 from fuseplan.planner.fleet.terms import Captured, RegionOutcome, WorkerDevice
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
@@ -19,6 +21,7 @@ from fuseplan.planner.tuning.plans import RegionPlan
 from fuseplan.planner.tuning.session import Session
 from fuseplan.search.errors import RecordError
 from fuseplan.search.store import codec, rows, tables
+from fuseplan.search.store.database import Lookup
 from fuseplan.search.store.record import RecordKey, Trial
 from fuseplan.search.timing.contest import Contest
 
@@ -36,7 +39,6 @@ def device_of_worker(found: object, kind: str, offered: str) -> WorkerDevice:
         if not isinstance(found, WorkerDevice):
             raise RecordError("it is none")
         one = codec.from_data(WorkerDevice, asdict(found))
-        codec.from_data(RecordKey, asdict(RecordKey("probe", one.device)))
     except RecordError as error:
         raise ConfigError(f"a worker's description of its device is refused: {error}") from None
     if one.device != offered or one.target.device_type != kind:
@@ -66,7 +68,7 @@ def outcome(found: object) -> RegionOutcome:
 
 
 def stored_plan(session: Session, graph: DataflowGraph, region: Region, found: RegionOutcome) -> RegionPlan:
-    """The plan that a worker says it has stored. One that cannot be the region's is deleted.
+    """The plan that a worker says it has stored. One that is damaged, or cannot be the region's, is deleted.
 
     Raises:
         PlanError: It is not there, or cannot be the region's.
@@ -76,11 +78,13 @@ def stored_plan(session: Session, graph: DataflowGraph, region: Region, found: R
     wanted = [region, *(part for part in region_parts(graph, region) if part.key in found.decided)]
     book = GroupBook(graph, session.settings.numerics, session.target.device_type)
     there = planner.stored.just_written(book, wanted)
-    for refused in planner.refused:
-        wrong = rows.same_key(tables.PLANS, planner.key(refused))
-        session.database.change(lambda connection, wrong=wrong: connection.execute(tables.PLANS.delete().where(wrong)))
-    if (lookup := there.get(region.key)) is None or lookup.record is None:
-        why = planner.refused.get(region.key, "it is not in the database, or was measured with other software")
+    damaged = [one for one in there if there[one].record is None]
+    if damaged:
+        rows_of = [rows.same_key(tables.PLANS, planner.key(one)) for one in damaged]
+        session.database.change(lambda connection: connection.execute(tables.PLANS.delete().where(or_(*rows_of))))
+    lookup = there.get(region.key, Lookup())
+    if lookup.record is None:
+        why = planner.refused.get(region.key, "it cannot be read from the database, or is of other software")
         raise PlanError(f"the plan of its worker is refused: {why}")
     parts = dict.fromkeys(part.key for part in wanted if part.key in found.decided)
     decided = tuple(record for key in parts if key in there and (record := there[key].record) is not None)

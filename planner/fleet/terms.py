@@ -11,6 +11,7 @@ from fuseplan.costmodel.probe.probe import MachineLoad
 from fuseplan.kernels.ir.backend import Config, Target
 from fuseplan.planner.errors import ConfigError, FuseplanError, PlanError, failure_reason
 from fuseplan.planner.tuning.settings import PlanSettings
+from fuseplan.search.store.limits import Key, Label
 from fuseplan.search.store.record import Versions
 from fuseplan.search.tune.resources import Alike
 from fuseplan.search.tune.tuner import Budget
@@ -157,10 +158,10 @@ class Captured:
 class WorkerDevice:
     """A worker's device: its identity key, what kernels are compiled for, and how busy its machine was."""
 
-    device: str
+    device: Key
     target: Target
     versions: Versions
-    host: str
+    host: Label
     load: MachineLoad
     sees_database: bool
 

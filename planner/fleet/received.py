@@ -59,8 +59,7 @@ def captured(found: object) -> Captured:
 def outcome(found: object) -> RegionOutcome:
     """What came of a region, or that it failed where this is none."""
     if (
-        isinstance(found, RegionOutcome) and type(found.stored) is bool and type(found.tuned) is bool
-        and isinstance(found.decided, tuple) and isinstance(found.rankings, Mapping)
+        isinstance(found, RegionOutcome) and isinstance(found.decided, tuple) and isinstance(found.rankings, Mapping)
         and isinstance(found.failure, Exception | None) and _is_time(found.elapsed_s)
     ):
         return found

@@ -8,11 +8,11 @@ import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import dask
 from distributed import Client, Security
-from distributed.comm import get_address_host
-from distributed.comm.addressing import unparse_host_port
+from distributed.comm.addressing import get_address_host, unparse_host_port
 from distributed.utils import get_ip_interface
 
 from fuseplan.planner.errors import ConfigError
@@ -73,7 +73,8 @@ def security_for(address: str) -> Security:
     Raises:
         ConfigError: The address does not go with it, or a file of it cannot be used.
     """
-    found, encrypted = Security(), address.startswith("tls://")
+    found: Any = Security()
+    encrypted = address.startswith("tls://")
     if found.require_encryption and not encrypted:
         raise ConfigError(f"{address} is not encrypted; --tls-ca, --tls-cert and --tls-key, and Dask's setting "
                           "require-encryption, go with an address that begins with tls://")
@@ -85,7 +86,8 @@ def security_for(address: str) -> Security:
                 found.get_connection_args(role)
         except (OSError, ValueError) as error:
             raise ConfigError(f"Dask's settings for TLS (distributed.comm.tls) cannot be used: {error}") from None
-    return found
+    checked: Security = found
+    return checked
 
 
 def own_security() -> Security:
@@ -95,7 +97,8 @@ def own_security() -> Security:
         ConfigError: ``cryptography`` is not installed.
     """
     try:
-        return Security.temporary()
+        made: Security = Security.temporary()
+        return made
     except ImportError:
         raise ConfigError(
             "--workers local needs cryptography; install it with: pip install 'fuseplan[fleet]'") from None
@@ -124,7 +127,8 @@ def listening_host(client: Client, host: str | None, interface: str | None) -> s
     try:
         option, given = ("--interface", interface) if interface is not None else ("--host", host)
         host = get_ip_interface(interface) if interface is not None else host
-        host = host if host is not None else get_address_host(client.scheduler_comm.comm.local_address)
+        comm: Any = client.scheduler_comm
+        host = host if host is not None else get_address_host(comm.comm.local_address)
         family, *_, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with closing(socket.socket(family, socket.SOCK_STREAM)) as trial:
             trial.bind(place)

@@ -48,7 +48,8 @@ class Watch:
     ) -> None:
         self.patience = patience if patience is not None else Patience()
         self._client, self._note, self._stored = client, note, stored
-        self._where = str(client.scheduler.address)
+        scheduler: Any = client.scheduler
+        self._scheduler, self._where = scheduler, str(scheduler.address)
         self._lock = threading.Lock()
         self._next = 0.0
         self._gone_since: dict[str, float] = {}
@@ -80,7 +81,7 @@ class Watch:
         silences = silences_s(self._client, limits.answer_s)
         silent = [address for address, seconds in silences.items() if seconds > limits.silent_s]
         found: Mapping[str, str] = self._client.sync(
-            self._client.scheduler.restart_workers, workers=silent, timeout=limits.restart_s, wait_for_workers=False,
+            self._scheduler.restart_workers, workers=silent, timeout=limits.restart_s, wait_for_workers=False,
             on_error="return", stimulus_id="fuseplan-silent", callback_timeout=limits.answer_s) if silent else {}
         for address, outcome in found.items():
             then = "it is started again" if outcome == "OK" else "it is given up"

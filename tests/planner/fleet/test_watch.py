@@ -8,7 +8,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
+from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import fleet_samples as samples
@@ -19,7 +22,7 @@ from fleet_samples import DEVICE, TERMS, Log, fleet, region, resources
 from fuseplan.planner.fleet.spread import Spread
 from fuseplan.planner.fleet.status import device_statuses
 from fuseplan.planner.fleet.terms import RegionOutcome, RegionTask
-from fuseplan.planner.fleet.watch import Patience
+from fuseplan.planner.fleet.watch import Patience, Watch
 from fuseplan.search.errors import MachineFailureError
 
 #: Nobody is silent for so long but whom a test makes so.
@@ -141,19 +144,19 @@ async def _worker(address: str) -> Worker:
     return await Worker(address, nthreads=1, resources=resources(DEVICE), host="127.0.0.1", dashboard_address=None)
 
 
-@pytest.mark.parametrize(("sent", "answer_s"), [(signal.SIGKILL, 60.0), (signal.SIGSTOP, 10.0)])
-def test_a_scheduler_that_dies_or_hangs_ends_the_tune_in_words(
-    sent: signal.Signals, answer_s: float, log: Log
-) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_scheduler_that_dies_or_hangs_ends_the_tune_in_words(sent: signal.Signals, log: Log) -> None:
+    patience: Any = SimpleNamespace(**asdict(PATIENT))
     one_done, over = threading.Event(), threading.Event()
     with scheduler_elsewhere() as (client, scheduler):
         address = client.scheduler.address
-        tune = spread(client, [], Patience(0.05, answer_s, 3600.0, 5.0, 3600.0), one_done.set)
+        tune = spread(client, [], patience, one_done.set)
 
         def second(key: str) -> None:
             if key == "b":
                 assert one_done.wait(120)
                 scheduler.send_signal(sent)
+                patience.answer_s = 1.0  # from now on it answers never
                 over.wait(120)
 
         log.meanwhile = second
@@ -163,6 +166,14 @@ def test_a_scheduler_that_dies_or_hangs_ends_the_tune_in_words(
             tune.run()
         over.set()
     assert address in str(ended.value) and "1 of 3" in str(ended.value) and "same command" in str(ended.value)
+
+
+def test_a_scheduler_that_was_started_again_has_forgotten_the_tune(log: Log) -> None:
+    """Dask connects to it, and then says no more than that the tasks are cancelled."""
+    with fleet(1) as client:
+        watch = Watch(client, lambda text: None, lambda: "3 of 5 regions are stored")
+        with pytest.raises(MachineFailureError, match="3 of 5"), watch.in_words():
+            raise CancelledError
 
 
 def test_what_a_task_raises_is_not_taken_for_a_lost_scheduler(log: Log) -> None:

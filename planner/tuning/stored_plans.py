@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from fuseplan.kernels.ir.backend import Backend, Target
 from fuseplan.planner.graph.dataflow import Region
@@ -14,9 +14,10 @@ from fuseplan.planner.partition.plan_check import PlanCheck, RefusedPlanError
 from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.search.store.database import Database, Lookup
 from fuseplan.search.store.layered import LayeredDatabase
-from fuseplan.search.store.record import PlanRecord, RecordKey
+from fuseplan.search.store.record import PlanRecord, RecordKey, Versions
 
 logger = logging.getLogger(__name__)
+_SOFTWARE = {one.name for one in fields(Versions)}
 
 
 class StoredPlans:
@@ -55,14 +56,14 @@ class StoredPlans:
         return found
 
     def just_written(self, book: GroupBook, regions: Iterable[Region]) -> dict[str, Lookup[PlanRecord]]:
-        """Plans that another process has stored now, checked like any hit; those that noise hides the answer of, too.
+        """Plans that another process has just stored with the same software, checked like any hit.
 
-        Whoever asks says why one is refused.
+        Those that noise hides the answer of are among them. Whoever asks says why one is refused.
         """
         by_key = {self.key(region.key): region for region in regions}
         return {
             key.workload: self._checked(book, by_key[key], replace(lookup, mismatch=()))
-            for key, lookup in self._store.get_plans(by_key).items() if set(lookup.mismatch) <= {"undecided"}
+            for key, lookup in self._store.get_plans(by_key).items() if _SOFTWARE.isdisjoint(lookup.mismatch)
         }
 
     def _checked(self, book: GroupBook, region: Region, lookup: Lookup[PlanRecord]) -> Lookup[PlanRecord]:

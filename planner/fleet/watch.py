@@ -30,7 +30,7 @@ class Patience:
         gone_s: For which a device may have no worker: a new one imports PyTorch first.
     """
 
-    look_s: float = 2.0
+    look_s: float = 5.0
     answer_s: float = 20.0
     silent_s: float = 30.0
     restart_s: float = 10.0

@@ -14,32 +14,45 @@ from fuseplan.planner.cli import source as opt
 from fuseplan.planner.cli.output.options import answers
 
 app = typer.Typer(no_args_is_help=True, help="Be part of a fleet that tunes together, and see what it does.")
-_ADDRESS = "Address of a Dask scheduler, tcp://HOST:8786; `dask scheduler` starts one."
+_ADDRESS = "Address of a Dask scheduler, tcp://HOST:8786 or tls://HOST:8786; `dask scheduler` starts one."
 
 
 @app.command()
 @answers(tables=False)
 def worker(
+    context: typer.Context,
     scheduler: Annotated[str, Argument(metavar="URL", help=_ADDRESS)],
+    host: Annotated[str | None, typer.Option(
+        "--host", metavar="ADDRESS",
+        help="Address of this machine to listen on. By default the one that reaches the scheduler.")] = None,
+    interface: Annotated[str | None, typer.Option(
+        "--interface", metavar="NAME", help="Network interface to listen on, such as eth0.")] = None,
+    tls_ca: opt.TlsCaOption = None,
+    tls_cert: opt.TlsCertOption = None,
+    tls_key: opt.TlsKeyOption = None,
     device: common.DeviceOption = common.Device.AUTO,
 ) -> None:
     """Offer this host's devices: up to three workers for each GPU, or one for the CPU. A lost one is started again.
 
-    Ends with Ctrl-C. A scheduler that goes away is waited for.
+    Ends with Ctrl-C. A scheduler that goes away is waited for. The workers run what is sent to their ports.
     """
     from fuseplan.planner.fleet.terms import needs_dask
 
     needs_dask()
     kind = common.device_type(device)
+    opt.use_tls(context, scheduler, tls_ca, tls_cert, tls_key)
     from fuseplan.planner.fleet.cluster import scheduler_client, serve
+    from fuseplan.planner.fleet.security import listening_host
 
-    scheduler_client(scheduler).close()  # in one line where there is none
-    asyncio.run(serve(scheduler, kind))
+    with scheduler_client(scheduler) as client:
+        here = listening_host(client, host, interface)
+    asyncio.run(serve(scheduler, kind, here))
 
 
 @app.command()
 @answers("the devices, or without a scheduler what is missing")
 def status(
+    context: typer.Context,
     scheduler: Annotated[
         str | None, Argument(metavar="URL", help=f"{_ADDRESS} Leave it out to read the database alone.")
     ] = None,
@@ -62,6 +75,9 @@ def status(
     pack_weights: opt.PackWeightsOption = False,
     numerics: opt.NumericsOption = opt.Numerics.FP32,
     regime: opt.RegimeOption = opt.Regime.EAGER,
+    tls_ca: opt.TlsCaOption = None,
+    tls_cert: opt.TlsCertOption = None,
+    tls_key: opt.TlsKeyOption = None,
     device: common.DeviceOption = common.Device.AUTO,
     db: common.DbOption = None,
 ) -> None:
@@ -75,6 +91,7 @@ def status(
     from fuseplan.planner.fleet.overview import Wanted, WantedFor, fleet_status, wanted_by, wanted_on
     from fuseplan.planner.models.manifest import read_manifest
 
+    opt.use_tls(context, scheduler, tls_ca, tls_cert, tls_key)
     wanted: WantedFor | None = None
     has_model = any(
         one is not None for one in (model, config, module, pattern, shape, decode, kv_len, prefill, dtype, layers))

@@ -88,6 +88,12 @@ NumericsOption = Annotated[
     Numerics,
     typer.Option("--numerics", help="fp32 keeps a kernel's intermediates in fp32; eager rounds where PyTorch does."),
 ]
+TlsCaOption = Annotated[Path | None, typer.Option(
+    "--tls-ca", metavar="FILE", help="For a tls:// scheduler: the certificate that signs those of the fleet (PEM).")]
+TlsCertOption = Annotated[Path | None, typer.Option(
+    "--tls-cert", metavar="FILE", help="For a tls:// scheduler: the certificate of this side (PEM).")]
+TlsKeyOption = Annotated[Path | None, typer.Option(
+    "--tls-key", metavar="FILE", help="For a tls:// scheduler: the private key of --tls-cert, if that has it not.")]
 
 
 def named(
@@ -124,6 +130,27 @@ def fleet_kind(workers: str, device: str) -> Literal["cpu", "cuda"]:
     from fuseplan.planner.fleet.asking import fleet_kind as kind_of
 
     return kind_of(workers, device)
+
+
+def use_tls(context: typer.Context, workers: str | None, ca: Path | None, cert: Path | None, key: Path | None) -> None:
+    """Use these files for all that a command asks of a fleet.
+
+    Raises:
+        ConfigError: Dask is not installed, a file cannot be used, or there is no scheduler to use them with.
+    """
+    if ca is cert is key is None:
+        return
+    from fuseplan.planner.errors import ConfigError
+    from fuseplan.planner.fleet.terms import needs_dask
+
+    needs_dask()
+    from fuseplan.planner.fleet.cluster import LOCAL
+    from fuseplan.planner.fleet.security import tls_files
+
+    if workers in (None, LOCAL):
+        raise ConfigError("--tls-ca, --tls-cert and --tls-key go with the tls:// address of a scheduler; "
+                          "--workers local has a key of its own")
+    context.with_resource(tls_files(ca, cert, key))
 
 
 class Terminal:

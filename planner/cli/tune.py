@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 @answers("the groups, or with --misses what was tuned, or with --manifest the models")
 def tune(
+    context: typer.Context,
     model: opt.ModelOption = None,
     config: opt.ConfigOption = None,
     module: opt.ModuleOption = None,
@@ -97,9 +98,12 @@ def tune(
         typer.Option(
             "--workers", metavar="URL|local",
             help="Who measures: `local` are workers for the GPUs of this host, tcp://HOST:8786 are those of a Dask "
-            "scheduler; see `plan fleet`.",
+            "scheduler (tls://HOST:8786 with a key); see `plan fleet`.",
         ),
     ] = None,
+    tls_ca: opt.TlsCaOption = None,
+    tls_cert: opt.TlsCertOption = None,
+    tls_key: opt.TlsKeyOption = None,
     regime: Annotated[opt.Regime | None, typer.Option(
         help="eager: launched from Python; the default. graph: replayed from a CUDA graph (CUDA only). With --misses: "
         "only what was missed so.",
@@ -120,6 +124,7 @@ def tune(
         from fuseplan.planner.errors import ConfigError
         from fuseplan.planner.reports.step_words import step_lines
 
+        opt.use_tls(context, workers, tls_ca, tls_cert, tls_key)
         kind = common.device_type(device) if workers is None else opt.fleet_kind(workers, device.value)
     how = HowToTune(trials, seconds, seed, shipped, again, study, job_limit)
     if misses and workers is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -18,11 +18,12 @@ from fuseplan.planner.api.device import Kind, device_kind
 from fuseplan.planner.api.job import HowToTune, doubts, keep_summary
 from fuseplan.planner.api.progress import SILENT, Progress
 from fuseplan.planner.api.tune import Tuned, tuned
-from fuseplan.planner.errors import ConfigError
-from fuseplan.planner.fleet import work
-from fuseplan.planner.fleet.cluster import LOCAL, connected, device_workers, scheduler_client
+from fuseplan.planner.errors import ConfigError, DeviceError
+from fuseplan.planner.fleet import received, work
+from fuseplan.planner.fleet.cluster import LOCAL, connected, device_workers, scheduler_client, workers_of
 from fuseplan.planner.fleet.terms import Terms, WorkerDevice
 from fuseplan.planner.fleet.tune import FleetTune, Order
+from fuseplan.planner.fleet.watch import ask_workers
 from fuseplan.planner.tuning.settings import PlanSettings
 from fuseplan.planner.tuning.tune import TuneResult
 from fuseplan.search.store.database import Database
@@ -85,7 +86,8 @@ class Fleet:
         for session in {result.session.device: result.session for _, result in found}.values():
             for doubt in doubts(session.spec) if session.spec is not None else ():
                 self.progress.warn(f"{session.device}: {doubt}")
-        self.client.run(work.end, orders[0].terms.run)
+        with suppress(DeviceError):  # whoever does not answer ends it with the next tune
+            ask_workers(self.client, work.end, orders[0].terms.run, workers=workers_of(self.client).keys())
         return found
 
 
@@ -145,14 +147,25 @@ def _order(asked: Asked, terms: Terms, progress: Progress, account: TimeAccount)
         return replace(order, graphs=tuple(asked.graphs(progress)))
 
 
+def described(client: Client, kind: str, file: str = "") -> list[WorkerDevice]:
+    """What the workers that own devices of this type say of them, and whether they see the database's ``file``.
+
+    Raises:
+        ConfigError: It is no description of what a worker has offered.
+        DeviceError: Not all workers answer.
+    """
+    owners = {address: key for key, addresses in device_workers(client, kind).items() for address in addresses}
+    found = ask_workers(client, work.describe, kind, file, workers=owners.keys())
+    return [received.device_of_worker(one, kind, owners.get(address, "")) for address, one in found.items()]
+
+
 def _devices(client: Client, kind: Kind, file: str, progress: Progress) -> tuple[WorkerDevice, ...]:
     """The fleet's devices of this type, each key once.
 
     Raises:
         ConfigError: Not all hosts have the same software, or a worker does not see the database.
     """
-    addresses = [one for each in device_workers(client, kind).values() for one in each]
-    found: list[WorkerDevice] = list(client.run(work.describe, kind, file, workers=addresses).values())
+    found = described(client, kind, file)
     blind = sorted({one.host for one in found if not one.sees_database})
     if blind:
         raise ConfigError(

@@ -7,7 +7,8 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,6 +16,7 @@ import dask
 from distributed import Client, Nanny, Scheduler, SpecCluster
 
 from fuseplan.planner.errors import DeviceError
+from fuseplan.planner.fleet.security import is_open, own_security, security_for
 from fuseplan.planner.fleet.terms import capturing, device_of, unit
 from fuseplan.search.workers.worker import usable_cores
 
@@ -38,13 +40,22 @@ _SETTINGS = {
     "distributed.nanny.pre-spawn-environ": {},
     "distributed.worker.daemon": False,
     "distributed.scheduler.allowed-failures": _LOST_WORKERS,
+    # Pages about the tasks, which need no key: the ports of the HTTP servers stay without any.
+    "distributed.scheduler.http.routes": [],
+    "distributed.worker.http.routes": [],
 }
+
+
+def workers_of(client: Client) -> Mapping[str, Mapping[str, Any]]:
+    """What the scheduler says of all its workers, by address; nothing once it is lost."""
+    found: Mapping[str, Mapping[str, Any]] = client.scheduler_info(n_workers=-1).get("workers", {})
+    return found
 
 
 def device_workers(client: Client, kind: str) -> dict[str, list[str]]:
     """Addresses of the workers that own a device of this type, by the device's key."""
     found: dict[str, list[str]] = {}
-    for address, worker in client.scheduler_info()["workers"].items():
+    for address, worker in workers_of(client).items():
         for resource in worker["resources"]:
             device = device_of(resource)
             if device is not None and device.startswith(f"{kind}-"):
@@ -55,7 +66,7 @@ def device_workers(client: Client, kind: str) -> dict[str, list[str]]:
 def devices_here(client: Client, kind: str) -> int:
     """How many devices of this type all workers together own: one that workers share counts once."""
     owned: set[str] = set()
-    for address, worker in client.scheduler_info()["workers"].items():
+    for address, worker in workers_of(client).items():
         if any((device_of(one) or "").startswith(f"{kind}-") for one in worker["resources"]):
             owned.update([one for one in worker["resources"] if one.startswith(unit(""))] or [address])
     return len(owned)
@@ -63,7 +74,7 @@ def devices_here(client: Client, kind: str) -> int:
 
 def captures_at_once(client: Client, kind: str) -> int:
     """How many captures all workers together make at once; at least one."""
-    workers = client.scheduler_info()["workers"].values()
+    workers = workers_of(client).values()
     return max(1, int(sum(worker["resources"].get(capturing(kind), 0) for worker in workers)))
 
 
@@ -86,21 +97,34 @@ def connected(workers: str, kind: str) -> Iterator[Client]:
 
 
 def scheduler_client(address: str) -> Client:
-    """A client of the scheduler at this address; :class:`DeviceError` where none answers."""
-    logging.getLogger("distributed.comm").setLevel(logging.CRITICAL)
+    """A client of the scheduler at this address. Warns of one that anybody can command.
+
+    Raises:
+        DeviceError: None answers.
+        ConfigError: Its address does not go with the settings for TLS.
+    """
+    for name in ("distributed.comm", "distributed.client"):  # what they say is said here in one line
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    security = security_for(address)
     try:
-        return Client(address, timeout=_CONNECT_S)
+        client = Client(address, timeout=_CONNECT_S, security=security)
     except (OSError, ValueError, TimeoutError):
+        keys = " that takes these certificates" if address.startswith("tls://") else " without TLS"
         raise DeviceError(
-            f"--workers {address}: no scheduler answers there; start one with `dask scheduler`, or give --workers local"
+            f"--workers {address}: no scheduler answers there{keys}; start one with `dask scheduler`, or give "
+            "--workers local"
         ) from None
+    if is_open(address):
+        warnings.warn(f"{address} has no key: whoever reaches that port, or a worker's, can run code there; "
+                      "docs/fleet.md says how to use TLS and a firewall", stacklevel=1)
+    return client
 
 
 def _wait(client: Client, workers: str, kind: str) -> None:
     """Until a worker owns a device."""
     end = time.monotonic() + _FIRST_WORKER_S
     while not device_workers(client, kind):
-        known = len(client.scheduler_info()["workers"])
+        known = len(workers_of(client))
         if time.monotonic() > end or (workers != LOCAL and known):
             others = f"none of its {known} workers owns" if known else "it has no worker that owns"
             raise DeviceError(
@@ -111,13 +135,18 @@ def _wait(client: Client, workers: str, kind: str) -> None:
 
 
 def local_cluster(kind: str) -> SpecCluster:
-    """A scheduler in this process, and a worker for each device of this host."""
+    """A scheduler in this process, and a worker for each device of this host; whoever has not their key is refused.
+
+    Raises:
+        DeviceError, ConfigError: There is no such device, or ``cryptography`` is not installed.
+    """
+    common = {"host": "127.0.0.1", "security": own_security()}
     scheduler = {"cls": Scheduler, "options": {
-        "host": "127.0.0.1", "port": 0, "dashboard": False, "dashboard_address": "127.0.0.1:0",
+        "port": 0, "dashboard": False, "dashboard_address": "127.0.0.1:0", **common,
     }}
-    options = nannies(kind, host="127.0.0.1", silence_logs=logging.CRITICAL)
+    options = nannies(kind, silence_logs=logging.CRITICAL, **common)
     workers = {number: {"cls": Nanny, "options": one} for number, one in enumerate(options)}
-    return SpecCluster(workers, scheduler, silence_logs=logging.CRITICAL)
+    return SpecCluster(workers, scheduler, security=common["security"], silence_logs=logging.CRITICAL)
 
 
 def nannies(kind: str, **options: Any) -> list[dict[str, Any]]:
@@ -160,10 +189,13 @@ def visible_gpus() -> list[str]:
     return list(map(str, torch.cuda._parse_visible_devices()[:count]))
 
 
-async def serve(address: str, kind: str) -> None:
-    """Be this host's part of a fleet until the process is interrupted. A scheduler that goes away is waited for."""
+async def serve(address: str, kind: str, host: str) -> None:
+    """Be this host's part of a fleet until the process is interrupted. A scheduler that goes away is waited for.
+
+    ``host`` is where nannies and workers listen, and nowhere else.
+    """
     with dask.config.set(_SETTINGS):
-        started = [Nanny(address, **options) for options in nannies(kind)]
+        started = [Nanny(address, host=host, security=security_for(address), **options) for options in nannies(kind)]
         try:
             await asyncio.gather(*started)
             await asyncio.gather(*(nanny.finished() for nanny in started))

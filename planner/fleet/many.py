@@ -98,7 +98,7 @@ def _captured(
     """The graphs of models; devices that are not known yet are probed meanwhile. Users' own modules are captured here:
     workers may not have their code.
     """
-    spread = Spread(found.client, found.kind, terms.run)
+    spread = Spread(found.client, found.kind, terms.run, note=found.progress.note)
     for device in found.devices:
         if device.device in devices and _session(found, device, terms).spec is None:
             spread.probe(device.device, terms, then=lambda probed: None)

@@ -127,8 +127,8 @@ def fleet_status(
 def _of_scheduler(address: str) -> tuple[pd.DataFrame, dict[str, Versions], dict[str, str]]:
     """Its devices, the versions on each, and labels of the regions that are measured."""
     needs_dask()
-    from fuseplan.planner.fleet import work
-    from fuseplan.planner.fleet.cluster import device_workers, scheduler_client
+    from fuseplan.planner.fleet.asking import described
+    from fuseplan.planner.fleet.cluster import scheduler_client
     from fuseplan.planner.fleet.status import device_statuses, known_labels
 
     versions: dict[str, Versions] = {}
@@ -136,10 +136,7 @@ def _of_scheduler(address: str) -> tuple[pd.DataFrame, dict[str, Versions], dict
         client = stack.enter_context(scheduler_client(address))
         statuses = device_statuses(client)
         for kind in ("cpu", "cuda"):
-            addresses = [one[0] for one in device_workers(client, kind).values()]
-            if addresses:
-                versions |= {one.device: one.versions
-                             for one in client.run(work.describe, kind, "", workers=addresses).values()}
+            versions |= {one.device: one.versions for one in described(client, kind)}
         labels = known_labels(client)
     frame = pd.DataFrame([[getattr(one, name) for name in DEVICE_COLUMNS] for one in statuses],
                          columns=list(DEVICE_COLUMNS))

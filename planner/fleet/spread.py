@@ -11,17 +11,20 @@ import math
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any
 
-from distributed import Client, Future, KilledWorker, as_completed
+from distributed import Client, Future, KilledWorker
 
 from fuseplan.kernels.ir.backend import Config
 from fuseplan.planner.errors import PlanError
-from fuseplan.planner.fleet import work
+from fuseplan.planner.fleet import received, work
 from fuseplan.planner.fleet.cluster import captures_at_once, device_workers, devices_here
 from fuseplan.planner.fleet.terms import Captured, RegionOutcome, RegionTask, Terms, capturing, measuring, preparing
+from fuseplan.planner.fleet.watch import Patience, Watch
 from fuseplan.search.tune.resources import Alike
 
 #: Regions that a worker has: the one that it tunes, those whose kernels are compiled meanwhile, and one to be
@@ -55,6 +58,10 @@ class Counts:
     devices: int = 0
     began: float = field(default_factory=time.monotonic)
 
+    def stored(self) -> str:
+        """In words, for the end of a tune."""
+        return f"{self.regions_done} of {self.regions} regions are done and stored"
+
     def left_s(self) -> float:
         """Seconds until all regions that are known are done; NaN before the first is."""
         if not self.ops_done:
@@ -65,18 +72,21 @@ class Counts:
 class Spread:
     """Tasks of one tune, whose results are told to whoever asked for them as they come.
 
-    ``run`` names the tune; ``tell`` is called after each result.
+    ``run`` names the tune; ``tell`` is called after each result, ``note`` of workers that do not answer.
     """
 
     def __init__(
         self, client: Client, kind: str, run: str, tasks: Tasks | None = None, tell: Callable[[], None] = lambda: None,
+        note: Callable[[str], None] = lambda text: None, patience: Patience | None = None,
     ) -> None:
         self.counts = Counts()
+        self._watch = Watch(client, note, self.counts.stored, patience)
         self._client, self._kind, self._run, self._tell = client, kind, run, tell
         self._tasks = tasks if tasks is not None else Tasks()
-        self._coming = as_completed(loop=client.loop)
-        self._then: dict[Any, Callable[[Future[Any]], None]] = {}
-        self._calls: list[Future[Any]] = []
+        self._done: SimpleQueue[Future[Any]] = SimpleQueue()
+        #: Futures by their keys, and who is told.
+        self._coming: dict[Any, tuple[Future[Any], Callable[[Future[Any]], None]]] = {}
+        self._calls: list[tuple[Future[Any], str]] = []
         self._captures: deque[tuple[tuple[Any, ...], Callable[[Captured], None]]] = deque()
         self._capturing = 0
         self._numbers = itertools.count()
@@ -110,30 +120,50 @@ class Spread:
 
     def call(self, function: Callable[..., Any], device: str, terms: Terms, *args: Any) -> Any:
         """Run a task on a device when no region wants it, and wait for its result. Safe from any thread."""
-        future = self._client.submit(
-            function, terms, *args, resources={measuring(device): 1}, priority=_STEP, retries=_RETRIES, pure=False)
-        self._calls.append(future)
-        return future.result()
+        with self._watch.in_words():
+            future = self._client.submit(
+                function, terms, *args, resources={measuring(device): 1}, priority=_STEP, retries=_RETRIES, pure=False)
+            self._calls.append((future, device))
+            while True:
+                try:
+                    return future.result(timeout=self._watch.patience.look_s)
+                except TimeoutError:
+                    if future.done():  # the task's own
+                        raise
+                    self._watch.look(self._without_worker)
 
     def run(self) -> None:
         """Until everything that was asked for is done, and what is asked for meanwhile.
 
         Raises:
+            MachineFailureError: The scheduler is lost, or no worker is left for a device.
             Exception: Of a task that failed for no fault of its region. What has not begun is cancelled then.
         """
         try:
-            self._ask()
-            for future in self._coming:
-                self._then.pop(future.key)(future)
+            with self._watch.in_words():
                 self._ask()
-                self._tell()
+                while self._coming:
+                    with suppress(Empty):
+                        future = self._done.get(timeout=self._watch.patience.look_s)
+                        self._coming.pop(future.key)[1](future)
+                        self._ask()
+                        self._tell()
+                    self._watch.look(self._without_worker)
         except BaseException:
             self.cancel()
             raise
 
     def cancel(self) -> None:
         """Give up what is not done. What a worker measures at the moment is finished and stored."""
-        self._client.cancel([*self._coming.futures, *self._calls])
+        if self._client.status == "running":
+            self._client.cancel([future for future, _ in (*self._coming.values(), *self._calls)])
+
+    def _without_worker(self) -> set[str]:
+        """Devices that no worker owns at the moment, although something is to be done there."""
+        owned = device_workers(self._client, self._kind)
+        busy = {device for device, tasks in self._under_way.items() if tasks} | self._unprobed
+        busy |= {device for future, device in self._calls if not future.done()}
+        return busy - owned.keys() or {self._kind for _ in range(self._capturing) if not owned}
 
     def _ask(self) -> None:
         """Submit what is next."""
@@ -164,7 +194,7 @@ class Spread:
 
         def captured(future: Future[Any]) -> None:
             self._capturing -= 1
-            then(future.result())
+            then(received.captured(future.result()))
 
         self._submit(partial(self._tasks.capture, *args), None, {capturing(self._kind): 1}, _CAPTURE,
                      ("capture", self._run, next(self._numbers)), captured)
@@ -203,8 +233,8 @@ class Spread:
         given = (terms, *args) if terms is not None else args
         future = self._client.submit(
             function, *given, key=key, resources=dict(resources), priority=priority, retries=_RETRIES)
-        self._then[future.key] = then
-        self._coming.add(future)
+        self._coming[future.key] = future, then
+        future.add_done_callback(self._done.put)
 
 
 def size_name(ops: float) -> str:
@@ -215,8 +245,8 @@ def size_name(ops: float) -> str:
 def _outcome(future: Future[Any]) -> RegionOutcome:
     """A region's outcome. One that costs every worker its life is at fault itself."""
     try:
-        found: RegionOutcome = future.result()
-        return found
+        return received.outcome(future.result())
     except KilledWorker as error:
         times = f"{error.allowed_failures + 1} workers ended"
-        return RegionOutcome(None, PlanError(f"{times} while they tuned it; their memory or a kernel may be at fault"))
+        return RegionOutcome(
+            failure=PlanError(f"{times} while they tuned it; their memory or a kernel may be at fault"))

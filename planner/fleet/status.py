@@ -8,11 +8,15 @@ from typing import Any
 
 from distributed import Client, Worker
 
+from fuseplan.planner.fleet.cluster import workers_of
 from fuseplan.planner.fleet.terms import device_of
+from fuseplan.planner.fleet.watch import ask_workers, silences_s
 
 #: Names of tasks that are not of a region, in words.
 _WORDS = {"time_sides": "timing a whole step", "time_again": "checking shipped times", "probe_device": "probing",
           "probe": "probing", "capture": "capturing", "prepare": "preparing"}
+#: Seconds without a heartbeat after which nothing is asked of a worker any more; hundreds of workers send one in five.
+_SILENT_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -29,13 +33,17 @@ class DeviceStatus:
 def device_statuses(client: Client) -> list[DeviceStatus]:
     """Every device of a fleet, by its key."""
     found = []
-    running: Mapping[str, Sequence[Any]] = client.run(_under_way)
+    workers = workers_of(client)
+    silent = {address: seconds for address, seconds in silences_s(client).items() if seconds > _SILENT_S}
+    running: Mapping[str, Sequence[Any]] = ask_workers(client, _under_way, workers=workers.keys() - silent.keys())
     given = client.processing()
-    for address, worker in client.scheduler_info()["workers"].items():
+    for address, worker in workers.items():
         under_way = running.get(address, ())
         measured = [one for one in map(region_of, under_way) if one is not None]
         waiting = {one for one in map(region_of, given.get(address, ())) if one is not None} - set(measured)
         words = [f"measuring {label}" for _, label in measured]
+        if address in silent:
+            words = [f"has not answered for {silent[address]:.0f} s"]
         words = words or [_WORDS.get(name, name) for name in dict.fromkeys(map(_name, under_way))]
         found += [
             DeviceStatus(device, str(worker["name"]), worker["host"], ", ".join(words) or "idle", len(waiting))

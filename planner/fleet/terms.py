@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 from fuseplan.costmodel.probe.probe import MachineLoad
 from fuseplan.kernels.ir.backend import Config, Target
 from fuseplan.planner.errors import ConfigError, FuseplanError, PlanError, failure_reason
-from fuseplan.planner.tuning.plans import RegionPlan
 from fuseplan.planner.tuning.settings import PlanSettings
+from fuseplan.search.store.limits import Key, Label
 from fuseplan.search.store.record import Versions
 from fuseplan.search.tune.resources import Alike
 from fuseplan.search.tune.tuner import Budget
@@ -129,20 +129,26 @@ class Prepared:
 
 @dataclass(frozen=True)
 class RegionOutcome:
-    """What came of a region: its plan, with its region in the graph that travelled; or why it has none.
+    """What came of a region: that its plan is in the database, or why it has none.
 
-    Neither where another tuner is at work on it. ``rankings`` are what its worker has learnt of kernels that are alike,
-    for the others.
+    Neither where another tuner is at work on it.
+
+    Attributes:
+        stored: Whether its plan is in the database; ``tuned`` where this worker has measured it now.
+        decided: Keys of its parts that were measured for it.
+        rankings: What its worker has learnt of kernels that are alike, for the others.
     """
 
-    plan: RegionPlan | None = None
+    stored: bool = False
+    tuned: bool = False
+    decided: tuple[str, ...] = ()
     failure: Exception | None = None
     elapsed_s: float = 0.0
     rankings: Rankings = field(default_factory=dict, repr=False)
 
     @property
     def taken(self) -> bool:
-        return self.plan is None and self.failure is None
+        return not self.stored and self.failure is None
 
 
 @dataclass(frozen=True)
@@ -158,10 +164,10 @@ class Captured:
 class WorkerDevice:
     """A worker's device: its identity key, what kernels are compiled for, and how busy its machine was."""
 
-    device: str
+    device: Key
     target: Target
     versions: Versions
-    host: str
+    host: Label
     load: MachineLoad
     sees_database: bool
 

@@ -14,7 +14,7 @@ from distributed import Client
 from fuseplan.planner.capture.cache import graphs_of_text
 from fuseplan.planner.cost.prices import part_shares
 from fuseplan.planner.errors import CaptureError, PlanError
-from fuseplan.planner.fleet import work
+from fuseplan.planner.fleet import received, work
 from fuseplan.planner.fleet.spread import Spread, Tasks
 from fuseplan.planner.fleet.terms import Captured, RegionOutcome, RegionTask, Terms, WorkerDevice
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
@@ -29,14 +29,18 @@ from fuseplan.planner.models.workload import Workload
 from fuseplan.planner.module_paths import located
 from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.planner.tuning.graph_stream import left_out, named_graphs
-from fuseplan.planner.tuning.plans import GraphPlan
-from fuseplan.planner.tuning.recheck import recheck
+from fuseplan.planner.tuning.plans import GraphPlan, RegionPlan
+from fuseplan.planner.tuning.recheck import Rechecked, recheck
 from fuseplan.planner.tuning.session import Session, session_on
 from fuseplan.planner.tuning.tune import RegionFailure, TuneResult, WorkloadPlan
 from fuseplan.planner.tuning.whole_step import measure_step, step_problem
 from fuseplan.planner.work.region_data import region_data
+from fuseplan.search.errors import RecordError
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.leases import Leases
+from fuseplan.search.store.record import Trial, TuningRecord
+from fuseplan.search.timing.contest import Contest
+from fuseplan.search.timing.subject import Subject
 
 #: Steps that are put together at once, each waiting for its device most of the time.
 _STEPS = 8
@@ -113,11 +117,12 @@ class FleetTune:
         self._orders = orders
         self._say, self._note = say, note
         self._kind = devices[0].target.device_type
-        self._spread = Spread(client, self._kind, orders[0].terms.run, tasks, self._tell)
+        self._spread = Spread(client, self._kind, orders[0].terms.run, tasks, self._tell, note)
         self._sessions: dict[tuple[str, Terms], Session] = {}
         self._planned: list[_Planned] = []
         self._waiting: dict[tuple[str, Terms, str], list[_Planned]] = {}
         self._outcomes: dict[tuple[str, Terms, str], RegionOutcome] = {}
+        self._plans: dict[tuple[str, Terms, str], RegionPlan] = {}
         self._steps: list[Future[object]] = []
 
     def run(self) -> list[tuple[Order, TuneResult]]:
@@ -203,14 +208,21 @@ class FleetTune:
         try:
             task = region_task(graph, region, shares, asked[1].settings.minor)
         except PlanError as error:
-            self._outcomes[asked] = RegionOutcome(None, error)
+            self._outcomes[asked] = RegionOutcome(failure=error)
             return
         self._waiting[asked] = []
         self._spread.region(*asked[:2], task, lambda outcome: self._done(asked, outcome))
 
     def _done(self, asked: tuple[str, Terms, str], outcome: RegionOutcome) -> None:
-        self._outcomes[asked] = outcome
         waiting = self._waiting.pop(asked)
+        self._outcomes[asked] = outcome
+        if outcome.stored:
+            graph = waiting[0].graph
+            region = next(one for one in find_regions(graph) if one.key == asked[2])
+            try:
+                self._plans[asked] = received.stored_plan(self._session(*asked[:2]), graph, region, outcome)
+            except PlanError as error:
+                self._outcomes[asked] = RegionOutcome(failure=error)
         waiting[0].elapsed_s += outcome.elapsed_s
         for planned in waiting:
             planned.open.discard(asked[2])
@@ -221,12 +233,12 @@ class FleetTune:
         """All regions of a graph are done."""
         terms = self._orders[planned.order].terms
         regions = find_regions(planned.graph)
-        outcomes = {one.key: found for one in regions
-                    if (found := self._outcomes.get((planned.device, terms, one.key))) is not None}
+        asked = {one.key: (planned.device, terms, one.key) for one in regions}
         planner = self._session(planned.device, terms).planner()
-        stored = planner.plan_graph(planned.graph, regions=[one for one in regions if one.key not in outcomes])
+        known = [one for one in regions if asked[one.key] not in self._outcomes]
+        stored = planner.plan_graph(planned.graph, regions=known)
         plans = {one.region.key: one for one in stored.regions}
-        plans |= {key: found.plan for key, found in outcomes.items() if found.plan is not None}
+        plans |= {key: self._plans[one] for key, one in asked.items() if one in self._plans}
         planned.plan = GraphPlan(
             tuple(replace(plans[one.key], region=one) for one in regions if one.key in plans), stored.lookup_us)
         self._orders[planned.order].on_plan(self._session(planned.device, terms), planned.done())
@@ -254,7 +266,11 @@ class FleetTune:
         mine = [one for one in self._planned if one.order == number and one.device == device and one.plan is not None]
         mine.sort(key=lambda one: one.place)
         plans = tuple(one.done() for one in mine)
-        rechecked = recheck(session, [(one.graph, one.plan) for one in plans], self._remote(device, number))
+        rechecked: tuple[Rechecked, ...] = ()
+        try:
+            rechecked = recheck(session, [(one.graph, one.plan) for one in plans], self._remote(device, number))
+        except RecordError as error:
+            self._note(f"whether shipped times hold on {device} is not known: {error}")
         result = TuneResult(
             plans, session, time.monotonic() - began, rechecked, tuple(self._failures(mine, device, order.terms)),
             tuple(one.untimed for one in mine if one.untimed))
@@ -283,11 +299,12 @@ class _RemoteTuner:
     def __init__(self, spread: Spread, device: str, terms: Terms, leases: Leases) -> None:
         self.leases, self._spread, self._at = leases, spread, (device, terms)
 
-    def time_sides(self, *args: Any) -> Any:
-        return self._spread.call(work.time_sides, *self._at, *args)
+    def time_sides(self, parts: Any, sides: Mapping[str, Any], *args: Any) -> Contest | None:
+        return received.contest(self._spread.call(work.time_sides, *self._at, parts, sides, *args), sides)
 
-    def time_again(self, kernels: Sequence[Any]) -> Any:
-        return self._spread.call(work.time_again, *self._at, kernels) if kernels else []
+    def time_again(self, kernels: Sequence[tuple[Subject, TuningRecord]]) -> list[Trial]:
+        found = self._spread.call(work.time_again, *self._at, kernels) if kernels else []
+        return received.trials(found, [record.key for _, record in kernels])
 
 
 def graphs_of(
@@ -298,11 +315,15 @@ def graphs_of(
     Raises:
         FuseplanError: It cannot be captured.
     """
-    if captured.failure is None:
-        return named_graphs(workload, graphs_of_text(captured.text), pack_weights)
-    if not isinstance(captured.failure, CaptureError):
-        raise captured.failure
-    note(left_out(workload, captured.failure))
+    failure = captured.failure
+    if failure is None:
+        try:
+            return named_graphs(workload, graphs_of_text(captured.text), pack_weights)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            failure = CaptureError(f"{workload.label}: what a worker sent back is no capture")
+    if not isinstance(failure, CaptureError):
+        raise failure
+    note(left_out(workload, failure))
     return []
 
 

@@ -28,6 +28,7 @@ from fuseplan.planner.fleet.terms import (
 from fuseplan.planner.fleet.worker_state import opened, state, state_of
 from fuseplan.planner.models.sources import ModelSource
 from fuseplan.planner.models.workload import Workload
+from fuseplan.planner.tuning.plans import RegionPlan
 from fuseplan.search.errors import DatabaseError, MachineFailureError
 from fuseplan.search.store.record import Versions
 
@@ -68,14 +69,17 @@ def measure(terms: Terms, task: RegionTask, prepared: Prepared) -> RegionOutcome
     """Tune a region and store its plan. A fault of the machine's or the database's is raised: another may do better."""
     tuner = state().region_tuner(terms)
     began = time.monotonic()
-    plan, failure = None, None
+    plan: RegionPlan | None = None
+    failure = None
     try:
         plan = tuner.measure(task)
     except (MachineFailureError, DatabaseError):
         raise
     except Exception as error:
         failure = carried(error)
-    return RegionOutcome(plan, failure, time.monotonic() - began, tuner.learnt())
+    tuned, decided = plan is not None and plan.source == "tuned", plan.decided if plan is not None else ()
+    keys = tuple(one.key.workload for one in decided)
+    return RegionOutcome(plan is not None, tuned, keys, failure, time.monotonic() - began, tuner.learnt())
 
 
 def time_sides(terms: Terms, *args: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from fuseplan.kernels.ir.backend import Backend, Target
 from fuseplan.planner.graph.dataflow import Region
@@ -14,9 +14,10 @@ from fuseplan.planner.partition.plan_check import PlanCheck, RefusedPlanError
 from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.search.store.database import Database, Lookup
 from fuseplan.search.store.layered import LayeredDatabase
-from fuseplan.search.store.record import PlanRecord, RecordKey
+from fuseplan.search.store.record import PlanRecord, RecordKey, Versions
 
 logger = logging.getLogger(__name__)
+_SOFTWARE = {one.name for one in fields(Versions)}
 
 
 class StoredPlans:
@@ -44,10 +45,25 @@ class StoredPlans:
 
     def find_all(self, book: GroupBook, regions: Iterable[Region]) -> dict[str, Lookup[PlanRecord]]:
         """Asked for all at once."""
-        by_key = {self.key(region.key): region for region in regions}
-        return {
+        by_key, known = {self.key(region.key): region for region in regions}, set(self.refused)
+        found = {
             key.workload: self._checked(book, by_key[key], lookup)
             for key, lookup in self._store.get_plans(by_key).items()
+        }
+        for key in self.refused.keys() - known:
+            label = region_label(book.graph, by_key[self.key(key)])
+            logger.warning("the stored plan of %s is not used: %s", label, self.refused[key])
+        return found
+
+    def just_written(self, book: GroupBook, regions: Iterable[Region]) -> dict[str, Lookup[PlanRecord]]:
+        """Plans that another process has just stored with the same software, checked like any hit.
+
+        Those that noise hides the answer of are among them. Whoever asks says why one is refused.
+        """
+        by_key = {self.key(region.key): region for region in regions}
+        return {
+            key.workload: self._checked(book, by_key[key], replace(lookup, mismatch=()))
+            for key, lookup in self._store.get_plans(by_key).items() if _SOFTWARE.isdisjoint(lookup.mismatch)
         }
 
     def _checked(self, book: GroupBook, region: Region, lookup: Lookup[PlanRecord]) -> Lookup[PlanRecord]:
@@ -67,8 +83,6 @@ class StoredPlans:
             return replace(lookup, record=accepted)
         except Exception as error:  # whatever else the check trips over: it costs this region alone
             reason = str(error) if isinstance(error, RefusedPlanError) else f"its check failed: {type(error).__name__}"
-        if region.key not in self.refused:
-            self.refused[region.key] = reason
-            logger.warning("the stored plan of %s is not used: %s", region_label(book.graph, region), reason)
+        self.refused.setdefault(region.key, reason)
         return Lookup()
 

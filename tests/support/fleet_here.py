@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from distributed import Client, LocalCluster
+from distributed import Client, LocalCluster, Security
 from fast_tunes import count_instead_of_timing
 from inline_executor import InlineExecutor
 
@@ -23,14 +23,15 @@ def tune_quickly(patch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def workers_here(patch: pytest.MonkeyPatch, number: int) -> Iterator[Client]:
+def workers_here(patch: pytest.MonkeyPatch, number: int, security: Security | None = None) -> Iterator[Client]:
     """A client of workers that all own this CPU; they are reached over loopback, and capture in this process."""
+    protocol = "tcp" if security is None else "tls"
     patch.setattr(worker_state, "WorkerPool", lambda compilers, preload: InlineExecutor())
     patch.setattr(torch, "set_num_threads", lambda _: None)  # a capture's, in a process of its own
     with (
-        LocalCluster(n_workers=number, processes=False, protocol="tcp", host="127.0.0.1", dashboard_address=None,
-                     threads_per_worker=1, memory_limit=None, preload="fuseplan.planner.fleet.worker_state",
-                     preload_argv=["--device", "cpu"]) as local,
+        LocalCluster(n_workers=number, processes=False, protocol=protocol, security=security, host="127.0.0.1",
+                     dashboard_address=None, threads_per_worker=1, memory_limit=None,
+                     preload="fuseplan.planner.fleet.worker_state", preload_argv=["--device", "cpu"]) as local,
         Client(local) as client,
     ):
         client.wait_for_workers(number)

@@ -7,6 +7,7 @@ the server of a database's URL is the tests' own.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import os
 import re
@@ -25,7 +26,7 @@ import doc_pages
 import pandas as pd
 import pytest
 import report_samples as samples
-from distributed import Client
+from distributed import Client, Security
 from fleet_here import workers_here
 from packaging.requirements import Requirement
 from paths import ROOT
@@ -40,7 +41,8 @@ TUNES = (("tune", "--config", "my-llama", "--prefill", "16", "--no-calls"), ("tu
 _STUB = '#!/bin/sh\n{ printf "%s\\037" "$(basename "$0")" "$@"; echo; } >> "$(dirname "$0")/calls"\n'
 #: Programs that the Makefile calls.
 _PROGRAMS = ("python", "plan", "mkdocs", "ruff", "mypy")
-_SCHEDULER = "tcp://scheduler:8786"
+#: Schedulers that pages name: without TLS, and with the key that the page has made.
+_SCHEDULER, _LOCKED = "tcp://scheduler:8786", "tls://10.0.0.5:8786"
 _SERVER = re.compile(r"(?P<driver>postgresql(?:\+\w+)?)://[^\s/]+@host/(?P<name>\w+)")
 
 
@@ -144,8 +146,12 @@ class Reader:
                 return self.example(script, settings)
             case ["pip", "install", *wanted]:
                 check_install(wanted)
-            case ["dask", "scheduler", *_]:  # the one below
-                assert (Path(sys.executable).parent / "dask").is_file()
+            case ["dask", "scheduler" | "worker" as program, *argv]:  # those below
+                check_options(program, argv)
+            case ["openssl" | "chmod", *_]:
+                subprocess.run(words, check=True, capture_output=True, timeout=120)
+            case ["ufw", "allow", *_]:  # a firewall is the machine's
+                pass
             case ["git", "clone", *_]:
                 subprocess.run(["git", "clone", "--quiet", "--no-checkout", str(ROOT), "fuseplan"], check=True)
             case ["cd", folder]:
@@ -155,12 +161,15 @@ class Reader:
         return ""
 
     def _plan(self, argv: list[str]) -> str:
-        if any(word == "local" or _SCHEDULER in word for word in argv):
+        named = {"local", _SCHEDULER, _LOCKED}.intersection(argv)
+        if named:
             # This CPU is the fleet: two workers that measure nothing, and for a moment those that a host would start.
-            with pytest.MonkeyPatch.context() as patch, workers_here(patch, 2) as client:
-                address = client.scheduler.address
-                argv = [address if word in ("local", _SCHEDULER) else word for word in argv]
-                return run_host(address) if argv[:2] == ["fleet", "worker"] else self._planned(argv)
+            files = {f"tls_{role}_{what}": f"fleet.{end}" for role in ("client", "scheduler", "worker")
+                     for what, end in (("cert", "pem"), ("key", "key"))}
+            security = Security(True, tls_ca_file="fleet.pem", **files) if _LOCKED in named else None
+            with pytest.MonkeyPatch.context() as patch, workers_here(patch, 2, security) as client:
+                argv = [client.scheduler.address if word in named else word for word in argv]
+                return run_host(client, argv) if argv[:2] == ["fleet", "worker"] else self._planned(argv)
         return self._planned(argv)
 
     def _planned(self, argv: list[str]) -> str:
@@ -186,13 +195,10 @@ class Reader:
         return ""
 
 
-def run_host(scheduler: str) -> str:
+def run_host(client: Client, argv: list[str]) -> str:
     """What a host says that joins a fleet, and is ended once its worker is there."""
-    command = [sys.executable, "-m", "fuseplan.planner", "fleet", "worker", scheduler, "--device", "cpu"]
-    with (
-        Client(scheduler) as client,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as host,
-    ):
+    command = [sys.executable, "-m", "fuseplan.planner", *argv, "--device", "cpu"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as host:
         there = len(client.scheduler_info()["workers"])
         try:
             client.wait_for_workers(there + 1, timeout=240)
@@ -201,6 +207,14 @@ def run_host(scheduler: str) -> str:
             printed, _ = host.communicate(timeout=120)
         assert host.returncode == 143, printed
     return printed
+
+
+def check_options(program: str, argv: list[str]) -> None:
+    """Whether a command of Dask's has the options that a page gives it."""
+    params = importlib.import_module(f"distributed.cli.dask_{program}").main.params
+    known = {name for one in params for name in (*one.opts, *one.secondary_opts)}
+    unknown = [word for word in argv if word.startswith("--") and word not in known]
+    assert not unknown, f"dask {program} has no {', '.join(unknown)}"
 
 
 def make_calls(argv: Sequence[str]) -> list[list[str]]:

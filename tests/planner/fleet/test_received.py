@@ -1,0 +1,172 @@
+"""What a worker sends back that is wrong, or hostile, costs its region: that is said, and nothing of it is stored."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import fleet_here
+import pytest
+import report_samples as samples
+
+from fuseplan.costmodel.probe.probe import MachineLoad
+from fuseplan.kernels.ir.backend import Target
+from fuseplan.planner.api.asked import of_pattern, plan_settings
+from fuseplan.planner.api.job import HowToTune
+from fuseplan.planner.errors import CaptureError, ConfigError
+from fuseplan.planner.fleet import received, spread
+from fuseplan.planner.fleet.asking import tune_by_fleet
+from fuseplan.planner.fleet.terms import Captured, RegionOutcome, RegionTask, WorkerDevice
+from fuseplan.planner.fleet.tune import graphs_of
+from fuseplan.planner.fleet.worker_state import RegionTuner
+from fuseplan.planner.tuning.plans import RegionPlan
+from fuseplan.search.errors import RecordError
+from fuseplan.search.store.database import Database
+from fuseplan.search.store.maintenance import verify_database
+from fuseplan.search.store.record import PlanRecord, RecordKey, Trial, Versions
+from fuseplan.search.timing.contest import Contest
+
+ESCAPE = "\x1b[31mred"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def db(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    fleet_here.tune_quickly(monkeypatch)
+    fleet_here.in_the_place_of_local(monkeypatch, 1)
+    return samples.known_machine(tmp_path / "fleet.db")
+
+
+def without_its_ops(record: PlanRecord) -> PlanRecord:
+    return replace(record, groups=record.groups[:-1] if len(record.groups) > 1 else (
+        replace(record.groups[0], ops=record.groups[0].ops[:-1]),))
+
+
+def with_a_config(record: PlanRecord, **config: Any) -> PlanRecord:
+    return replace(record, groups=tuple(
+        replace(one, implementation="cpp", config={**one.config, **config}) for one in record.groups))
+
+
+WRONG: dict[str, Callable[[PlanRecord], PlanRecord]] = {
+    "an op is left out": without_its_ops,
+    "an op is there twice": lambda record: replace(record, groups=record.groups * 2),
+    "positions are of another region": lambda record: replace(
+        record, groups=tuple(replace(one, ops=tuple(at + 50 for at in one.ops)) for one in record.groups)),
+    "a value outside its space": lambda record: with_a_config(record, threads=7777),
+    "a text in a config": lambda record: with_a_config(record, threads="1); system(0"),
+    "an unknown parameter": lambda record: with_a_config(record, nosuch=1),
+    "an unknown implementation": lambda record: replace(
+        record, groups=tuple(replace(one, implementation="nosuch") for one in record.groups)),
+    "a label that a terminal obeys": lambda record: replace(record, label=ESCAPE),
+    "a time that is none": lambda record: replace(record, planned_us=-1.0),
+    "a size that nobody has": lambda record: replace(record, peak_bytes=2**70),
+}
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_a_plan_that_cannot_be_the_region_s_is_refused_and_deleted(
+    how: str, db: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure, keys = RegionTuner.measure, list[RecordKey]()
+
+    def hostile(self: RegionTuner, task: RegionTask) -> RegionPlan | None:
+        found = measure(self, task)
+        assert found is not None
+        keys.append(found.record.key)
+        self.tuner.database.put_plan(WRONG[how](found.record))
+        return found
+
+    monkeypatch.setattr(RegionTuner, "measure", hostile)
+    (found,) = tune_by_fleet(
+        of_pattern("cpu", "swiglu", "3x8", "float32"), plan_settings("cpu", "fp32", "eager"), "local", db, HowToTune())
+    (told,) = found.warnings
+    assert "refused" in told and "runs unfused" in told and told.isprintable() and "nosuch" not in told
+    assert found.result is not None and not found.result.plans[0].plan.regions
+    with Database(db) as database:
+        (key,) = keys
+        assert database.get_plans([key])[key].record is None and not list(database.plans())
+        assert not database.captures("summary/") and not database.captures("step/")
+        assert not verify_database(database)
+
+
+ODD: dict[str, object] = {
+    "nothing": None, "a text": ESCAPE, "a plan that is not there": RegionOutcome(stored=True, tuned=True),
+    "flags that are texts": RegionOutcome(stored="yes"),  # type: ignore[arg-type]
+    "a failure that is none": RegionOutcome(failure=ESCAPE),  # type: ignore[arg-type]
+    "a time that is none": RegionOutcome(stored=True, elapsed_s=float("nan")),
+    "rankings that are none": RegionOutcome(stored=True, rankings=ESCAPE),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("how", ODD)
+def test_an_answer_of_another_form_costs_its_region(how: str, db: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spread, "Tasks", partial(spread.Tasks, measure=lambda *args: ODD[how]))
+    (found,) = tune_by_fleet(
+        of_pattern("cpu", "swiglu", "3x8", "float32"), plan_settings("cpu", "fp32", "eager"), "local", db, HowToTune())
+    (told,) = found.warnings
+    assert "runs unfused" in told and told.isprintable()
+    with Database(db) as database:
+        assert not list(database.plans()) and not list(database.records())
+
+
+HERE = WorkerDevice("cpu-a-1", Target("cpu", "native", 2), Versions("1", "2"), "host", MachineLoad(0.0, 2), True)
+
+
+@pytest.mark.parametrize("host", ["host", platform.node()])
+def test_a_device_is_taken_as_it_was_offered(host: str) -> None:
+    assert received.device_of_worker(replace(HERE, host=host), "cpu", "cpu-a-1") == replace(HERE, host=host)
+
+
+@pytest.mark.parametrize("found", [
+    None, "cpu-a-1", replace(HERE, device="cpu-b-1"), replace(HERE, device="../../cpu-a-1"),
+    replace(HERE, target=Target("cuda", "sm_90", 2)), replace(HERE, versions=Versions("1", ESCAPE)),
+    replace(HERE, load=MachineLoad("much", 2)), replace(HERE, target=Target("cpu", "native", "2")),  # type: ignore[arg-type]
+    replace(HERE, sees_database="yes"), replace(HERE, host=ESCAPE),  # type: ignore[arg-type]
+])
+def test_another_description_of_a_device_is_refused(found: object) -> None:
+    with pytest.raises(ConfigError) as refused:
+        received.device_of_worker(found, "cpu", "cpu-a-1")
+    assert str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize("found", [
+    None, (), Captured(7, None, 0.0), Captured("", ValueError(), 0.0), Captured("", None, -1.0),  # type: ignore[arg-type]
+    Captured("no json", None, 0.0), Captured("{}", None, 0.0), Captured('{"graphs": [{}]}', None, 0.0),
+    Captured('{"graphs": 1}', None, 0.0), Captured("[" * 100_000, None, 0.0),
+])
+def test_a_capture_of_another_form_costs_its_workload(found: object) -> None:
+    told: list[str] = []
+    workload: Any = SimpleNamespace(label="prefill 1x16", derived=True)
+    assert graphs_of(workload, received.captured(found), False, told.append) == []
+    assert len(told) == 1 and "prefill 1x16" in told[0]
+    with pytest.raises(CaptureError):
+        graphs_of(SimpleNamespace(label="x", derived=False), received.captured(found), False, told.append)  # type: ignore[arg-type]
+
+
+def test_times_of_other_sides_are_none() -> None:
+    sound = Contest({"a": (1.0, 2.0), "b": (2.0, 3.0)}, 0.1, "eager")
+    assert received.contest(sound, ("a", "b")) == sound
+    odd: tuple[Any, ...] = ((), (0.0,), (float("nan"),), ("1",), (1e300,), 3.0, None)
+    for samples_us in (None, {"a": (1.0,)}, *({"a": (1.0,), "b": one} for one in odd)):
+        assert received.contest(replace(sound, samples=samples_us), ("a", "b")) is None
+    assert received.contest(replace(sound, noise=float("inf")), ("a", "b")) is None
+    assert received.contest(None, ("a", "b")) is received.contest(ESCAPE, ("a", "b")) is None
+
+
+def test_trials_of_other_kernels_are_refused() -> None:
+    keys = [RecordKey(name, "cpu-a-1", "eager", "fp32") for name in "xy"]
+    sound = [Trial(key, "cpp", {"unroll": 1}, 2.0) for key in keys]
+    assert received.trials(sound, keys) == sound
+    for found in (None, sound[:1], sound[::-1], [*sound, sound[0]], [sound[0], "trial"],
+                  [sound[0], replace(sound[1], median_us=-1.0)], [sound[0], replace(sound[1], backend=ESCAPE)]):
+        with pytest.raises(RecordError):
+            received.trials(found, keys)

@@ -9,7 +9,8 @@ from functools import cache, reduce
 
 import torch
 
-from fuseplan.kernels.ir.ir import ITEMSIZE, RegisterType, register_type
+from fuseplan.kernels.ir.dtypes import torch_dtype
+from fuseplan.kernels.ir.ir import RegisterType, register_type
 from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.lowering.body import BodyBuilder
 from fuseplan.planner.lowering.recipe import (
@@ -73,8 +74,16 @@ def _bitwise_not(p: BodyBuilder, node: OpNode, value: int) -> int:
 def _shift(op: str) -> Recipe:
     """ATen defines shifts by too much (and by less than zero): all sign bits to the right, zero to the left."""
 
-    def compute(p: BodyBuilder, node: OpNode, a: int, by: int) -> int:
-        dtype, last = result_type(p, node), ITEMSIZE[p.specs[node.outputs[0]].dtype] * 8 - 1
+    def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
+        stored, dtype = p.specs[node.outputs[0]].dtype, result_type(p, node)
+        limits, other = torch.iinfo(torch_dtype(stored)), node.attrs.get("other")
+        a = p.operand(node, 0, position, dtype)
+        if isinstance(other, int):  # ATen takes as much of it as the type holds
+            by = p.const((other - limits.min) % 2**limits.bits + limits.min, dtype)
+        else:
+            by = argument(p, node, "other", 1, position, dtype)
+        # All bits of an unsigned number are shifted out of it, in a register that has more; a sign stays.
+        last = limits.bits - (limits.min < 0)
         least, most = p.known_range(by)
         if least >= 0 and most <= last:
             return p.apply(op, a, by)
@@ -84,7 +93,7 @@ def _shift(op: str) -> Recipe:
             return p.apply(op, a, p.apply("where", defined, by, high))
         return p.apply("where", defined, p.apply(op, a, p.apply("where", defined, by, low)), low)
 
-    return of_two(compute)
+    return Recipe(build)
 
 
 def _bitwise_recipes() -> dict[str, Recipe]:

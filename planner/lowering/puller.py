@@ -31,6 +31,7 @@ from fuseplan.kernels.ir.ir import (
 from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
 from fuseplan.planner.lowering.body import BodyBuilder, Group, IterationSpace
+from fuseplan.planner.lowering.recipe import HALVES
 from fuseplan.planner.lowering.recipes import (
     RECIPES,
     kind_of,
@@ -40,7 +41,6 @@ from fuseplan.planner.lowering.recipes import (
     written_value,
 )
 from fuseplan.planner.lowering.recipes_matmul import MATMULS
-from fuseplan.planner.lowering.roundings import HALVES
 from fuseplan.planner.lowering.views import MAY_COPY, VIEW_MAPS, Position, along, is_address_map
 
 #: Storage types narrower than the register that holds their values.

@@ -11,11 +11,11 @@ from itertools import permutations
 from typing import TypeAlias
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
+from fuseplan.planner.lowering.recipe import HALVES
 from fuseplan.planner.lowering.recipes import RECIPES, kind_of
 from fuseplan.planner.lowering.recipes_index import LOOKUPS
 from fuseplan.planner.lowering.views import MAY_COPY, Specs, is_address_map
 
-HALVES = frozenset({"bfloat16", "float16"})
 #: What each half holds exactly.
 _EXACT = frozenset({"bool", "uint8", "int8", "float8_e4m3fn"})
 #: Ops whose elements are elements of their operands, but for a sign or a number that is given.

@@ -52,8 +52,9 @@ def config_space(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
     many_rows = any(not isinstance(segment.num_rows, int) or segment.num_rows > 1 for segment in segments)
     size = ir_bytes(ir)
     small = size is not None and size < BYTES_PER_THREAD // 4
+    default = default_settings(ir, target)
     return (
-        Tunable("threads", (1,) if small else thread_choices(target.cores)),
+        Tunable("threads", (1,) if small else tuple(sorted({*thread_choices(target.cores), int(default["threads"])}))),
         Tunable("rows_per_task", _ROWS_PER_TASK if many_rows else (1,)),
         Tunable("col_tile", _tiles(segments)),
         Tunable("unroll", _UNROLLS),

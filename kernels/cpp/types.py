@@ -159,7 +159,7 @@ def _apply_interval(op: str, operands: Sequence[Interval]) -> Interval:
     if op in ("int_remainder", "int_floordiv"):
         reach = max(map(abs, b)) if op == "int_remainder" else max(map(abs, a)) + 1
         return (-reach, reach)
-    if op == "shift_right" and b[0] >= 0:
+    if op == "shift_right" and 0 <= b[0] <= b[1] < 32:  # by more, 32 bits are not shifted as 64 are
         return (min(a[0], a[0] >> b[0]), max(a[1], a[1] >> b[0]))
     if op == "bit_and" and (a[0] >= 0 or b[0] >= 0):
         return (0, min(end for low, end in (a, b) if low >= 0))

@@ -222,8 +222,9 @@ def _default_reduction(ir: KernelIR, target: Target) -> Config:
     rescales = looped and any(chunk_width(ir.buffers, segment, _RESCALING) for segment in reducing)
     block = 4096 if num_rows > target.cores and not rescales else 8192
     cols = min(widest, block) if looped else widest
-    rows = 1
-    while not looped and rows * cols < 1024 and num_rows // (2 * rows) >= 2 * target.cores:
+    choices = {tunable.name: tunable.choices for tunable in tunables(ir, target)}
+    rows, most_rows = 1, int(choices["block_rows"][-1])
+    while not looped and rows < most_rows and rows * cols < 1024 and num_rows // (2 * rows) >= 2 * target.cores:
         rows *= 2
     # Few warps, each with all its loads in flight, fold a row fastest. With a few rows for each multiprocessor, more
     # warps with less to do overlap better.
@@ -234,7 +235,6 @@ def _default_reduction(ir: KernelIR, target: Target) -> Config:
     words = max(live_words(segment) for segment in ir.segments)
     while warps < 32 and rows * cols // (32 * warps) * words > 128:
         warps *= 2
-    choices = {tunable.name: tunable.choices for tunable in tunables(ir, target)}
     cols = next((int(choice) for choice in choices["block_cols"] if int(choice) >= cols), cols)
     chosen: dict[str, int | str] = {"block_rows": rows, "block_cols": cols, "num_warps": warps}
     if few_rows_each and not looped:

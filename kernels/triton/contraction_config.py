@@ -189,9 +189,11 @@ def _default_tiles(ir: KernelIR, target: Target) -> Config:
 def _all_rows(ir: KernelIR, default: Config, sums: int, target: Target) -> Config:
     """The default for many rows: all of them in a block, and as many programs for each tile as there is work for."""
     rows = min(_MOST_BLOCK_ROWS, next_power_of_2(_rows(ir)))
-    shape = {"block_cols": 64, "block_inner": 64, "num_warps": 4} if sums > 1 else {
-        "block_cols": 128, "block_inner": 128, "num_warps": 8}
-    found = ({**default, **shape, "block_rows": rows, "splits": splits} for splits in (4, 2, 1))
+    cols, warps = (64, 4) if sums > 1 else (128, 8)
+    # As much of the inner dimension as there are columns, or all of it.
+    inner = min(cols, int(next(one for one in tunables(ir, target) if one.name == "block_inner").choices[-1]))
+    shape = {"block_rows": rows, "block_cols": cols, "block_inner": inner, "num_warps": warps}
+    found = ({**default, **shape, "splits": splits} for splits in (4, 2, 1))
     return next((one for one in found if infeasible(ir, one, target) is None), default)
 
 

@@ -33,6 +33,7 @@ from fuseplan.planner.capture.writes import (
 from fuseplan.planner.errors import CaptureError
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref, TensorSpec
 from fuseplan.planner.lowering.recipes import RECIPES
+from fuseplan.planner.lowering.roundings import seen_roundings
 
 
 def normalise(module: fx.GraphModule) -> Traced:
@@ -317,6 +318,7 @@ class _Builder:
             self.names.derived,
             {op.name: tuple(self.nodes[op.name].meta.get("modules", ())) for op in ops},
         )
+        graph.rounds = seen_roundings(graph)
         nodes = {name: node for name, node in self.nodes.items() if name in kept}
         storages = {storage for access in self.accesses.values() for storage in access.written}
         written = frozenset(

@@ -31,7 +31,8 @@ def shared_cache(book: GroupBook, part: Region) -> SharedCache:
     flow = compute_graph_of(book.graph)
     singles = single_candidates(book.graph, part)
     compute = [one for one in singles if flow.kinds[flow.position[one.ops[0]]] == "compute"]
-    return SharedCache(book.graph, tuple((one.ops[0], book.lowered(one)) for one in compute))
+    kernels = ((one.ops[0], book.kernel(one)) for one in compute)
+    return SharedCache(book.graph, tuple((name, kernel) for name, kernel in kernels if kernel is not None))
 
 
 class ModelPrices:
@@ -73,8 +74,9 @@ class ModelPrices:
             if self._shared_cache is None:
                 self._shared_cache = shared_cache(self.book, self.part)
             way = choice.implementation
-            work, kernel = way.work(self.book, choice.group), self.book.lowered(choice.group)
-            self._delays_us[choice] = self._shared_cache.delay_us(work, self.spec, way.mode, kernel)
+            work, kernel = way.work(self.book, choice.group), self.book.kernel(choice.group)
+            self._delays_us[choice] = 0.0 if kernel is None else self._shared_cache.delay_us(
+                work, self.spec, way.mode, kernel)
         return self._delays_us[choice]
 
     def is_plain(self, choice: Choice) -> bool:

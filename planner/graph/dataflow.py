@@ -82,10 +82,13 @@ class DataflowGraph:
             they play no part in what a graph means.
         fresh: Graph inputs that stand for what another kernel has just produced (of a part of a model, cut out).
         shares: Of a part of a model, cut out: by the key of each part of a region, its share of the model's time.
+        rounds: Values of half precision that are rounded wherever they are read, whatever the numerics: the program can
+            see it.
     """
 
     fresh: frozenset[str] = frozenset()
     shares: Mapping[str, float] = MappingProxyType({})
+    rounds: frozenset[str] = frozenset()
 
     def __init__(
         self, nodes: Iterable[OpNode], specs: Mapping[str, TensorSpec], inputs: Iterable[str], outputs: Iterable[str],
@@ -192,7 +195,7 @@ def bind_graph(graph: DataflowGraph, sizes: Mapping[str, int] | None = None) -> 
         replace(node, attrs={name: bind_value(value, values) for name, value in node.attrs.items()}) for node in graph
     ]
     made = DataflowGraph(nodes, specs, graph.inputs, graph.outputs, order=graph.orders(), paths=graph.paths)
-    made.fresh = graph.fresh
+    made.fresh, made.rounds = graph.fresh, graph.rounds
     return made
 
 

@@ -24,6 +24,7 @@ def graph_to_json(graph: DataflowGraph) -> dict[str, Any]:
         "outputs": list(graph.outputs),
         "order": [list(pair) for pair in graph.orders()],
         "paths": {name: list(paths) for name, paths in graph.paths.items()},
+        "rounds": sorted(graph.rounds),
     }
 
 
@@ -40,7 +41,9 @@ def graph_from_json(data: Mapping[str, Any]) -> DataflowGraph:
     }
     order = [(before, after) for before, after in data["order"]]
     paths = {name: tuple(map(str, paths)) for name, paths in data.get("paths", {}).items()}
-    return DataflowGraph(nodes, specs, data["inputs"], data["outputs"], order=order, paths=paths)
+    graph = DataflowGraph(nodes, specs, data["inputs"], data["outputs"], order=order, paths=paths)
+    graph.rounds = frozenset(map(str, data.get("rounds", ())))
+    return graph
 
 
 def _to_json(value: Any) -> Any:

@@ -91,7 +91,10 @@ class _Builder:
 
     def _result(self, node: OpNode) -> str:
         """Text of an op's attributes and results."""
-        specs = (spec_text(self.graph.specs[value]) + "!" * (value in self.outputs) for value in node.outputs)
+        specs = (
+            spec_text(self.graph.specs[value]) + "!" * (value in self.outputs) + "~" * (value in self.graph.rounds)
+            for value in node.outputs
+        )
         return f"{attribute_text(node.attrs)}->{';'.join(specs)}"
 
     def _text(self, numbering: list[int]) -> tuple[str, tuple[str, ...]]:

@@ -44,7 +44,9 @@ def _cut(graph: DataflowGraph, region: Region, detours: list[tuple[str, str]]) -
         nodes.append(node)
         specs |= {value: graph.specs[value] for value in node.outputs}
     paths = {name: graph.paths[name] for name in region.ops if name in graph.paths}
-    return DataflowGraph(nodes, specs, region.inputs, region.outputs, order=order, paths=paths)
+    alone = DataflowGraph(nodes, specs, region.inputs, region.outputs, order=order, paths=paths)
+    alone.rounds = graph.rounds.intersection(specs)
+    return alone
 
 
 def _detours(graph: DataflowGraph, region: Region) -> set[tuple[str, str]]:

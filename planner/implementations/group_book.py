@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.backend import Backend, BuildError, Config, Target
+from fuseplan.planner.errors import failure_reason
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import Candidate, CandidateLimits, Enumeration, enumerate_candidates, group_key
 from fuseplan.planner.groups.compute_graph import compute_graph_of, lower_group
@@ -72,6 +73,13 @@ class GroupBook:
             self._lowered[group.ops] = lower_group(self.graph, group.ops, self.numerics)
         return self._lowered[group.ops]
 
+    def kernel(self, group: Candidate) -> Lowered | None:
+        """The group's kernel; None for what only ATen can run: a matmul, or an op that writes to what it reads."""
+        try:
+            return self.lowered(group)
+        except NotLowerable:
+            return None
+
     def legal(self, ops: Sequence[str]) -> str | None:
         """Why ``ops`` cannot be one kernel, None when they can (the legality of the enumeration)."""
         names = tuple(ops)
@@ -81,8 +89,8 @@ class GroupBook:
             self._lowered[names] = lower_group(self.graph, names, self.numerics)
             if self.dynamic is not None:
                 lower_group(self.dynamic, names, self.numerics)
-        except NotLowerable as refused:
-            return str(refused)
+        except Exception as error:  # whatever a group fails at, others of its region can be kernels
+            return failure_reason(error)
         return None
 
     def work(self, group: Candidate) -> Work:
@@ -141,7 +149,7 @@ class GroupBook:
         """The group as the search sees it."""
         if group.ops not in self._subjects:
             key = group_key(self.graph, group.ops, group.outputs)
-            if self.is_anchor(group):
+            if self.is_anchor(group) or (len(group.ops) == 1 and self.kernel(group) is None):
                 made = op_subject(self.graph, self.op_group(group), key)
             else:
                 made = group_subject(self.graph, group.ops, key, self.numerics, self.device_type, group.outputs)

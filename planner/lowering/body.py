@@ -37,6 +37,8 @@ class Group:
     #: Names of the group's compute ops.
     members: frozenset[str]
     numerics: str
+    #: Values of half precision that are rounded where the group reads them, under any numerics.
+    rounds: frozenset[str]
     #: Values from outside, in buffer order.
     inputs: list[str] = field(default_factory=list)
     #: Columns at which a ``cat`` changes operand, in the space being filled.

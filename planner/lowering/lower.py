@@ -23,6 +23,7 @@ from fuseplan.planner.lowering.body import AcrossColumns, Group, IterationSpace,
 from fuseplan.planner.lowering.puller import Puller, check_writes, stored_spec, writer
 from fuseplan.planner.lowering.recipes import RECIPES, written_value
 from fuseplan.planner.lowering.recipes_matmul import MATMULS
+from fuseplan.planner.lowering.roundings import is_rounding_cast
 from fuseplan.planner.lowering.views import Position, reshape_position
 
 __all__ = ["Lowered", "NotLowerable", "lower"]
@@ -45,7 +46,8 @@ def lower(graph: DataflowGraph, ops: Iterable[str], numerics: str, outputs: Iter
 
     Args:
         ops: Names of the compute ops; view ops among or before them are followed as address maps.
-        numerics: ``"fp32"`` keeps intermediates in fp32; ``"eager"`` rounds after every op as ATen would.
+        numerics: ``"fp32"`` keeps intermediates in fp32, but for roundings that the program can see;
+            ``"eager"`` rounds after every op as ATen would.
     """
     members, wanted, row_wise = frozenset(ops), tuple(outputs), frozenset[str]()
     if not wanted:
@@ -81,12 +83,14 @@ class _Lowering:
         self.graph = graph
         self.members = members
         self.row_wise = row_wise
-        self.group = Group(graph, members, numerics)
+        self.group = Group(graph, members, numerics, graph.rounds)
         self.outputs: list[str] = []
         self.storing = ""
 
     def run(self, wanted: tuple[str, ...]) -> Lowered:
         self.outputs = list(wanted)
+        # What is stored of a cast is rounded, and others read that: so is what the group reads of it.
+        self.group.rounds |= {value for value in wanted if is_rounding_cast(self.graph, value)}
         spaces: dict[tuple[tuple[Size, ...], Size], list[tuple[str, _Plan]]] = {}
         for value, plan in self._plan_spaces(wanted).items():
             spaces.setdefault((plan.rows, plan.cols), []).append((value, plan))

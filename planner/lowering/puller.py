@@ -31,6 +31,7 @@ from fuseplan.kernels.ir.ir import (
 from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
 from fuseplan.planner.lowering.body import BodyBuilder, Group, IterationSpace
+from fuseplan.planner.lowering.recipe import HALVES
 from fuseplan.planner.lowering.recipes import (
     RECIPES,
     kind_of,
@@ -43,7 +44,7 @@ from fuseplan.planner.lowering.recipes_matmul import MATMULS
 from fuseplan.planner.lowering.views import MAY_COPY, VIEW_MAPS, Position, along, is_address_map
 
 #: Storage types narrower than the register that holds their values.
-_ROUNDED = NARROW | {"bfloat16", "float16"}
+_ROUNDED = NARROW | HALVES
 
 
 def check_writes(group: Group) -> None:
@@ -122,7 +123,7 @@ class Puller(BodyBuilder):
         if node is not None:
             if written_value(node) is not None:
                 raise NotLowerable(f"{node.op} ({node.name}) writes what the group reads")
-            return self._rounded(self._computed(node, value, position), self.specs[value].dtype)
+            return self._rounded(self._computed(node, value, position), value)
         view = graph.maker(value)
         if view is not None and self._group.looks_through(view):
             return self.pull(view.inputs[0], VIEW_MAPS[view.op](view, value, position, graph.specs))
@@ -145,9 +146,10 @@ class Puller(BodyBuilder):
             raise NotLowerable(reason or f"{node.op} has no recipe")
         return (recipe.build, *recipe.others)[node.outputs.index(value)](self, node, position)
 
-    def _rounded(self, value: int, dtype: str) -> int:
-        """What is left of a value in its own dtype, where that matters to those who read it."""
-        if dtype not in NARROW and (self._group.numerics != "eager" or dtype not in _ROUNDED):
+    def _rounded(self, value: int, name: str) -> int:
+        """What is left of a value in the dtype of ``name``, where that matters to those who read it."""
+        dtype, group = self.specs[name].dtype, self._group
+        if dtype not in NARROW and (dtype not in HALVES or (group.numerics != "eager" and name not in group.rounds)):
             return value
         value = self.cast(value, register_type(dtype))
         return value if self._fits(value, dtype) else self._space.emit(Round(self.dtype_of(value), value, dtype))
@@ -155,7 +157,7 @@ class Puller(BodyBuilder):
     def _fits(self, value: int, dtype: str) -> bool:
         """True when a value is known to be one that ``dtype`` holds."""
         instr = self._space.body[value]
-        if dtype in ("bfloat16", "float16") and self._is_byte(self._space.body, value):
+        if dtype in HALVES and self._is_byte(self._space.body, value):
             return True
         if isinstance(instr, Load):
             return self.specs[self._group.inputs[instr.buffer]].dtype == dtype

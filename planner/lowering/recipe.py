@@ -19,6 +19,7 @@ Build: TypeAlias = Callable[[BodyBuilder, OpNode, Position], int]
 Refuse: TypeAlias = Callable[[OpNode, Specs], str | None]
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
+HALVES = frozenset({"bfloat16", "float16"})
 INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 #: What an operand or a result may be.
 DTYPES = (*FLOATS, "float8_e4m3fn", *INTEGERS, "bool")

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
+import torch
+
+from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.index import row_major_strides
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
-from fuseplan.planner.lowering.recipe import DTYPES, FLOATS, Recipe
+from fuseplan.planner.lowering.recipe import DTYPES, FLOATS, INTEGERS, Recipe
 from fuseplan.planner.lowering.recipes_activation import activation_recipes
 from fuseplan.planner.lowering.recipes_index import indexing_recipes
 from fuseplan.planner.lowering.recipes_pointwise import pointwise_recipes
@@ -95,6 +98,23 @@ def why_opaque(node: OpNode, specs: Specs) -> str | None:
     return why_refused(node, specs)
 
 
+#: Arguments that may be numbers in the place of elements.
+_NUMBERS = ("self", "other", "value", "fill_value", "s", "alpha", "min", "max", "min_val", "max_val")
+
+
+def _unheld_number(node: OpNode, specs: Specs) -> str | None:
+    """Refuses a number that the op's integer type cannot hold: ATen raises, or wraps it around."""
+    dtype, kinds = specs[node.outputs[0]].dtype, (int, float)
+    if dtype == "bool" and node.inputs:  # of a comparison; a float takes it to floats
+        dtype, kinds = specs[node.inputs[0]].dtype, (int,)
+    if dtype not in INTEGERS:
+        return None
+    limits = torch.iinfo(torch_dtype(dtype))
+    numbers = [one for name in _NUMBERS if isinstance(one := node.attrs.get(name), kinds)]
+    unheld = [one for one in numbers if not limits.min <= one <= limits.max]
+    return f"{unheld[0]} is no number of dtype {dtype}" if unheld else None
+
+
 def why_refused(node: OpNode, specs: Specs) -> str | None:
     """Why no kernel can compute the op at these sizes and attributes, None when one can."""
     recipe = RECIPES.get(node.op)
@@ -108,7 +128,8 @@ def why_refused(node: OpNode, specs: Specs) -> str | None:
             return f"{node.op}: reduces dimensions {dims} of {rank}; only the last ones are supported"
         if len(dims) == rank > 1:
             return f"{node.op}: reduces all of {rank} dimensions: a kernel shares rows among threads, and this is one"
-    if recipe.refuse is not None and (reason := recipe.refuse(node, specs)) is not None:
+    reason = _unheld_number(node, specs) or (recipe.refuse(node, specs) if recipe.refuse is not None else None)
+    if reason is not None:
         return f"{node.op}: {reason}"
     # Of dynamic sizes that cannot always be told. A plan is made for some sizes, with which it is.
     if len(dims) > 1 and (spec := specs[node.inputs[0]]).is_static:

@@ -6,12 +6,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-import torch
-
-from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.lowering.body import BodyBuilder
-from fuseplan.planner.lowering.recipe import INTEGERS, Recipe, Refuse, float_result, of_one
+from fuseplan.planner.lowering.recipe import Recipe, Refuse, float_result, no_booleans, of_one
 from fuseplan.planner.lowering.views import Specs
 
 #: Of a builder, the operand's value in the type of the result, and the op's attributes.
@@ -43,15 +40,7 @@ def _bounded(p: BodyBuilder, x: int, low: Any, high: Any = None) -> int:
 
 
 def _clamp_refuse(node: OpNode, specs: Specs) -> str | None:
-    if len(node.inputs) != 1:
-        return "tensor bounds are not supported"
-    dtype = specs[node.outputs[0]].dtype
-    if dtype not in INTEGERS:
-        return None
-    limits = torch.iinfo(torch_dtype(dtype))
-    bounds = (node.attrs.get(name) for name in ("min", "max", "min_val", "max_val"))
-    outside = [bound for bound in bounds if isinstance(bound, int) and not limits.min <= bound <= limits.max]
-    return f"ATen wraps the bound {outside[0]} around to {dtype}" if outside else None
+    return None if len(node.inputs) == 1 else "tensor bounds are not supported"
 
 
 def _hard_sigmoid(p: BodyBuilder, x: int) -> int:
@@ -104,7 +93,7 @@ def activation_recipes() -> dict[str, Recipe]:
         "log_sigmoid": _log_sigmoid,
     }
     return {
-        "aten.relu.default": _recipe(lambda p, x, attrs: _bounded(p, x, 0), None),
+        "aten.relu.default": _recipe(lambda p, x, attrs: _bounded(p, x, 0), no_booleans),
         "aten.relu6.default": _recipe(lambda p, x, attrs: _bounded(p, x, 0.0, 6.0), None),
         **{f"aten.{name}.default": _recipe(activation) for name, activation in smooth.items()},
         **{f"aten.{name}.default": _recipe(clamp, _clamp_refuse)

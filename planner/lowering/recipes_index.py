@@ -28,7 +28,15 @@ def _along_dim(p: BodyBuilder, node: OpNode, position: Position) -> int:
 def _ranks_refuse(node: OpNode, specs: Specs) -> str | None:
     rank, other = (len(specs[value].shape) for value in node.inputs[:2])
     wanted = 1 if node.op == "aten.index_select.default" else rank
-    return None if rank and other == wanted else f"ranks {rank} and {other}"
+    if not rank or other != wanted:
+        return f"ranks {rank} and {other}"
+    return _positions_refuse(node, specs, "int32")
+
+
+def _positions_refuse(node: OpNode, specs: Specs, *others: str) -> str | None:
+    """ATen raises for positions of other types than int64 and ``others``."""
+    dtype = specs[node.inputs[1]].dtype
+    return None if dtype in ("int64", *others) else f"positions of dtype {dtype}"
 
 
 def _indexed_dims(node: OpNode) -> dict[int, int]:
@@ -75,7 +83,9 @@ def _index_copy_refuse(node: OpNode, specs: Specs) -> str | None:
     target, index = (specs[value] for value in node.inputs[:2])
     if not target.shape or len(index.shape) != 1:
         return f"ranks {len(target.shape)} and {len(index.shape)}"
-    return _target_refuse(node, specs)
+    if (dtype := specs[node.inputs[2]].dtype) != target.dtype:
+        return f"writes numbers of dtype {dtype} to one of {target.dtype}"
+    return _positions_refuse(node, specs) or _target_refuse(node, specs)
 
 
 def _target_refuse(node: OpNode, specs: Specs) -> str | None:

@@ -9,7 +9,8 @@ from functools import cache, reduce
 
 import torch
 
-from fuseplan.kernels.ir.ir import ITEMSIZE, RegisterType, register_type
+from fuseplan.kernels.ir.dtypes import torch_dtype
+from fuseplan.kernels.ir.ir import RegisterType, register_type
 from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.lowering.body import BodyBuilder
 from fuseplan.planner.lowering.recipe import (
@@ -18,6 +19,7 @@ from fuseplan.planner.lowering.recipe import (
     argument,
     float_result,
     is_float,
+    no_booleans,
     of_one,
     of_two,
     result_type,
@@ -74,7 +76,9 @@ def _shift(op: str) -> Recipe:
     """ATen defines shifts by too much (and by less than zero): all sign bits to the right, zero to the left."""
 
     def compute(p: BodyBuilder, node: OpNode, a: int, by: int) -> int:
-        dtype, last = result_type(p, node), ITEMSIZE[p.specs[node.outputs[0]].dtype] * 8 - 1
+        dtype, limits = result_type(p, node), torch.iinfo(torch_dtype(p.specs[node.outputs[0]].dtype))
+        # All bits of an unsigned number are shifted out of it, in a register that has more; a sign stays.
+        last = limits.bits - (limits.min < 0)
         least, most = p.known_range(by)
         if least >= 0 and most <= last:
             return p.apply(op, a, by)
@@ -116,7 +120,7 @@ def _unary(op: str) -> Recipe:
 
 def _rounding(op: str) -> Recipe:
     """Of an integer, which is rounded already, itself."""
-    return of_one(lambda p, node, x: p.apply(op, x) if p.dtype_of(x).startswith("float") else x)
+    return of_one(lambda p, node, x: p.apply(op, x) if p.dtype_of(x).startswith("float") else x, no_booleans)
 
 
 def _binary(op: str) -> Recipe:
@@ -148,6 +152,11 @@ def _floor_divide_refuse(node: OpNode, specs: Specs) -> str | None:
         return f"result of dtype {specs[node.outputs[0]].dtype}, only integers are supported"
     divisor = node.attrs.get("other")
     return None if isinstance(divisor, int) and divisor else "the divisor is no number other than zero"
+
+
+def _taken_away_refuse(node: OpNode, specs: Specs) -> str | None:
+    """ATen raises for a difference of booleans, or with one."""
+    return "of booleans" if any(specs[value].dtype == "bool" for value in node.inputs) else None
 
 
 def _rsub(p: BodyBuilder, node: OpNode, position: Position) -> int:
@@ -188,6 +197,13 @@ def _masked_fill(p: BodyBuilder, node: OpNode, position: Position) -> int:
     return p.apply("where", mask, filled, p.operand(node, 0, position, dtype))
 
 
+def _filled_refuse(node: OpNode, specs: Specs) -> str | None:
+    """ATen raises for a number that an integer type cannot hold; of a tensor, that is known when it is run."""
+    dtype, value = specs[node.outputs[0]].dtype, node.inputs[2:]
+    known = dtype not in INTEGERS or not value or specs[value[0]].dtype == dtype
+    return None if known else f"fills {dtype} with a number of dtype {specs[value[0]].dtype}"
+
+
 def pointwise_recipes() -> dict[str, Recipe]:
     rows: dict[str, Recipe] = {}
     for name in ("exp", "exp2", "log", "log1p", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf", "reciprocal",
@@ -196,14 +212,15 @@ def pointwise_recipes() -> dict[str, Recipe]:
     for name in ("floor", "ceil", "round"):
         rows[f"aten.{name}.default"] = _rounding(name)
     for name in ("add", "sub", "mul"):
-        rows[f"aten.{name}.Tensor"] = rows[f"aten.{name}.Scalar"] = _binary(name)
+        recipe = replace(_binary(name), refuse=_taken_away_refuse if name == "sub" else None)
+        rows[f"aten.{name}.Tensor"] = rows[f"aten.{name}.Scalar"] = recipe
     for name in ("div", "true_divide"):
         rows[f"aten.{name}.Tensor"] = rows[f"aten.{name}.Scalar"] = Recipe(_div, refuse=float_result)
     rows["aten.maximum.default"] = rows["aten.max.other"] = _binary("maximum")
     rows["aten.minimum.default"] = rows["aten.min.other"] = _binary("minimum")
     for name in ("floor_divide.default", "floor_divide.Scalar", "div.Scalar_mode", "div.Tensor_mode"):
         rows[f"aten.{name}"] = replace(_applied("int_floordiv"), refuse=_floor_divide_refuse)
-    rows["aten.rsub.Scalar"] = rows["aten.rsub.Tensor"] = Recipe(_rsub)
+    rows["aten.rsub.Scalar"] = rows["aten.rsub.Tensor"] = Recipe(_rsub, refuse=_taken_away_refuse)
     rows["aten.pow.Tensor_Scalar"] = of_one(lambda p, node, x: power(p, x, node.attrs["exponent"]), float_result)
     rows["aten.pow.Tensor_Tensor"] = rows["aten.pow.Scalar"] = replace(_applied("pow"), refuse=float_result)
     rows["aten.square.default"] = of_one(lambda p, node, x: p.apply("mul", x, x))
@@ -216,7 +233,7 @@ def pointwise_recipes() -> dict[str, Recipe]:
     rows.update(_bitwise_recipes())
     for name in ("self", "ScalarSelf", "ScalarOther", "Scalar"):
         rows[f"aten.where.{name}"] = Recipe(_where)
-    rows["aten.masked_fill.Scalar"] = rows["aten.masked_fill.Tensor"] = Recipe(_masked_fill)
+    rows["aten.masked_fill.Scalar"] = rows["aten.masked_fill.Tensor"] = Recipe(_masked_fill, refuse=_filled_refuse)
     for name in ("to.dtype", "to.dtype_layout", "to.device", "to.other", "_to_copy.default", "type_as.default",
                  "clone.default", "contiguous.default", "lift_fresh_copy.default"):
         rows[f"aten.{name}"] = Recipe(_convert)

@@ -9,7 +9,7 @@ from fuseplan.kernels.ir.index import Index, Size, as_size, divides, known_less_
 from fuseplan.kernels.ir.ir import RegisterType
 from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.lowering.body import BodyBuilder
-from fuseplan.planner.lowering.recipe import Recipe, is_float, no_booleans, result_type
+from fuseplan.planner.lowering.recipe import FLOATS, Recipe, is_float, no_booleans, result_type
 from fuseplan.planner.lowering.views import (
     MAY_COPY,
     VIEW_MAPS,
@@ -150,6 +150,8 @@ def _factors(node: OpNode, specs: Specs) -> list[Size]:
 
 
 def _upsample_refuse(node: OpNode, specs: Specs) -> str | None:
+    if specs[node.outputs[0]].dtype not in (*FLOATS, "uint8"):
+        return f"of dtype {specs[node.outputs[0]].dtype}"
     # ATen multiplies by a float, which is exact for these.
     if all(isinstance(factor, int) and factor > 0 and factor & (factor - 1) == 0 for factor in _factors(node, specs)):
         return None

@@ -14,7 +14,7 @@ from fuseplan.kernels.ir.index import Index, Size, as_size, divides, product
 from fuseplan.kernels.ir.ir import RegisterType, register_type
 from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.lowering.body import BodyBuilder
-from fuseplan.planner.lowering.recipe import Build, Recipe, float_result, no_booleans, result_type
+from fuseplan.planner.lowering.recipe import HALVES, Build, Recipe, float_result, no_booleans, result_type
 from fuseplan.planner.lowering.views import Position, Specs, normalise_dim, reshape_position
 
 
@@ -236,9 +236,17 @@ def _group_rows(node: OpNode, specs: Specs) -> tuple[Size, ...]:
     return samples, groups, as_size(divides(groups, channels) * product(rest))
 
 
+def _affine_refuse(node: OpNode, specs: Specs) -> str | None:
+    """ATen takes weights of the operand's dtype, and float32 beside half precision; it raises for others."""
+    dtype, *others = (specs[value].dtype for value in node.inputs)
+    wide = "float32" if dtype in HALVES else dtype
+    mixed = [other for other in others if other not in (dtype, wide)]
+    return f"weights of dtype {mixed[0]} for numbers of dtype {dtype}" if mixed else float_result(node, specs)
+
+
 def _group_refuse(node: OpNode, specs: Specs) -> str | None:
     divided = divides(node.attrs["num_groups"], specs[node.inputs[0]].shape[1])
-    return float_result(node, specs) if divided else "its groups do not divide the channels"
+    return _affine_refuse(node, specs) if divided else "its groups do not divide the channels"
 
 
 def _group_norm(p: BodyBuilder, node: OpNode, position: Position) -> int:
@@ -265,14 +273,14 @@ def _batch_refuse(node: OpNode, specs: Specs) -> str | None:
     if node.attrs.get("training"):
         return "training mode"
     missing = [name for name in ("running_mean", "running_var") if name in node.attrs]
-    return f"without {missing[0]}" if missing else float_result(node, specs)
+    return f"without {missing[0]}" if missing else _affine_refuse(node, specs)
 
 
 def normalising_recipes() -> dict[str, Recipe]:
     return {
         "aten.layer_norm.default": Recipe(
             lambda p, node, position: _standard(p, node, position, _row_of(p, node, position), position),
-            _normalised_dims, float_result,
+            _normalised_dims, _affine_refuse,
         ),
         "aten.rms_norm.default": Recipe(_rms_norm, _normalised_dims, float_result),
         "aten.group_norm.default": Recipe(

@@ -31,7 +31,14 @@ def recipe_samples() -> list[Sample]:
     def integers(*shape: int) -> torch.Tensor:
         return torch.randint(-4, 5, shape, generator=generator)
 
+    def amounts(dtype: torch.dtype) -> torch.Tensor:
+        """Of shifts: none, all bits and more, and less than none."""
+        bits = torch.iinfo(dtype).bits
+        few = torch.tensor([0, 1, bits - 1, bits, bits + 1, 32, 63, 64, 127, -1, -bits], dtype=torch.int64).to(dtype)
+        return few.repeat(4)[torch.randperm(44, generator=generator)][:37]
+
     half = torch.bfloat16
+    words = torch.randint(-(2**31), 2**31, (3, 37), generator=generator)
     holes = torch.where(floats(5, 37) > 1, torch.nan, floats(5, 37))
     tails = torch.cat([torch.tensor([-1e4, -88.0, -20.0, -1e-3, -0.0, 1e-30, 20.0, 21.0, 1e4]), floats(28) * 9])
     return [
@@ -54,6 +61,9 @@ def recipe_samples() -> list[Sample]:
         _sample("repeated", "aten.repeat.default", floats(3, 37), repeats=(2, 1, 3)),
         _sample("upsampled", "aten.upsample_nearest2d.default", floats(2, 3, 5, 9), output_size=(10, 36)),
         _sample("floor_divided", "aten.floor_divide.default", integers(3, 37), other=-3),
+        *(_sample("shifted", f"aten.bitwise_{side}_shift.Tensor", words.to(dtype), amounts(dtype))
+          for side in ("left", "right") for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)),
+        _sample("shifted", "aten.bitwise_right_shift.Tensor_Scalar", words.to(torch.uint8), other=8),
         _sample("softplus", "aten.softplus.default", tails),
         _sample("summed", "aten.sum.dim_IntList", floats(6, 4, 37, dtype=half), dim=(1,)),
     ]

@@ -1,0 +1,133 @@
+"""Roundings to half precision that a program can see: kernels make them under ``numerics="fp32"`` too.
+
+Elsewhere a kernel keeps the bits that a cast in the middle of it would drop. It must not where the program asks what
+the cast dropped (``x - x.to(bfloat16).float()``): the answer would be zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import permutations
+from typing import TypeAlias
+
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
+from fuseplan.planner.lowering.recipe import HALVES
+from fuseplan.planner.lowering.recipes import RECIPES, kind_of
+from fuseplan.planner.lowering.recipes_index import LOOKUPS
+from fuseplan.planner.lowering.views import MAY_COPY, Specs, is_address_map
+
+#: What each half holds exactly.
+_EXACT = frozenset({"bool", "uint8", "int8", "float8_e4m3fn"})
+#: Ops whose elements are elements of their operands, but for a sign or a number that is given.
+_REARRANGING = LOOKUPS | MAY_COPY | {
+    f"aten.{name}" for name in (
+        "cat.default", "concat.default", "stack.default", "pad.default", "constant_pad_nd.default", "repeat.default",
+        "repeat_interleave.self_int", "tril.default", "triu.default", "neg.default", "abs.default", "where.self",
+        "where.ScalarSelf", "where.ScalarOther", "masked_fill.Scalar", "masked_fill.Tensor",
+    )
+}
+_SUMS = frozenset({"aten.add.Tensor", "aten.sub.Tensor", "aten.rsub.Tensor"})
+_DIFFERENCES = _SUMS - {"aten.add.Tensor"}
+
+#: What a value was copied and converted from, with the halves to which it was rounded on the way.
+_Origins: TypeAlias = frozenset[tuple[str, frozenset[str]]]
+
+
+def is_rounding_cast(graph: DataflowGraph, value: str) -> bool:
+    """Whether ``value`` is a conversion to half precision of numbers that it need not hold."""
+    node = graph.maker(value)
+    if node is None or not _converts(node, graph.specs):
+        return False
+    source = graph.specs[node.inputs[0]].dtype
+    return graph.specs[value].dtype in HALVES and source not in _EXACT
+
+
+def seen_roundings(graph: DataflowGraph) -> frozenset[str]:
+    """Values of half precision that kernels round before they compute with them.
+
+    A cast is one where the graph returns its result, or an op reads that beside wider numbers (it converts it, adds it
+    to float32, compares it), or what the cast was made from is used unrounded as well. So is a sum ``a + b`` from which
+    ``a`` or ``b`` is taken away again: what is left is what its rounding dropped.
+    """
+    return _Roundings(graph).seen()
+
+
+class _Roundings:
+    def __init__(self, graph: DataflowGraph) -> None:
+        self.graph = graph
+        #: The casts whose result each value is, rearranged.
+        self.casts: dict[str, frozenset[str]] = {value: frozenset() for value in graph.inputs}
+        self.origins: dict[str, _Origins] = {value: frozenset({(value, frozenset())}) for value in graph.inputs}
+        #: Of each value that is no copy, the ways in which it is used: the halves to which it is rounded before.
+        self.uses: dict[str, set[frozenset[str]]] = {}
+        #: Casts that a kernel could read unrounded, and those that it must not.
+        self.read: set[str] = set()
+        self.found: set[str] = set()
+
+    def seen(self) -> frozenset[str]:
+        graph, dropped = self.graph, set[str]()
+        for node in graph:
+            self._follow(node)
+            dropped.update(self._sums_taken_apart(node))
+        for value in graph.outputs:
+            self.found |= self.casts[value]
+            self._use(value)
+        for cast in self.read - self.found:
+            ways = (way for origin, _ in self.origins[cast] for way in self.uses.get(origin, ()))
+            if any(graph.specs[cast].dtype not in way for way in ways):
+                self.found.add(cast)
+        return frozenset((self.found & self.read) | dropped)
+
+    def _follow(self, node: OpNode) -> None:
+        specs = self.graph.specs
+        is_copy, converts = _rearranges(node, specs), _converts(node, specs)
+        casts = frozenset[str]().union(*(self.casts[value] for value in node.inputs))
+        origins: _Origins = frozenset().union(*(self.origins[value] for value in node.inputs))
+        if casts and not is_copy and kind_of(node, specs) == "compute":
+            self.read |= casts
+            self.found |= {cast for cast in casts if specs[cast].dtype != specs[node.name].dtype}
+        if not is_copy and not converts:
+            for value in node.inputs:
+                self._use(value)
+        for value in node.outputs:
+            self.casts[value] = casts if is_copy else frozenset()
+            self.origins[value] = origins if is_copy or converts else frozenset({(value, frozenset())})
+        if is_rounding_cast(self.graph, node.name):
+            self.casts[node.name] = frozenset({node.name})
+            half = specs[node.name].dtype
+            self.origins[node.name] = frozenset((origin, way | {half}) for origin, way in origins)
+
+    def _use(self, value: str) -> None:
+        for origin, way in self.origins[value]:
+            self.uses.setdefault(origin, set()).add(way)
+
+    def _sums_taken_apart(self, node: OpNode) -> Iterator[str]:
+        """The sums of half precision from which a difference takes one of their terms."""
+        if node.op not in _DIFFERENCES or len(node.inputs) != 2:
+            return
+        for one, other in permutations(node.inputs):
+            for value, _ in self.origins[one]:
+                made = self.graph.maker(value)
+                if made is not None and made.op in _SUMS and self.graph.specs[value].dtype in HALVES and (
+                    self._numbers(made.inputs) & self._numbers((other,))
+                ):
+                    yield value
+
+    def _numbers(self, values: Iterable[str]) -> set[str]:
+        return {origin for value in values for origin, _ in self.origins[value]}
+
+
+def _converts(node: OpNode, specs: Specs) -> bool:
+    """Whether the op gives its operand's elements in another dtype."""
+    return _is_conversion(node) and specs[node.inputs[0]].dtype != specs[node.name].dtype
+
+
+def _rearranges(node: OpNode, specs: Specs) -> bool:
+    if node.op in _REARRANGING or is_address_map(node, specs):
+        return True
+    return _is_conversion(node) and specs[node.inputs[0]].dtype == specs[node.name].dtype
+
+
+def _is_conversion(node: OpNode) -> bool:
+    recipe = RECIPES.get(node.op)
+    return recipe is not None and recipe.build is RECIPES["aten.clone.default"].build

@@ -63,7 +63,11 @@ def sources_of(path: Path, canary: Canary) -> list[str]:
         backend = _back_ends().get(one.backend)
         if backend is None:
             continue
-        source = _source(backend, _kernels()[one.key.workload][1], one.config)
+        try:
+            source = _source(backend, _kernels()[one.key.workload][1], one.config)
+        except Exception as error:
+            wrong.append(f"{one.backend} fails at a stored configuration: {type(error).__name__}: {error}")
+            continue
         if source and is_impossible(one.config, one.backend):
             wrong.append(f"{one.backend} turns a configuration into source that no search chooses")
         if any(text in source for text in (str(canary.file), "<script>", "\x1b")):

@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # they take a second to import, which only the workers need
 
 #: Programs that one process runs: its libraries and caches go with it.
 _BATCH = 50
-_BATCH_LIMIT_S = 600
+_BATCH_LIMIT_S = 1800
 #: Every so many programs go through ``torch.compile``.
 _DYNAMO = 5
 #: Columns of the table of ops.

@@ -7,7 +7,7 @@ What follows the op is exact, so that a kernel of both rounds once: its results 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,19 +59,15 @@ def op_cases(words: str = "") -> Iterator[OpCase]:
     number = 0
     for op in (name for name in RECIPES if any(word in name for word in words.split(","))):
         own = [one for one in SAMPLES if one[0] == op] or [(op, _OPERANDS[: 3 if "index" in op else 2], {})]
-        taken: set[str] = set()
-        for dtype in (None, *DTYPES):
-            for _, operands, attrs in own:
-                given = operands if dtype is None else _cast(operands, torch_dtype(dtype))
-                if dtype is not None and _dtype(given) in taken:
-                    continue
-                try:
-                    case = _case(number, op, given, attrs)
-                except (RuntimeError, IndexError):
-                    continue  # eager refuses that, or the meta device, on which graphs are traced
-                taken |= set() if case.refusal else {case.dtype}
-                number += 1
-                yield case
+        cases = [case for _, operands, attrs in own if (case := _case(op, operands, attrs))]
+        for dtype in map(torch_dtype, DTYPES):
+            others = (_case(op, _cast(operands, dtype), attrs) for _, operands, attrs in own)
+            there = {case.dtype for case in cases if not case.refusal}
+            made = [case for case in others if case and case.dtype not in there]
+            cases += [case for case in made if not case.refusal][:1] or made[:1]
+        for case in cases:
+            yield replace(case, program=replace(case.program, seed=number, numerics=("fp32", "eager")[number % 2]))
+            number += 1
 
 
 def _dtype(tensors: Sequence[torch.Tensor]) -> str:
@@ -96,15 +92,26 @@ def _cast(operands: Sequence[torch.Tensor], dtype: torch.dtype) -> tuple[torch.T
     return tuple(map(cast, operands))
 
 
-def _case(number: int, op: str, operands: Sequence[torch.Tensor], attrs: Mapping[str, Any]) -> OpCase:
-    """RuntimeError or IndexError where eager refuses the op."""
-    if op in _STATEMENTS:
-        case = OpCase(op, _dtype(operands), _program(number, operands, _STATEMENTS[op]))
+def _case(op: str, operands: Sequence[torch.Tensor], attrs: Mapping[str, Any]) -> OpCase | None:
+    """None where eager refuses the op, or the meta device, on which graphs are traced."""
+    try:
+        case = _made(op, operands, attrs)
         case.program.function()(*case.program.arguments(0))
-        return case
-    on_meta = Builder(**{f"x{place}": one.to("meta") for place, one in enumerate(operands)})
-    on_meta(op, *on_meta.inputs, **attrs)
+        if operands and "device" not in attrs:
+            case.program.function()(*(one.to("meta") for one in case.program.arguments(0)))
+    except (RuntimeError, IndexError, ValueError):
+        return None
+    return case
+
+
+def _made(op: str, operands: Sequence[torch.Tensor], attrs: Mapping[str, Any]) -> OpCase:
     builder = Builder(**{f"x{place}": one for place, one in enumerate(operands)})
+    if op in _STATEMENTS:
+        refusal = None
+        if op.endswith(".dim"):  # of a value and its position
+            values = builder.many(op, "x0", outputs=2, dim=-1)
+            refusal = why_opaque(builder.nodes[0], builder.graph(*values).specs)
+        return OpCase(op, _dtype(operands), _program(operands, _STATEMENTS[op]), refusal)
     value = builder(op, *builder.inputs, **attrs)
     made, node, specs = builder.tensors[value], builder.nodes[0], builder.graph(value).specs
     args, kwargs = bind_call(node, list(map(_Word, builder.inputs)), "cpu")
@@ -114,7 +121,9 @@ def _case(number: int, op: str, operands: Sequence[torch.Tensor], attrs: Mapping
         then = "v1 = " + _joined(made.dtype)
     else:  # a kernel is made for what reads something
         operands, then = [torch.randint(-9, 9, made.shape).to(made.dtype)], "v1 = v0 * x0"
-    return OpCase(op, _dtype(operands), _program(number, operands, (call, then)), why_opaque(node, specs))
+    # Where a graph's device is named, another op stands in its place when it is planned.
+    refusal = "it is aten.to.dtype then" if op == "aten.to.device" else why_opaque(node, specs)
+    return OpCase(op, _dtype(operands), _program(operands, (call, then)), refusal)
 
 
 class _Word(str):
@@ -133,10 +142,9 @@ def _joined(dtype: torch.dtype) -> str:
     return "v0 * 2" if dtype.is_floating_point else "v0 + 1"
 
 
-def _program(number: int, operands: Sequence[torch.Tensor], texts: Sequence[str]) -> Program:
+def _program(operands: Sequence[torch.Tensor], texts: Sequence[str]) -> Program:
     """It returns the values that no later statement reads."""
     steps = [Step(text.partition(" = ")[0] if " = " in text else "x1", text, True) for text in texts]
     unread = [one.target for at, one in enumerate(steps) if not any(one.target in text for text in texts[at + 1 :])]
     given = tuple(map(Given, operands))
-    numerics = ("fp32", "eager")[number % 2]
-    return Program(number, given, tuple(steps), tuple(unread), ({}, {}), False, numerics, rounds_once=True)
+    return Program(0, given, tuple(steps), tuple(unread), ({}, {}), False, "fp32", rounds_once=True)

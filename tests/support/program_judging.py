@@ -112,8 +112,8 @@ def _difference(
     error, eager_error = (own - exact).abs(), (eager - exact).abs()
     function = _FUNCTION[torch.float64 if got.dtype == torch.float64 else torch.float32]
     bound = _SPREADS * spread + function * exact.abs() + _half_unit(exact, got.dtype)
-    # What may be rounded anywhere may also be off where eager happens not to be, and the other way round.
-    bound = torch.maximum(bound, eager_error) if once else 2 * bound + eager_error
+    # What is rounded on the way, too, may be off one way where eager is off the other.
+    bound = torch.maximum(bound, eager_error) if once else bound + eager_error
     excess = torch.where(finite & ~same, error - bound, -1.0)
     if float(excess.max()) <= 0:
         return ""

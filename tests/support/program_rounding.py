@@ -27,7 +27,8 @@ _EXACT = frozenset({
 #: Ops that round on the way to their results, where terms may cancel: as if each operand were off by a rounding.
 _ROUND_WITHIN = frozenset({
     "_fused_rms_norm", "_log_softmax", "_softmax", "addcmul", "addmm", "bmm", "cumsum", "dot", "gelu", "lerp",
-    "linalg_vector_norm", "mean", "mm", "mv", "native_layer_norm", "sum", "var",
+    "linalg_vector_norm", "mean", "mm", "mv", "native_batch_norm", "native_group_norm", "native_layer_norm", "sum",
+    "var",
 })
 #: Half precision is summed in float32; only the sum is rounded to it.
 _WITHIN = torch.finfo(torch.float32).eps

@@ -10,6 +10,7 @@ replaces does not stand in its file exactly once: then the code has changed, and
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import shutil
 import subprocess
@@ -82,7 +83,7 @@ class Copy:
 
     def run(self, check: Sequence[str], limit_s: float, bug: Bug | None = None) -> Ran:
         """Run a check, with a bug in the copy or without."""
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *check]
+        command = [sys.executable, "-P", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *check]
         if check[0].startswith("tests/checks/"):
             command = [sys.executable, *check]
         name = f"run-{time.monotonic_ns()}"
@@ -104,10 +105,15 @@ class Copy:
 
 
 def planted(text: str, bug: Bug) -> str:
-    """A file's text with a bug; ValueError where what it replaces does not stand there exactly once."""
+    """A file's text with a bug; ValueError where what it replaces does not stand there exactly once, and
+    SyntaxError where the bug is no Python, which any check would notice.
+    """
     if (times := text.count(bug.old)) != 1:
-        raise ValueError(f"{bug.name}: its text stands {times} times in {bug.file}; change its row of planted_bugs.py")
-    return text.replace(bug.old, bug.new)
+        raise ValueError(f"its text stands {times} times in {bug.file}; change its row of planted_bugs.py")
+    made = text.replace(bug.old, bug.new)
+    if bug.file.endswith(".py"):
+        ast.parse(made)
+    return made
 
 
 def misplaced(bugs: Sequence[Bug], root: Path = _ROOT) -> list[str]:
@@ -116,8 +122,8 @@ def misplaced(bugs: Sequence[Bug], root: Path = _ROOT) -> list[str]:
     for bug in bugs:
         try:
             planted((root / bug.file).read_text(), bug)
-        except (OSError, ValueError) as error:
-            found.append(str(error))
+        except (OSError, ValueError, SyntaxError) as error:
+            found.append(f"{bug.name}: {error}")
     return found
 
 
@@ -157,10 +163,10 @@ def _verdict(bug: Bug | None, ran: Ran, limit_s: float) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=2, help="checks at a time")
-    parser.add_argument("-k", default="", dest="words", help="only bugs whose names have this")
+    parser.add_argument("-k", default="", dest="words", help="only bugs with one of these in their names")
     parser.add_argument("--list", action="store_true", help="show the bugs, and run nothing")
     options = parser.parse_args()
-    bugs = [bug for bug in BUGS if options.words in bug.name]
+    bugs = [bug for bug in BUGS if any(word in bug.name for word in options.words.split(","))]
     if options.list:
         print("\n".join(f"{bug.name}: {bug.file}\n    - {bug.old!r}\n    + {bug.new!r}" for bug in bugs))
         return 0

@@ -21,6 +21,7 @@ from fuseplan.planner.cli.common import (
     status,
 )
 from fuseplan.planner.cli.output.options import answers
+from fuseplan.planner.cli.output.screen import check_writable
 
 if TYPE_CHECKING:
     from fuseplan.costmodel.device import DeviceSpec
@@ -51,7 +52,7 @@ def probe(
         if plot.suffix.lower() not in (".png", ".pdf", ".svg"):
             raise ConfigError(f"--plot {plot}: its ending says the format; give a .png, .pdf or .svg file")
         plot = plot.expanduser()
-        plot.parent.mkdir(parents=True, exist_ok=True)
+        check_writable(plot, "--plot")
     session = open_session(device_type(device), db)
     with status("probing") as doing:
         found = session.measure_device(

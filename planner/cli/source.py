@@ -114,8 +114,10 @@ def named(
     from fuseplan.planner.models.sources import find_source
 
     if pattern[0] is not None:
-        if pack_weights or any(option is not None for option in (*source, *workloads, layers)):
-            raise ConfigError("--pattern takes --shape and --dtype only; a model's options do not go with it")
+        names = ("--model", "--config", "--module", "--decode", "--kv-len", "--prefill", "--layers")
+        given = [name for name, option in zip(names, (*source, *workloads, layers), strict=True) if option is not None]
+        if given := [*given, *(["--pack-weights"] if pack_weights else [])]:
+            raise ConfigError(f"--pattern takes --shape and --dtype only: leave out {' and '.join(given)}")
         return of_pattern(kind, pattern[0], pattern[1], dtype)
     if pattern[1] is not None:
         raise ConfigError("--shape belongs to --pattern; a model's sizes are --decode, --kv-len and --prefill")

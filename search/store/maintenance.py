@@ -95,6 +95,7 @@ def verify_database(database: Database) -> list[Problem]:
             if engine.dialect.name == "sqlite":
                 found = [str(row[0]) for row in connection.exec_driver_sql("PRAGMA integrity_check(20)")]
                 problems += [Problem("file", "", plain(what)) for what in found if what != "ok"]
+                problems += [Problem("file", "", what) for what in _foreign_schema(connection)]
             now_s = clock_s(connection)
             for table in rows.READERS:
                 for row in [row._asdict() for row in connection.execute(select(table))]:
@@ -105,6 +106,12 @@ def verify_database(database: Database) -> list[Problem]:
     except DatabaseError as error:
         problems.append(Problem("file", "", str(error)))
     return problems
+
+
+def _foreign_schema(connection: Connection) -> list[str]:
+    """Triggers and views of a SQLite file: fuseplan makes none, and a trigger may change or refuse what is stored."""
+    found = connection.exec_driver_sql("SELECT type, name FROM sqlite_master WHERE type IN ('trigger', 'view')")
+    return [plain(f"the {kind} {name} is none of fuseplan's: drop it with SQLite's own tools") for kind, name in found]
 
 
 def _row_problem(table: Table, row: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
 import json
 import os
@@ -22,8 +23,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 import report_samples
@@ -410,8 +415,81 @@ db import null.json --db copy.db
 db import /dev/null --db copy.db
 db verify --db nosuchdialect://host/db
 db verify --db weights.bin
+db verify --out . --db sound.db
 db prune --db nosuchdialect://host/db
 db prune --db weights.bin
+db prune --device-key
+db misses extra
+db misses --device tpu
+db misses --device-key
+db misses --format pdf
+db misses --out .
+db misses --db weights.bin
+db misses --db nosuchdialect://host/db
+fleet frobnicate
+fleet worker
+fleet worker extra more
+fleet worker ''
+fleet worker nonsense
+fleet worker tcp://host:notaport
+fleet worker tcp://127.0.0.1:1
+fleet worker http://127.0.0.1:1
+fleet worker local
+fleet worker tcp://127.0.0.1:1 --device tpu
+fleet status tcp://127.0.0.1:1
+fleet status nonsense
+fleet status ''
+fleet status --model lama
+fleet status --config missing.json
+fleet status --config wrong_hidden_text.json
+fleet status --module toys:missing
+fleet status --manifest missing.toml
+fleet status --manifest llama.json
+fleet status --manifest llama.json --model llama
+fleet status --pattern swiglou --shape 3x8
+fleet status --pattern swiglu --shape 3by8
+fleet status --shape 3x8
+fleet status --pattern swiglu --shape 3x8 --layers 1
+fleet status --decode 0
+fleet status --kv-len 0
+fleet status --prefill 0x4
+fleet status --dtype int3
+fleet status --layers 0
+fleet status --numerics fp64
+fleet status --regime warp
+fleet status --device tpu
+fleet status --db weights.bin
+fleet status --format pdf
+fleet status --out .
+tune --workers ''
+tune --workers nonsense
+tune --workers tcp://host:notaport
+tune --workers tcp://127.0.0.1:1
+tune --workers tcp://127.0.0.1:1 --pattern swiglu --shape 3x8
+tune --workers http://127.0.0.1:1
+tune --workers local --misses
+tune --workers local --device tpu
+tune --most 0
+tune --misses --most many
+tune --misses --most -1
+explain --decode 0
+explain --kv-len 0
+explain --prefill 0x4
+explain --dtype int3
+explain --numerics fp64
+explain --regime warp
+explain --device tpu
+bench model --config missing.json
+bench model --kv-len 0
+bench model --prefill 0x4
+bench patterns --pattern swiglu --shape 3x8 --numerics fp64
+bench patterns --pattern swiglu --shape 3x8 --tune-seconds 0
+bench model --regime warp
+bench model --db weights.bin
+bench patterns --pattern swiglu --shape 3x8 --out /proc/nowhere
+report --against
+backends --format yaml
+env --db nosuchdialect://host/db
 """.strip().splitlines()
 
 
@@ -483,6 +561,12 @@ def no_inputs(): return Says(), ()
 def text_input(): return Says(), "words"
 """,
 }
+#: Parts of lines that are right.
+CONTEXTS = (" --pattern swiglu --shape 3x8", " --db sound.db", " --db copy.db")
+#: What errors call an option where not by its name: a URL may hold a password, and is not repeated.
+ABOUT = {"--db": "database", "--device-key": "device", "--config": "config"}
+#: Commands that no line has, and why.
+NOT_TRIED = {(): "only help", ("db", "pull"): "asks a server, of which the tests of servers have wrong addresses"}
 #: Names of Python's and the libraries' classes do not help who made the mistake.
 _CLASS = re.compile(r"\b[A-Z][A-Za-z]*(Error|Exception|Exit|Interrupt|Warning)\b|\bHalt\b")
 _LONGEST = 600
@@ -515,9 +599,11 @@ class Ended:
     err: str
     changed: tuple[str, ...] = ()
 
-    def faults(self) -> list[str]:
-        """What a user would hold against it."""
+    def faults(self, line: str) -> list[str]:
+        """What a user would hold against it, who gave this command line."""
         found = [] if self.status == 2 else [f"status {self.status}"]
+        if names := culprits(line):
+            found += [] if any(name in self.err for name in names) else [f"none of {names} is named"]
         lines = [line for line in self.err.splitlines() if not PROGRESS.match(line)]
         if len(lines) != 1 or not lines[0].startswith("plan: error: "):
             found.append(f"{len(lines)} lines of errors")
@@ -532,6 +618,55 @@ class Ended:
         return [*found, *(f"wrote {name}" for name in self.changed)]
 
 
+def culprits(line: str) -> list[str]:
+    """The words of a command line one of which its error has to repeat, and what they are about.
+
+    Those are its options, what was given for them, files, and what a wrong config is wrong in; and no words that only
+    give a command something to do.
+    """
+    for context in CONTEXTS:
+        line = re.sub(f"{context}(?= |$)", "", line)
+    names = command_names()
+    words = [one for word in shlex.split(line) for one in word.split("=") if one not in names]
+    options = [word for word in words if word.startswith("--")]
+    words += [ABOUT.get(word, word.removeprefix("--").removeprefix("no-").replace("-", " ")) for word in options]
+    words += [Path(word).name for word in words]
+    wrong = [WRONG[name] for word in words if (name := word.removeprefix("wrong_").removesuffix(".json")) in WRONG]
+    words += [str(entry) for one in wrong if isinstance(one, dict) for entry in one]
+    return list(dict.fromkeys(word for word in words if len(word.strip(" ./")) > 1))
+
+
+@functools.cache
+def commands() -> Mapping[tuple[str, ...], tuple[str, ...]]:
+    """The options of every command that take a value, as its help lists them; flags have nothing to be wrong about."""
+    found: dict[tuple[str, ...], tuple[str, ...]] = {}
+
+    def visit(command: Any, path: tuple[str, ...]) -> None:
+        for name, inner in getattr(command, "commands", {}).items():
+            visit(inner, (*path, name))
+        if not hasattr(command, "commands") or command.invoke_without_command:
+            valued = [one for one in command.params if not getattr(one, "is_flag", False)]
+            found[path] = tuple(one.opts[-1] for one in valued if one.opts[-1].startswith("--"))
+
+    visit(typer.main.get_command(cli.app), ())
+    return found
+
+
+def command_names() -> set[str]:
+    return {name for path in commands() for name in path}
+
+
+def untried() -> list[str]:
+    """Commands, and options with a value, that no line has."""
+    found = []
+    for path, options in commands().items():
+        lines = [words for words in map(shlex.split, LINES) if tuple(words[: len(path)]) == path]
+        words = {word.partition("=")[0] for line in lines for word in line}
+        found += [] if lines or path in NOT_TRIED else [" ".join(path)]
+        found += [f"{' '.join(path)} {option}" for option in options if option not in words and path not in NOT_TRIED]
+    return found
+
+
 class Scene:
     """A folder to run bad lines in, with data and cache folders of its own; a context manager.
 
@@ -543,7 +678,8 @@ class Scene:
         self.folder = folder
         self._data = folder / "home" / "data"
         self._here = Path.cwd()
-        names = {"XDG_DATA_HOME": self._data, "XDG_CACHE_HOME": folder / "home" / "cache", "PYTHONPATH": folder}
+        path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+        names = {"XDG_DATA_HOME": self._data, "XDG_CACHE_HOME": folder / "home" / "cache", "PYTHONPATH": path}
         self._names = {name: str(value) for name, value in names.items()}
         self._before = {name: os.environ.get(name) for name in self._names}
 
@@ -606,10 +742,13 @@ def main() -> None:
             signal.alarm(_LIMIT_S)
             ended = scene.here(line) if number % every else scene.alone(line)
             slowest = max(slowest, (time.monotonic() - start, line))
-            if faults := ended.faults():
+            if faults := ended.faults(line):
                 failed += 1
                 print(f"plan {line}\n    {', '.join(faults)}\n    {ended.err.strip()[:1500]}", flush=True)
     signal.alarm(0)
+    for words in untried():
+        failed += 1
+        print(f"no line has plan {words}")
     print(f"{len(lines)} bad command lines, {failed} not answered by one line and status 2; "
           f"the slowest took {slowest[0]:.1f} s: plan {slowest[1]}")
     sys.exit(1 if failed else 0)

@@ -10,12 +10,15 @@ import pytest
 import torch
 from compilers import find_compiler
 from dispatch_samples import fresh_start
+from op_programs import OpCase, op_cases
 from program_judging import complaints
 from program_runs import run_program
 from programs import Input, Program, Step, make_program
 
+from fuseplan.planner.lowering.recipes import RECIPES
+
 #: The last ones pass through several dtypes, or sum what cancels.
-SEEDS = (*range(7000, 7024), 315, 833, 2866, 3735)
+SEEDS = (*range(7000, 7016), 315, 833, 2866, 3735)
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +32,43 @@ def test_a_random_program_does_what_eager_does(seed: int, tmp_path: Path) -> Non
     program = make_program(seed)
     outcome = run_program(program, {"db": str(tmp_path / "tuning.db")}, through_dynamo=seed % 8 == 0)
     assert not outcome.complaints, f"{outcome.complaints}\n{program.described()}"
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler on PATH")
+@pytest.mark.parametrize("case", list(op_cases("aten.sigmoid,aten.index_copy,aten.max.dim")),
+                         ids=lambda case: f"{case.op} {case.dtype}")
+def test_an_op_is_fused_and_rounds_once(case: OpCase, tmp_path: Path) -> None:
+    outcome = run_program(case.program, {"db": str(tmp_path / "tuning.db")}, through_dynamo=False)
+    assert not outcome.complaints, f"{outcome.complaints}\n{case.program.described()}"
+    assert ((case.op, case.dtype) in outcome.ops) == (case.refusal is None)
+
+
+def test_every_op_has_programs() -> None:
+    cases = list(op_cases())
+    fused = [case for case in cases if case.refusal is None]
+    assert {case.op for case in cases} == RECIPES.keys() == {case.op for case in fused} | {"aten.to.device"}
+    floats = {case.dtype for case in fused if case.op == "aten.sigmoid.default"}
+    assert {"float64", "float32", "bfloat16", "float16"} <= floats
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_result_a_little_too_large_is_noticed(dtype: torch.dtype) -> None:
+    """Not by the largest error, which half a unit in the last place of some element hides."""
+    name = str(dtype).removeprefix("torch.")
+    (case,) = [one for one in op_cases("aten.sigmoid.default") if one.dtype == name]
+    (x0,) = arguments = case.program.arguments(0)
+    right = (x0.double().sigmoid() * 2).to(dtype)
+    assert not complaints(case.program, 0, [right], arguments)
+    (complaint,) = complaints(case.program, 0, [(x0.double().sigmoid() * 2 * 1.0005).to(dtype)], arguments)
+    assert "elements are off" in complaint
+
+
+def test_a_wrong_element_does_not_hide_behind_a_large_one() -> None:
+    program = made_of("x0 * 1000.0")
+    (result,) = program.function()(*program.arguments(0))
+    at = int(result.abs().argmin())
+    result.reshape(-1)[at] *= 1.0001
+    assert not is_excused(program, result)
 
 
 def test_a_seed_gives_one_program_whatever_ran_before() -> None:

@@ -12,10 +12,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from database_expected import Expected, Place
+
+from fuseplan.kernels.cpp import config as cpp_config
+from fuseplan.kernels.triton import config as triton_config
 from fuseplan.search.store import codec
 
-#: Changes the database at a path; the canary is a command line and a piece of Python that would leave a file.
-Mutation = Callable[[random.Random, Path, "Canary"], None]
+#: Changes the database at a path, and says what of that ``plan db verify`` must find beside what the file shows
+#: (:mod:`database_expected`). The canary is a command line and a piece of Python that would leave a file.
+Mutation = Callable[[random.Random, Path, "Canary"], Expected]
+#: Where the file itself says what is wrong with it: SQLite may find damage, or none that matters.
+_FILE = Expected(file=None)
 _TABLES = ("tuning_records", "plan_records", "trials", "misses", "devices", "captures")
 _PAGE = 4096
 
@@ -39,22 +46,24 @@ class Canary:
 # -- the file ---------------------------------------------------------------------------------------------------
 
 
-def flip_bits(rng: random.Random, path: Path, _canary: Canary) -> None:
+def flip_bits(rng: random.Random, path: Path, _canary: Canary) -> Expected:
     content = bytearray(path.read_bytes())
     for _ in range(rng.choice((1, 1, 2, 8, 64))):
         content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
     path.write_bytes(content)
+    return _FILE
 
 
-def overwrite(rng: random.Random, path: Path, _canary: Canary) -> None:
+def overwrite(rng: random.Random, path: Path, _canary: Canary) -> Expected:
     content = bytearray(path.read_bytes())
     start = rng.randrange(len(content))
     length = min(rng.choice((1, 16, 300, _PAGE, 5 * _PAGE)), len(content) - start)
     content[start : start + length] = rng.choice((bytes(length), b"\xff" * length, rng.randbytes(length)))
     path.write_bytes(content)
+    return _FILE
 
 
-def mix_pages(rng: random.Random, path: Path, _canary: Canary) -> None:
+def mix_pages(rng: random.Random, path: Path, _canary: Canary) -> Expected:
     content = path.read_bytes()
     pages = [content[at : at + _PAGE] for at in range(0, len(content), _PAGE)]
     one, other = rng.randrange(len(pages)), rng.randrange(len(pages))
@@ -63,12 +72,14 @@ def mix_pages(rng: random.Random, path: Path, _canary: Canary) -> None:
     else:
         pages[one] = pages[other]
     path.write_bytes(b"".join(pages))
+    return _FILE
 
 
-def cut(rng: random.Random, path: Path, _canary: Canary) -> None:
+def cut(rng: random.Random, path: Path, _canary: Canary) -> Expected:
     content = path.read_bytes()
     end = rng.choice((0, 1, 15, 16, 50, 100, 600, _PAGE, rng.randrange(len(content))))
     path.write_bytes(content[:end] + rng.choice((b"", b"\0" * 100, rng.randbytes(_PAGE))))
+    return _FILE
 
 
 # -- rows and the schema ----------------------------------------------------------------------------------------
@@ -79,7 +90,7 @@ _SQL_VALUES = (
 )
 
 
-def odd_values(rng: random.Random, path: Path, canary: Canary) -> None:
+def odd_values(rng: random.Random, path: Path, canary: Canary) -> Expected:
     with _without_constraints(path) as raw:
         for _ in range(rng.choice((1, 1, 3))):
             table = rng.choice(_TABLES)
@@ -88,9 +99,10 @@ def odd_values(rng: random.Random, path: Path, canary: Canary) -> None:
             where = f"rowid = {rng.choice(_rows(raw, table))}" if rng.random() < 0.8 else "1"
             with contextlib.suppress(sqlite3.IntegrityError):
                 raw.execute(f"update {table} set {column} = {value} where {where}", given)
+    return Expected()
 
 
-def exchange_payloads(rng: random.Random, path: Path, _canary: Canary) -> None:
+def exchange_payloads(rng: random.Random, path: Path, _canary: Canary) -> Expected:
     with _without_constraints(path) as raw:
         one, other = rng.choice(_TABLES[:2]), rng.choice(_TABLES[:2])
         payload, digest = raw.execute(
@@ -98,26 +110,32 @@ def exchange_payloads(rng: random.Random, path: Path, _canary: Canary) -> None:
         ).fetchone()
         where = rng.choice(_rows(raw, other))
         raw.execute(f"update {other} set payload = ?, checksum = ? where rowid = ?", (payload, digest, where))
+    return Expected()
 
 
-def change_schema(rng: random.Random, path: Path, canary: Canary) -> None:
+def change_schema(rng: random.Random, path: Path, canary: Canary) -> Expected:
     table = rng.choice((*_TABLES, "fuseplan_meta"))
     with _without_constraints(path) as raw:
         column = rng.choice([row[1] for row in raw.execute(f"pragma table_info({table})")])
-        raw.execute(rng.choice([
-            f"drop table {table}", f"alter table {table} rename to x{table}", f"delete from {table}",
-            f"alter table {table} rename column {column} to other", "delete from fuseplan_meta",
-            f"alter table {table} add column extra text default 7", "pragma application_id = 77",
-            "update fuseplan_meta set value = '2' where name = 'schema_version'",
-            "update fuseplan_meta set value = NULL",
-            f"create trigger t after insert on {table} begin delete from {table}; end",
-            f"create trigger t before update on {table} begin select raise(abort, 'no'); end",
-        ]))
+        statement, broken = rng.choice([
+            (f"drop table {table}", True), (f"alter table {table} rename to x{table}", True),
+            (f"delete from {table}", table == "fuseplan_meta"),
+            (f"alter table {table} rename column {column} to other", True), ("delete from fuseplan_meta", True),
+            (f"alter table {table} add column extra text default 7", False), ("pragma application_id = 77", None),
+            ("update fuseplan_meta set value = '2' where name = 'schema_version'", True),
+            ("update fuseplan_meta set value = NULL", True),
+            (f"create trigger t after insert on {table} begin delete from {table}; end", True),
+            (f"create trigger t before update on {table} begin select raise(abort, 'no'); end", True),
+        ])
+        raw.execute(statement)
         if rng.random() < 0.2:
             with contextlib.suppress(sqlite3.Error):  # what came before may have taken the table away, or closed it
-                raw.execute("update fuseplan_meta set value = ?", (canary.text(rng),))
+                changed = raw.execute("update fuseplan_meta set value = ?", (canary.text(rng),)).rowcount
+                broken = broken or changed > 0
         if rng.random() < 0.2:
             raw.execute(f"create view v{table} as select * from missing")
+            broken = True
+    return Expected(file=broken)
 
 
 @contextlib.contextmanager
@@ -145,25 +163,25 @@ _VALUES: tuple[Any, ...] = (
 _CONFIG_VALUES = (0, -1, 1, 2, 3, 7, 10**9, 2**40, "x", True, 1.5)
 
 
-def edit_json(rng: random.Random, path: Path, canary: Canary) -> None:
+def edit_json(rng: random.Random, path: Path, canary: Canary) -> Expected:
     table = rng.choice((*_TABLES[:2], *_TABLES))
 
-    def change(data: Any) -> str:
+    def change(data: Any) -> tuple[str, bool]:
         for _ in range(rng.choice((1, 1, 2, 5))):
             _edit(rng, data, canary)
         text = json.dumps(data)
         odd = rng.random()
         if odd < 0.05 and text.startswith("{"):
-            return '{"key": 1, ' + text[1:]
+            return '{"key": 1, ' + text[1:], "key" in data
         if odd < 0.1:
-            return text.replace("1", rng.choice(("NaN", "Infinity", "1e999", "9" * 5000)), 1)
-        return text if odd < 0.95 else text[: rng.randrange(len(text))]
+            return text.replace("1", rng.choice(("NaN", "Infinity", "1e999", "9" * 5000)), 1), False
+        return (text, False) if odd < 0.95 else (text[: rng.randrange(len(text))], False)
 
-    reseal(rng, path, table, change)
+    return reseal(rng, path, table, change)
 
 
-def edit_configs(rng: random.Random, path: Path, canary: Canary) -> None:
-    def change(data: Any) -> str:
+def edit_configs(rng: random.Random, path: Path, canary: Canary) -> Expected:
+    def change(data: Any) -> tuple[str, bool]:
         holders = (data, *data.get("groups", ()), *data.get("finalists", ()))
         for config in [one["config"] for one in holders if one.get("config")]:
             name = rng.choice(sorted(config))
@@ -174,18 +192,36 @@ def edit_configs(rng: random.Random, path: Path, canary: Canary) -> None:
                 del config[name]
             else:
                 config[name] = value
-        return json.dumps(data)
+        served = data.get("groups", (data,))
+        return json.dumps(data), any(is_impossible(one.get("config") or {}, _back_end(one)) for one in served)
 
-    reseal(rng, path, rng.choice(("plan_records", "plan_records", "tuning_records", "trials")), change)
+    return reseal(rng, path, rng.choice(("plan_records", "plan_records", "tuning_records", "trials")), change)
 
 
-def edit_groups(rng: random.Random, path: Path, canary: Canary) -> None:
-    def change(data: Any) -> str:
+def _back_end(holder: Mapping[str, Any]) -> str:
+    """What runs a group of a plan, or the kernel of a record."""
+    return str(holder.get("implementation", holder.get("backend")))
+
+
+def is_impossible(config: Mapping[str, Any], back_end: str) -> bool:
+    """Whether no kernel of a back end has ever had such a configuration."""
+    known = {"cpp": cpp_config.PARAMETERS, "triton": triton_config.PARAMETERS, "ninetoothed": triton_config.PARAMETERS}
+    choices = {one.name: one.choices for one in known.get(back_end, ())}
+    return bool(choices) and any(
+        name not in choices or not any(value == one and type(value) is type(one) for one in choices[name])
+        for name, value in config.items()
+    )
+
+
+def edit_groups(rng: random.Random, path: Path, canary: Canary) -> Expected:
+    def change(data: Any) -> tuple[str, bool]:
         for _ in range(rng.choice((1, 1, 2))):
             _edit_groups(rng, data["groups"], canary)
-        return json.dumps(data)
+        ops = [op for group in data["groups"] for op in group["ops"]]
+        empty = any(not group["ops"] or not group["implementation"] for group in data["groups"])
+        return json.dumps(data), empty or len(set(ops)) < len(ops) or min(ops, default=0) < 0
 
-    reseal(rng, path, "plan_records", change)
+    return reseal(rng, path, "plan_records", change)
 
 
 def _edit_groups(rng: random.Random, groups: list[Any], canary: Canary) -> None:
@@ -237,32 +273,38 @@ def _edit(rng: random.Random, data: Any, canary: Canary) -> None:
         return
 
 
-def reseal(rng: random.Random, path: Path, table: str, change: Callable[[Any], str]) -> None:
+def reseal(rng: random.Random, path: Path, table: str, change: Callable[[Any], tuple[str, bool]]) -> Expected:
+    """Change payloads and make their checksums right. ``change`` says whether nobody can have stored what it made."""
+    found: set[Place] = set()
     with _without_constraints(path) as raw:
         for row in _rows(raw, table) if rng.random() < 0.5 else [rng.choice(_rows(raw, table))]:
             (text,) = raw.execute(f"select payload from {table} where rowid = ?", (row,)).fetchone()
-            payload = change(json.loads(text))
+            payload, impossible = change(json.loads(text))
+            found |= {(table, row)} if impossible else set()
             raw.execute(f"update {table} set payload = ? where rowid = ?", (payload, row))
             if table not in ("trials", "misses"):
                 raw.execute(f"update {table} set checksum = ? where rowid = ?", (codec.checksum(payload), row))
+    return Expected(frozenset(found))
 
 
 # -- exports ----------------------------------------------------------------------------------------------------
 
 
-def cut_export(rng: random.Random, path: Path, _canary: Canary) -> None:
+def cut_export(rng: random.Random, path: Path, _canary: Canary) -> Expected:
     content = path.read_bytes()
     path.write_bytes(content[: rng.randrange(len(content))])
+    return Expected()
 
 
-def damage_export(rng: random.Random, path: Path, canary: Canary) -> None:
+def damage_export(rng: random.Random, path: Path, canary: Canary) -> Expected:
     rng.choice((flip_bits, overwrite))(rng, path, canary)
+    return Expected()
 
 
 _LINES = ("[" * 3000, "{}", "null", "9" * 5000, '{"device": "a", "spec": {}}', '{"tuning_record": []}')
 
 
-def forge_export(rng: random.Random, path: Path, canary: Canary) -> None:
+def forge_export(rng: random.Random, path: Path, canary: Canary) -> Expected:
     """Some lines edited or exchanged, the trailer made right again."""
     lines = path.read_text().splitlines()
     for at in rng.sample(range(0 if rng.random() < 0.1 else 1, len(lines) - 1), rng.choice((1, 1, 4))):
@@ -276,6 +318,7 @@ def forge_export(rng: random.Random, path: Path, canary: Canary) -> None:
     head = "".join(f"{line}\n" for line in lines[:-1])
     digest = hashlib.sha256(head.encode()).hexdigest()
     path.write_text(head + json.dumps({"trailer": {"count": len(lines) - 2, "sha256": digest}}) + "\n")
+    return Expected()
 
 
 #: Of a database's file, and how often each is drawn.

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
+import json
 import random
 import re
 import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import report_samples
 import torch
 import torch.nn.functional as F
 import typer
+from database_expected import MOVED, all_impossible, misjudged, moved, rows_of
 from database_mutations import DATABASES, EXPORTS, Canary
+from database_writers import gpu_records, sources_of
 from search_records import tuning
 from torch import fx
 from torch._guards import TracingContext, tracing
@@ -116,6 +121,9 @@ def make_database(folder: Path) -> None:
                 sound = tuning(key=own, label=group.label, config=dict(group.config), work=work)
                 database.put_record(replace(sound, evidence=replace(sound.evidence, versions=versions)))
                 database.log_trial(Trial(own, "cpp", dict(group.config), 5.0), versions)
+    for record, trial in gpu_records():
+        database.put_record(record)
+        database.log_trial(trial, record.evidence.versions)
     planned = [(plan.region, plan.record) for plan in plans]
     summary.store_summary(database, summary.summarise("small", "forward", graph, planned))
     database.log_miss(RecordKey("f" * 64, session.device), "gelu 7x13 float32", {"ops": ["aten.gelu.default"]})
@@ -137,19 +145,63 @@ def run_case(seed: int, made: Path, folder: Path) -> Outcome:
     shutil.copy(made / "export.jsonl", exported)
     shutil.copy(made / "tuning.db", path)
     complaints: list[str] = []
+    nothing_to_serve = False
     if name in EXPORTS:
         path.unlink()
         kinds[name][0](rng, exported, canary)
-        complaints += _command(["db", "import", str(exported), "--db", str(path)])
+        complaints += _import(exported, made / "export.jsonl", path)
     else:
-        kinds[name][0](rng, path, canary)
+        before = rows_of(made / "tuning.db")
+        assert before is not None
+        expected = kinds[name][0](rng, path, canary)
+        complaints += misjudged(before, path, expected, [(one.table, one.what) for one in _problems(path)])
+        nothing_to_serve = all_impossible(before, path, expected, "plan_records")
+    complaints += sources_of(path, canary)
     served, wrong = _dispatch(path)
     complaints += wrong
+    if served == "served" and nothing_to_serve:
+        complaints.append("a plan was served, and none that is stored can have been written here")
     sound, wrong = _commands(seed, path, folder)
     complaints += wrong
+    if seed % _PAGE == 0:
+        complaints += round_trip(made, folder)
     if canary.file.exists():
         complaints.append("stored text was executed")
     return Outcome(seed, name, served, sound, tuple(complaints))
+
+
+def _import(exported: Path, sound: Path, path: Path) -> list[str]:
+    """Import a mutated export into a new database: whole, or not at all where its bytes are not those that it says."""
+    status, printed = _run(["db", "import", str(exported), "--db", str(path)])
+    wrong = _judged(["db", "import"], status, printed, (0, 2))
+    found, lines = rows_of(path), exported.read_bytes().splitlines()
+    there = 0 if found is None else sum(len(found[table]) for table in MOVED)
+    if status != 0:
+        return wrong + ([f"an import that was refused left {there} rows"] if there else [])
+    names = {json.dumps(_identity(json.loads(line)), sort_keys=True) for line in lines[1:-1]}
+    if there != len(names):
+        wrong.append(f"of {len(names)} records and captures, {there} are there after an import")
+    if hashlib.sha256(b"".join(line + b"\n" for line in lines[:-1])).hexdigest().encode() not in lines[-1]:
+        wrong.append("an export with another checksum was imported")
+    if exported.read_bytes() == sound.read_bytes() and there < 1:
+        wrong.append("nothing was imported")
+    return wrong
+
+
+def _identity(item: Mapping[str, Any]) -> list[Any]:
+    """What two lines of an export have in common where they are of one row."""
+    kind = next(name for name in ("tuning_record", "plan_record", "capture", "device") if name in item)
+    return [kind, item[kind]["key"] if isinstance(item[kind], dict) else item[kind]]
+
+
+def round_trip(made: Path, folder: Path) -> list[str]:
+    """What is lost where the sound database's export is imported into a new one."""
+    path = folder / "imported.db"
+    wrong = _command(["db", "import", str(made / "export.jsonl"), "--db", str(path)], (0,))
+    one, other = rows_of(made / "tuning.db"), rows_of(path)
+    if one is None or other is None or moved(one) != moved(other):
+        wrong.append("an export that was imported into a new database is not the same")
+    return wrong
 
 
 def _dispatch(path: Path) -> tuple[str, list[str]]:

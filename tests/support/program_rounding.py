@@ -2,7 +2,8 @@
 
 A statement may pass through several dtypes: ``(x.half() + 1).to(F64)`` is only as exact as float16. So the ops that it
 calls are watched as eager runs them, for the dtypes that their results are held in. In float64 each of these results is
-then moved by a rounding of its dtype. What comes of that is what rounding alone explains.
+then moved by a rounding of its dtype. What comes of that is what rounding alone explains. Equal numbers are rounded
+equally, as they are in the dtype: their errors add up.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _EXACT = frozenset({
 #: Ops that round on the way to their results, where terms may cancel: as if each operand were off by a rounding.
 _ROUND_WITHIN = frozenset({
     "_fused_rms_norm", "_log_softmax", "_softmax", "addcmul", "addmm", "bmm", "cumsum", "dot", "gelu", "lerp",
-    "linalg_vector_norm", "mean", "mm", "mv", "native_layer_norm", "sum", "var",
+    "linalg_vector_norm", "mean", "mm", "mv", "native_batch_norm", "native_group_norm", "native_layer_norm", "sum",
+    "var",
 })
 #: Half precision is summed in float32; only the sum is rounded to it.
 _WITHIN = torch.finfo(torch.float32).eps
@@ -40,6 +42,10 @@ class Rounding:
     op: str
     results: float
     operands: float = 0.0
+
+    def within(self) -> Rounding:
+        """The same in a kernel that keeps float32 or wider."""
+        return Rounding(self.op, min(self.results, _WITHIN), self.operands)
 
 
 class Watch(TorchDispatchMode):
@@ -73,7 +79,7 @@ class Wide(TorchDispatchMode):
 
     Args:
         roundings: Of the same statement in eager.
-        generator: Moves each number by its rounding, up or down; None for exact results.
+        generator: Moves each number by a part of its rounding, up or down; None for exact results.
     """
 
     def __init__(self, roundings: Sequence[Rounding], generator: torch.Generator | None) -> None:
@@ -119,7 +125,11 @@ class Wide(TorchDispatchMode):
     def _moved(self, tensor: torch.Tensor, unit: float) -> torch.Tensor:
         if not tensor.is_floating_point():
             return tensor
-        return tensor * (1 + unit * (torch.randint(0, 2, tensor.shape, generator=self._generator) * 2 - 1))
+        # Half a unit at most, up or down, by a number made of the value's bits and this op's own.
+        own = int(torch.randint(2**62, (), generator=self._generator)) | 1
+        bits = tensor.double().view(torch.int64) * own
+        bits = (bits ^ (bits >> 29)) * -0x61C8864680B583EB
+        return tensor * (1 + unit / 2 * ((bits >> 11).double() / 2.0**52))
 
 
 def overlaps(tensor: torch.Tensor) -> bool:

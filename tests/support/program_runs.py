@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import sympy
 import torch
@@ -18,7 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import fuseplan.planner
+from fuseplan.planner.capture.traced import Traced
+from fuseplan.planner.implementations.direct_calls import GroupCall
+from fuseplan.planner.runtime import executor
 from fuseplan.planner.runtime.dispatch import fuseplan as backend
+from fuseplan.planner.runtime.placement import fused_graph
 
 #: Reasons that are no answer but a failure of ours: an exception's name, a compiler, a kernel's first call.
 _FAILED = re.compile(r"^(planning failed|tracing|first call failed|\w*(Error|Exception)\b)")
@@ -29,12 +35,16 @@ _READS_DATA = "data-dependent expression"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a program: complaints, and how many groups were fused or fell back, by reason."""
+    """What became of a program: complaints, and how many groups were fused or fell back, by reason.
+
+    ``ops`` are those of the fused groups, each with the dtype of its first number.
+    """
 
     seed: int
     complaints: tuple[str, ...]
     fused: int = 0
     fallbacks: Mapping[str, int] = field(default_factory=dict)
+    ops: frozenset[tuple[str, str]] = frozenset()
 
 
 def run_program(program: Program, options: Mapping[str, Any], through_dynamo: bool) -> Outcome:
@@ -56,7 +66,7 @@ def _run(program: Program, options: Mapping[str, Any], through_dynamo: bool) -> 
     fuseplan.planner.reset_stats()
     given = {**options, "numerics": program.numerics}
     found: list[str] = []
-    with torch.no_grad(), warnings.catch_warnings():
+    with torch.no_grad(), warnings.catch_warnings(), _fused_ops() as ops:
         warnings.simplefilter("ignore")
         try:
             run = _with_dynamo(program, given) if through_dynamo else _directly(program, given)
@@ -74,7 +84,22 @@ def _run(program: Program, options: Mapping[str, Any], through_dynamo: bool) -> 
             found.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
     stats = fuseplan.planner.stats()
     found += [f"{number} x {reason}" for reason, number in stats.fallbacks.items() if _FAILED.match(reason)]
-    return Outcome(program.seed, tuple(dict.fromkeys(found)), stats.groups_fused, dict(stats.fallbacks))
+    return Outcome(program.seed, tuple(dict.fromkeys(found)), stats.groups_fused, dict(stats.fallbacks), frozenset(ops))
+
+
+@contextlib.contextmanager
+def _fused_ops() -> Iterator[set[tuple[str, str]]]:
+    """Collects the ops of the groups that kernels compute."""
+    found: set[tuple[str, str]] = set()
+
+    def place(traced: Traced, groups: Sequence[GroupCall]) -> Any:
+        for node in (traced.graph.op(name) for group in groups for name in group.ops):
+            dtypes = [traced.graph.specs[value].dtype for value in node.inputs or node.outputs]
+            found.add((node.op, next((dtype for dtype in dtypes if dtype != "bool"), "bool")))
+        return fused_graph(traced, groups)
+
+    with mock.patch.object(executor, "fused_graph", place):
+        yield found
 
 
 #: ``run(call, arguments)``: the results, None where the compiled graph does not hold for the sizes of this call.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,12 @@ _SIZES = (0, 1, 1, 2, 3, 3, 5, 5, 8, 16, 33, 64, 127)
 #: Values are kept below this, so that half precision does not overflow.
 _LARGEST = 1e3
 _MOST_ELEMENTS = 60_000
+
+
+class Argument(Protocol):
+    """What makes an argument of a program for its sizes, from a seed."""
+
+    def make(self, sizes: Mapping[str, int], seed: int) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -67,15 +73,19 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """A function of tensors. ``sizes`` are those of its two calls; the second differs only where shapes are dynamic."""
+    """A function of tensors. ``sizes`` are those of its two calls; the second differs only where shapes are dynamic.
+
+    ``rounds_once`` says that a kernel of all its steps rounds to the results' dtypes alone, from float32 or wider.
+    """
 
     seed: int
-    inputs: tuple[Input, ...]
+    inputs: tuple[Argument, ...]
     steps: tuple[Step, ...]
     results: tuple[str, ...]
     sizes: tuple[Mapping[str, int], Mapping[str, int]]
     dynamic: bool
     numerics: str
+    rounds_once: bool = False
 
     @property
     def source(self) -> str:
@@ -314,6 +324,12 @@ def _was_exact(space: Mapping[str, Any], rounded: set[int], name: str) -> bool:
 def shares(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors lie in one storage."""
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def twin(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The same numbers in other memory and perhaps another dtype, laid out the same."""
+    memory = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+    return memory.to(dtype, copy=True).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def _copied(space: Mapping[str, Any]) -> dict[str, Any]:

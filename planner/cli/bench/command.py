@@ -16,6 +16,7 @@ from fuseplan.planner.cli import source as opt
 from fuseplan.planner.cli.bench import generate, patterns
 from fuseplan.planner.cli.common import decimal, whole
 from fuseplan.planner.cli.output.options import answers
+from fuseplan.planner.cli.output.screen import check_writable
 from fuseplan.search.errors import plain
 
 if TYPE_CHECKING:
@@ -170,6 +171,8 @@ def bench(
         raise ConfigError(f"`plan bench {topic}` measures named patterns; a model's options do not go with it")
     if topic not in _OF_PATTERNS and any(option is not None for option in of_patterns):
         raise ConfigError(f"`plan bench {topic}` takes no pattern's options; try `plan bench patterns`")
+    if out is not None:  # before anything is measured
+        check_writable(out / f"{topic}.csv", "--out")
     if max_autotune is None:
         max_autotune = topic is not BenchTopic.GENERATE
     kept = {INDUCTOR: inductor, MAX_AUTOTUNE: inductor and max_autotune}

@@ -101,7 +101,7 @@ def _target(out: Path | None) -> Path | None:
     if out is not None:
         if not str(out).strip():
             raise ConfigError("--out is empty; give a file to write")
-        check_writable(out)
+        check_writable(out, "--out")
     return out
 
 

@@ -25,6 +25,7 @@ from fuseplan.planner.cli.output.tables import (
     shortened,
     tab_lines,
 )
+from fuseplan.planner.errors import ConfigError
 from fuseplan.search.errors import plain
 
 if TYPE_CHECKING:
@@ -310,11 +311,15 @@ def write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def check_writable(path: Path) -> None:
-    """An :class:`OSError` that names the file where it cannot be written; makes its folder."""
+def check_writable(path: Path, option: str) -> None:
+    """A :class:`ConfigError` that names the option and the file where that cannot be written; makes its folder."""
     path = path.expanduser()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    number = errno.EISDIR if path.is_dir() else 0 if os.access(path if path.exists() else path.parent, os.W_OK) else (
-        errno.EACCES)
-    if number:
-        raise OSError(number, os.strerror(number), str(path))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        number = errno.EISDIR if path.is_dir() else 0 if os.access(
+            path if path.exists() else path.parent, os.W_OK) else errno.EACCES
+        why = os.strerror(number) if number else ""
+    except OSError as error:
+        why = f"{error.filename}: {error.strerror}"
+    if why:
+        raise ConfigError(f"cannot write {option} {path} ({why}); give a file that can be written")

@@ -116,7 +116,7 @@ def scale(rng: random.Random, path: Path) -> None:
         return int(value * factor) if isinstance(value, int) else value * factor
 
     table = rng.choice(("tuning_records", "plan_records", "plan_records", "captures"))
-    reseal(rng, path, table, lambda data: json.dumps(scaled(data)))
+    reseal(rng, path, table, lambda data: (json.dumps(scaled(data)), False))
 
 
 CHANGES: dict[str, Callable[[random.Random, Path], None]] = {

@@ -126,6 +126,20 @@ def test_a_clock_that_is_behind_finds_a_device_of_the_future(db: Database, monke
     assert sum(maintenance.prune_database(db).values()) == 0
 
 
+@pytest.mark.parametrize("statement", [
+    "create trigger swallow after insert on tuning_records begin delete from tuning_records; end",
+    "create trigger refuse before update on plan_records begin select raise(abort, 'no'); end",
+    "create view shown as select * from missing",
+])
+def test_verify_names_triggers_and_views(db: Database, path: Path, statement: str) -> None:
+    db.put_record(tuning())
+    with contextlib.closing(sqlite3.connect(path)) as raw, raw:
+        raw.execute(statement)
+    (problem,) = maintenance.verify_database(db)
+    kind, name = statement.split()[1:3]
+    assert problem.table == "file" and f"{kind} {name}" in problem.what
+
+
 def test_prune_deletes_only_what_is_asked(db: Database) -> None:
     old = evidence(versions=dataclasses.replace(HERE, torch="2.0"))
     db.put_record(tuning("here"))

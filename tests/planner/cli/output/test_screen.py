@@ -12,6 +12,7 @@ from rich.console import Console
 from fuseplan.planner.cli.output.progress_log import EVERY_S, ProgressLog
 from fuseplan.planner.cli.output.screen import Screen, check_writable
 from fuseplan.planner.cli.output.tables import Table
+from fuseplan.planner.errors import ConfigError
 
 TIMES = Table("times", ("workload", "time_us"), (("decode 1", 1.0 / 3.0),), "Times")
 OTHERS = Table("others", ("name",), (("x",),), "Others")
@@ -120,12 +121,11 @@ def test_code_is_highlighted_on_a_terminal_and_plain_in_a_pipe(capsys: pytest.Ca
 
 
 def test_a_file_that_cannot_be_written_is_named_before_anything_is_measured(tmp_path: Path) -> None:
-    check_writable(tmp_path / "new" / "file.csv")
+    check_writable(tmp_path / "new" / "file.csv", "--out")
     assert not (tmp_path / "new" / "file.csv").exists()
     for bad in (tmp_path, Path("/proc/nowhere/file.csv"), Path("/dev/null/file.csv")):
-        with pytest.raises(OSError) as caught:
-            check_writable(bad)
-        assert caught.value.filename
+        with pytest.raises(ConfigError, match=f"--out {bad} "):
+            check_writable(bad, "--out")
 
 
 def test_a_log_has_a_line_for_each_phase_and_one_now_and_then() -> None:

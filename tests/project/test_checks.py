@@ -1,0 +1,36 @@
+"""What ``check_checks.py`` plants, and a few of its rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from check_checks import judged, misplaced, planted
+from planted_bugs import BUGS
+
+#: Rows whose checks take seconds.
+QUICK = ("the dtype is no part of a workload's key", "a floor ten times too low")
+
+
+def test_every_bug_has_its_place_in_the_code() -> None:
+    assert misplaced(BUGS) == []
+    assert len({bug.name for bug in BUGS}) == len(BUGS) >= 20
+    assert len({bug.file for bug in BUGS}) >= 12, "bugs of many kinds"
+
+
+def test_what_cannot_be_planted_is_said() -> None:
+    (bug,) = [one for one in BUGS if one.name == QUICK[0]]
+    assert "stands 0 times" in misplaced([replace(bug, old="no such text")])[0]
+    assert misplaced([replace(bug, new="def (")]) != []
+    with pytest.raises(ValueError, match="stands 2 times"):
+        planted(bug.old * 2, bug)
+
+
+@pytest.mark.no_cover
+@pytest.mark.timeout(900)
+def test_planted_bugs_are_noticed_and_harmless_ones_are_not(tmp_path: Path) -> None:
+    bugs = [bug for bug in BUGS if bug.name in QUICK]
+    harmless = replace(bugs[0], name="no bug", new=bugs[0].old)
+    found = {name: verdict for name, _, _, verdict, _ in judged([*bugs, harmless], 1, tmp_path)}
+    assert found == {"(none)": "passes", "no bug": "NOT", **dict.fromkeys(QUICK, "noticed")}

@@ -1,0 +1,112 @@
+"""Bugs to plant, one at a time, each with the check that must notice it: rows of ``check_checks.py``.
+
+``old`` stands exactly once in ``file``; ``check_checks.py`` says where it does not, and then the row follows the code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: Mutated databases, among them rows whose checksum, key or configuration is wrong.
+DATABASES = ("tests/checks/check_database.py", "--count", "20", "--seed", "0", "--jobs", "1")
+#: One of them, in which a configuration of a kernel for GPUs is wrong.
+WRITERS = ("tests/checks/check_database.py", "--count", "1", "--seed", "135", "--jobs", "1")
+CANONICAL = ("tests/planner/groups/test_canonical.py", "-k", "every_change or same_in_every")
+COMMANDS = ("tests/checks/check_commands.py", "--processes", "0", "-k", "wrong_hidden")
+OUT = ("tests/checks/check_commands.py", "--processes", "0", "-k", "patterns --out")
+VERIFY = ("tests/search/timing/test_verify.py",)
+
+
+def programs(*words: str) -> tuple[str, ...]:
+    """Programs of the ops whose names have one of the words."""
+    return ("tests/checks/check_programs.py", "--count", "0", "--jobs", "1", "--ops", ",".join(words))
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A wrong text in the place of a right one. ``limit_s`` is what its check may take on an idle machine, by far."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    check: tuple[str, ...]
+    limit_s: float = 600.0
+
+
+BUGS = (
+    # -- what is stored ----------------------------------------------------------------------------------------
+    Bug("any checksum is right", "search/store/rows.py",
+        'if codec.checksum(payload) != row["checksum"]:', "if False:", DATABASES),
+    Bug("verify finds nothing", "search/store/maintenance.py",
+        "for row, what in found_here if what]", "for row, what in found_here if not what]", DATABASES),
+    Bug("a record is read under another key", "search/store/rows.py",
+        "if any(row[name] != value for name, value in asdict(key).items()):", "if False:", DATABASES),
+    Bug("an import leaves the first row out", "search/store/transfer.py",
+        "for table, row in taken:", "for table, row in taken[1:]:", DATABASES),
+    Bug("a damaged plan is served", "planner/partition/plan_check.py",
+        'raise RefusedPlanError("an op is in two groups")', "pass", ("tests/planner/partition/test_plan_check.py",)),
+    Bug("a configuration of no search is stored", "kernels/registry.py",
+        "return misfit(config, known[backend], complete=False) if backend in known else None", "return None",
+        DATABASES),
+    Bug("any stored configuration becomes source (Triton)", "kernels/triton/emitter.py",
+        "config = checked(config, PARAMETERS)", "config = dict(config)", WRITERS),
+    Bug("any stored configuration becomes source (ninetoothed)", "kernels/ninetoothed/emitter.py",
+        "config = checked(config, PARAMETERS)", "config = dict(config)", WRITERS),
+    Bug("a lease is taken twice", "search/store/leases.py",
+        "free = (tables.LEASES.c.expires < clock(connection)) | (tables.LEASES.c.owner == self.owner)",
+        "free = tables.LEASES.c.expires > 0",
+        ("tests/search/store/test_leases.py", "-k", "many_processes")),
+    # -- numbers -----------------------------------------------------------------------------------------------
+    Bug("a sigmoid 1.0005 times too large (C++)", "kernels/cpp/cpp_maths.h",
+        "FP_INLINE vf fp_sigmoid(vf x) { return 1.0f /", "FP_INLINE vf fp_sigmoid(vf x) { return 1.0005f /",
+        programs("aten.sigmoid")),
+    Bug("a sigmoid 1.0005 times too large (Triton)", "kernels/triton/helpers.py",
+        "        result = root * root\n", "        result = root * root * 1.0005\n",
+        ("tests/kernels/triton/test_triton_helpers.py",)),
+    Bug("float16 is cut off, not rounded", "kernels/cpp/cpp_prelude.h",
+        "U normal = (shifted + 0xfffu + ((shifted >> 13) & 1u)) >> 13;", "U normal = shifted >> 13;",
+        programs("aten.sigmoid")),
+    Bug("the mask at the end of a row is dropped (C++)", "kernels/cpp/cpp_loops.h",
+        "FP_INLINE vm counts(Last m) { return lanes() >= m.skip; }",
+        "FP_INLINE vm counts(Last m) { return lanes() >= 0 * m.skip; }", programs("aten.layer_norm")),
+    Bug("the mask at a tile's edge is dropped (Triton)", "kernels/triton/segment.py",
+        """return f", mask={' & '.join(conditions)}" if conditions else \"\"""", 'return ""',
+        ("tests/kernels/triton/test_triton_kernels.py", "-k", "right_under_the_interpreter")),
+    Bug("the end of a row is left out", "kernels/cpp/emitter.py",
+        '"  if (j < high) {",', '"  if (j + L <= high) {",', programs("aten.sigmoid")),
+    Bug("the last row of a thread is left out", "kernels/cpp/emitter.py",
+        "for (i64 row = begin; row < end; ++row) {", "for (i64 row = begin; row + 1 < end; ++row) {",
+        programs("aten.sigmoid")),
+    Bug("NaN agrees with any number", "search/timing/verify.py",
+        "agree |= torch.isnan(wide) & torch.isnan(exact)", "agree |= torch.isnan(wide)", VERIFY),
+    Bug("a stray write passes", "search/timing/verify.py",
+        "if guarded.touched_outside())", "if False)", VERIFY),
+    # -- keys and plans ----------------------------------------------------------------------------------------
+    Bug("the dtype is no part of a workload's key", "planner/groups/canonical.py",
+        'return f"{spec.dtype}[', 'return f"[', CANONICAL),
+    Bug("strides are no part of a workload's key", "planner/groups/canonical.py",
+        "]@[{','.join(map(str, spec.strides))}]", "]", CANONICAL),
+    Bug("a kernel that fails is not counted", "planner/runtime/fallback.py",
+        'self.plan.give_up(f"first call failed: {failure_reason(error)}", self.name, self.tally)', "pass",
+        ("tests/planner/runtime/test_dispatch_failures.py",)),
+    Bug("results take memory that is still read", "planner/runtime/buffer_donation.py",
+        "return is_whole and self._last[storage] is call and len(sharing) == 1", "return is_whole",
+        ("tests/planner/runtime/test_buffer_donation.py",)),
+    # -- what people read --------------------------------------------------------------------------------------
+    Bug("every error says no", "planner/cli/main.py",
+        'typer.echo(f"plan: error: {line}", err=True)', 'typer.echo("plan: error: no", err=True)', COMMANDS),
+    Bug("a floor ten times too low", "costmodel/roofline.py",
+        "return Terms(launch_us, host_us, memory_us, compute_us).time_us",
+        "return Terms(launch_us, host_us, memory_us, compute_us).time_us / 10",
+        ("tests/costmodel/test_roofline.py",)),
+    Bug("a step counts each region once", "planner/reports/steps.py",
+        "math.fsum(region.occurrences * plan.unfused_us for", "math.fsum(plan.unfused_us for",
+        ("tests/planner/report/test_steps.py",)),
+    Bug("--out is ignored", "planner/cli/output/options.py",
+        '        check_writable(out, "--out")\n', "        return None\n", OUT),
+    # -- what the environment fails at --------------------------------------------------------------------------
+    Bug("a compiler that fails is an answer: do not fuse", "search/tune/trials.py",
+        'raise NothingCompilesError(f"{self._subject.label}: nothing has compiled in this tune ({failed[0]})")', "pass",
+        ("tests/project/test_faults.py", "-k", "compiler")),
+)

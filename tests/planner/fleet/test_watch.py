@@ -146,7 +146,7 @@ async def _worker(address: str) -> Worker:
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_scheduler_that_dies_or_hangs_ends_the_tune_in_words(sent: signal.Signals, log: Log) -> None:
-    patience: Any = SimpleNamespace(**asdict(PATIENT))
+    patience: Any = SimpleNamespace(**asdict(PATIENT) | {"look_s": 1.0})  # few looks are under way when it is sent
     one_done, over = threading.Event(), threading.Event()
     with scheduler_elsewhere() as (client, scheduler):
         address = client.scheduler.address

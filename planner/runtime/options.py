@@ -32,7 +32,8 @@ class DispatchOptions:
         on_miss: For a region without a tuned plan: ``"model"`` fuses as the cost model says with default kernel
             configurations (the fewest launches, where the device was never probed), ``"unfused"`` leaves it as it
             is, ``"tune"`` tunes it now and stores the plan.
-        numerics: ``"fp32"`` keeps intermediates of a group in fp32; ``"eager"`` rounds where ATen rounds.
+        numerics: ``"fp32"`` keeps intermediates of a group in fp32, but for casts whose rounding the program can see;
+            ``"eager"`` rounds where ATen rounds.
         regime: Which tuned plans to use: ``"eager"`` for launches from Python, ``"graph"`` for replay in a CUDA graph
             (by this option or the caller). None: ``"graph"`` with ``cuda_graphs`` on a GPU, else ``"eager"``.
         cuda_graphs: Replay each compiled graph as a CUDA graph, recorded in the second call with the same sizes (and

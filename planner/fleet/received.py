@@ -19,11 +19,12 @@ from fuseplan.planner.groups.regions import region_parts
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.tuning.plans import RegionPlan
 from fuseplan.planner.tuning.session import Session
-from fuseplan.search.errors import RecordError
+from fuseplan.search.errors import RecordError, plain
 from fuseplan.search.store import codec, rows, tables
 from fuseplan.search.store.database import Lookup
 from fuseplan.search.store.record import RecordKey, Trial
 from fuseplan.search.timing.contest import Contest
+from fuseplan.search.workers.worker import Outcome
 
 #: Microseconds that nothing takes which is measured.
 _LONGEST_US = 1e12
@@ -98,6 +99,14 @@ def contest(found: object, sides: Collection[str]) -> Contest | None:
     if not all(isinstance(one, tuple) and one and all(map(_is_time, one)) and min(one) > 0 for one in samples):
         return None
     return Contest({side: found.samples[side] for side in sides}, float(found.noise), str(found.regime))
+
+
+def timed(found: object, sides: Collection[str]) -> Outcome:
+    """What a worker says of an interleaved run of these sides: a :class:`Contest`, or why there is none."""
+    if isinstance(found, Outcome) and isinstance(found.failure, str) and found.failure:
+        return Outcome(failure=plain(found.failure), timed_out=found.timed_out is True)
+    value = contest(found.value, sides) if isinstance(found, Outcome) else None
+    return Outcome(value) if value is not None else Outcome(failure="what a worker sent back is no interleaved run")
 
 
 def trials(found: object, keys: Collection[RecordKey]) -> list[Trial]:

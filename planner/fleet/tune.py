@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from distributed import Client
 
@@ -39,8 +38,9 @@ from fuseplan.search.errors import RecordError
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.leases import Leases
 from fuseplan.search.store.record import Trial, TuningRecord
-from fuseplan.search.timing.contest import Contest
+from fuseplan.search.timing.sequence import Part
 from fuseplan.search.timing.subject import Subject
+from fuseplan.search.workers.worker import Outcome
 
 #: Steps that are put together at once, each waiting for its device most of the time.
 _STEPS = 8
@@ -299,8 +299,10 @@ class _RemoteTuner:
     def __init__(self, spread: Spread, device: str, terms: Terms, leases: Leases) -> None:
         self.leases, self._spread, self._at = leases, spread, (device, terms)
 
-    def time_sides(self, parts: Any, sides: Mapping[str, Any], *args: Any) -> Contest | None:
-        return received.contest(self._spread.call(work.time_sides, *self._at, parts, sides, *args), sides)
+    def time_sides(
+        self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str], min_rounds: int
+    ) -> Outcome:
+        return received.timed(self._spread.call(work.time_sides, *self._at, parts, sides, kept, min_rounds), sides)
 
     def time_again(self, kernels: Sequence[tuple[Subject, TuningRecord]]) -> list[Trial]:
         found = self._spread.call(work.time_again, *self._at, kernels) if kernels else []

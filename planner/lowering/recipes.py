@@ -104,7 +104,8 @@ _NUMBERS = ("self", "other", "value", "fill_value", "s", "alpha", "min", "max", 
 
 def _unheld_number(node: OpNode, specs: Specs) -> str | None:
     """Refuses a number that the op's integer type cannot hold: ATen raises, or wraps it around."""
-    dtype, kinds = specs[node.outputs[0]].dtype, (int, float)
+    dtype = specs[node.outputs[0]].dtype
+    kinds: tuple[type, ...] = (int, float)
     if dtype == "bool" and node.inputs:  # of a comparison; a float takes it to floats
         dtype, kinds = specs[node.inputs[0]].dtype, (int,)
     if dtype not in INTEGERS:

@@ -33,10 +33,10 @@ def _gelu(p: BodyBuilder, x: int, attrs: Mapping[str, Any]) -> int:
 
 
 def _bounded(p: BodyBuilder, x: int, low: Any, high: Any = None) -> int:
-    """``x`` from ``low`` to ``high``; None is no bound."""
+    """``x`` from ``low`` to ``high``; None is no bound. Of equal operands the second stays: -0.0 as in ATen."""
     dtype = p.dtype_of(x)
-    x = x if low is None else p.apply("maximum", x, p.const(low, dtype))
-    return x if high is None else p.apply("minimum", x, p.const(high, dtype))
+    x = x if low is None else p.apply("maximum", p.const(low, dtype), x)
+    return x if high is None else p.apply("minimum", p.const(high, dtype), x)
 
 
 def _clamp_refuse(node: OpNode, specs: Specs) -> str | None:

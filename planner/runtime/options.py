@@ -34,7 +34,8 @@ class DispatchOptions:
             is, ``"tune"`` tunes it now and stores the plan.
         log_misses: Write down in the database what was looked up in vain, so that ``plan tune --misses`` can tune it:
             ops, shapes, dtypes, and the names that the model gives its modules.
-        numerics: ``"fp32"`` keeps intermediates of a group in fp32; ``"eager"`` rounds where ATen rounds.
+        numerics: ``"fp32"`` keeps intermediates of a group in fp32, but for casts whose rounding the program can see;
+            ``"eager"`` rounds where ATen rounds.
         regime: Which tuned plans to use: ``"eager"`` for launches from Python, ``"graph"`` for replay in a CUDA graph
             (by this option or the caller). None: ``"graph"`` with ``cuda_graphs`` on a GPU, else ``"eager"``.
         cuda_graphs: Replay each compiled graph as a CUDA graph, recorded in the second call with the same sizes (and

@@ -12,7 +12,8 @@ class PlanSettings:
     """What a plan is made for, and how hard to look.
 
     Attributes:
-        numerics: ``"fp32"`` keeps intermediates of a group in fp32; ``"eager"`` rounds where ATen rounds.
+        numerics: ``"fp32"`` keeps intermediates of a group in fp32, but for casts whose rounding the program can see;
+            ``"eager"`` rounds where ATen rounds.
         regime: ``"eager"`` or ``"graph"``: how the plan will be launched.
         tolerance: Stop when the measured partition is within this of the lower bound.
         margin: What a partition has to gain on the nominal one to take its place, so that noise does not choose.

@@ -105,13 +105,13 @@ _NUMBERS = ("self", "other", "value", "fill_value", "s", "alpha", "min", "max", 
 def _unheld_number(node: OpNode, specs: Specs) -> str | None:
     """Refuses a number that the op's integer type cannot hold: ATen raises, or wraps it around."""
     dtype = specs[node.outputs[0]].dtype
-    kinds: tuple[type, ...] = (int, float)
-    if dtype == "bool" and node.inputs:  # of a comparison; a float takes it to floats
-        dtype, kinds = specs[node.inputs[0]].dtype, (int,)
+    compares = dtype == "bool" and bool(node.inputs)  # with a float it compares floats
+    if compares:
+        dtype = specs[node.inputs[0]].dtype
     if dtype not in INTEGERS:
         return None
     limits = torch.iinfo(torch_dtype(dtype))
-    numbers = [one for name in _NUMBERS if isinstance(one := node.attrs.get(name), kinds)]
+    numbers = [one for name in _NUMBERS if isinstance(one := node.attrs.get(name), int if compares else int | float)]
     unheld = [one for one in numbers if not limits.min <= one <= limits.max]
     return f"{unheld[0]} is no number of dtype {dtype}" if unheld else None
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 #: Mutated databases, among them rows whose checksum, key or configuration is wrong.
 DATABASES = ("tests/checks/check_database.py", "--count", "20", "--seed", "0", "--jobs", "1")
-#: One of them, in which a configuration of a kernel for GPUs is wrong.
-WRITERS = ("tests/checks/check_database.py", "--count", "1", "--seed", "135", "--jobs", "1")
+#: Configurations that no search has chosen, through every writer.
+WRITERS = ("tests/kernels/test_stored_configs.py", "-k", "hostile")
 CANONICAL = ("tests/planner/groups/test_canonical.py", "-k", "every_change or same_in_every")
 COMMANDS = ("tests/checks/check_commands.py", "--processes", "0", "-k", "wrong_hidden")
 OUT = ("tests/checks/check_commands.py", "--processes", "0", "-k", "patterns --out")

@@ -63,8 +63,12 @@ def sources_of(path: Path, canary: Canary) -> list[str]:
         backend = _back_ends().get(one.backend)
         if backend is None:
             continue
+        ir = _kernels()[one.key.workload][1]
+        if backend.default_config(ir, SM90).keys() - one.config.keys():  # dispatch asks before it has a kernel built
+            wrong += [] if backend.refuse_config(ir, one.config, SM90) else [f"{one.backend} takes half a config"]
+            continue
         try:
-            source = _source(backend, _kernels()[one.key.workload][1], one.config)
+            source = _source(backend, ir, one.config)
         except Exception as error:
             wrong.append(f"{one.backend} fails at a stored configuration: {type(error).__name__}: {error}")
             continue

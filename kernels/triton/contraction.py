@@ -40,6 +40,7 @@ class ContractionEmitter(SegmentEmitter):
     ) -> None:
         super().__init__(buffers, names, segment, config)
         self.flat = self.tile.flat and config["block_rows"] == 1
+        self.traps = not self.flat
         #: Rows that tensor cores multiply; a row alone is all of them.
         self.lanes = max(self.tile.rows, TENSOR_CORE_ROWS)
         self.arguments, self.suffix, self.share = arguments, name, share or Share()
@@ -56,8 +57,10 @@ class ContractionEmitter(SegmentEmitter):
     def lines(self) -> list[str]:
         picked = [f"n{number} = {self._picked(dot.index)}" for number, dot in enumerate(self.dots)]
         loops = [line for left in self.lefts for line in self._summed(left)]
-        per_row = [line for left in self.lefts for line in left.values(left.behind(self._own(left)))]
-        rest = [*per_row, *self.single_pass()]
+        behind = [(left, left.behind(self._own(left))) for left in self.lefts]
+        per_row = [line for left, values in behind for line in left.values(values)]
+        checks = [line for left, values in behind for line in left.checks(values)]
+        rest = [*per_row, *self.single_pass(), *checks]
         sums = [f"dot{number}" for number in range(len(self.dots))]
         folds = [left.name(value) for left in self.lefts for value in left.folds(self._own(left))]
         tile, each = (self.tile.rows, self.tile.cols), numbers_each(self.segment, self.config)

@@ -50,7 +50,7 @@ class Side(SegmentEmitter):
         self.block = int(outer.config["block_inner"])
         config = {**outer.config, "block_rows": rows, "block_cols": self.block}
         super().__init__(outer.buffers, outer.names, side, config)
-        self.outer, self.prefix, self.traps = outer, prefix, True
+        self.outer, self.prefix, self.traps = outer, prefix, outer.traps
         self.masks_cols = divides(self.block, side.cols) is None
 
     def results(self, values: Sequence[int]) -> list[str]:

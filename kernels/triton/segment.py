@@ -29,7 +29,7 @@ _FAR_APART = 4
 class SegmentEmitter(ValueEmitter):
     """Emits a segment for a program number ``pid`` that counts from 0 within the segment.
 
-    Beside products its checks trap, instead of asserting.
+    Where tensor cores multiply, its checks trap instead of asserting.
     """
 
     def __init__(self, buffers: Sequence[Buffer], names: Sequence[str], segment: Segment, config: Config) -> None:

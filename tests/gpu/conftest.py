@@ -2,7 +2,7 @@
 
 A kernel that never ends, a fault on purpose or a comparison of times would disturb, or be disturbed by, whatever else
 runs on the device. So a test marked ``faulty`` or ``timed`` waits until the tests of other processes have ended, and
-those that come later wait for it.
+those that come later wait for it. ``faulty(alone=False)``: the fault ends a process of its own, and disturbs nobody.
 """
 
 from __future__ import annotations
@@ -46,5 +46,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
     if run is None or item.get_closest_marker("gpu") is None:  # called for tests of other folders, too
         return (yield)
-    with turn(f"gpu-tests-{run}", any(item.get_closest_marker(mark) for mark in ALONE)):
+    marks = [mark for name in ALONE for mark in item.iter_markers(name)]
+    with turn(f"gpu-tests-{run}", any(mark.kwargs.get("alone", True) for mark in marks)):
         return (yield)

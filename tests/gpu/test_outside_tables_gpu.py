@@ -1,4 +1,7 @@
-"""An index outside its table on a GPU: a device-side assertion as in eager mode, each in a process of its own."""
+"""An index outside its table on a GPU: a device-side assertion as in eager mode, each in a process of its own.
+
+Kernels that use tensor cores trap instead, which is another error of the same type.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import torch
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.faulty,
+    pytest.mark.faulty(alone=False),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
@@ -31,8 +34,8 @@ def said(*arguments: str) -> str:
 @pytest.mark.parametrize("name", ["embedding", "gather", "index_select", "x[i]", "computed", "cache", "projected"])
 def test_an_index_outside_its_table_is_an_assertion(name: str, how: str, number: str) -> None:
     wraps = number == "-1" and name in ("x[i]", "computed")
-    expected = "right" if number == "inside" or wraps else "device-side assert"
-    assert said(name, how, number) == expected
+    fails = "launch failure" if name == "projected" and how in ("fused", "graph") else "device-side assert"
+    assert said(name, how, number) == ("right" if number == "inside" or wraps else fails)
 
 
 @pytest.mark.parametrize("how", ["eager", "fused"])
@@ -45,4 +48,5 @@ def test_a_page_that_does_not_exist_is_an_assertion(name: str, number: str, how:
 
 @pytest.mark.parametrize("how", ["eager", "fused", "graph"])
 def test_decoding_past_a_static_cache_is_an_assertion(how: str) -> None:
-    assert said("full cache", how, "length") == "device-side assert after 3 tokens"
+    fails = ("device-side assert",) if how == "eager" else ("device-side assert", "launch failure")
+    assert said("full cache", how, "length") in [f"{how} after 3 tokens" for how in fails]

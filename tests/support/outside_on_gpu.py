@@ -111,7 +111,8 @@ def full_cache(how: str, folder: str, device: str = "cuda") -> str:
 
 
 def _named(error: Exception) -> str:
-    return "device-side assert" if "device-side assert" in str(error) else f"{type(error).__name__}: {error}"
+    known = (one for one in ("device-side assert", "launch failure") if one in str(error))
+    return next(known, f"{type(error).__name__}: {error}")
 
 
 def main(name: str, how: str, number: str) -> None:

@@ -198,6 +198,8 @@ class ValueEmitter(ABC):
             exponent = body[instr.args[1]]
             if isinstance(exponent, Const) and float(exponent.value) in _SIMPLE_POWERS:
                 return _SIMPLE_POWERS[float(exponent.value)].format(self.tensor(instr.args[0]))
+        if instr.op == "neg" and instr.dtype.startswith("float"):  # Triton's minus is 0 - x, which loses the sign of 0
+            return f"({self.tensor(instr.args[0])} * -1.0)"
         # A literal takes its type from a tensor beside it: at least one operand must be one.
         alone = all(isinstance(body[arg], Const) for arg in instr.args[first:])
         needed = {"pow": (0, 1), "where": (0, 1) if alone else (0,)}.get(instr.op, (0,) if alone else ())

@@ -73,7 +73,7 @@ def once(name: str, how: str, number: str, folder: str) -> str:
     good = torch.arange(2 * BLOCKS, device="cuda").view(2, BLOCKS) if paged else torch.arange(COUNT, device="cuda") * 3
     bad = good.clone()
     if number != "inside":
-        bad.view(-1)[2] = {"-1": -1, "length": size, "far": 2**40}[number]
+        bad.view(-1)[2] = {"-1": -1, "length": size, "far": 2**31 - 1}[number]
     run = compiled(FUNCTIONS[name], how, folder)
     for _ in range(4):  # compiled, recorded, replayed
         run(x.clone(), good)

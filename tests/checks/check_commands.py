@@ -211,6 +211,12 @@ tune --pattern swiglu --shape 3x8 --device tpu
 tune --pattern swiglu --shape 3x8 --device ''
 tune --pattern swiglu --shape 3x8 --trials 0
 tune --pattern swiglu --shape 3x8 --trials -5
+tune --pattern swiglu --shape 3x8 --job-limit 0
+tune --pattern swiglu --shape 3x8 --job-limit -1
+tune --pattern swiglu --shape 3x8 --job-limit soon
+tune --pattern swiglu --shape 3x8 --workers tls://127.0.0.1:1 --tls-ca missing.pem
+tune --pattern swiglu --shape 3x8 --workers tls://127.0.0.1:1 --tls-cert missing.pem
+tune --pattern swiglu --shape 3x8 --workers tls://127.0.0.1:1 --tls-key missing.pem
 tune --pattern swiglu --shape 3x8 --trials 1.5
 tune --pattern swiglu --shape 3x8 --trials many
 tune --pattern swiglu --shape 3x8 --trials １
@@ -436,6 +442,14 @@ fleet worker tcp://127.0.0.1:1
 fleet worker http://127.0.0.1:1
 fleet worker local
 fleet worker tcp://127.0.0.1:1 --device tpu
+fleet worker tcp://127.0.0.1:1 --host nosuch.invalid
+fleet worker tcp://127.0.0.1:1 --interface nosuch0
+fleet worker tls://127.0.0.1:1 --tls-ca missing.pem
+fleet worker tls://127.0.0.1:1 --tls-cert missing.pem
+fleet worker tls://127.0.0.1:1 --tls-key missing.pem
+fleet status tls://127.0.0.1:1 --tls-ca missing.pem
+fleet status tls://127.0.0.1:1 --tls-cert missing.pem
+fleet status tls://127.0.0.1:1 --tls-key missing.pem
 fleet status tcp://127.0.0.1:1
 fleet status nonsense
 fleet status ''
@@ -489,7 +503,6 @@ bench model --db weights.bin
 bench patterns --pattern swiglu --shape 3x8 --out /proc/nowhere
 report --against
 backends --format yaml
-env --db nosuchdialect://host/db
 """.strip().splitlines()
 
 

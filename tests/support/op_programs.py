@@ -16,6 +16,7 @@ from op_samples import SAMPLES, X
 from programs import Program, Step, twin
 
 from fuseplan.kernels.ir.dtypes import torch_dtype
+from fuseplan.planner.capture.arguments import respell
 from fuseplan.planner.graph.execute import bind_call
 from fuseplan.planner.lowering.recipe import DTYPES
 from fuseplan.planner.lowering.recipes import RECIPES, why_opaque
@@ -121,8 +122,11 @@ def _made(op: str, operands: Sequence[torch.Tensor], attrs: Mapping[str, Any]) -
         then = "v1 = " + _joined(made.dtype)
     else:  # a kernel is made for what reads something
         operands, then = [torch.randint(-9, 9, made.shape).to(made.dtype)], "v1 = v0 * x0"
-    # Where a graph's device is named, another op stands in its place when it is planned.
-    refusal = "it is aten.to.dtype then" if op == "aten.to.device" else why_opaque(node, specs)
+    source = specs[node.inputs[0]] if node.inputs else None
+    spelled = respell(op, node.inputs, node.attrs, source, specs[value], moves=False)[0]
+    refusal = why_opaque(node, specs)
+    if spelled != op or op == "aten.dropout.default":
+        refusal = f"it is {spelled if spelled != op else 'its operand'} when it is planned"
     return OpCase(op, _dtype(operands), _program(operands, (call, then)), refusal)
 
 

@@ -3,7 +3,7 @@
 A statement may pass through several dtypes: ``(x.half() + 1).to(F64)`` is only as exact as float16. So the ops that it
 calls are watched as eager runs them, for the dtypes that their results are held in. In float64 each of these results is
 then moved by a rounding of its dtype. What comes of that is what rounding alone explains. Equal numbers are rounded
-equally, as they are in the dtype: their errors add up.
+equally, as they are in the dtype: their errors add up. On the way to a sum they are not always: partial sums differ.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ _ROUND_WITHIN = frozenset({
     "linalg_vector_norm", "mean", "mm", "mv", "native_batch_norm", "native_group_norm", "native_layer_norm", "sum",
     "var",
 })
+#: Ops that round to the nearest number. Others are functions, which may be off by some units of float32 or wider.
+_NEAREST = frozenset({"add", "add_", "addcmul", "div", "mul", "mul_", "reciprocal", "rsub", "sqrt", "sub"})
+_FUNCTION_UNITS = 4.0
 #: Half precision is summed in float32; only the sum is rounded to it.
 _WITHIN = torch.finfo(torch.float32).eps
 _CAST = "_to_copy"
@@ -45,7 +48,7 @@ class Rounding:
 
     def within(self) -> Rounding:
         """The same in a kernel that keeps float32 or wider."""
-        return Rounding(self.op, min(self.results, _WITHIN), self.operands)
+        return Rounding(self.op, min(self.results, _FUNCTION_UNITS * _WITHIN), self.operands)
 
 
 class Watch(TorchDispatchMode):
@@ -70,7 +73,9 @@ class Watch(TorchDispatchMode):
             elif op in _EXACT:
                 self.roundings.append(Rounding(op, narrowed))
             else:
-                self.roundings.append(Rounding(op, unit, min(unit, _WITHIN) if op in _ROUND_WITHIN else 0.0))
+                inner = min(unit, _WITHIN)
+                result = unit if op in _NEAREST else max(unit, _FUNCTION_UNITS * inner)
+                self.roundings.append(Rounding(op, result, inner if op in _ROUND_WITHIN else 0.0))
         return made
 
 
@@ -90,6 +95,7 @@ class Wide(TorchDispatchMode):
             max((getattr(one, which) for one in roundings), default=0.0) for which in ("results", "operands")
         ))
         self._generator = generator
+        self._apart = generator is not None and bool(torch.randint(2, (), generator=generator))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -101,7 +107,8 @@ class Wide(TorchDispatchMode):
             return func(*args, **given)
         rounding = self._foreseen(_name(func))
         if rounding.operands:
-            args = pytree.tree_map_only(torch.Tensor, lambda one: self._moved(one, rounding.operands), args)
+            args = pytree.tree_map_only(
+                torch.Tensor, lambda one: self._moved(one, rounding.operands, self._apart), args)
         made = func(*args, **given)
         results = _results(func, made)
         if results:
@@ -109,6 +116,8 @@ class Wide(TorchDispatchMode):
         for one in results:
             if rounding.results and not overlaps(one):
                 one.copy_(self._moved(one, rounding.results))
+        if rounding.operands and (inner := _cancelled(_name(func), args[0], made)) is not None:
+            results[0].add_(self._moved(inner, rounding.operands, apart=True) - inner)
         return made
 
     def settled(self, made: torch.Tensor) -> torch.Tensor:
@@ -122,14 +131,27 @@ class Wide(TorchDispatchMode):
             return Rounding(op, self._worst.results, self._worst.operands if op in _ROUND_WITHIN else 0.0)
         return Rounding(op, found.results, max(found.operands, self._first))
 
-    def _moved(self, tensor: torch.Tensor, unit: float) -> torch.Tensor:
+    def _moved(self, tensor: torch.Tensor, unit: float, apart: bool = False) -> torch.Tensor:
+        """Each number moved by a part of its rounding; with ``apart`` equal ones, too, differ."""
         if not tensor.is_floating_point():
             return tensor
+        if apart:
+            by = torch.rand(tensor.shape, generator=self._generator, dtype=torch.float64) * 2 - 1
+            return tensor * (1 + unit / 2 * by)
         # Half a unit at most, up or down, by a number made of the value's bits and this op's own.
         own = int(torch.randint(2**62, (), generator=self._generator)) | 1
         bits = tensor.double().view(torch.int64) * own
         bits = (bits ^ (bits >> 29)) * -0x61C8864680B583EB
         return tensor * (1 + unit / 2 * ((bits >> 11).double() / 2.0**52))
+
+
+def _cancelled(op: str, x: torch.Tensor, made: Any) -> torch.Tensor | None:
+    """What an op takes away from about as much: a rounding of that moves the result. None for other ops."""
+    if op == "gelu":  # x / 2 * (1 + erf(...))
+        return x.abs()
+    if op == "_log_softmax":  # x - max - log(sum)
+        return x.abs() + 1
+    return x.abs() * made[2] if op == "native_layer_norm" else None  # (x - mean) / deviation
 
 
 def overlaps(tensor: torch.Tensor) -> bool:

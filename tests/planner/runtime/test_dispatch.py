@@ -204,7 +204,8 @@ def test_calls_after_the_first_go_straight_to_the_kernel(db: Path, kernels: Refe
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"on_mis": "model"}, "unknown option 'on_mis' of backend 'fuseplan'; did you mean 'on_miss' or 'numerics'?"),
+        ({"on_mis": "model"},
+         "unknown option 'on_mis' of backend 'fuseplan'; did you mean 'on_miss' or 'log_misses' or 'numerics'?"),
         ({"on_miss": "tun"}, "option 'on_miss' cannot be 'tun'; did you mean 'tune'?"),
         ({"numerics": "bf16"}, "option 'numerics' cannot be 'bf16'; known: fp32, eager"),
         ({"debug": "yes"}, "option 'debug' cannot be 'yes'; it is True or False"),

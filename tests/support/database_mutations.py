@@ -122,7 +122,7 @@ def change_schema(rng: random.Random, path: Path, canary: Canary) -> Expected:
             (f"delete from {table}", table == "fuseplan_meta"),
             (f"alter table {table} rename column {column} to other", True), ("delete from fuseplan_meta", True),
             (f"alter table {table} add column extra text default 7", False), ("pragma application_id = 77", None),
-            ("update fuseplan_meta set value = '2' where name = 'schema_version'", True),
+            ("update fuseplan_meta set value = '77' where name = 'schema_version'", True),
             ("update fuseplan_meta set value = NULL", True),
             (f"create trigger t after insert on {table} begin delete from {table}; end", True),
             (f"create trigger t before update on {table} begin select raise(abort, 'no'); end", True),

@@ -580,6 +580,8 @@ CONTEXTS = (" --pattern swiglu --shape 3x8", " --db sound.db", " --db copy.db")
 ABOUT = {"--db": "database", "--device-key": "device", "--config": "config"}
 #: Commands that no line has, and why.
 NOT_TRIED = {(): "only help", ("db", "pull"): "asks a server, of which the tests of servers have wrong addresses"}
+#: Options of which no value is a mistake: `plan env` says what is wrong with a database, for reports of bugs.
+ANY_VALUE = ("env --db",)
 #: Names of Python's and the libraries' classes do not help who made the mistake.
 _CLASS = re.compile(r"\b[A-Z][A-Za-z]*(Error|Exception|Exit|Interrupt|Warning)\b|\bHalt\b")
 _LONGEST = 600
@@ -677,7 +679,7 @@ def untried() -> list[str]:
         words = {word.partition("=")[0] for line in lines for word in line}
         found += [] if lines or path in NOT_TRIED else [" ".join(path)]
         found += [f"{' '.join(path)} {option}" for option in options if option not in words and path not in NOT_TRIED]
-    return found
+    return [one for one in found if one not in ANY_VALUE]
 
 
 class Scene:

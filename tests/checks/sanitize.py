@@ -52,8 +52,8 @@ LEFT_OUT = ("faulty", "timed")
 #: Tests that capture CUDA graphs or look at the allocator, by id. And those with attention masks of odd lengths: cuDNN,
 #: as eager PyTorch calls it too, reads a mask four bytes at a time, up to two bytes past its end.
 CACHED = ("*test_cuda_graphs_gpu.py*", "*test_bench_gpu.py*", "*test_costmodel_gpu.py*", "*test_gpu_search.py*",
-          "*test_overlap_gpu.py*", "*test_overlapping_inputs_gpu.py*", "*test_a_model_gives*", "*test_masked_attention*",
-          "*allocator*", "*graph*", "*captur*", "*record*")
+          "*test_overlap_gpu.py*", "*test_overlapping_inputs_gpu.py*", "*test_a_model_gives*",
+          "*test_masked_attention*", "*allocator*", "*graph*", "*captur*", "*record*")
 #: Tests that have compilers build for long (FlashInfer's kernels with nvcc, TorchInductor's, a tune's).
 WARM = ("*test_bench_gpu.py*", "*test_gpu_search.py*")
 #: Tests that take long, which begin first.

@@ -109,5 +109,5 @@ BUGS = (
     # -- what the environment fails at --------------------------------------------------------------------------
     Bug("a compiler that fails is an answer: do not fuse", "search/tune/trials.py",
         'raise NothingCompilesError(f"{self._subject.label}: nothing has compiled in this tune ({failed[0]})")', "pass",
-        ("tests/project/test_faults.py", "-k", "compiler")),
+        ("tests/planner/tuning/test_machine_failures.py", "-k", "nothing_compiles")),
 )

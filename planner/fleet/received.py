@@ -1,4 +1,4 @@
-"""What workers send back, checked before anything is made of it, as an import is: one of them may be wrong, or hostile.
+"""Checks of workers' answers before they are used, as of an import: a worker may be wrong, or hostile.
 
 Workers store plans themselves, and send back no more than that they have. Plans are read from the database, where they
 are checked as at every look-up.
@@ -58,7 +58,7 @@ def captured(found: object) -> Captured:
 
 
 def outcome(found: object) -> RegionOutcome:
-    """What came of a region, or that it failed where this is none."""
+    """The outcome of a region; a failure where the answer is no outcome."""
     if (
         isinstance(found, RegionOutcome) and isinstance(found.decided, tuple) and isinstance(found.rankings, Mapping)
         and isinstance(found.failure, Exception | None) and _is_time(found.elapsed_s)

@@ -219,7 +219,7 @@ class BodyBuilder(ABC):
     def lookup(self, node: OpNode, value: str, position: Position, picked: Mapping[int, int]) -> int:
         """``value`` at ``position``, where the coordinates along the dimensions ``picked`` are data: value ids.
 
-        Where one of them is no position of ``value``, nothing is read and the call fails, as ATen's op does.
+        Where an index is outside ``value``, the kernel reads nothing and the call fails, as ATen's op does.
         NotLowerable where the group computes ``value``, or reads it through a view that cuts such a dimension up.
         """
         graph = self._group.graph

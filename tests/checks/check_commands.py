@@ -578,7 +578,7 @@ def text_input(): return Says(), "words"
 CONTEXTS = (" --pattern swiglu --shape 3x8", " --db sound.db", " --db copy.db")
 #: What errors call an option where not by its name: a URL may hold a password, and is not repeated.
 ABOUT = {"--db": "database", "--device-key": "device", "--config": "config"}
-#: Commands that no line has, and why.
+#: Commands without a line, and the reason.
 NOT_TRIED = {(): "only help", ("db", "pull"): "asks a server, of which the tests of servers have wrong addresses"}
 #: Options of which no value is a mistake: `plan env` says what is wrong with a database, for reports of bugs.
 ANY_VALUE = ("env --db",)
@@ -672,7 +672,7 @@ def command_names() -> set[str]:
 
 
 def untried() -> list[str]:
-    """Commands, and options with a value, that no line has."""
+    """Commands, and options that take a value, without a line."""
     found = []
     for path, options in commands().items():
         lines = [words for words in map(shlex.split, LINES) if tuple(words[: len(path)]) == path]

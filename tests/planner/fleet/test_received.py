@@ -1,4 +1,4 @@
-"""What a worker sends back that is wrong, or hostile, costs its region: that is said, and nothing of it is stored."""
+"""A wrong or hostile answer of a worker costs its region: the tune says so, and stores nothing of it."""
 
 from __future__ import annotations
 

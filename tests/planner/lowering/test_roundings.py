@@ -215,7 +215,7 @@ def test_what_nobody_can_tell_keeps_its_bits(program: Callable[..., Any], half: 
 
 
 def test_a_region_that_is_sent_elsewhere_rounds_as_it_does_here() -> None:
-    """What shows the rounding is outside of the region: what is left of it alone, and its key, still say it."""
+    """The reader that shows the rounding is outside the region: the region alone, and its key, still keep it."""
     def square(x: torch.Tensor) -> torch.Tensor:
         high = x.to(torch.bfloat16)
         return high * high

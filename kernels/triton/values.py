@@ -153,7 +153,7 @@ class ValueEmitter(ABC):
     def checks(self, values: Iterable[int]) -> list[str]:
         """Assertions of those of ``values`` that are checks, once each.
 
-        They come after the stores, which are masked: a program waits at an assertion, and so would the loads behind it.
+        They come after the stores, which are masked: nothing is written outside, and no load waits for an assertion.
         """
         found = [value for value in values if value in self.unchecked]
         self.unchecked.difference_update(found)

@@ -17,6 +17,11 @@ OUT = ("tests/checks/check_commands.py", "--processes", "0", "-k", "patterns --o
 VERIFY = ("tests/search/timing/test_verify.py",)
 
 
+def fault(name: str) -> tuple[str, ...]:
+    """A small tune that meets one fault."""
+    return ("tests/checks/check_faults.py", "--count", "1", "--only", name)
+
+
 def programs(*words: str) -> tuple[str, ...]:
     """Programs of the ops whose names have one of the words."""
     return ("tests/checks/check_programs.py", "--count", "0", "--jobs", "1", "--ops", ",".join(words))
@@ -106,7 +111,12 @@ BUGS = (
         ("tests/planner/report/test_steps.py",)),
     Bug("--out is ignored", "planner/cli/output/options.py",
         '        check_writable(out, "--out")\n', "        return None\n", OUT),
+    Bug("--trials is ignored", "search/tune/resources.py",
+        "asked = {} if trials is None else", "asked = {} if trials else", ("tests/planner/cli/test_tune_study.py",)),
     # -- what the environment fails at --------------------------------------------------------------------------
+    Bug("a failing compiler ends in two lines", "planner/cli/main.py",
+        'line, status = describe(error)\n', 'line, status = describe(error)\n    typer.echo(f"plan: error: {line}", err=True)\n',
+        fault("failing compiler")),
     Bug("a compiler that fails is an answer: do not fuse", "search/tune/trials.py",
         'raise NothingCompilesError(f"{self._subject.label}: nothing has compiled in this tune ({failed[0]})")', "pass",
         ("tests/planner/tuning/test_machine_failures.py", "-k", "nothing_compiles")),

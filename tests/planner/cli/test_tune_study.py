@@ -28,6 +28,7 @@ def test_the_best_trial_of_a_study_is_the_stored_winner(tmp_path: Path, monkeypa
     studies = [optuna.load_study(study_name=name, storage=url) for name in optuna.get_all_study_names(url)]
     assert {study.user_attrs["key"] for study in studies} == set(records) != set()
     for study in studies:
+        assert len(study.trials) <= 4
         record = records[study.user_attrs["key"]]
         assert study.study_name.startswith(f"{record.label} on {record.key.device}, eager [")
         assert study.best_trial.params == {"backend": record.backend, **record.config}

@@ -16,6 +16,7 @@ from program_judging import complaints
 from programs import Program
 from torch import fx
 from torch._guards import TracingContext, tracing
+from torch._subclasses import CrossRefFakeMode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
@@ -31,6 +32,8 @@ _FAILED = re.compile(r"^(planning failed|tracing|first call failed|\w*(Error|Exc
 
 #: What tracing says about a size that depends on data.
 _READS_DATA = "data-dependent expression"
+#: What a program is set aside for.
+_NOT_OURS = "set aside: PyTorch's fake tensors get a shape of the program wrong"
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,19 @@ def _run(program: Program, options: Mapping[str, Any], through_dynamo: bool) -> 
             found.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
     stats = fuseplan.planner.stats()
     found += [f"{number} x {reason}" for reason, number in stats.fallbacks.items() if _FAILED.match(reason)]
+    if found and _fakes_differ(program):
+        return Outcome(program.seed, (), fallbacks={_NOT_OURS: 1})
     return Outcome(program.seed, tuple(dict.fromkeys(found)), stats.groups_fused, dict(stats.fallbacks), frozenset(ops))
+
+
+def _fakes_differ(program: Program) -> bool:
+    """Whether PyTorch itself says of an op of a program that it gives another shape than it does."""
+    try:
+        with torch.no_grad(), CrossRefFakeMode(check_strides=False, check_aliasing=False):
+            program.function()(*program.arguments(0))
+    except Exception:
+        return True
+    return False
 
 
 @contextlib.contextmanager

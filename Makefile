@@ -1,5 +1,6 @@
 # make tune   one command from a clone to a tuned Llama: creates .venv, installs, runs the main job, ends with what it gained
-# make test   creates .venv, installs, runs the tests with coverage, ruff and mypy, and builds the site
+# make check  creates .venv, installs, runs ruff, mypy and the tests that take no longer than 0.3 s: for every commit
+# make test   the same with every test, and with coverage; leaves their times in build/tests.xml
 # make docs   builds the site from docs/ into build/docs: no network, and no warning is let pass
 PYTHON ?= python3
 VENV ?= .venv
@@ -8,8 +9,10 @@ TORCH ?= torch==2.13.0
 # Processes that run the tests: each holds PyTorch, starts others, and waits for them. On two cores three keep busy.
 JOBS ?= 3
 BIN := $(VENV)/bin
+# A file stays with one process, which makes its fixtures once; tests/conftest.py has long files begin.
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: tune test docs lint types wheel clean
+.PHONY: tune check test docs lint types wheel clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -27,8 +30,11 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 tune: $(VENV)/.installed
 	$(BIN)/plan tune --model llama
 
-test: $(VENV)/.installed-dev lint types docs
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --cov --cov-report=term --cov-fail-under=85
+check: $(VENV)/.installed-dev lint types
+	$(PYTEST) -m "not slow" --ignore tests/gpu --durations=10 --durations-min=1
+
+test: $(VENV)/.installed-dev lint types
+	$(PYTEST) --junitxml=build/tests.xml --cov --cov-report=term --cov-fail-under=85
 
 docs: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict

@@ -1,12 +1,36 @@
-"""Fixtures that tests of several rooms ask for by name."""
+"""Fixtures that tests of several rooms ask for by name; which cases are slow, and in what order workers take files."""
 
 from __future__ import annotations
 
+import os
 import signal
+from collections import Counter
+from pathlib import Path
 
+# Before PyTorch is imported: OpenMP's threads otherwise spin while they wait, on cores that other test processes need.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import pytest
 from postgres_server import server as server
+
+#: Seconds and name of each slow case, or of a function whose cases are slow; ``tests/checks/list_slow.py`` writes it.
+SLOW = Path(__file__).with_name("slow.txt")
 
 
 def pytest_configure() -> None:
     """Let Ctrl-C work in the tests that send it: a shell's background job begins with it ignored."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark slow cases. A worker of pytest-xdist takes long files first, so that none runs alone at the end."""
+    slow, file_s = set(), Counter[str]()
+    for seconds, name in (line.split(maxsplit=1) for line in SLOW.read_text().splitlines()):
+        slow.add(name)
+        file_s[name.partition("::")[0]] += float(seconds)
+    for item in items:
+        if {item.nodeid, item.nodeid.partition("[")[0]} & slow:
+            item.add_marker("slow")
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: -file_s[item.nodeid.partition("::")[0]])

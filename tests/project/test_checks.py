@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from check_checks import judged, misplaced, planted
+from list_slow import slow_rows, times
 from planted_bugs import BUGS
 
 #: Rows whose checks take seconds.
@@ -34,3 +35,11 @@ def test_planted_bugs_are_noticed_and_harmless_ones_are_not(tmp_path: Path) -> N
     harmless = replace(bugs[0], name="no bug", new=bugs[0].old)
     found = {name: verdict for name, _, _, verdict, _ in judged([*bugs, harmless], 1, tmp_path)}
     assert found == {"(none)": "passes", "no bug": "NOT", **dict.fromkeys(QUICK, "noticed")}
+
+
+def test_slow_cases_are_listed_one_by_one_where_most_of_a_function_is_quick(tmp_path: Path) -> None:
+    report = tmp_path / "tests.xml"
+    taken = {"one": 0.1, "all[a]": 2.0, "all[b c]": 0.5, "all[d]": 0.2, "few[a]": 0.2, "few[b]": 0.2, "few[c]": 1.0}
+    cases = (f'<testcase classname="tests.room.test_it" name="test_{name}" time="{s}"/>' for name, s in taken.items())
+    report.write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
+    assert slow_rows(times(report)) == ["2.7 tests/room/test_it.py::test_all", "1.0 tests/room/test_it.py::test_few[c]"]

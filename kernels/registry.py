@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from fuseplan.kernels.ir.backend import Backend, Config, Target, misfit
+from fuseplan.costmodel.devices import is_gpu, local_architecture
+from fuseplan.kernels.ir.backend import Backend, Config, Target, gpu_target, misfit
 
 
 def backends_for(device_type: str) -> tuple[Backend, ...]:
-    """Every back end for ``"cpu"`` or ``"cuda"``, in order of preference, whether or not it can run here."""
-    if device_type == "cpu":
-        from fuseplan.kernels.cpp.backend import CppBackend
-
-        return (CppBackend(),)
-    if device_type == "cuda":
+    """Every back end for a kind of device, in order of preference, whether or not it can run here."""
+    if is_gpu(device_type):
         from fuseplan.kernels.ninetoothed.backend import NinetoothedBackend
         from fuseplan.kernels.triton.backend import TritonBackend
 
         return (TritonBackend(), NinetoothedBackend())
-    raise ValueError(f"no kernel back ends for device type '{device_type}'; known: cpu, cuda")
+    from fuseplan.kernels.cpp.backend import CppBackend
+
+    return (CppBackend(),)
 
 
 def malformed_config(backend: str, config: Config) -> str | None:
@@ -29,13 +28,13 @@ def malformed_config(backend: str, config: Config) -> str | None:
 
 
 def local_target(device_type: str) -> Target:
-    """What to compile for on this machine; RuntimeError where ``"cuda"`` is asked for and there is no CUDA device."""
+    """What to compile for on this machine; :class:`~fuseplan.costmodel.devices.NoDeviceError` where a GPU is asked for
+    and there is none.
+    """
     import torch
 
-    if device_type == "cpu":
-        return Target("cpu", "native", torch.get_num_threads())
-    if not torch.cuda.is_available():
-        raise RuntimeError("no CUDA device is visible; use --device cpu, or check the driver with nvidia-smi")
+    if not is_gpu(device_type):
+        return Target(device_type, "native", torch.get_num_threads())
+    arch = local_architecture().name
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    arch = f"sm_{properties.major}{properties.minor}"
-    return Target("cuda", arch, properties.multi_processor_count, properties.L2_cache_size)
+    return gpu_target(arch, properties.multi_processor_count, properties.L2_cache_size)

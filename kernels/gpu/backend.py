@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from fuseplan.kernels.gpu.build import KernelSpec, ModuleStore, build_launcher, compile_kernel, read_resources
+from fuseplan.costmodel.devices import is_gpu
+from fuseplan.kernels.gpu.build import KernelSpec, ModuleStore, compile_kernel
 from fuseplan.kernels.gpu.direct import Layout, find_launcher
 from fuseplan.kernels.gpu.launch import (
     Geometry,
@@ -23,7 +24,8 @@ from fuseplan.kernels.gpu.launch import (
 )
 from fuseplan.kernels.gpu.overlap import plainly
 from fuseplan.kernels.gpu.scratch import ScratchKernel
-from fuseplan.kernels.gpu.tile import chunk_width, needs_int64, tile_of
+from fuseplan.kernels.gpu.targets import read_resources, toolchain
+from fuseplan.kernels.gpu.tile import WARP, chunk_width, needs_int64, tile_of
 from fuseplan.kernels.ir.backend import Backend, BuildError, CompiledKernel, Config, Resources, Target, config_key
 from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.in_place import Execution, Reuse, WritesInPlace
@@ -54,13 +56,24 @@ class GpuBackend(Backend, WritesInPlace):
         missing = next((package for package in self.packages if not _is_installed(package)), None)
         return None if missing is None else f"{missing} is not installed: pip install {missing} (Linux)"
 
+    def refuse(self, ir: KernelIR, target: Target) -> str | None:
+        if not is_gpu(target.device_type):
+            return f"{self.name} kernels run on CUDA devices, not on '{target.device_type}'"
+        if not target.gpu.fp8 and any(buffer.dtype == "float8_e4m3fn" for buffer in ir.buffers):
+            return f"{target.arch} has no float8_e4m3fn"
+        return self._refuse(ir, target)
+
+    @abstractmethod
+    def _refuse(self, ir: KernelIR, target: Target) -> str | None:
+        """:meth:`refuse` of a kernel whose types a GPU has."""
+
     def prepare(self, ir: KernelIR, config: Config, target: Target) -> Resources:
         dtypes = ",".join(buffer.dtype for buffer in ir.buffers)
         key = f"{self.versions()}|{target.arch}|{config_key(config)}|{self.source(ir, config)}|{dtypes}"
         resources = self.store.resources(key)
         if resources is None:
             compiled = self._compile(ir, config, target, Variant(wide=needs_int64(ir)))
-            build_launcher(compiled)
+            toolchain(target.gpu).build_launcher(compiled)
             resources = read_resources(compiled)
             self.store.keep_resources(key, resources)
         return resources
@@ -127,7 +140,7 @@ class GpuBackend(Backend, WritesInPlace):
 
     def executions(self, ir: KernelIR, config: Config) -> tuple[Execution, ...]:
         """How each segment is computed: a tile with fewer elements than threads is held by several alike."""
-        threads = 32 * int(config["num_warps"])
+        threads = WARP * int(config["num_warps"])
         tiles = ((tile_of(segment, config), chunk_width(ir.buffers, segment, config)) for segment in ir.segments)
         return tuple(Execution(tile.looped, tile.elements < threads, chunk > 0) for tile, chunk in tiles)
 

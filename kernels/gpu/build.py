@@ -1,4 +1,4 @@
-"""Generated GPU modules: written to the user's cache, imported by path, compiled to a cubin with or without a GPU."""
+"""Generated GPU modules: written to the user's cache, imported by path, compiled with or without a GPU."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import hashlib
 import importlib.util
 import json
 import os
-import re
-import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -19,8 +17,8 @@ from typing import Any
 
 import platformdirs
 
-from fuseplan.kernels.ir.backend import MAX_REGISTERS, REGISTER_FILE, BuildError, MachineError, Resources, Target
-from fuseplan.kernels.native.allowance import Allowance
+from fuseplan.kernels.gpu.targets import LIMIT, toolchain
+from fuseplan.kernels.ir.backend import BuildError, MachineError, Resources, Target
 from fuseplan.kernels.native.build import is_exposed, own_folder
 
 #: Storage type -> Triton's spelling in a kernel signature.
@@ -29,25 +27,6 @@ POINTER_TYPES: Mapping[str, str] = {
     "int32": "*i32", "int16": "*i16", "int8": "*i8", "uint8": "*u8", "bool": "*i1",
     "float8_e4m3fn": "*fp8e4nv",
 }
-
-#: Name of the explicit limit on registers among a kernel's facts; 0 where there is none.
-_LIMIT = "register_limit"
-#: Seconds that NVIDIA's tool may take over one kernel.
-_TOOL_LIMIT_S = 60.0
-
-
-def warm_up() -> None:
-    """Import and compute what compiling needs once in every process."""
-    import triton.compiler
-    import triton.runtime.cache
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    for module in (triton.runtime.cache, triton.compiler.compiler):
-        key = getattr(module, "triton_key", None)  # a hash of the whole package, remembered
-        if key is not None:
-            key()
-    with suppress(Exception):
-        _ = get_ptxas(90).version
 
 
 def digest(text: str) -> str:
@@ -139,35 +118,35 @@ def compile_kernel(function: Any, spec: KernelSpec, target: Target, known: Resou
     again with an explicit limit, which ptxas fills first; ``known`` facts of an earlier compilation say which it was.
     BuildError with the first complaint of Triton or ptxas where one refuses.
     """
-    if known is not None and _LIMIT in known.extra:
-        limit = int(known.extra[_LIMIT])
-        return _compile(function, spec, target, {"maxnreg": limit} if limit else {})
-    compiled = _compile(function, spec, target, {})
-    limit = min(MAX_REGISTERS, REGISTER_FILE // (32 * spec.num_warps) // 8 * 8)
-    registers, spilled = _registers_and_spills(compiled)
+    tools = toolchain(target.gpu)
+    if known is not None and LIMIT in known.extra:
+        return compile_once(function, spec, target, int(known.extra[LIMIT]))
+    compiled = compile_once(function, spec, target)
+    limit = tools.register_limit(target.gpu, spec.num_warps)
+    registers, spilled = tools.registers_and_spills(compiled)
     if not spilled or registers is None or registers >= limit:
         return compiled
-    roomy = _compile(function, spec, target, {"maxnreg": limit})
-    return roomy if (_registers_and_spills(roomy)[1] or 0) < spilled else compiled
+    roomy = compile_once(function, spec, target, limit)
+    return roomy if (tools.registers_and_spills(roomy)[1] or 0) < spilled else compiled
 
 
-def _compile(function: Any, spec: KernelSpec, target: Target, more_options: Mapping[str, int]) -> Any:
+def compile_once(function: Any, spec: KernelSpec, target: Target, register_limit: int = 0) -> Any:
+    """:func:`compile_kernel` with a limit on registers, 0 for the compiler's own."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    names = list(spec.signature)
+    names, gpu = list(spec.signature), target.gpu
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in spec.aligned}
     constants = {(names.index(name),): value for name, value in (spec.constants or {}).items()}
     options: dict[str, Any] = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, "enable_fp_fusion": True}
-    options |= more_options
-    if spec.overlapped:
-        options["launch_pdl"] = True
+    options |= toolchain(gpu).options(spec.overlapped, register_limit)
     if spec.asserts:
         options |= {"debug": True, "sanitize_overflow": False}
     try:
         source = ASTSource(function, dict(spec.signature), constants, attributes)
-        return triton.compile(source, target=GPUTarget("cuda", compute_capability(target), 32), options=options)
+        made_for = GPUTarget(gpu.vendor, toolchain(gpu).name_of(gpu), gpu.warp)
+        return triton.compile(source, target=made_for, options=options)
     except BuildError:
         raise
     except Exception as error:
@@ -178,60 +157,3 @@ def _compile(function: Any, spec: KernelSpec, target: Target, more_options: Mapp
         kind = MachineError if isinstance(cause, OSError) else BuildError
         complaint = f"{type(cause).__name__}: {(str(cause).strip().splitlines() or ['no message'])[-1].strip()}"
         raise kind(f"triton could not compile the kernel for {target.arch}: {complaint}") from error
-
-
-def _registers_and_spills(compiled: Any) -> tuple[int | None, int | None]:
-    """Registers, and bytes spilled, of one thread; None where the tool that tells is missing."""
-    usage = _cubin_usage(compiled.asm["cubin"], compiled.metadata.name)
-    stack = usage.get("STACK")
-    # The stack also holds local arrays (the slow path of a sine has one), and is a multiple of 8 bytes.
-    arrays = sum(map(int, re.findall(r"\.local\s.*\[(\d+)\];", compiled.asm["ptx"]))) if stack else 0
-    return usage.get("REG"), None if stack is None else max(0, stack - -(-arrays // 8) * 8)
-
-
-def compute_capability(target: Target) -> int:
-    """``"sm_90"`` -> 90."""
-    match = re.fullmatch(r"sm_(\d+)a?", target.arch)
-    if match is None:
-        raise BuildError(f"cannot compile for architecture '{target.arch}': expected a name such as sm_90")
-    return int(match[1])
-
-
-def build_launcher(compiled: Any) -> None:
-    """Have Triton, which up to 3.6 compiles C for every signature of arguments, do so before the kernel is timed."""
-    from triton.backends.nvidia import driver
-
-    if hasattr(driver, "make_launcher"):
-        with suppress(Exception):  # whoever launches the kernel is told why
-            driver.CudaLauncher(compiled.src, compiled.metadata)
-
-
-def read_resources(compiled: Any) -> Resources:
-    """Registers per thread, spilled bytes per thread and shared memory of a compiled kernel, read from its cubin."""
-    registers, spilled = _registers_and_spills(compiled)
-    limit = getattr(compiled.metadata, "maxnreg", None) or 0
-    return Resources(registers, spilled, int(compiled.metadata.shared), {_LIMIT: limit})
-
-
-def _cubin_usage(cubin: bytes, name: str) -> dict[str, int]:
-    """``{"REG": 32, "STACK": 0, ...}`` as cuobjdump reports it; empty where that tool is missing."""
-    tool = _cuobjdump()
-    if tool is None:
-        return {}
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        try:
-            told = Allowance(_TOOL_LIMIT_S).run([tool, "--dump-resource-usage", file.name])
-        except subprocess.TimeoutExpired:
-            raise MachineError(f"{tool} did not finish within {_TOOL_LIMIT_S:g} s") from None
-    match = re.search(rf"Function {re.escape(name)}:\s*\n\s*(.*)", told.stdout)
-    return {key: int(value) for key, value in re.findall(r"(\w+):(\d+)", match[1])} if match else {}
-
-
-@functools.cache
-def _cuobjdump() -> str | None:
-    import triton.backends.nvidia
-
-    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
-    return str(tool) if tool.exists() else None

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from fuseplan.kernels.gpu.tile import WARP
 from fuseplan.kernels.ir.backend import BuildError
 from fuseplan.kernels.native.build import (
     address,
@@ -145,7 +146,7 @@ def entry_of(compiled: Any, parameter_bits: Sequence[int]) -> Entry:
     if found[:count] != tuple(parameter_bits) or found[count:] not in ((), (64,), (64, 64)):
         raise BuildError(f"its parameters have {found} bits, expected {tuple(parameter_bits)}")
     overlapped = bool(getattr(metadata, "launch_pdl", False))
-    return Entry(int(compiled.function), int(metadata.num_warps) * 32, int(metadata.shared), overlapped)
+    return Entry(int(compiled.function), int(metadata.num_warps) * WARP, int(metadata.shared), overlapped)
 
 
 def ptx_parameter_bits(ptx: str) -> tuple[int, ...]:

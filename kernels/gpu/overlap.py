@@ -12,7 +12,6 @@ kernel's programs has let it (or is done): that saves launch latency. What makes
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from fuseplan.kernels.ir.backend import Config, Target, Tunable
@@ -27,10 +26,6 @@ OVERLAP_CHOICES = ("wait", "early", "late")
 OVERLAP_IMPORT = "from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait"
 
 _WAIT, _LET_NEXT_START = "gdc_wait()", "gdc_launch_dependents()"
-#: Compute capability 9.0: the first with ``griddepcontrol``.
-_FIRST_ARCH = 90
-#: Threads and blocks that one multiprocessor holds.
-_MAX_THREADS, _MAX_BLOCKS = 2048, 32
 #: Programs of up to so many elements, in more waves than these, run slower when they let the next kernel start.
 _SMALL_TILE, _WAVES = 1024, 2
 
@@ -45,21 +40,15 @@ def is_overlapped(config: Config) -> bool:
     return overlap_of(config) != "none"
 
 
-def can_overlap(target: Target) -> bool:
-    """Whether the device can overlap kernels."""
-    arch = re.fullmatch(r"sm_(\d+)a?", target.arch)
-    return arch is not None and int(arch[1]) >= _FIRST_ARCH
-
-
 def overlap_tunables(target: Target) -> tuple[Tunable, ...]:
     """The parameter, where ``target`` has it; its first choice is the default."""
     choices = OVERLAP_CHOICES if target.in_graph else OVERLAP_CHOICES[:1]
-    return (Tunable(OVERLAP, choices),) if can_overlap(target) else ()
+    return (Tunable(OVERLAP, choices),) if target.gpu.overlaps else ()
 
 
 def default_overlap(target: Target) -> Config:
     """The parameter's default: waiting costs nothing, and gains where the kernel ahead has a tail."""
-    return {OVERLAP: OVERLAP_CHOICES[0]} if can_overlap(target) else {}
+    return {OVERLAP: OVERLAP_CHOICES[0]} if target.gpu.overlaps else {}
 
 
 def plainly(config: Config) -> Config:
@@ -79,8 +68,7 @@ def pointless_overlap(config: Config, programs: int, elements: int, target: Targ
 
 def has_waves(config: Config, programs: int, target: Target) -> bool:
     """Whether so many programs run in several waves: the device does not hold them at once, by far."""
-    resident = target.cores * min(_MAX_BLOCKS, _MAX_THREADS // (32 * int(config["num_warps"])))
-    return programs > _WAVES * resident
+    return programs > _WAVES * target.cores * target.gpu.held_programs(int(config["num_warps"]))
 
 
 def overlapped(statements: Sequence[str], config: Config, load: str, store: str) -> list[str]:

@@ -11,6 +11,8 @@ from fuseplan.kernels.ir.index import Size, evaluate, is_static, product
 from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, Const, Iota, KernelIR, Segment, operands
 from fuseplan.kernels.ir.schedule import rescaled_sums, schedule
 
+#: Threads of a warp, where how a kernel is written depends on it: of those that run today.
+WARP = 32
 #: What a thread loads or stores at once.
 _ACCESS_BYTES = 16
 #: Largest number of elements in one Triton tensor.
@@ -79,7 +81,7 @@ def chunk_width(buffers: Sequence[Buffer], segment: Segment, config: Config) -> 
     for phase in schedule(segment, rescale=True):
         if not chunked.isdisjoint(phase.reductions) and not chunked.issuperset(phase.reductions):
             return 0
-    width = min(access_width(buffers, segment), tile.cols // (32 * int(config["num_warps"])))
+    width = min(access_width(buffers, segment), tile.cols // (WARP * int(config["num_warps"])))
     return width if width > 1 else 0
 
 

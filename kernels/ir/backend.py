@@ -7,6 +7,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+from fuseplan.costmodel.devices import Architecture, architecture
+
 if TYPE_CHECKING:
     import torch
 
@@ -32,9 +34,9 @@ class MachineError(BuildError):
 class Target:
     """The device a kernel is compiled for; enough to compile without the device being present."""
 
-    #: ``"cpu"`` or ``"cuda"``.
+    #: A kind of :mod:`~fuseplan.costmodel.devices`.
     device_type: str
-    #: ``"native"`` on CPUs, ``"sm_90"`` style on CUDA.
+    #: ``"native"`` on CPUs, such as ``"sm_90"`` or ``"gfx942"`` on GPUs.
     arch: str
     #: CPU threads available, or streaming multiprocessors.
     cores: int
@@ -42,11 +44,22 @@ class Target:
     #: Kernels will be replayed in CUDA graphs; their defaults and tunables follow from it, nothing else.
     in_graph: bool = False
 
+    @property
+    def gpu(self) -> Architecture:
+        """What a GPU of this architecture has; :class:`BuildError` where nothing is known of it."""
+        try:
+            return architecture(self.arch)
+        except ValueError as error:
+            raise BuildError(str(error)) from None
 
-#: 32-bit registers that a GPU's thread may have, and those of one multiprocessor.
-MAX_REGISTERS, REGISTER_FILE = 255, 65536
+
+def gpu_target(arch: str, cores: int, l2_bytes: int = 0) -> Target:
+    """A GPU of an architecture that :mod:`~fuseplan.costmodel.devices` describes; ValueError for another."""
+    return Target(architecture(arch).vendor, arch, cores, l2_bytes)
+
+
 #: Compile-only target: what an H100/H200 offers, for machines that have no GPU.
-SM90 = Target("cuda", "sm_90", 132, 50 * 2**20)
+SM90 = gpu_target("sm_90", 132, 50 * 2**20)
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,7 @@ class NinetoothedBackend(GpuBackend):
     packages: ClassVar[tuple[str, ...]] = ("triton", "ninetoothed")
     parameters: ClassVar[tuple[Tunable, ...]] = PARAMETERS
 
-    def refuse(self, ir: KernelIR, target: Target) -> str | None:
-        if target.device_type != "cuda":
-            return f"ninetoothed kernels run on CUDA devices, not on '{target.device_type}'"
+    def _refuse(self, ir: KernelIR, target: Target) -> str | None:
         if ir.symbols:
             return f"dynamic sizes ({', '.join(ir.symbols)}) would become part of every block's bounds"
         for segment in ir.segments:

@@ -31,9 +31,7 @@ class TritonBackend(GpuBackend):
     name: ClassVar[str] = "triton"
     parameters: ClassVar[tuple[Tunable, ...]] = PARAMETERS
 
-    def refuse(self, ir: KernelIR, target: Target) -> str | None:
-        if target.device_type != "cuda":
-            return f"triton kernels run on CUDA devices, not on '{target.device_type}'"
+    def _refuse(self, ir: KernelIR, target: Target) -> str | None:
         if contracts(ir) and (reason := contraction_config.refuse(ir, target)) is not None:
             return reason
         if not ir.symbols:  # only a dynamic size can be one that cannot be written

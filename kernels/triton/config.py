@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fuseplan.kernels.gpu.overlap import OVERLAP, OVERLAP_CHOICES, default_overlap, overlap_tunables, pointless_overlap
 from fuseplan.kernels.gpu.tile import Tile, chunk_width, live_words, next_power_of_2, programs, tile_of
-from fuseplan.kernels.ir.backend import MAX_REGISTERS, REGISTER_FILE, Config, Target, Tunable
+from fuseplan.kernels.ir.backend import Config, Target, Tunable
 from fuseplan.kernels.ir.index import Size, is_static
 from fuseplan.kernels.ir.ir import ITEMSIZE, KernelIR, Load, Segment
 from fuseplan.kernels.ir.schedule import reduction_depths, schedule
@@ -79,8 +79,10 @@ def _late_loads(segment: Segment) -> bool:
 
 def infeasible(ir: KernelIR, config: Config, target: Target) -> str | None:
     """Why ``config`` is not worth compiling, or None."""
-    threads = 32 * int(config["num_warps"])
-    limit = min(MAX_REGISTERS, REGISTER_FILE // threads)
+    warps = int(config["num_warps"])
+    threads, limit = target.gpu.warp * warps, target.gpu.most_registers(warps)
+    if threads > target.gpu.most_threads:
+        return f"{threads} threads, a program has {target.gpu.most_threads} at most"
     tiles = [tile_of(segment, config) for segment in ir.segments]
     for segment, tile in zip(ir.segments, tiles, strict=True):
         per_thread = tile.elements / threads
@@ -118,9 +120,9 @@ def _redundant(ir: KernelIR, config: Config, tiles: list[Tile]) -> str | None:
 
 def _starved(ir: KernelIR, config: Config, tiles: list[Tile], target: Target) -> str | None:
     """Tiles too small for their threads, or so large that most multiprocessors idle."""
-    threads = 32 * int(config["num_warps"])
+    threads = target.gpu.warp * int(config["num_warps"])
     largest = max(tile.elements for tile in tiles)
-    if threads > 32 and largest < 2 * threads:
+    if int(config["num_warps"]) > 1 and largest < 2 * threads:
         return f"{threads} threads for tiles of {largest} elements"
     if ir.symbols:
         return None
@@ -153,7 +155,8 @@ def _default_pointwise(ir: KernelIR, target: Target) -> Config:
         most //= 2
     rows, cols = _block_shape(ir, most, target)
     # Four warps, but no fewer than four elements a thread.
-    return {"block_rows": rows, "block_cols": cols, "num_warps": min(4, max(1, _largest_tile(ir, rows, cols) // 128))}
+    warps = min(4, max(1, _largest_tile(ir, rows, cols) // (4 * target.gpu.warp)))
+    return {"block_rows": rows, "block_cols": cols, "num_warps": warps}
 
 
 def full_tile(ir: KernelIR, segment: Segment) -> tuple[int, int]:
@@ -231,9 +234,10 @@ def _default_reduction(ir: KernelIR, target: Target) -> Config:
     few_rows_each = target.cores < num_rows <= 8 * target.cores
     per_thread = 8 if looped else 16 if few_rows_each else 32
     # A second pass finds its row in the cache only if few programs run at once: large ones, where a pass holds little.
-    warps = min(32 if rescales else 16, max(1, rows * cols // (32 * per_thread)))
+    warp, most = target.gpu.warp, target.gpu.most_warps
+    warps = min(most if rescales else most // 2, max(1, rows * cols // (warp * per_thread)))
     words = max(live_words(segment) for segment in ir.segments)
-    while warps < 32 and rows * cols // (32 * warps) * words > 128:
+    while warps < most and rows * cols // (warp * warps) * words > 128:
         warps *= 2
     cols = next((int(choice) for choice in choices["block_cols"] if int(choice) >= cols), cols)
     chosen: dict[str, int | str] = {"block_rows": rows, "block_cols": cols, "num_warps": warps}

@@ -9,11 +9,12 @@ its own. Many rows (:mod:`~fuseplan.kernels.triton.tiles`) are a matter of tiles
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from fuseplan.kernels.gpu.overlap import default_overlap, overlap_tunables
 from fuseplan.kernels.gpu.tile import next_power_of_2, programs
-from fuseplan.kernels.ir.backend import MAX_REGISTERS, REGISTER_FILE, Config, Target, Tunable
-from fuseplan.kernels.ir.gathers import footprint
+from fuseplan.kernels.ir.backend import Config, Target, Tunable
+from fuseplan.kernels.ir.gathers import footprint, may_fail
 from fuseplan.kernels.ir.index import Coord, Index, Mod, evaluate, product
 from fuseplan.kernels.ir.ir import ITEMSIZE, Dot, KernelIR, Reduce, Segment
 from fuseplan.kernels.triton import tiles
@@ -34,8 +35,8 @@ _LINE_BYTES = 32
 _MOST_BLOCK_ROWS = 128
 #: Of many rows: sums that a thread holds, fewest and most, and elements of the inner dimension in a block.
 _TILE_SUMS, _TILE_INNER = (64, 128), 64
-#: What one program of an H100 or H200 can have, less what the compiler takes.
-_SHARED_BYTES = 224 * 2**10
+#: Shared memory that the compiler takes for itself.
+_COMPILERS_BYTES = 3 * 2**10
 
 
 def contracts(ir: KernelIR) -> bool:
@@ -90,8 +91,8 @@ def infeasible(ir: KernelIR, config: Config, target: Target) -> str | None:
     if tiles.is_tiled(ir):
         return _infeasible_tiles(ir, config, target)
     rows, cols, inner = (int(config[name]) for name in ("block_rows", "block_cols", "block_inner"))
-    threads, stages = 32 * int(config["num_warps"]), int(config["num_stages"])
-    limit = min(MAX_REGISTERS, REGISTER_FILE // threads) - _BASE_REGISTERS
+    warps = int(config["num_warps"])
+    threads, limit = target.gpu.warp * warps, target.gpu.most_registers(warps) - _BASE_REGISTERS
     for segment in (one for one in ir.segments if one.products):
         sums = _sums(segment)
         if rows == 1:
@@ -106,12 +107,11 @@ def infeasible(ir: KernelIR, config: Config, target: Target) -> str | None:
             continue
         if sums * rows * cols / threads > limit:
             return f"{sums} sums of {rows}x{cols} do not fit the registers of {threads} threads"
-        each = sums * cols / int(config["num_warps"])
+        each = sums * cols / warps
         if not _LEAST_ROWS <= each <= _MOST_ROWS * (1 + (_rows(ir) >= _WHOLE_ROWS)):
             return f"{each:g} rows of weights for each warp"
-        held = stages * inner * (sums * cols * _weight_bytes(ir, segment) + rows * 2)
-        if held > _SHARED_BYTES:
-            return f"{held:.0f} bytes of blocks on their way do not fit shared memory"
+    if (held := _held_bytes(ir, config)) > target.gpu.shared_bytes - _COMPILERS_BYTES:
+        return f"{held:.0f} bytes of blocks on their way do not fit shared memory"
     count, splits = programs(ir, config, {}), int(config.get("splits", 1))
     if count < target.cores // 2:
         return f"{count} programs leave most of {target.cores} multiprocessors idle"
@@ -119,14 +119,15 @@ def infeasible(ir: KernelIR, config: Config, target: Target) -> str | None:
 
 
 def _infeasible_tiles(ir: KernelIR, config: Config, target: Target) -> str | None:
-    rows, cols, threads = int(config["block_rows"]), int(config["block_cols"]), 32 * int(config["num_warps"])
+    rows, cols = int(config["block_rows"]), int(config["block_cols"])
+    threads = target.gpu.warp * int(config["num_warps"])
     (segment,) = ir.segments
     each, (fewest, most) = _sums(segment) * rows * cols / threads, _TILE_SUMS
     if not fewest <= each <= most:
         return f"{each:g} sums for each thread"
     brought = tiles.rows_on_their_way(ir.buffers, segment, config)
     held = int(config["num_stages"]) * int(config["block_inner"]) * brought * 2
-    if held > _SHARED_BYTES:
+    if held > target.gpu.shared_bytes - _COMPILERS_BYTES:
         return f"{held} bytes of blocks on their way do not fit shared memory"
     if cols > next_power_of_2(evaluate(segment.cols, {})):
         return f"{cols} columns are more than there are"
@@ -169,10 +170,29 @@ def default_config(ir: KernelIR, target: Target) -> Config:
         }
     choices = {one.name: one.choices for one in tunables(ir, target)}
     chosen = {name: value if value in choices[name] else choices[name][-1] for name, value in wished.items()}
-    default = {**default_overlap(target), **chosen}
+    default = _fitting({**default_overlap(target), **chosen}, ir, choices, target)
     if _lie_across(ir):
         return _across(ir, default, target)
     return _all_rows(ir, default, sums, target) if rows >= _WHOLE_ROWS else default
+
+
+def _held_bytes(ir: KernelIR, config: Config) -> float:
+    """Shared memory of the blocks of several rows that are on their way: sides of the weights, and 2 bytes a number of
+    the left side."""
+    rows, cols = int(config["block_rows"]), int(config["block_cols"])
+    each = (_sums(one) * cols * _weight_bytes(ir, one) + rows * 2 for one in ir.segments if one.products)
+    return 0 if rows == 1 else int(config["num_stages"]) * int(config["block_inner"]) * max(each)
+
+
+def _fitting(
+    config: dict[str, int | str], ir: KernelIR, choices: Mapping[str, tuple[int | str, ...]], target: Target
+) -> dict[str, int | str]:
+    """A config with smaller blocks, then fewer of them, where shared memory is too small for its own."""
+    for name in ("block_inner", "num_stages"):
+        for choice in reversed(choices[name]):
+            if _held_bytes(ir, config) > target.gpu.shared_bytes - _COMPILERS_BYTES:
+                config = {**config, name: min(choice, config[name], key=int)}
+    return config
 
 
 def _default_tiles(ir: KernelIR, target: Target) -> Config:
@@ -226,6 +246,8 @@ def likeness(ir: KernelIR) -> tuple[tuple[object, ...], ...]:
 
 def refuse(ir: KernelIR, target: Target) -> str | None:
     """Why no kernel is built around the matmuls of ``ir``, None where one can be."""
+    if may_fail(ir) and not target.gpu.takes_ptx:
+        return f"an index outside its table stops a matmul by PTX, which {target.arch} has not"
     if tiles.is_tiled(ir):
         return tiles.refuse(ir, target)
     return f"a matmul with dynamic sizes ({', '.join(ir.symbols)})" if ir.symbols else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fuseplan.kernels.gpu.overlap import OVERLAP, can_overlap, has_waves
+from fuseplan.kernels.gpu.overlap import OVERLAP, has_waves
 from fuseplan.kernels.gpu.tile import Tile, access_width, chunk_width, programs, tile_of
 from fuseplan.kernels.ir.backend import Config, Target
 from fuseplan.kernels.ir.ir import KernelIR, Segment
@@ -24,9 +24,9 @@ def suggestions(ir: KernelIR, target: Target) -> tuple[Config, ...]:
     config = default_config(ir, target)
     reduces = any(segment.has_reduction() for segment in ir.segments)
     if reduces:
-        found = (*_looped_suggestion(ir, config, target), *_fitting_suggestion(ir, config))
-    elif can_overlap(target) and target.in_graph:
-        found = (*_late_suggestions(ir, config, target), *_warp_suggestion(ir, config))
+        found = (*_looped_suggestion(ir, config, target), *_fitting_suggestion(ir, config, target))
+    elif target.gpu.overlaps and target.in_graph:
+        found = (*_late_suggestions(ir, config, target), *_warp_suggestion(ir, config, target))
     else:
         return ()
     feasible = tuple(one for one in found if infeasible(ir, one, target) is None)
@@ -40,14 +40,14 @@ def _late_suggestions(ir: KernelIR, config: Config, target: Target) -> tuple[Con
     return tuple({**config, name: 2 * int(config[name]), OVERLAP: "late"} for name in ("block_cols", "block_rows"))
 
 
-def _warp_suggestion(ir: KernelIR, config: Config) -> tuple[Config, ...]:
+def _warp_suggestion(ir: KernelIR, config: Config, target: Target) -> tuple[Config, ...]:
     """One warp a program, as many fewer rows, and the next kernel starts at once: for short kernels whose rows share an
     operand that fills all threads of a block. It goes through shared memory, with barriers that one warp does without.
     """
     warps, rows = int(config["num_warps"]), int(config["block_rows"])
     if warps == 1 or rows < warps:
         return ()
-    if not any(_shares_a_row(segment, tile_of(segment, config), 32 * warps) for segment in ir.segments):
+    if not any(_shares_a_row(segment, tile_of(segment, config), target.gpu.warp * warps) for segment in ir.segments):
         return ()
     return ({**config, "block_rows": rows // warps, "num_warps": 1, OVERLAP: "early"},)
 
@@ -80,7 +80,7 @@ def _passes(ir: KernelIR, segment: Segment, config: Config) -> int:
     return sum(phase.has_loop for phase in schedule(segment, rescale=rescale))
 
 
-def _fitting_suggestion(ir: KernelIR, config: Config) -> tuple[Config, ...]:
+def _fitting_suggestion(ir: KernelIR, config: Config, target: Target) -> tuple[Config, ...]:
     """Warps whose accesses of 16 bytes end where a row does: the compiler then drops what pads it to a power of two."""
     held = [s for s in ir.segments if s.has_reduction() and not tile_of(s, config).looped]
     padded = {s.cols for s in held if tile_of(s, config).cols != s.cols}
@@ -88,7 +88,7 @@ def _fitting_suggestion(ir: KernelIR, config: Config) -> tuple[Config, ...]:
         return ()
     warps, cols = int(config["num_warps"]), padded.pop()
     vector = min(access_width(ir.buffers, segment) for segment in held)
-    fitting = [w for w in (warps, warps // 2, warps // 4) if w > 0 and cols % (32 * w * vector) == 0]
+    fitting = [w for w in (warps, warps // 2, warps // 4) if w > 0 and cols % (target.gpu.warp * w * vector) == 0]
     if not fitting or fitting[0] == warps:
         return ()
     late = {"loads": "late"} if "loads" in config else {}  # which leaves the registers for it

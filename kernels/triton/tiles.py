@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fuseplan.kernels.gpu.launch import interpreter_is_on
-from fuseplan.kernels.gpu.overlap import can_overlap, overlapped
+from fuseplan.kernels.gpu.overlap import overlapped
 from fuseplan.kernels.gpu.tile import ceil_div, tile_of
 from fuseplan.kernels.ir.backend import Config, Target
 from fuseplan.kernels.ir.index import Coord, Size, as_size, evaluate, is_static
@@ -46,11 +46,6 @@ class Matrix:
     stride: int
 
 
-def has_accelerator(target: Target) -> bool:
-    """Whether the device has a tensor memory accelerator: from Hopper on, as is programmatic dependent launch."""
-    return can_overlap(target)
-
-
 def is_tiled(ir: KernelIR) -> bool:
     """Whether a kernel has a matmul of so many rows, or a dynamic number, that persistent programs walk its tiles."""
     rows = (segment.num_rows for segment in ir.segments if segment.products)
@@ -59,7 +54,7 @@ def is_tiled(ir: KernelIR) -> bool:
 
 def refuse(ir: KernelIR, target: Target) -> str | None:
     """Why no program can walk the tiles of ``ir``, of whose sizes rows alone may be dynamic; None where one can."""
-    if not has_accelerator(target):
+    if not target.gpu.copies_tensors:
         return f"a matmul of more than {FEW_ROWS} rows, on a device without a tensor memory accelerator"
     if len(ir.segments) != 1:
         return f"a matmul of more than {FEW_ROWS} rows in a kernel of {len(ir.segments)} parts"

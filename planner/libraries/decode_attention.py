@@ -10,7 +10,6 @@ import torch
 
 from fuseplan.kernels.gpu.fixed import FixedFunction
 from fuseplan.kernels.gpu.launch import interpreter_is_on
-from fuseplan.kernels.gpu.overlap import can_overlap
 from fuseplan.kernels.gpu.tile import next_power_of_2
 from fuseplan.kernels.ir.backend import SM90, Target
 from fuseplan.kernels.ir.dtypes import torch_dtype
@@ -123,7 +122,7 @@ class SplitAttention:
         loops = 2 if warps > self.warps and call.mask is not None else 1
         block_bytes = loops * 2 * self.rows * width * ITEMSIZE[dtype]
         stages = 1 + max(1, min(self.stages - 1, _SHARED_BYTES // block_bytes))
-        overlapped = not interpreter_is_on() and can_overlap(target)
+        overlapped = not interpreter_is_on() and target.gpu.overlaps
         strides = [
             *whole_numbers(call.query.strides)[:2], *whole_numbers(call.key.strides)[:3],
             *whole_numbers(call.value.strides)[:3], *masked, *out_strides,

@@ -46,7 +46,7 @@ __all__ = ["Budget", "ProgressEvent", "Tuner"]
 logger = logging.getLogger(__name__)
 
 #: What compiling for a GPU imports.
-_COMPILERS = ("fuseplan.kernels.gpu.build:warm_up", "ninetoothed")
+_COMPILERS = ("fuseplan.kernels.gpu.targets:warm_up", "ninetoothed")
 
 
 def make_pool(device_type: str) -> WorkerPool:

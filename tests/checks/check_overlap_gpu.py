@@ -17,9 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fuseplan.kernels.gpu.build import read_resources
 from fuseplan.kernels.gpu.launch import Variant
 from fuseplan.kernels.gpu.overlap import OVERLAP_CHOICES, plainly
+from fuseplan.kernels.gpu.targets import read_resources
 from fuseplan.kernels.ir.backend import SM90, Config
 from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.planner.patterns.listing import LISTING

@@ -13,9 +13,10 @@ import torch
 from ir_samples import Sample
 
 from fuseplan.kernels.gpu import backend as gpu_backend
-from fuseplan.kernels.gpu.build import compute_capability, load_file
+from fuseplan.kernels.gpu.build import load_file
 from fuseplan.kernels.gpu.direct import find_launcher, launcher_problem
 from fuseplan.kernels.gpu.launch import Geometry, GpuKernel, Variant
+from fuseplan.kernels.gpu.targets import Nvidia
 from fuseplan.kernels.ir.backend import Resources
 from fuseplan.kernels.registry import local_target
 from fuseplan.kernels.triton.backend import TritonBackend
@@ -201,12 +202,12 @@ def step(backend: TritonBackend, tmp_path: Path) -> GpuKernel:
     path = tmp_path / "overlapped_step.py"
     path.write_text(_OVERLAPPED)
     function, numel = load_file(path).step, 2**20 + 3
-    capability = compute_capability(local_target("cuda"))
+    gpu = local_target("cuda").gpu
 
     def compile_variant(variant: Variant) -> Any:
         signature = {"x": "*fp32", "y": "*fp32", "N": "constexpr", "BLOCK": "constexpr"}
         source = triton.compiler.ASTSource(function, signature, {(2,): numel, (3,): _BLOCK}, {})
-        target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
+        target = triton.backends.compiler.GPUTarget(gpu.vendor, Nvidia().name_of(gpu), gpu.warp)
         return triton.compile(source, target=target, options={"launch_pdl": True})
 
     arguments = ((0, 0), (1, 0), (None, numel), (None, _BLOCK))

@@ -13,7 +13,7 @@ from kernel_reference import run_reference
 from overlap_samples import one_of_each, step, stepped
 
 from fuseplan.kernels.gpu.backend import GpuBackend
-from fuseplan.kernels.gpu.overlap import OVERLAP_CHOICES, can_overlap
+from fuseplan.kernels.gpu.overlap import OVERLAP_CHOICES
 from fuseplan.kernels.ir.backend import CompiledKernel, Config, Target
 from fuseplan.kernels.ninetoothed.backend import NinetoothedBackend
 from fuseplan.kernels.registry import local_target
@@ -32,7 +32,7 @@ Call = Callable[..., object]
 @pytest.fixture(scope="module")
 def target() -> Target:
     found = replace(local_target("cuda"), in_graph=True)
-    if not can_overlap(found):
+    if not found.gpu.overlaps:
         pytest.skip(f"{found.arch} cannot overlap kernels")
     return found
 

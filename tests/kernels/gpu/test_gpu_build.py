@@ -16,8 +16,9 @@ import torch
 from ptx_paths import vector_bytes
 
 from fuseplan.kernels.gpu import build
-from fuseplan.kernels.gpu.build import KernelSpec, ModuleStore, build_launcher, compile_kernel
+from fuseplan.kernels.gpu.build import KernelSpec, ModuleStore, compile_kernel
 from fuseplan.kernels.gpu.launch import Geometry, GpuKernel, Variant
+from fuseplan.kernels.gpu.targets import Nvidia
 from fuseplan.kernels.ir.backend import SM90, BuildError, CompiledKernel, Config, Resources, Target
 from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.kernels.triton.backend import TritonBackend
@@ -60,23 +61,24 @@ def test_vector_width_is_the_narrowest_vector_access() -> None:
 
 @pytest.mark.parametrize(("roomy_spill", "kept"), [(0, "roomy"), (40, "first")])
 def test_a_spilling_kernel_gets_a_second_chance(monkeypatch: pytest.MonkeyPatch, roomy_spill: int, kept: str) -> None:
-    asked: list[dict[str, int]] = []
+    asked: list[int] = []
 
-    def fake_compile(function: Any, spec: KernelSpec, target: Target, options: dict[str, int]) -> str:
-        asked.append(options)
-        return "roomy" if options else "first"
+    def fake_compile(function: Any, spec: KernelSpec, target: Target, register_limit: int = 0) -> str:
+        asked.append(register_limit)
+        return "roomy" if register_limit else "first"
 
     facts = {"first": (40, 8), "roomy": (46, roomy_spill)}
-    monkeypatch.setattr(build, "_compile", fake_compile)
-    monkeypatch.setattr(build, "_registers_and_spills", facts.__getitem__)
+    monkeypatch.setattr(build, "compile_once", fake_compile)
+    monkeypatch.setattr(Nvidia, "registers_and_spills", lambda self, compiled: facts[compiled])
     assert compile_kernel(None, KernelSpec({}, (), num_warps=4), SM90) == kept
-    assert asked == [{}, {"maxnreg": 255}]
+    assert asked == [0, 255]
+    assert Nvidia().options(False, 255) == {"maxnreg": 255} and Nvidia().options(True, 0) == {"launch_pdl": True}
 
 
 def test_a_kernel_at_the_register_limit_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
-    monkeypatch.setattr(build, "_compile", lambda *args: calls.append(args) or "only")
-    monkeypatch.setattr(build, "_registers_and_spills", lambda _: (64, 100))
+    monkeypatch.setattr(build, "compile_once", lambda *args: calls.append(args) or "only")
+    monkeypatch.setattr(Nvidia, "registers_and_spills", lambda self, compiled: (64, 100))
     assert compile_kernel(None, KernelSpec({}, (), num_warps=32), SM90) == "only"
     assert len(calls) == 1
 
@@ -166,7 +168,7 @@ def test_fused_callable_allocates_what_the_kernel_writes(monkeypatch: pytest.Mon
 def test_warming_up_leaves_no_thread_behind() -> None:
     """Workers are forked after it."""
     code = (
-        "import threading; from fuseplan.kernels.gpu.build import warm_up; "
+        "import threading; from fuseplan.kernels.gpu.targets import warm_up; "
         "warm_up(); print(threading.active_count())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -184,8 +186,8 @@ def test_what_launches_a_kernel_is_built_where_triton_compiles_it(monkeypatch: p
 
     monkeypatch.setattr(driver, "CudaLauncher", launcher)
     monkeypatch.delattr(driver, "make_launcher", raising=False)
-    build_launcher(compiled)
+    Nvidia().build_launcher(compiled)
     assert built == []  # one launcher for all signatures, which needs a GPU
     monkeypatch.setattr(driver, "make_launcher", None, raising=False)
-    build_launcher(compiled)
+    Nvidia().build_launcher(compiled)
     assert built == [("source", "metadata")]

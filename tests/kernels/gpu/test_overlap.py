@@ -18,7 +18,6 @@ from fuseplan.kernels.gpu.backend import GpuBackend
 from fuseplan.kernels.gpu.launch import Variant
 from fuseplan.kernels.gpu.overlap import (
     OVERLAP_CHOICES,
-    can_overlap,
     overlapped,
     plainly,
     pointless_overlap,
@@ -84,11 +83,11 @@ def test_an_unknown_value_is_refused(backend: GpuBackend) -> None:
 def test_devices_that_can_have_it_and_graphs_have_a_choice(backend: GpuBackend) -> None:
     ir = samples.add_rms_norm(32, 4096, "bfloat16").ir
     for target in (replace(SM90, arch="sm_80"), replace(IN_GRAPH, arch="sm_89"), replace(IN_GRAPH, arch="gfx942")):
-        assert not can_overlap(target)
+        assert not target.gpu.overlaps
         assert "overlap" not in backend.default_config(ir, target)
         assert "overlap" not in {tunable.name for tunable in backend.tunables(ir, target)}
     for arch in ("sm_90", "sm_90a", "sm_100"):
-        assert can_overlap(replace(IN_GRAPH, arch=arch))
+        assert replace(IN_GRAPH, arch=arch).gpu.overlaps
     graph, older = backend.default_config(ir, IN_GRAPH), backend.default_config(ir, replace(SM90, arch="sm_89"))
     assert graph == {**older, "overlap": "wait"} and plainly(graph) == older
     assert backend.default_config(ir, SM90) == graph

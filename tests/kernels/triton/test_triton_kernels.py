@@ -19,8 +19,8 @@ from paths import SUPPORT
 from ptx_paths import ptx_of, vector_bytes
 from recipe_samples import recipe_samples
 
-from fuseplan.kernels.gpu import build
-from fuseplan.kernels.gpu.build import _cuobjdump, compile_kernel
+from fuseplan.kernels.gpu import targets
+from fuseplan.kernels.gpu.build import compile_kernel
 from fuseplan.kernels.gpu.launch import Variant
 from fuseplan.kernels.gpu.tile import needs_int64, programs
 from fuseplan.kernels.ir.backend import SM90, BuildError, Config, MachineError, Target
@@ -129,15 +129,15 @@ def test_a_tool_that_hangs_is_the_machines_fault(
     hangs = tmp_path / "cuobjdump"
     hangs.write_text("#!/bin/sh\nsleep 100000\n")
     hangs.chmod(0o755)
-    monkeypatch.setattr(build, "_TOOL_LIMIT_S", 0.2)
-    monkeypatch.setattr(build, "_cuobjdump", lambda: str(hangs))
+    monkeypatch.setattr(targets, "_TOOL_LIMIT_S", 0.2)
+    monkeypatch.setattr(targets, "cuobjdump", lambda: str(hangs))
     with pytest.raises(MachineError, match=r"cuobjdump did not finish within 0\.2 s"):
         backend.prepare(samples.rms_norm(4, 128).ir, {"block_rows": 1, "block_cols": 128, "num_warps": 1}, SM90)
 
 
 def machine_code(backend: TritonBackend, ir: KernelIR, config: Config) -> str:
     """What ``config`` is compiled to for sm_90, as text; skips where no tool shows it."""
-    tool = _cuobjdump()
+    tool = targets.cuobjdump()
     if tool is None:
         pytest.skip("no cuobjdump")
     module = backend.store.load(backend.source(ir, config))

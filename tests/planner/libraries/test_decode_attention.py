@@ -16,9 +16,9 @@ import torch
 from graphs import Builder, spec_of
 
 from fuseplan.kernels.gpu import fixed as fixed_functions
-from fuseplan.kernels.gpu.build import read_resources
 from fuseplan.kernels.gpu.direct import ptx_parameter_bits
 from fuseplan.kernels.gpu.launch import Variant
+from fuseplan.kernels.gpu.targets import read_resources
 from fuseplan.kernels.ir.backend import SM90, Resources
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
 from fuseplan.planner.groups.candidates import single_candidates

@@ -1,12 +1,12 @@
 """Hugging Face's ``generate()`` end to end: eager, what it compiles by itself, and our back end through its door.
 
-In one process contestants take turns, round by round; what a fresh process waits for is measured in one of its own.
+Contestants take turns in one process, round by round.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,9 +21,7 @@ from fuseplan.planner.bench.generation import (
     Generation,
     Sizes,
     TokenTimer,
-    device_step_us,
     first_difference,
-    host_step_us,
     how_compiled,
     step_bytes,
 )
@@ -43,10 +41,8 @@ _MIN_ROUNDS = 4
 LEGEND = (
     "Times are medians over interleaved rounds. `ms_token` is that of a decode step, between its 20th and 80th "
     "percentile: a call of all tokens less one of the first, by the steps in between. `vs_inductor` is the time of "
-    "what Hugging Face compiles by itself over it, `x_floor` how many times reading the weights it takes, `device_ms` "
-    "and `host_ms` its two parts. Of a step the host spends `guards_ms` on finding the compiled code and `call_ms` in "
-    "it, as a profiler sees them; the rest is `generate()`'s own. `first_ms` is a call that makes one token. `fresh_*` "
-    "are seconds from the call to a token in a fresh process."
+    "what Hugging Face compiles by itself over it, `x_floor` how many times reading the weights it takes. `first_ms` "
+    "is a call that makes one token."
 )
 
 
@@ -56,25 +52,11 @@ class GenerateRow(BenchRow):
 
     Attributes:
         first_us: Median time of a call that makes one token, where everything is compiled.
-        fresh_first_s: Seconds from the call to the first token in a fresh process. The prompt is not compiled.
-        fresh_second_s: The same to the second token: by then the decode step is compiled.
-        fresh_all_s: The same to the last token.
-        device_us: Time of a step in which the GPU was at work; None on CPUs.
-        host_us: The rest of the step.
-        guards_us: Time of a step in which the host looks for the compiled code; None where nothing is compiled.
-        call_us: Time of a step in which the host is in the compiled code, which may overlap the device's.
         floor_us: Time to read the weights that every step reads, at the device's measured bandwidth.
         tokens: ``"as eager's"``, or the first that is another one.
     """
 
     first_us: float | None = None
-    fresh_first_s: float | None = None
-    fresh_second_s: float | None = None
-    fresh_all_s: float | None = None
-    device_us: float | None = None
-    host_us: float | None = None
-    guards_us: float | None = None
-    call_us: float | None = None
     floor_us: float | None = None
     tokens: str = ""
 
@@ -134,8 +116,10 @@ def bench_generate(
             return [GenerateRow(contestant=name, mode="eager", note=failure(error), **common) for name in names]
         # Not before the rounds are over: a kernel may fail, and a moved cache be recorded anew, in any of them.
         notes = {name: dispatch_note(total(stats().compiles[graphs])) for name, graphs in compiled.items()}
-        rows = [_noted(row, notes.get(row.contestant, "")) for row in rows]
-        return [_with_parts(row, entered.get(row.contestant), session.target.device_type) for row in rows]
+        first_us = {name: median(run.first_us) for name, run in entered.items() if run.first_us}
+        return [
+            replace(_noted(row, notes.get(row.contestant, "")), first_us=first_us.get(row.contestant)) for row in rows
+        ]
 
 
 def _comparison(tokens: torch.Tensor, expected: Sequence[torch.Tensor]) -> str:
@@ -143,26 +127,6 @@ def _comparison(tokens: torch.Tensor, expected: Sequence[torch.Tensor]) -> str:
         return ""
     at = first_difference(tokens, expected[0])
     return SAME if at is None else f"another from token {at} on"
-
-
-def _with_parts(row: GenerateRow, run: Generation | None, device_type: str) -> GenerateRow:
-    """The row with its time to the first token, what the host does in a step, and on GPUs what is the device's."""
-    step_us = row.median_us
-    if run is None or step_us is None:
-        return row
-    row = replace(row, first_us=median(run.first_us))
-    if run.name != EAGER and (found := host_step_us(run)) is not None:
-        row = replace(row, guards_us=found[0], call_us=found[1])
-    if device_type != "cuda":
-        return row
-    try:
-        device_us = device_step_us(run)
-    except Exception as error:  # such as counters that only an administrator may read
-        return _noted(row, f"no profile: {failure(error)}")
-    if device_us is None:
-        return _noted(row, "the profiler saw no kernel")
-    # The profiled call is another one: it may be slower by more than the host's share.
-    return replace(row, device_us=device_us, host_us=max(0.0, step_us - device_us))
 
 
 def _noted(row: GenerateRow, note: str) -> GenerateRow:
@@ -175,15 +139,6 @@ def forget(device_type: str) -> None:
     gc.collect()
     if device_type == "cuda":
         torch.cuda.empty_cache()
-
-
-def with_fresh(row: GenerateRow, times: Callable[[], Sequence[float]]) -> GenerateRow:
-    """The row with what a fresh process measured: seconds to each token. Why it failed is a note."""
-    try:
-        found = times()
-        return replace(row, fresh_first_s=found[0], fresh_second_s=found[1], fresh_all_s=found[-1])
-    except Exception as error:  # of a process that ran out of memory, say: the others are measured
-        return _noted(row, failure(error))
 
 
 def generate_table(frame: pd.DataFrame) -> pd.DataFrame:
@@ -202,12 +157,7 @@ def generate_table(frame: pd.DataFrame) -> pd.DataFrame:
         "rounds": frame["rounds"],
         "vs_inductor": frame["workload"].map(default) / frame["median_us"],
         "x_floor": frame["median_us"] / frame["floor_us"],
-        "device_ms": frame["device_us"] / 1e3,
-        "host_ms": frame["host_us"] / 1e3,
-        "guards_ms": frame["guards_us"] / 1e3,
-        "call_ms": frame["call_us"] / 1e3,
         "first_ms": frame["first_us"] / 1e3,
-        **{name: frame[name] for name in ("fresh_first_s", "fresh_second_s", "fresh_all_s")},
         "tokens": frame["tokens"],
     })
     return table.dropna(axis="columns", how="all")

@@ -9,8 +9,7 @@ import pandas as pd
 
 from fuseplan.costmodel.accuracy import spearman
 from fuseplan.planner.bench.patterns import COPY, LARGE_BYTES, OURS_IN_PLACE
-from fuseplan.planner.bench.rows import median_table
-from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS
+from fuseplan.planner.peers.contestant import OURS
 from fuseplan.planner.reports.frames import geometric_mean
 
 #: A cell this far behind the best peer is listed.
@@ -143,17 +142,3 @@ def notes(frame: pd.DataFrame) -> list[str]:
         where = sizes[0] if len(sizes) == 1 else f"{len(sizes)} sizes"
         lines.append(f"{contestant}, {subject} ({where}): {note}")
     return lines
-
-
-def headline_table(frame: pd.DataFrame, claims: Mapping[str, str]) -> pd.DataFrame:
-    """One line per cell and mode: gains of ours and of TorchInductor over eager; ``claims`` are by cell key."""
-    rivals = [name for name in (INDUCTOR, MAX_AUTOTUNE) if name in set(frame["contestant"])]
-    cells = ["subject", "workload", "mode", "key"]
-    times = median_table(frame, cells).reset_index()
-    table = times[cells].rename(columns={"subject": "pattern", "workload": "shape"})
-    table["said"] = table.pop("key").map(claims).fillna("")
-    for name in (OURS, *rivals):
-        table[f"{name}_x"] = times[EAGER] / times[name] if EAGER in times else None
-    for name in (EAGER, OURS, *rivals):
-        table[f"{name}_us"] = times.get(name)
-    return table

@@ -301,7 +301,7 @@ bench frobnicate
 bench model --model ''
 bench model --pattern swiglu
 bench model --batch 1
-bench patterns --no-fresh
+bench patterns --batch 1
 bench generate --module toys:gated
 bench generate --decode 1
 bench generate --peers eager
@@ -310,7 +310,7 @@ bench generate --batch ''
 bench generate --prompt 0
 bench generate --new-tokens 1
 bench generate --prompt 131072
-bench generate --cold-caches --no-fresh
+bench generate --rows 4
 bench patterns --pattern ''
 bench patterns --pattern swiglou
 bench patterns --shape 3x8
@@ -350,16 +350,15 @@ bench patterns --pattern swiglu --minutes -1
 bench patterns --pattern swiglu --compile-processes -1
 bench patterns --pattern swiglu --dtype int8
 bench patterns --model llama
-bench launch --shape 3x8
-bench launch --pattern swiglou
-bench launch --pattern swiglu --shape 0x8
-bench headlines --layers 1
-bench planner --rows 4
+bench launch
+bench patterns --pattern swiglu --shape 0x8
+bench patterns --layers 1
+bench groups --rows 4
 bench model --decode 0
 bench model --seconds 0
 bench model --layers 0
 bench generate --format pdf
-bench planner --format html
+bench groups --format html
 report frobnicate
 report --format pdf
 report --regime warp

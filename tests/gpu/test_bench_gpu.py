@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import launch_costs
 import pytest
 import report_samples as samples
 import torch
@@ -13,7 +14,6 @@ from curves import curve_of
 
 from fuseplan.costmodel.device import DeviceSpec, Latency, Peak
 from fuseplan.costmodel.identity import DeviceIdentity, current_identity
-from fuseplan.planner.bench import launch
 from fuseplan.planner.bench import model as bench_model
 from fuseplan.planner.bench.patterns import COPY, OURS_IN_PLACE, PatternBench
 from fuseplan.planner.models.build import build_model
@@ -122,8 +122,8 @@ def test_inductor_is_compiled_beforehand(session: Session) -> None:
 
 
 def test_launches_are_timed(session: Session) -> None:
-    rows = launch.bench_launch(session, [cell("add_rms_norm", "1x4096", "bfloat16")], 0.0)
+    rows = launch_costs.bench_launch(session, [cell("add_rms_norm", "1x4096", "bfloat16")], 0.0)
     found = {(row.what, row.outputs): row for row in rows}
-    assert (launch.TRITON, "given") in found
+    assert (launch_costs.TRITON, "given") in found
     for row in rows:
         assert row.host_us is not None, row

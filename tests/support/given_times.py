@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,8 @@ import torch
 from fast_tunes import count_instead_of_timing
 
 from fuseplan.costmodel.identity import current_identity
-from fuseplan.planner.bench import fresh, generation, model, synthetic
+from fuseplan.planner.bench import generation, model
 from fuseplan.planner.cli.bench import generate as bench_generate
-from fuseplan.planner.cli.bench import patterns as bench_patterns
 from fuseplan.planner.groups.candidates import CandidateLimits
 from fuseplan.planner.models import sources, workload
 from fuseplan.planner.patterns import cells
@@ -37,8 +35,8 @@ LLAMA: Mapping[str, Any] = {
 SIZES = ("1", 64, "16")
 #: Ops of a group and groups of a region: the most that are looked at.
 GROUPS = (40, 8)
-#: Ops of the graphs that show how planning scales; cells of a sweep over patterns.
-GRAPHS, CELLS = (100, 200, 400), 2
+#: Cells of a sweep over patterns.
+CELLS = 2
 
 
 def write_model(folder: Path) -> None:
@@ -78,13 +76,7 @@ def _benches(patch: pytest.MonkeyPatch) -> None:
 
     every_cell, every_size = cells.sweep_cells, bench_generate.sizes_of
     patch.setattr(bench_generate, "sizes_of", few_tokens)
-    small = {(name, shape.replace("10000000", "1024"), dtype): said
-             for (name, shape, dtype), said in bench_patterns._HEADLINES.items()}
-    patch.setattr(bench_patterns, "_HEADLINES", small)
     patch.setattr(compile_fx, "compile_fx", as_it_is)
     patch.setattr(cells, "sweep_cells", sweep)
-    patch.setattr(synthetic, "plan_scaling", partial(synthetic.plan_scaling, sizes=GRAPHS))
     patch.setattr(model.ForwardTimer, "_time", lambda self, go, calls: 100.0)
     patch.setattr(generation.TokenTimer, "_us", lambda self, run, new: 1000.0 + 100.0 * new)
-    # In this process, whose compilers are those above.
-    patch.setattr(fresh, "fresh_times", lambda order, cold: fresh.serve(fresh.Order.from_json(order.to_json())))

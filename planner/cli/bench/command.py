@@ -1,4 +1,4 @@
-"""``plan bench``: our plan beside its peers, what a call costs, and how planning scales."""
+"""``plan bench``: our plan beside its peers."""
 
 from __future__ import annotations
 
@@ -39,19 +39,20 @@ class BenchTopic(StrEnum):
     GROUPS = "groups"
     GENERATE = "generate"
     PATTERNS = "patterns"
-    HEADLINES = "headlines"
-    LAUNCH = "launch"
-    PLANNER = "planner"
 
 
-#: Seconds of rounds for one comparison of topics about named patterns; it is one of the others.
-_OF_PATTERNS = {BenchTopic.PATTERNS: 0.3, BenchTopic.HEADLINES: 0.5, BenchTopic.LAUNCH: 0.5}
-#: Options that generate alone takes, and those that it shares with others.
-_OF_GENERATE = frozenset(("batch", "prompt", "new_tokens", "fresh", "cold_caches"))
-_WITH_GENERATE = frozenset((
-    "topic", "model", "config", "dtype", "layers", "numerics", "seconds", "max_autotune", "inductor", "out", "device",
-    "db", "style", "quiet",
-))
+#: Seconds of rounds for one comparison, where it is not one second.
+_SECONDS = {BenchTopic.PATTERNS: 0.3, BenchTopic.GENERATE: generate.SECONDS}
+#: Options that only some topics take.
+_PATTERNS = frozenset(("pattern", "shape", "rows", "cols", "rivals", "modes", "compile_processes", "minutes"))
+_TUNING = frozenset(("tune", "trials", "tune_seconds", "resume", "regime"))
+_SIZES = frozenset(("batch", "prompt", "new_tokens"))
+_WHOLE_MODEL = frozenset(("model", "config", "layers"))
+_WORKLOADS = frozenset(("module", "decode", "kv_len", "prefill"))
+#: Options that a topic does not take; the other topics take those of a model.
+_NOT_OF = {
+    BenchTopic.PATTERNS: _WHOLE_MODEL | _WORKLOADS | _SIZES, BenchTopic.GENERATE: _PATTERNS | _TUNING | _WORKLOADS,
+}
 
 
 @answers("the first that is printed", out=False)
@@ -59,8 +60,7 @@ def bench(
     context: Context,
     topic: Annotated[BenchTopic, Argument(
         help="model: end to end. groups: every fused group. all: both. generate: Hugging Face's generate(), with its "
-        "own compilation and with ours. patterns: named patterns beside every peer, tuned first. headlines: gains over "
-        "eager that are often quoted. launch: host time of a call. planner: how planning scales to 100k ops.",
+        "own compilation and with ours. patterns: named patterns beside every peer, tuned first.",
     )] = BenchTopic.ALL,
     model: opt.ModelOption = None,
     config: opt.ConfigOption = None,
@@ -73,11 +73,11 @@ def bench(
     numerics: opt.NumericsOption = opt.Numerics.FP32,
     regime: Annotated[opt.Regime | None, Option(
         help="Plans tuned for launches from Python, or for CUDA graphs. Default: eager; "
-        "graph for patterns and headlines on CUDA, where device time decides.",
+        "graph for patterns on CUDA, where device time decides.",
     )] = None,
     seconds: Annotated[float | None, Option(
         parser=decimal(0.01), metavar="S", help="Seconds of interleaved rounds per comparison, seven rounds at least. "
-        "Default: 1; 30 for generate, 0.3 for patterns, 0.5 for headlines and launch.",
+        "Default: 1; 30 for generate, 0.3 for patterns.",
     )] = None,
     max_autotune: Annotated[bool | None, Option(
         "--max-autotune/--no-max-autotune",
@@ -93,19 +93,12 @@ def bench(
     new_tokens: Annotated[int | None, Option(
         parser=whole(2), metavar="N", help="generate: tokens to make. Default: 128.",
     )] = None,
-    fresh: Annotated[bool, Option(
-        "--fresh/--no-fresh", help="generate: time the first tokens in fresh processes, too, each of which builds the "
-        "model again. They find compilers' caches on disk as the processes before left them.",
-    )] = True,
-    cold_caches: Annotated[bool, Option(
-        "--cold-caches", help="generate: give fresh processes empty caches instead (TorchInductor's, Triton's, ours).",
-    )] = False,
     pattern: Annotated[list[str] | None, Option(
         metavar="NAME", autocompletion=completion.patterns,
-        help="patterns, launch: this pattern; repeatable. Default: a set.",
+        help="patterns: this pattern; repeatable. Default: a set.",
     )] = None,
     shape: Annotated[list[str] | None, Option(
-        metavar="32x4096", help="patterns, launch: this shape of each --pattern; repeatable.",
+        metavar="32x4096", help="patterns: this shape of each --pattern; repeatable.",
     )] = None,
     rows: Annotated[str | None, Option(metavar="1,32", help="patterns: rows to sweep, instead of 1 to 16384.")] = None,
     cols: Annotated[str | None, Option(
@@ -119,7 +112,7 @@ def bench(
         metavar="eager,graph,cold", help="patterns: launched from Python, replayed from a CUDA graph, one call after "
         "the cache was overwritten. Default: all three, on CPUs eager.",
     )] = None,
-    tune: Annotated[bool, Option(help="patterns, launch: tune what is not stored before measuring it.")] = True,
+    tune: Annotated[bool, Option(help="patterns: tune what is not stored before measuring it.")] = True,
     trials: Annotated[int, Option(
         parser=whole(1), metavar="N", help="patterns: configurations tried per group when tuning.",
     )] = 12,
@@ -150,68 +143,48 @@ def bench(
     """
     from fuseplan.planner.api.asked import full_dtype_name, plan_settings
     from fuseplan.planner.api.job import ready
-    from fuseplan.planner.errors import ConfigError
     from fuseplan.planner.peers.contestant import INDUCTOR, MAX_AUTOTUNE
     from fuseplan.planner.tuning.session import open_session
 
-    # An option that a topic does not take is a mistake, not something to pass over.
-    given = _given(context)
-    if wrong := given - _OF_GENERATE - _WITH_GENERATE if topic is BenchTopic.GENERATE else given & _OF_GENERATE:
-        raise ConfigError(f"`plan bench {topic}` takes no {', '.join(_spelt(context, wrong))}")
-    if topic is BenchTopic.GENERATE and cold_caches and not fresh:
-        raise ConfigError("--cold-caches is of fresh processes; leave out --no-fresh")
+    _check_options(context, topic)
     kind = common.device_type(device)
     if regime is None:
-        in_graphs = topic in (BenchTopic.PATTERNS, BenchTopic.HEADLINES, BenchTopic.GENERATE) and kind == "cuda"
+        in_graphs = topic in (BenchTopic.PATTERNS, BenchTopic.GENERATE) and kind == "cuda"
         regime = opt.Regime.GRAPH if in_graphs else opt.Regime.EAGER
     settings = plan_settings(kind, numerics.value, regime.value)
-    of_model = (model, config, module, decode, kv_len, prefill, layers)
-    of_patterns = (pattern, shape, rows, cols, rivals, modes, compile_processes, minutes)
-    if topic in _OF_PATTERNS and any(option is not None for option in of_model):
-        raise ConfigError(f"`plan bench {topic}` measures named patterns; a model's options do not go with it")
-    if topic not in _OF_PATTERNS and any(option is not None for option in of_patterns):
-        raise ConfigError(f"`plan bench {topic}` takes no pattern's options; try `plan bench patterns`")
     if out is not None:  # before anything is measured
         check_writable(out / f"{topic}.csv", "--out")
     if max_autotune is None:
         max_autotune = topic is not BenchTopic.GENERATE
     kept = {INDUCTOR: inductor, MAX_AUTOTUNE: inductor and max_autotune}
-    without, spend = tuple(name for name in kept if not kept[name]), seconds or _OF_PATTERNS.get(topic, 1.0)
-    if topic in _OF_PATTERNS:
+    without, spend = tuple(name for name in kept if not kept[name]), seconds or _SECONDS.get(topic, 1.0)
+    if topic is BenchTopic.PATTERNS:
         from fuseplan.planner.peers.peers import peer_names
         from fuseplan.search.tune.tuner import Budget
         from fuseplan.search.workers.worker import usable_cores
 
         processes = usable_cores() if kind == "cuda" else 0
-        full = full_dtype_name(dtype)
         wanted = patterns.Wanted(
-            *patterns.cells_of(topic.value, pattern or (), shape or (), rows, cols, full),
+            *patterns.cells_of(pattern or (), shape or (), rows, cols, full_dtype_name(dtype)),
             peer_names(rivals, kind, without), patterns.modes_of(modes, kind), spend,
             Budget(trials=trials, seconds=tune_seconds) if tune else None,
             processes if compile_processes is None else compile_processes, resume,
             math.inf if minutes is None else minutes, out,
         )
-        measure = patterns.launch if topic is BenchTopic.LAUNCH else patterns.measure
         session = open_session(kind, db, settings, mode="write" if tune else "inspect")
-        measure(ready(session, progress=opt.Terminal()) if tune else session, wanted)
-        return
-    session = open_session(kind, db, settings, mode="inspect")
-    if topic is BenchTopic.PLANNER:
-        _planner(session, out)
+        patterns.measure(ready(session, progress=opt.Terminal()) if tune else session, wanted)
         return
     from fuseplan.planner.models.sources import find_source, workloads_for
     from fuseplan.planner.peers.contestant import STANDARD_PEERS
 
+    session = open_session(kind, db, settings, mode="inspect")
     if topic is BenchTopic.GENERATE:
         from fuseplan.planner.bench.generation import contestants
 
         named = find_source(model, config, None, kind, dtype, layers)
         names = [name for name in contestants(kind) if name not in without]
         sizes = generate.sizes_of(named, batch, prompt, new_tokens)
-        spend = seconds or generate.SECONDS
-        generate.measure(
-            session, generate.Wanted(named, sizes, names, spend, fresh, cold_caches, out)
-        )
+        generate.measure(session, generate.Wanted(named, sizes, names, spend, out))
         return
     peers = [name for name in STANDARD_PEERS if name not in without]
     source = find_source(model, config, module, kind, dtype, layers or (None if module else _LAYERS))
@@ -228,15 +201,17 @@ def bench(
             _publish(session, source.label, parts, out)
 
 
-def _given(context: Context) -> set[str]:
-    """Names of the parameters that stand on the command line."""
+def _check_options(context: Context, topic: BenchTopic) -> None:
+    """ConfigError where the command line has an option that the topic does not take: it is not passed over."""
+    from fuseplan.planner.errors import ConfigError
+
     sources = {name: context.get_parameter_source(name) for name in context.params}
-    return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
-
-
-def _spelt(context: Context, names: set[str]) -> list[str]:
-    """Options as they are typed."""
-    return sorted(max(one.opts, key=len) for one in context.command.params if one.name in names)
+    given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+    if wrong := given & _NOT_OF.get(topic, _PATTERNS | _SIZES):
+        spelt = sorted(max(one.opts, key=len) for one in context.command.params if one.name in wrong)
+        hint = "; it measures named patterns" if topic is BenchTopic.PATTERNS else (
+            "; `plan bench patterns` does" if wrong <= _PATTERNS else "")
+        raise ConfigError(f"`plan bench {topic}` takes no {', '.join(spelt)}{hint}")
 
 
 def _groups(
@@ -297,16 +272,3 @@ def _publish(session: Session, name: str, parts: dict[str, list[BenchRow]], out:
         words += results.verdict(frame, part)
         words += [f"{row.contestant}, {row.workload}, {row.mode}: {row.note}" for row in parts[part] if row.note]
     patterns.publish(session, name, frames, words, out)
-
-
-def _planner(session: Session, out: Path | None) -> None:
-    from fuseplan.planner.bench.synthetic import plan_scaling
-
-    with common.status("planning synthetic graphs of 1k, 10k and 100k ops"):
-        frame = plan_scaling(session.planner)
-    common.print_frame(frame, title="Planning time by graph size", name="planner", keep=("ops", "total_s"))
-    words = [
-        f"{row['ops']:,} ops are built, hashed and planned in {row['total_s']:.2f} s: {row['us_per_op']:.0f} us per op"
-        for row in frame.to_dict("records")
-    ]
-    patterns.publish(session, "planner", {"planner": frame}, words, out)

@@ -24,18 +24,12 @@ SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the options ask for.
-
-    ``seconds`` are of rounds for each batch size. With ``fresh``, everyone is started in a process of its own, too,
-    with ``cold`` on empty caches.
-    """
+    """What the options ask for; ``seconds`` are of rounds for each batch size."""
 
     source: ModelSource
     sizes: Sequence[Sizes]
     contestants: Sequence[str]
     seconds: float
-    fresh: bool
-    cold: bool
     out: Path | None
 
     @property
@@ -69,41 +63,20 @@ def sizes_of(source: ModelSource, batches: str | None, prompt: int | None, new: 
 
 
 def measure(session: Session, wanted: Wanted) -> None:
-    """Time everybody at each size, then in fresh processes, and publish what there is whatever happens."""
-    rows: list[GenerateRow] = []
-    try:
-        _rounds(session, wanted, rows)
-        if wanted.fresh:
-            _fresh(session, wanted, rows)
-    finally:  # an interrupted bench keeps what it has measured
-        if rows:
-            _publish(session, wanted, rows)
-
-
-def _rounds(session: Session, wanted: Wanted, rows: list[GenerateRow]) -> None:
+    """Time everybody at each size, and publish what there is whatever happens."""
     from fuseplan.planner.bench.generate import bench_generate
     from fuseplan.planner.models.build import build_model
 
-    with common.status(f"building {wanted.source.label}") as status:
-        module = build_model(wanted.source, session.target.device_type).module
-        for sizes in wanted.sizes:
-            status.update(f"{wanted.source.label}, {sizes.label}: compiling and measuring every contestant")
-            rows += bench_generate(session, module, sizes, wanted.contestants, wanted.seconds)
-
-
-def _fresh(session: Session, wanted: Wanted, rows: list[GenerateRow]) -> None:
-    """Put into the rows what fresh processes measure; the model of this one is gone by now."""
-    from fuseplan.planner.bench.fresh import Order, fresh_times
-    from fuseplan.planner.bench.generate import dispatch_options, forget, with_fresh
-
-    kind = session.target.device_type
-    forget(kind)
-    by_label = {sizes.label: sizes for sizes in wanted.sizes}
-    with common.status("starting fresh processes") as status:
-        for at, row in enumerate(rows):
-            status.update(f"{row.workload}, {row.contestant}: building and generating in a fresh process")
-            order = Order(wanted.source, by_label[row.workload], row.contestant, kind, dispatch_options(session))
-            rows[at] = with_fresh(row, lambda order=order: fresh_times(order, wanted.cold))  # type: ignore[misc]
+    rows: list[GenerateRow] = []
+    try:
+        with common.status(f"building {wanted.source.label}") as status:
+            module = build_model(wanted.source, session.target.device_type).module
+            for sizes in wanted.sizes:
+                status.update(f"{wanted.source.label}, {sizes.label}: compiling and measuring every contestant")
+                rows += bench_generate(session, module, sizes, wanted.contestants, wanted.seconds)
+    finally:  # an interrupted bench keeps what it has measured
+        if rows:
+            _publish(session, wanted, rows)
 
 
 def _publish(session: Session, wanted: Wanted, rows: Sequence[GenerateRow]) -> None:
@@ -113,7 +86,7 @@ def _publish(session: Session, wanted: Wanted, rows: Sequence[GenerateRow]) -> N
     frame = bench_frame(rows)
     table = generate_table(frame)
     common.print_frame(
-        table, title=f"{wanted.source.label}, generate(): ms a token", spare=("p20", "p80", "fresh_all_s"),
+        table, title=f"{wanted.source.label}, generate(): ms a token", spare=("p20", "p80"),
         name="generate", keep=("workload", "contestant", "ms_token", "vs_inductor"),
     )
     said = generate_verdict(frame)
@@ -124,12 +97,7 @@ def _publish(session: Session, wanted: Wanted, rows: Sequence[GenerateRow]) -> N
         )
     if any(" misses" in row.note for row in rows):
         said.append(f"what was missed is tuned by: {tune_command(wanted, session.target.device_type)}")
-    if wanted.fresh:
-        state = "empty" if wanted.cold else "as the processes before left them (--cold-caches empties them)"
-        said.append(f"fresh processes: compilers' caches on disk were {state}; building the model is not counted")
-    patterns.publish(
-        session, wanted.name, {"generate": frame}, said, wanted.out, {"generate": table}, LEGEND
-    )
+    patterns.publish(session, wanted.name, {"generate": frame}, said, wanted.out, {"generate": table}, LEGEND)
 
 
 def tune_command(wanted: Wanted, device_type: str) -> str:

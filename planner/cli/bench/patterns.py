@@ -1,13 +1,12 @@
-"""``plan bench patterns``, ``headlines`` and ``launch``: named patterns beside every peer, and what a call costs."""
+"""``plan bench patterns``: named patterns beside every peer."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from fuseplan.planner.cli import common
@@ -22,30 +21,19 @@ if TYPE_CHECKING:
     from fuseplan.search.tune.tuner import Budget
     from fuseplan.search.workers.worker import WorkerPool
 
-#: What the headline patterns are said to gain over eager.
-_HEADLINES: Mapping[tuple[str, str, str], str] = MappingProxyType({
-    ("pointwise_chain", "1024x1024", "float32"): "claimed 4.71x",
-    ("sin_chain", "10000000", "float32"): "claimed 2.89x",
-    ("swiglu", "32x4096", "bfloat16"): "target 2.5x",
-    ("add_rms_norm", "32x4096", "bfloat16"): "target 2.4x",
-})
-#: Groups whose launch is timed unless patterns are named: one without and one with a reduction, both tiny.
-_LAUNCHES = (("swiglu", "1x4096"), ("add_rms_norm", "1x4096"))
-
 
 @dataclass(frozen=True)
 class Wanted:
     """What the options ask for.
 
-    ``name`` is that of the results; ``left_out`` says what is not measured. ``claims`` are by cell key, in words, where
-    the table is to show gains over eager. ``seconds`` are of rounds for each mode of a cell; without a ``budget``
-    nothing is tuned. Peers are compiled beforehand in ``processes``, and no cell is started after ``minutes``.
+    ``name`` is that of the results; ``left_out`` says what is not measured. ``seconds`` are of rounds for each mode of
+    a cell; without a ``budget`` nothing is tuned. Peers are compiled beforehand in ``processes``, and no cell is
+    started after ``minutes``.
     """
 
     name: str
     cells: Sequence[Cell]
     left_out: Sequence[str]
-    claims: Mapping[str, str] | None
     peers: Sequence[str]
     modes: Sequence[str]
     seconds: float
@@ -57,13 +45,11 @@ class Wanted:
 
 
 def cells_of(
-    topic: str, patterns: Sequence[str], shapes: Sequence[str], rows: str | None, cols: str | None, dtype: str | None
-) -> tuple[str, list[Cell], list[str], dict[str, str] | None]:
-    """The cells that the options name, or the topic's own: the first fields of :class:`Wanted`."""
+    patterns: Sequence[str], shapes: Sequence[str], rows: str | None, cols: str | None, dtype: str | None
+) -> tuple[str, list[Cell], list[str]]:
+    """The cells that the options name, or all: the first fields of :class:`Wanted`."""
     from fuseplan.planner.errors import ConfigError
     from fuseplan.planner.patterns.cells import cell, parse_sizes, sweep_cells
-    from fuseplan.planner.patterns.listing import LISTING
-    from fuseplan.planner.patterns.table import PATTERNS
 
     heights, widths = parse_sizes(rows, "--rows"), parse_sizes(cols, "--cols")
     if shapes and not patterns:
@@ -74,18 +60,9 @@ def cells_of(
         found, left_out = [cell(name, shape, dtype) for name in patterns for shape in shapes], list[str]()
     else:
         found, left_out = sweep_cells(patterns, heights, widths, dtype)
-    if topic == "headlines":
-        known = {cell(*one): words for one, words in _HEADLINES.items() if one[0] in PATTERNS}
-        missing = [f"there is no pattern {name}" for name, *_ in _HEADLINES if name not in PATTERNS]
-        return topic, list(known), missing, {one.key: words for one, words in known.items()}
-    if topic == "launch" and (rows or cols):
-        raise ConfigError("plan bench launch takes --shape; --rows and --cols are of plan bench patterns")
-    if topic == "launch":
-        single = [(name, LISTING[name].example) for name in patterns] or _LAUNCHES
-        return topic, found if shapes else [cell(name, shape, dtype) for name, shape in single], [], None
     # Only the whole matrix has the name of the whole: a part does not take the place of a published result.
     part = "-".join(dict.fromkeys(patterns)) or ("part" if rows or cols else "")
-    return f"patterns-{part}"[:80] if part else "patterns", found, left_out, None
+    return f"patterns-{part}"[:80] if part else "patterns", found, left_out
 
 
 def modes_of(text: str | None, kind: str) -> tuple[str, ...]:
@@ -106,32 +83,10 @@ def modes_of(text: str | None, kind: str) -> tuple[str, ...]:
     return tuple(mode for mode in known if mode in modes)
 
 
-def launch(session: Session, wanted: Wanted) -> None:
-    """Host time of one call, and of the look-up at compile."""
-    from fuseplan.planner.bench import launch as bench
-    from fuseplan.planner.bench.rows import bench_frame
-    from fuseplan.search.tune.tuner import make_pool
-
-    said: list[str] = []
-    with make_pool(session.target.device_type) as pool:
-        tune_cells(session, wanted.cells, wanted.budget, pool, said)
-    # Not before the pool's processes are gone: they may still be compiling.
-    with common.status("timing look-ups and launches"):
-        lookups = [bench.bench_lookup(session, one) for one in wanted.cells]
-        calls = bench.bench_launch(session, wanted.cells, wanted.seconds)
-    frames = {"calls": bench_frame(calls), "lookups": bench_frame(lookups)}
-    for part, frame in frames.items():
-        common.print_frame(frame, title=f"launch, {part}: us", spare=("note",), name=part,
-                           keep=("subject", "workload", "contestant", "median_us"))
-    said += bench.launch_verdict(frames["calls"], frames["lookups"])
-    publish(session, wanted.name, frames, said, wanted.out)
-
-
 def measure(session: Session, wanted: Wanted) -> None:
     """Tune and time the cells, writing rows as they come, and publish what there is whatever happens."""
     from fuseplan.planner.bench import verdicts
     from fuseplan.planner.bench.patterns import RowLog
-    from fuseplan.planner.peers.contestant import OURS
 
     log = RowLog(results_folder(session, wanted.out) / f"{wanted.name}-cells.csv", wanted.resume)
     said = list(wanted.left_out)
@@ -142,10 +97,9 @@ def measure(session: Session, wanted: Wanted) -> None:
             for line in said:
                 common.print_text(line)
         else:
-            frame, claims = log.frame, wanted.claims
-            table = verdicts.pattern_table(frame) if claims is None else verdicts.headline_table(frame, claims)
+            frame, table = log.frame, verdicts.pattern_table(log.frame)
             common.print_frame(table, title=f"{wanted.name}: median us", spare=("gbps", "mb"), name="cells",
-                               keep=("pattern", "shape", "vs_best" if claims is None else f"{OURS}_x"))
+                               keep=("pattern", "shape", "vs_best"))
             said += [*verdicts.pattern_verdict(frame), *verdicts.notes(frame)]
             publish(session, wanted.name, {"cells": frame}, said, wanted.out, {"cells": table})
 

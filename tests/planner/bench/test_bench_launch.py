@@ -1,11 +1,10 @@
-"""Launch costs, tuning what is not stored, and the three topics on the command line."""
+"""The pattern bench on the command line, and tuning what is not stored."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,16 +16,10 @@ import report_samples as samples
 import torch
 from graphs import Builder
 from inline_executor import InlineExecutor
-from sqlalchemy import event
-from sqlalchemy.engine import Engine
 
-from fuseplan.planner.bench import launch
-from fuseplan.planner.bench.launch import ADD, GROUP, PLAN, LaunchRow, LookupRow
 from fuseplan.planner.bench.patterns import PatternBench
-from fuseplan.planner.bench.rows import bench_frame
 from fuseplan.planner.cli import main
 from fuseplan.planner.cli.bench import patterns
-from fuseplan.planner.errors import PlanError
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.patterns.cells import cell
 from fuseplan.planner.peers import contestant
@@ -62,76 +55,6 @@ def plan(capsys: pytest.CaptureFixture[str], db: Path, tmp_path: Path) -> Run:
     return run
 
 
-# -- launches ---------------------------------------------------------------------------------------------------
-
-
-def test_every_kind_of_call_is_timed_and_none_asks_the_database(
-    session: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    timed = launch._timed
-    statements: list[str] = []
-
-    def watched(*args: Any) -> list[LaunchRow]:
-        def count(_connection: object, _cursor: object, statement: str, *_: object) -> None:
-            statements.append(statement)
-
-        event.listen(Engine, "before_cursor_execute", count)
-        try:
-            session.store.get_plans([session.planner().key("0" * 64)])
-            assert len(statements) == 1  # a look-up is seen
-            return timed(*args)
-        finally:
-            event.remove(Engine, "before_cursor_execute", count)
-
-    monkeypatch.setattr(launch, "_timed", watched)
-    cells = [cell(pattern, "1x127", "float32") for pattern in ("swiglu", "add_rms_norm")]
-    rows = launch.bench_launch(session, cells, 0)
-    kinds = [(GROUP, "allocated"), (GROUP, "given"), (PLAN, "allocated"), (ADD, "allocated"), (ADD, "given")]
-    named = [(row.subject, row.what, row.outputs) for row in rows]
-    assert named == [(one.key, *kind) for one in cells for kind in kinds]
-    for row in rows:
-        assert row.host_us is not None and row.p20_us is not None and row.p80_us is not None
-        assert 0 < row.p20_us <= row.host_us <= row.p80_us
-        assert not row.note
-    assert len(statements) == 1
-
-
-def test_a_launcher_that_fails_leaves_a_reason(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise RuntimeError("no such device")
-
-    monkeypatch.setattr(launch, "fused", fail)
-    rows = {(row.what, row.outputs): row for row in launch.bench_launch(session, [cell("swiglu", "1x8", "float32")], 0)}
-    assert rows[PLAN, "allocated"].host_us is None
-    assert rows[PLAN, "allocated"].note == "RuntimeError: no such device"
-    assert rows[GROUP, "allocated"].host_us is not None
-
-
-def test_a_plan_without_a_group_has_no_launch(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan_case = launch.plan_case
-    monkeypatch.setattr(launch, "plan_case", lambda *args: (replace(plan_case(*args)[0], groups=()), None))
-    with pytest.raises(PlanError, match="swiglu 1x8 float32 fuses nothing"):
-        launch.bench_launch(session, [cell("swiglu", "1x8", "float32")], 0)
-
-
-def test_the_launch_verdict_answers_the_bar() -> None:
-    calls = bench_frame([
-        LaunchRow("s", GROUP, "allocated", 3.5, 3.0, 4.0), LaunchRow("s", ADD, "given", 5.0, 5.0, 5.0),
-        LaunchRow("t", GROUP, "allocated", 4.5, 4.0, 5.0), LaunchRow("t", GROUP, "given", 3.9, 3.5, 4.0),
-        LaunchRow("t", PLAN, "allocated", note="broken"),
-    ])
-    lookups = bench_frame([LookupRow("s", 2, 120.0, 300.0)])
-    lines = launch.launch_verdict(calls, lookups)
-    assert lines == [
-        "s: host time of a call: fused group (allocated outputs) 3.50 us, aten add (given outputs) 5.00 us; "
-        "calling it, outputs and all, is under 4 us",
-        "t: host time of a call: fused group (allocated outputs) 4.50 us, fused group (given outputs) 3.90 us; "
-        "launching a fused group is under 4 us; calling it, outputs and all, is over 4 us",
-        "s: look-up at compile 120 us a region in the database, 300 us with finding and hashing it",
-        "whole plan (allocated outputs), t: broken",
-    ]
-
-
 # -- tuning -----------------------------------------------------------------------------------------------------
 
 
@@ -150,7 +73,6 @@ def test_a_cell_is_tuned_once_and_found_by_the_bench(session: Session) -> None:
         assert unused._process is None  # nothing was missing, so no process was started
     (ours,) = [row for row in PatternBench(session, (), ("eager",), 0.0).rows(one) if row.contestant == OURS]
     assert "not tuned" not in ours.note and ours.median_us is not None
-    assert launch.bench_lookup(session, one).regions == 1
 
 
 def test_a_region_that_cannot_be_planned_costs_only_itself(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,8 +131,7 @@ def test_patterns_are_measured_and_published(plan: Run, tmp_path: Path) -> None:
     assert facts["versions"]["torch"] == version("torch")
 
 
-@pytest.mark.parametrize("topic", ["patterns", "launch"])
-def test_a_region_that_cannot_be_tuned_is_said(plan: Run, monkeypatch: pytest.MonkeyPatch, topic: str) -> None:
+def test_a_region_that_cannot_be_tuned_is_said(plan: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     decide = Planner._decide
 
     def untunable(self: Planner, *rest: Any) -> Any:
@@ -220,7 +141,8 @@ def test_a_region_that_cannot_be_tuned_is_said(plan: Run, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Planner, "_decide", untunable)
     tuned = ("--trials", "1", "--tune-seconds", "0.1")
-    status, out, err = plan(topic, "--pattern", "swiglu", "--shape", "3x17", "--dtype", "fp32", "--no-inductor", *tuned)
+    sizes = ("--pattern", "swiglu", "--shape", "3x17", "--dtype", "fp32")
+    status, out, err = plan("patterns", *sizes, "--no-inductor", *tuned)
     assert status == 0, err
     assert "swiglu 3x17 float32: " in out and "is not planned and runs unfused: ZeroDivisionError: no groups" in out
 
@@ -279,27 +201,6 @@ def test_an_interrupted_bench_keeps_its_cells_and_goes_on(
 def test_no_cell_is_started_after_the_time_is_up(plan: Run) -> None:
     status, out, _ = plan("patterns", "--pattern", "swiglu", "--rows", "1", "--cols", "17", "--minutes", "0", *_QUICK)
     assert status == 0 and "with 1 cells left; --resume goes on" in out
-
-
-def test_headlines_stand_beside_what_was_claimed(
-    plan: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from fuseplan.planner.cli.bench import patterns
-
-    small = {("swiglu", "3x17", "float32"): "target 2.5x", ("no_such", "3", "float32"): "claimed 9x"}
-    monkeypatch.setattr(patterns, "_HEADLINES", small)
-    status, out, err = plan("headlines", "--no-tune", "--no-inductor")
-    assert status == 0, err
-    assert "target 2.5x" in out and "there is no pattern no_such" in out
-    assert pd.read_csv(tmp_path / "out" / "headlines-cells.csv")["contestant"].tolist() == [OURS, EAGER, "cpp default"]
-
-
-def test_launch_on_the_command_line(plan: Run, tmp_path: Path) -> None:
-    status, out, err = plan("launch", "--no-tune", "--pattern", "swiglu", "--shape", "1x17", "--dtype", "fp32")
-    assert status == 0, err
-    assert "swiglu 1x17 float32: host time of a call: fused group (allocated outputs)" in out
-    assert pd.read_csv(tmp_path / "out" / "launch-calls.csv")["host_us"].gt(0).tolist() == [True] * 5
-    assert pd.read_csv(tmp_path / "out" / "launch-lookups.csv")["regions"].tolist() == [1]
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 from bench_samples import row
+from headlines import headline_table
 
 from fuseplan.planner.bench.patterns import COPY, OURS_IN_PLACE, PatternRow
 from fuseplan.planner.bench.rows import bench_frame
-from fuseplan.planner.bench.verdicts import headline_table, notes, pattern_table, pattern_verdict
+from fuseplan.planner.bench.verdicts import notes, pattern_table, pattern_verdict
 from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, OURS
 
 

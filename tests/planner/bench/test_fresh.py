@@ -7,12 +7,12 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import fresh_starts as fresh
 import model_samples
 import pytest
 import torch
+from fresh_starts import Order, Stopwatch
 
-from fuseplan.planner.bench import fresh
-from fuseplan.planner.bench.fresh import Order, Stopwatch
 from fuseplan.planner.bench.generation import Sizes
 from fuseplan.planner.models.sources import find_source
 from fuseplan.planner.peers.contestant import EAGER, PeerError

@@ -11,6 +11,7 @@ from typing import Any
 import model_samples
 import pytest
 import report_samples as samples
+import step_profile
 import torch
 from reference_backend import ReferenceBackend
 
@@ -76,7 +77,7 @@ def test_ours_makes_eagers_tokens_and_says_what_it_missed(session: Session, modu
     for row in rows.values():
         assert row.tokens == bench.SAME and row.workload == "generate 2x5 + 4"
         assert row.median_us is not None and row.first_us is not None and row.first_us > 0
-        assert (row.device_us, row.host_us, row.floor_us) == (None, None, None)
+        assert row.floor_us is None
     assert rows[EAGER].note == "" and " misses" in rows[OURS].note
 
 
@@ -191,29 +192,22 @@ def test_a_step_is_what_is_left_without_the_first_token(monkeypatch: pytest.Monk
     assert run.first_us == [5e6, 5e6] and run.made == [4, 4, 1, 4, 1]
 
 
+def test_the_first_token_that_differs() -> None:
+    tokens = torch.tensor([[4, 5, 6], [7, 8, 9]])
+    assert generation.first_difference(tokens, tokens.clone()) is None
+    assert generation.first_difference(tokens, torch.tensor([[4, 5, 6], [7, 0, 0]])) == 2
+
+
+# -- where a step's time goes ------------------------------------------------------------------------------------
+
+
 def test_device_time_is_of_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "_busy_us", lambda call: 70.0 + 10.0 * call().shape[1])
+    monkeypatch.setattr(step_profile, "_busy_us", lambda call: 70.0 + 10.0 * call().shape[1])
     run = Scripted(EAGER, None, Sizes(1, 5, 100), {})
-    assert generation.device_step_us(run) == pytest.approx(10.0)
+    assert step_profile.device_step_us(run) == pytest.approx(10.0)
     assert run.made == [33, 1]
-    monkeypatch.setattr(generation, "_busy_us", lambda call: 0.0)
-    assert generation.device_step_us(run) is None
-
-
-def test_a_step_is_the_devices_time_and_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = GenerateRow("w", "generate", OURS, "eager", 9.0, note="plan")
-    run = Scripted(OURS, None, SIZES, {}, [3.0, 1.0, 2.0])
-    monkeypatch.setattr(bench, "device_step_us", lambda run: 7.5)
-    found = bench._with_parts(row, run, "cuda")
-    assert (found.first_us, found.device_us, found.host_us) == (2.0, 7.5, 1.5)
-    assert bench._with_parts(row, run, "cpu").device_us is None
-
-    def refused(run: object) -> float:
-        raise RuntimeError("no counters")
-
-    monkeypatch.setattr(bench, "device_step_us", refused)
-    found = bench._with_parts(row, run, "cuda")
-    assert found.device_us is None and found.note == "plan; no profile: RuntimeError: no counters"
+    monkeypatch.setattr(step_profile, "_busy_us", lambda call: 0.0)
+    assert step_profile.device_step_us(run) is None
 
 
 def test_what_the_host_does_in_a_step_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,30 +216,24 @@ def test_what_the_host_does_in_a_step_is_told_apart(monkeypatch: pytest.MonkeyPa
 
     seen = [event("aten::mm", 50.0)]
     seen += [event("TorchDynamo Cache Lookup", 6.0), event("Torch-Compiled Region: 0/0", 12.0)] * 3
-    monkeypatch.setattr(generation, "_profiled", lambda call, activity: call() is not None and seen)
+    monkeypatch.setattr(step_profile, "_profiled", lambda call, activity: call() is not None and seen)
     run = Scripted(OURS, None, SIZES, {})
-    assert generation.host_step_us(run) == (6.0, 12.0)  # three steps after the first token
+    assert step_profile.host_step_us(run) == (6.0, 12.0)  # three steps after the first token
     assert run.made == [4]
     del seen[1:]
-    assert generation.host_step_us(run) is None
+    assert step_profile.host_step_us(run) is None
 
 
 def test_compiled_calls_are_profiled_on_a_cpu(session: Session, module: Any) -> None:
     run = Generation(OURS, module, SIZES, generation.how_compiled(OURS, "cpu", bench.dispatch_options(session)))
     run()
-    found = generation.host_step_us(run)
+    found = step_profile.host_step_us(run)
     assert found is not None and min(found) > 0
 
 
 def test_spans_that_overlap_count_once() -> None:
-    assert generation.covered_us([(5.0, 6.0), (0.0, 4.0), (1.0, 2.0)]) == 5.0
-    assert generation.covered_us([]) == 0.0
-
-
-def test_the_first_token_that_differs() -> None:
-    tokens = torch.tensor([[4, 5, 6], [7, 8, 9]])
-    assert generation.first_difference(tokens, tokens.clone()) is None
-    assert generation.first_difference(tokens, torch.tensor([[4, 5, 6], [7, 0, 0]])) == 2
+    assert step_profile.covered_us([(5.0, 6.0), (0.0, 4.0), (1.0, 2.0)]) == 5.0
+    assert step_profile.covered_us([]) == 0.0
 
 
 # -- the floor ----------------------------------------------------------------------------------------------------
@@ -278,16 +266,15 @@ def row(contestant: str, median_us: float | None, **given: Any) -> GenerateRow:
 def test_the_table_is_in_milliseconds_beside_hugging_faces_own() -> None:
     frame = bench_frame([
         row(EAGER, 24e3, floor_us=4e3, first_us=30e3, tokens=bench.SAME),
-        row(INDUCTOR, 6e3, floor_us=4e3, first_us=31e3, device_us=5e3, host_us=1e3, tokens=bench.SAME),
-        row(OURS, 5e3, floor_us=4e3, first_us=30e3, fresh_first_s=0.5, fresh_second_s=9.0, fresh_all_s=10.0),
+        row(INDUCTOR, 6e3, floor_us=4e3, first_us=31e3, tokens=bench.SAME),
+        row(OURS, 5e3, floor_us=4e3, first_us=30e3),
         row(OURS_LAUNCHED, None, note="RuntimeError: no"),
     ])
     table = bench.generate_table(frame).set_index("contestant")
     assert table["ms_token"].tolist()[:3] == [24.0, 6.0, 5.0]
     assert table["vs_inductor"].tolist()[:3] == [0.25, 1.0, 1.2] and table["vs_inductor"].isna()[OURS_LAUNCHED]
     assert table["x_floor"].tolist()[:3] == [6.0, 1.5, 1.25]
-    assert (table.loc[INDUCTOR, "device_ms"], table.loc[INDUCTOR, "host_ms"]) == (5.0, 1.0)
-    assert (table.loc[OURS, "first_ms"], table.loc[OURS, "fresh_second_s"]) == (30.0, 9.0)
+    assert table.loc[OURS, "first_ms"] == 30.0
     assert "p20" not in table  # nobody has it
     assert bench.generate_verdict(frame) == [
         "generate 1x512 + 128: reading the weights takes 4 ms a token at measured bandwidth",
@@ -299,17 +286,6 @@ def test_the_table_is_in_milliseconds_beside_hugging_faces_own() -> None:
 def test_without_hugging_faces_own_there_is_nothing_to_compare_with() -> None:
     table = bench.generate_table(bench_frame([row(EAGER, 24e3), row(OURS, 5e3)]))
     assert "vs_inductor" not in table and table["ms_token"].tolist() == [24.0, 5.0]
-
-
-def test_what_a_fresh_process_measured_is_put_into_the_row() -> None:
-    found = bench.with_fresh(row(OURS, 5e3), lambda: [0.5, 9.0, 9.1, 9.2])
-    assert (found.fresh_first_s, found.fresh_second_s, found.fresh_all_s) == (0.5, 9.0, 9.2)
-
-    def fail() -> list[float]:
-        raise PeerError("fresh process: exit status 1: out of memory")
-
-    found = bench.with_fresh(row(OURS, 5e3, note="plan"), fail)
-    assert found.fresh_first_s is None and found.note == "plan; fresh process: exit status 1: out of memory"
 
 
 def test_a_model_without_a_table_of_embeddings_reads_all_it_has() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from reference_backend import ReferenceBackend
 from step_programs import CPU, NothingStored
+from synthetic_decoders import plan_scaling, transformer_graph
 
-from fuseplan.planner.bench.synthetic import plan_scaling, transformer_graph
 from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.lowering.recipes import kind_of, written_value
 from fuseplan.planner.tuning.planner import Planner

@@ -13,7 +13,6 @@ import pytest
 import torch
 from reference_backend import ReferenceBackend
 
-from fuseplan.planner.bench import fresh
 from fuseplan.planner.bench import generate as bench
 from fuseplan.planner.bench.generate import GenerateRow
 from fuseplan.planner.bench.generation import Sizes
@@ -54,7 +53,6 @@ def plan(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest
     (["--batch", ","], "--batch is empty"),
     (["--new-tokens", "1"], "--new-tokens"),
     (["--prompt", "131072"], "only 131072 positions"),
-    (["--cold-caches", "--no-fresh"], "--cold-caches is of fresh processes"),
     (["--model", "gpt9"], "unknown model 'gpt9'"),
 ])
 def test_mistakes_are_one_line(plan: Run, argv: list[str], words: str) -> None:
@@ -62,12 +60,10 @@ def test_mistakes_are_one_line(plan: Run, argv: list[str], words: str) -> None:
     assert status == 2 and len(err.strip().splitlines()) == 1 and words in err, err
 
 
-@pytest.mark.parametrize("option", ["--batch=1", "--prompt=5", "--new-tokens=3", "--no-fresh", "--cold-caches"])
+@pytest.mark.parametrize("option", ["--batch=1", "--prompt=5", "--new-tokens=3"])
 def test_other_topics_take_none_of_its_options(capsys: pytest.CaptureFixture[str], option: str) -> None:
     assert main.run(["bench", "model", option, "--device", "cpu"]) == 2
-    assert f"`plan bench model` takes no --{option[2:].partition('=')[0]}".replace("no-fresh", "fresh") in (
-        capsys.readouterr().err
-    )
+    assert f"`plan bench model` takes no --{option[2:].partition('=')[0]}" in capsys.readouterr().err
 
 
 def test_an_encoder_is_refused(plan: Run, tmp_path: Path) -> None:
@@ -75,24 +71,16 @@ def test_an_encoder_is_refused(plan: Run, tmp_path: Path) -> None:
     assert status == 2 and "bert is no decoder that generates tokens by itself" in err
 
 
-def test_tokens_are_timed_and_published(plan: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, str, bool]] = []
-
-    def fresh_times(order: fresh.Order, cold: bool) -> list[float]:
-        asked.append((order.sizes.label, order.name, cold))
-        return [1.0, 2.0, 3.0]
-
-    monkeypatch.setattr(fresh, "fresh_times", fresh_times)
+def test_tokens_are_timed_and_published(plan: Run, tmp_path: Path) -> None:
     config = model_samples.write_config(tmp_path, "llama")
-    status, out, err = plan("--config", config, *_SMALL, "--no-inductor", "--cold-caches")
+    status, out, err = plan("--config", config, *_SMALL, "--no-inductor")
     assert status == 0, err
-    labels = ["generate 1x5 + 3", "generate 2x5 + 3"]
-    assert asked == [(label, name, True) for label in labels for name in (EAGER, OURS)]
     rows = pd.read_csv(tmp_path / "out" / "llama-1-2x5-3-generate.csv")
-    assert [*zip(rows["workload"], rows["contestant"], strict=True)] == [(one, name) for one, name, _ in asked]
+    labels = ["generate 1x5 + 3", "generate 2x5 + 3"]
+    assert [*zip(rows["workload"], rows["contestant"], strict=True)] == [
+        (label, name) for label in labels for name in (EAGER, OURS)]
     assert rows["median_us"].notna().all() and set(rows["tokens"]) == {bench.SAME}
-    assert set(rows["fresh_second_s"]) == {2.0}
-    assert "caches on disk were empty" in out and "plan tune --config config.json" in out
+    assert "plan tune --config config.json" in out
     page = (tmp_path / "out" / "llama-1-2x5-3-generate.md").read_text()
     assert "| workload | contestant | ms_token |" in page and bench.LEGEND in page
     assert json.loads((tmp_path / "out" / "llama-1-2x5-3-generate.json").read_text())["model"] == "llama 1,2x5+3"
@@ -117,7 +105,7 @@ def test_an_interrupted_run_keeps_the_sizes_that_are_done(
 
 def test_the_whole_model_is_meant_unless_layers_are_given() -> None:
     source = find_source(model="llama-3.1-8b")
-    wanted = Wanted(source, sizes_of(source, None, None, None), (), 1.0, True, False, None)
+    wanted = Wanted(source, sizes_of(source, None, None, None), (), 1.0, None)
     assert [sizes.label for sizes in wanted.sizes] == ["generate 1x512 + 128", "generate 16x512 + 128"]
     assert wanted.name == "llama-3.1-8b"
     assert replace(wanted, sizes=wanted.sizes[1:]).name == "llama-3.1-8b 16x512+128"

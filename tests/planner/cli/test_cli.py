@@ -23,7 +23,6 @@ from sqlalchemy import text
 from fuseplan.costmodel.device import Peak
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.costmodel.probe import probe
-from fuseplan.planner.bench import synthetic
 from fuseplan.planner.cli import main
 from fuseplan.planner.tuning import session
 from fuseplan.planner.tuning.session import stored_spec
@@ -399,13 +398,3 @@ def test_packed_weights_are_another_workload(plan: Run, db: Path) -> None:
         status, out, err = plan("explain", *toy, *flags)
         assert status == 0, err
         assert f"{name}: " in out and f"{calls} are matmuls, convolutions or attention" in out
-
-
-def test_bench_planner_writes_its_table(plan: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = synthetic.plan_scaling
-    monkeypatch.setattr(synthetic, "plan_scaling", lambda planner: real(planner, (200, 400)))
-    status, out, err = plan("bench", "planner", "--device", "cpu", "--db", tmp_path / "a.db", "--out", tmp_path)
-    assert status == 0, err
-    rows = pd.read_csv(tmp_path / "planner-planner.csv")
-    assert len(rows) == 2 and (rows["total_s"] > 0).all()
-    assert "us per op" in out

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_graphs import random_graph
+from synthetic_decoders import transformer_graph
 
 from fuseplan.kernels.ir.index import symbol
-from fuseplan.planner.bench.synthetic import transformer_graph
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 
 

@@ -13,8 +13,8 @@ from graphs import Builder
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from random_graphs import random_graph
+from synthetic_decoders import transformer_graph
 
-from fuseplan.planner.bench.synthetic import transformer_graph
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import (
     CandidateLimits,

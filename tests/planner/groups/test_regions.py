@@ -11,8 +11,8 @@ from graphs import Builder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_graphs import random_graph
+from synthetic_decoders import transformer_graph
 
-from fuseplan.planner.bench.synthetic import transformer_graph
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref, TensorSpec
 from fuseplan.planner.groups import regions
 from fuseplan.planner.groups.compute_graph import compute_graph_of

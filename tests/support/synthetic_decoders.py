@@ -1,4 +1,4 @@
-"""How planning scales with the size of a graph, on synthetic decoders: the table behind ``plan bench planner``."""
+"""How planning scales with the size of a graph, on synthetic decoders: the table behind ``bench.py planner``."""
 
 from __future__ import annotations
 

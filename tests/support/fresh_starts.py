@@ -1,6 +1,6 @@
 """How long the first tokens of ``generate()`` take in a process that has compiled nothing yet.
 
-Run as a module it is that process: an :class:`Order` as JSON on its input (a database's URL may hold a password), and
+Run as a program it is that process: an :class:`Order` as JSON on its input (a database's URL may hold a password), and
 the seconds from the call to each token as JSON on the last line of its output. Building the model is not counted.
 """
 
@@ -61,7 +61,7 @@ def fresh_times(order: Order, cold: bool = False) -> list[float]:
         caches = ["env", *(f"{name}={Path(folder) / name.lower()}" for name in _CACHES)] if folder else []
         try:
             done = subprocess.run(
-                [*caches, sys.executable, "-P", "-m", __name__], input=order.to_json(), capture_output=True, text=True,
+                [*caches, sys.executable, "-P", __file__], input=order.to_json(), capture_output=True, text=True,
                 timeout=_LIMIT_S,
             )
         except subprocess.TimeoutExpired:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from fuseplan.kernels.cpp import launch
 from fuseplan.kernels.cpp.backend import CppBackend
 from fuseplan.kernels.ir.backend import Target
 from fuseplan.kernels.ir.index import symbol
+from fuseplan.kernels.native.build import required_compiler
 
 REASON = CppBackend().unavailable()
 pytestmark = [
@@ -26,24 +26,22 @@ pytestmark = [
 TARGET = Target("cpu", "native", 2)
 
 
+@pytest.fixture(scope="module")
+def launcher_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The extension's, apart from the kernels: it stays loaded."""
+    return tmp_path_factory.mktemp("launcher")
+
+
 @pytest.fixture(params=["extension", "ctypes"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CppBackend:
+def backend(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, launcher_folder: Path
+) -> CppBackend:
     """Both call paths, with a folder of their own."""
-    if request.param == "ctypes":
-        monkeypatch.setattr(launch, "load_launcher", lambda *_: None)
-    else:
-        assert launch.load_launcher(CppBackend()._compiler(), launch_folder(tmp_path)) is not None
-    monkeypatch.setattr(launch, "load_launcher", one_launcher(launch.load_launcher, tmp_path))
+    load, extended = launch.load_launcher, request.param == "extension"
+    monkeypatch.setattr(
+        launch, "load_launcher", lambda compiler, _: load(compiler, launcher_folder) if extended else None)
+    assert (launch.load_launcher(required_compiler(), tmp_path) is not None) == extended
     return CppBackend(tmp_path / "kernels")
-
-
-def launch_folder(folder: Path) -> Path:
-    return folder / "launcher"
-
-
-def one_launcher(load: Callable[..., Any], folder: Path) -> Callable[..., Any]:
-    """The extension in a folder of its own: it stays loaded."""
-    return lambda compiler, _: load(compiler, launch_folder(folder))
 
 
 def kernels(folder: Path) -> set[str]:

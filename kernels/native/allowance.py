@@ -16,7 +16,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 #: Seconds between two looks at what a command does.
-_SLICE_S = 1.0
+SLICE_S = 1.0
 #: How many times its seconds an allowance lasts where a command only waits for the machine.
 _PATIENCE = 10
 
@@ -49,7 +49,7 @@ class Allowance:
     def _wait(self, process: subprocess.Popen[str]) -> tuple[str, str]:
         computed_s = 0.0
         while self.left_s > 0 and self._patience_s > 0:
-            slice_s = min(_SLICE_S, self.left_s)
+            slice_s = min(SLICE_S, self.left_s)
             try:
                 return process.communicate(timeout=slice_s)
             except subprocess.TimeoutExpired:

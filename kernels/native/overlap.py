@@ -48,7 +48,7 @@ def guarded(
     ``met`` is called before ``unfused``. Ranges decide: of interleaved views that share no element, too. Some
     nanoseconds an operand; without a C++ compiler, a microsecond.
     """
-    module = _extension()
+    module = load_guard()
     if module is not None:
         guard: Callable[..., Any] = module.Guard(
             compiled, unfused, met, data_ptr_address(), len(written), (*written, *read)
@@ -80,7 +80,7 @@ def _any_meets(written: Sequence[torch.Tensor], read: Sequence[torch.Tensor]) ->
 
 
 @lru_cache(maxsize=1)
-def _extension() -> Any | None:
+def load_guard() -> Any | None:
     source = Path(__file__).with_name("overlap.cpp")
     try:
         return load_extension("fuseplan_overlap", source, required_compiler(), default_cache_dir())

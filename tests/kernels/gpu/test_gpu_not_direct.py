@@ -14,7 +14,6 @@ from fuseplan.kernels.gpu import direct
 from fuseplan.kernels.gpu.direct import Entry, entry_of, ptx_parameter_bits
 from fuseplan.kernels.gpu.launch import Variant
 from fuseplan.kernels.ir.backend import SM90, BuildError
-from fuseplan.kernels.native import build
 from fuseplan.kernels.ninetoothed.backend import NinetoothedBackend
 from fuseplan.kernels.triton.backend import TritonBackend
 
@@ -82,7 +81,11 @@ def test_without_a_compiler_or_a_driver_there_is_a_reason(
     monkeypatch: pytest.MonkeyPatch, fresh_search: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="fuseplan")
-    monkeypatch.setattr(build, "_search", lambda names: "no C++17 compiler on PATH")
+
+    def missing() -> Any:
+        raise BuildError("no C++17 compiler on PATH")
+
+    monkeypatch.setattr(direct, "required_compiler", missing)
     for _ in range(2):
         assert direct.find_launcher() is None
         assert direct.launcher_problem() == "no C++17 compiler on PATH"

@@ -51,7 +51,7 @@ def pids(tmp_path: Path) -> Path:
 def runs_out(monkeypatch: pytest.MonkeyPatch, pids: Path) -> list[float]:
     """Every allowance runs out as soon as the compiler proper is there; the seconds that were waited for in one go."""
     limits: list[float] = []
-    monkeypatch.setattr(limited, "_SLICE_S", float("inf"))
+    monkeypatch.setattr(limited, "SLICE_S", float("inf"))
     monkeypatch.setattr(limited, "activity", lambda pid: (0.0, False))
     original = subprocess.Popen.communicate
 

@@ -18,7 +18,7 @@ from fuseplan.kernels.native.overlap import Operand, guarded
 @pytest.fixture(params=["extension", "python"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "python":
-        monkeypatch.setattr(overlap, "_extension", lambda: None)
+        monkeypatch.setattr(overlap, "load_guard", lambda: None)
     elif find_compiler() is None:
         pytest.skip("no C++ compiler")
 

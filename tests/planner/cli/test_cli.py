@@ -166,7 +166,7 @@ def test_an_unexpected_error_is_one_line_and_exit_code_1(plan: Run, monkeypatch:
     def fail() -> None:
         raise ZeroDivisionError("the planner\ndivided by zero")
 
-    monkeypatch.setattr("fuseplan.planner.cli.device._say_device", fail)
+    monkeypatch.setattr(torch.cuda, "is_available", fail)
     status, _, err = plan("backends")
     assert status == 1
     assert err == "plan: error: ZeroDivisionError: the planner divided by zero (add --debug for the traceback)\n"
@@ -178,7 +178,7 @@ def test_ctrl_c_says_how_to_go_on(plan: Run, monkeypatch: pytest.MonkeyPatch) ->
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fuseplan.planner.cli.device._say_device", interrupt)
+    monkeypatch.setattr(torch.cuda, "is_available", interrupt)
     status, _, err = plan("backends")
     assert status == 130
     assert err.strip() == main.INTERRUPTED

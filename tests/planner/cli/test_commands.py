@@ -57,7 +57,7 @@ def test_a_bad_line_ends_its_process_with_status_2(scene: Scene, line: str) -> N
 def test_sigterm_ends_a_command_as_ctrl_c_does(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("fuseplan.planner.cli.device._say_device", lambda: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: signal.raise_signal(signal.SIGTERM))
     monkeypatch.setattr("sys.argv", ["plan", "backends"])
     before = signal.getsignal(signal.SIGTERM)
     try:

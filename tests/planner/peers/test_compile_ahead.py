@@ -16,7 +16,7 @@ from fuseplan.search.workers.worker import Outcome, WorkerPool
 
 
 def test_without_inductor_nothing_is_compiled_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WorkerPool, "_start", None)  # no process is started
+    monkeypatch.setattr("subprocess.Popen", None)  # no process is started
     for peers, processes in (((EAGER, "liger"), 4), ((EAGER, INDUCTOR), 0)):
         with compile_ahead.compile_ahead("cpu", peers, processes) as compile_cells:
             assert compile_cells([cell("swiglu", "3x8")]) == []

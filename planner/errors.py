@@ -9,6 +9,8 @@ import difflib
 import re
 from collections.abc import Iterable
 
+from fuseplan.search.errors import OWN_FAULTS
+
 #: Characters of somebody else's message in one of ours.
 _LONGEST = 300
 
@@ -132,7 +134,10 @@ class RefusedError(Exception):
 
 
 def failure_reason(error: Exception) -> str:
-    """One line for the counters."""
+    """One line for the counters, of an error that costs a group or a graph its kernels. Tests get a fault of our own
+    as it is: :class:`~fuseplan.search.errors.OwnFaults`.
+    """
+    OWN_FAULTS.tolerate(error)
     if isinstance(error, NotLowerable | RefusedError | FuseplanError):
         return str(error).splitlines()[0]
     text = str(error).strip().splitlines()

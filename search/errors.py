@@ -6,10 +6,51 @@ Every message says what happened and what to do.
 from __future__ import annotations
 
 import reprlib
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
 _SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = 4
+
+
+#: What Python raises where a program is wrong, and neither its input nor its machine is.
+_FAULTS = (AssertionError, AttributeError, IndexError, KeyError, NameError, TypeError)
+_PACKAGES = tuple(str(Path(__file__).parents[1] / name) for name in ("planner", "search", "kernels", "costmodel"))
+
+
+class OwnFaults:
+    """The faults of our own code that a wide ``except`` caught.
+
+    A wide ``except`` is for what the machine, another library or a user's code raises. Where our own code is wrong, a
+    user is still served; a test must fail (``raised``).
+    """
+
+    def __init__(self) -> None:
+        self.raised = False
+        #: How often each came, by class and line.
+        self.counts: Counter[str] = Counter()
+
+    def tolerate(self, error: BaseException) -> None:
+        """Count a caught error if it is, or was caused by, a fault of our own; raise it again where ``raised``."""
+        for one in _causes(error):
+            frames = traceback.extract_tb(one.__traceback__)
+            if isinstance(one, _FAULTS) and frames and frames[-1].filename.startswith(_PACKAGES):
+                self.counts[f"{type(one).__name__} at {Path(frames[-1].filename).name}:{frames[-1].lineno}"] += 1
+                if self.raised:
+                    raise error
+
+
+OWN_FAULTS = OwnFaults()
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and those that it was raised from."""
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 class SearchError(Exception):

@@ -29,10 +29,10 @@ from fuseplan.planner.tuning.recheck import recheck_verdict
 from fuseplan.planner.tuning.session import open_session
 from fuseplan.planner.tuning.settings import PlanSettings
 from fuseplan.planner.tuning.tune import TuneResult
+from fuseplan.search import policy
 from fuseplan.search.errors import plain
 from fuseplan.search.store.location import left_behind
 from fuseplan.search.store.record import PlanRecord
-from fuseplan.search.timing.signs import LEAST_LIMIT_S
 from fuseplan.search.tune import tuner
 from fuseplan.search.tune.time_account import TimeAccount
 
@@ -179,8 +179,8 @@ def tune(
         how = HowToTune(trials, seconds, seed, shipped, again, study, job_limit)
         if (trials is not None and trials < 1) or not seconds > 0 or most < 1:
             raise ConfigError("trials and most are at least 1, and seconds are more than 0")
-        if job_limit is not None and not job_limit >= LEAST_LIMIT_S:
-            raise ConfigError(f"job_limit is at least {LEAST_LIMIT_S:g} seconds, not {job_limit}")
+        if job_limit is not None and not job_limit >= policy.LEAST_JOB_LIMIT_S:
+            raise ConfigError(f"job_limit is at least {policy.LEAST_JOB_LIMIT_S:g} seconds, not {job_limit}")
         given = (model, inputs, pattern, shape, decode, kv_len, prefill, dtype, layers)
         has_model = any(one is not None for one in given)
         if manifest is not None:

@@ -31,12 +31,11 @@ from fuseplan.planner.dispatch_stats import reset_stats, stats, total
 from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS
 from fuseplan.planner.peers.peers import without_chatter
 from fuseplan.planner.tuning.session import Session, stored_spec
+from fuseplan.search import policy
 from fuseplan.search.timing.timers import Run
 
 #: Tokens of a call that are as eager's.
 SAME = "as eager's"
-#: Rounds at least: a sample is the mean of many steps.
-_MIN_ROUNDS = 4
 #: What stands below the table.
 LEGEND = (
     "Times are medians over interleaved rounds. `ms_token` is that of a decode step, between its 20th and 80th "
@@ -111,7 +110,7 @@ def bench_generate(
         try:
             timer = TokenTimer(session.target.device_type)
             # Eager's calls take longest, so the noise is that of ours.
-            rows = race.rows(timer, [()], seconds, twice=OURS, min_rounds=_MIN_ROUNDS)
+            rows = race.rows(timer, [()], seconds, twice=OURS, min_rounds=policy.TOKEN_ROUNDS)
         except Exception as error:  # such as a device without the memory: the other sizes fit
             return [GenerateRow(contestant=name, mode="eager", note=failure(error), **common) for name in names]
         # Not before the rounds are over: a kernel may fail, and a moved cache be recorded anew, in any of them.

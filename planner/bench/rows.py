@@ -14,7 +14,9 @@ import pandas as pd
 
 from fuseplan.planner.peers.contestant import EAGER, OURS, PeerError
 from fuseplan.planner.reports.frames import geometric_mean
-from fuseplan.search.timing.contest import MIN_ROUNDS, Contest, contest
+from fuseplan.search import policy
+from fuseplan.search.errors import OWN_FAULTS
+from fuseplan.search.timing.contest import Contest, contest
 from fuseplan.search.timing.timers import Operands, Run, Sampler, Timer
 
 
@@ -90,7 +92,7 @@ class Race(Generic[R]):
 
     def rows(
         self, timer: Timer, operands: Operands, seconds: float, own: Mapping[str, Operands] = MappingProxyType({}),
-        twice: str = EAGER, min_rounds: int = MIN_ROUNDS,
+        twice: str = EAGER, min_rounds: int = policy.MIN_ROUNDS,
     ) -> list[R]:
         """Time everybody in interleaved rounds, in the timer's mode: a row for each, in order of entry.
 
@@ -129,6 +131,7 @@ def times_of(result: Contest, name: str) -> dict[str, Any]:
 
 def failure(error: Exception) -> str:
     """An error as a short note for a table."""
+    OWN_FAULTS.tolerate(error)
     if isinstance(error, PeerError):
         return str(error)
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

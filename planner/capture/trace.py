@@ -33,6 +33,7 @@ from fuseplan.planner.models.sources import ModelSource, quiet
 from fuseplan.planner.models.workload import Workload
 from fuseplan.planner.rewrites.attention import rewrite_attention
 from fuseplan.planner.rewrites.merged_projections import merge_projections
+from fuseplan.search.errors import OWN_FAULTS
 
 #: Of one model under one workload: one, or with graph breaks several in call order.
 Graphs: TypeAlias = tuple[DataflowGraph, ...]
@@ -73,6 +74,7 @@ def trace_predispatch(
         correct_layouts(trace)
         trace.meta["attention"] = rewrite_attention(trace, grouped_queries, attention_masks, decode_attention)
     except Exception as error:
+        OWN_FAULTS.tolerate(error)
         raise CaptureError(f"tracing to ATen ops failed: {in_words(error)}") from error
     return trace
 
@@ -252,6 +254,7 @@ def _recording(failure: str, pack_weights: bool) -> Iterator[_Recorder]:
     try:
         yield recorder
     except Exception as error:
+        OWN_FAULTS.tolerate(error)
         if recorder.errors:
             raise recorder.errors[0] from error
         asked = isinstance(error, DataDependentOutputException)

@@ -15,6 +15,7 @@ from torch import fx
 
 from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.rewrites.trace_edit import fake_result, value_of
+from fuseplan.search.errors import OWN_FAULTS
 
 #: The random number generator, as a storage that every random op writes.
 GENERATOR = frozenset({-1})
@@ -80,7 +81,8 @@ def is_laid_out_alike(node: fx.Node, twin: torch._ops.OpOverload) -> bool:
     old = value_of(node)
     try:
         new = fake_result(twin, node.args, node.kwargs, {})
-    except Exception:  # an op may refuse operands for any reason: the call stays as it is
+    except Exception as error:  # an op may refuse operands for any reason: the call stays as it is
+        OWN_FAULTS.tolerate(error)
         return False
     if old is None or not isinstance(new, torch.Tensor):
         return False

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fuseplan.planner.cli.common import DbOption, Device, DeviceOption, device_type
 from fuseplan.planner.cli.output.options import answers, current
+from fuseplan.search.errors import OWN_FAULTS
 
 _PACKAGES = ("fuseplan", "torch", "triton", "ninetoothed", "transformers")
 
@@ -47,6 +48,7 @@ def _known(find: Callable[[], object]) -> object:
     try:
         return find()
     except Exception as error:
+        OWN_FAULTS.tolerate(error)
         from fuseplan.planner.errors import in_words
 
         return f"not known: {in_words(error)}"

@@ -11,8 +11,8 @@ import typer
 from fuseplan.planner.cli import common
 from fuseplan.planner.cli import source as opt
 from fuseplan.planner.cli.output.options import answers
+from fuseplan.search import policy
 from fuseplan.search.errors import plain
-from fuseplan.search.timing.signs import LEAST_LIMIT_S
 from fuseplan.search.tune.time_account import TimeAccount, process_age_s
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def tune(
     job_limit: Annotated[
         float | None,
         typer.Option(
-            "--job-limit", parser=common.decimal(LEAST_LIMIT_S), metavar="SECONDS",
+            "--job-limit", parser=common.decimal(policy.LEAST_JOB_LIMIT_S), metavar="SECONDS",
             help="After how long a call of a kernel or an op counts as hanging: 60 seconds by default, and what a call "
             "of its size should take.",
         ),

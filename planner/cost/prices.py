@@ -20,8 +20,9 @@ from fuseplan.planner.groups.regions import find_regions, region_parts, unique_r
 from fuseplan.planner.implementations.choices import Choice
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.implementations.implementations import Implementation
+from fuseplan.search import policy
 from fuseplan.search.store.record import ATEN, TuningRecord
-from fuseplan.search.timing.contest import ONE_OP_GAIN, Contest
+from fuseplan.search.timing.contest import Contest
 from fuseplan.search.tune.tuner import Tuner
 from fuseplan.search.workers.jobs import UNFUSED, Calls
 
@@ -184,7 +185,7 @@ class MeasuredPrices(ModelPrices):
         record = self.record(choice)
         if record is None and choice not in self._screened_s:
             self._screened_s[choice] = self._screen_s(choice)
-        least = ONE_OP_GAIN[self.book.device_type] if len(choice.group.ops) == 1 else -math.inf
+        least = policy.ONE_OP_GAIN[self.book.device_type] if len(choice.group.ops) == 1 else -math.inf
         alone_s = self._screened_s[choice] if record is None else _kernel_s(record, least)
         return alone_s + self.delay_us(choice) * 1e-6
 

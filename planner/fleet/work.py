@@ -29,7 +29,7 @@ from fuseplan.planner.fleet.worker_state import opened, state, state_of
 from fuseplan.planner.models.sources import ModelSource
 from fuseplan.planner.models.workload import Workload
 from fuseplan.planner.tuning.plans import RegionPlan
-from fuseplan.search.errors import DatabaseError, MachineFailureError
+from fuseplan.search.errors import OWN_FAULTS, DatabaseError, MachineFailureError
 from fuseplan.search.store.record import Versions
 
 
@@ -76,6 +76,7 @@ def measure(terms: Terms, task: RegionTask, prepared: Prepared) -> RegionOutcome
     except (MachineFailureError, DatabaseError):
         raise
     except Exception as error:
+        OWN_FAULTS.tolerate(error)
         failure = carried(error)
     tuned, decided = plan is not None and plan.source == "tuned", plan.decided if plan is not None else ()
     keys = tuple(one.key.workload for one in decided)

@@ -26,6 +26,7 @@ from fuseplan.planner.capture.normalise import MODE_SWITCHES
 from fuseplan.planner.implementations.direct_calls import Direct, FakeValues, GroupCall
 from fuseplan.planner.lowering.views import VIEW_MAPS
 from fuseplan.planner.rewrites.trace_edit import is_pure, is_written, operands_where
+from fuseplan.search.errors import OWN_FAULTS
 
 #: Library calls whose result is certainly row-major.
 _PRODUCTS = frozenset({
@@ -135,7 +136,8 @@ class _Places:
         assert isinstance(node.target, torch._ops.OpOverload)
         try:
             results = node.target(source.lies, *node.args[1:], **node.kwargs)
-        except Exception:  # the op needs data, or another device
+        except Exception as error:  # the op needs data, or another device
+            OWN_FAULTS.tolerate(error)
             return None
         if not isinstance(results, list | tuple):
             return self._part(node, source, results)

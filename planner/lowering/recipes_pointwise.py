@@ -28,7 +28,7 @@ from fuseplan.planner.lowering.views import Position, Specs
 
 _FLOAT8_LARGEST = 448.0
 #: Halfway to the number that would follow the largest one of float8_e4m3fn: up to here rounding gives the largest.
-_FLOAT8_LIMIT = 464.0
+_FLOAT8_TIE = 464.0
 
 
 def _convert(p: BodyBuilder, node: OpNode, position: Position) -> int:
@@ -59,7 +59,7 @@ def _overflowing(p: BodyBuilder, node: OpNode, value: int) -> int:
         bounds = clamp.attrs.get("min"), clamp.attrs.get("max")
         if all(isinstance(bound, int | float) and abs(bound) <= _FLOAT8_LARGEST for bound in bounds):
             return value
-    over = p.apply("gt", p.apply("abs", value), p.const(_FLOAT8_LIMIT, p.dtype_of(value)))
+    over = p.apply("gt", p.apply("abs", value), p.const(_FLOAT8_TIE, p.dtype_of(value)))
     return p.apply("where", over, p.const(float("nan"), p.dtype_of(value)), value)
 
 

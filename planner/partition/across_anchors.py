@@ -33,9 +33,6 @@ from fuseplan.planner.partition.plan_record import PlanWriter
 from fuseplan.planner.partition.whole_region import gain_on_parts
 from fuseplan.search.store.record import PlanRecord
 
-#: Choices measured beyond a region's usual ones where groups hold matmuls: bounds tell kernels with the same weights
-#: hardly apart.
-MEASURED_AROUND_ANCHORS = 24
 #: The groups of a region's islands, and those around its matmuls.
 _Around: TypeAlias = tuple[list[Candidate], list[Candidate]]
 

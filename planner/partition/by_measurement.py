@@ -15,15 +15,10 @@ from fuseplan.planner.cost.prices import MeasuredPrices
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations.choices import Choice, RegionProblem, in_order
 from fuseplan.planner.partition.guided_loop import GuidedResult, Priced, guided_partition, predicted_partition
-from fuseplan.search.timing.contest import CALL_GAIN, Contest
+from fuseplan.search import policy
+from fuseplan.search.timing.contest import Contest
 from fuseplan.search.timing.sequence import Part
 
-#: Incumbents that may lose to the loop's partition before it is taken.
-_MAX_INCUMBENTS = 3
-#: An incumbent on which even short screenings show this gain is not worth tuning.
-_HOPELESS = 0.5
-#: Seconds of one call past which a matmul or attention is not timed: to check and time its choices takes minutes.
-_LONG_S = 0.02
 _INCUMBENT, _CHALLENGER = "incumbent", "challenger"
 #: How a gain is known, in words.
 _BY_PRICES, _INTERLEAVED = "by the times of its groups", "in an interleaved run"
@@ -83,7 +78,7 @@ class MeasuredRegion:
     def _left_to_aten(self) -> str:
         """Why no calls of a matmul or of attention are timed; "" where they are."""
         prices = self.prices
-        if prices.spec is not None and all(prices.predict_s(one) > _LONG_S for one in self.problem.plain):
+        if prices.spec is not None and all(prices.predict_s(one) > policy.LONG_OP_S for one in self.problem.plain):
             return "its calls take too long to time"
         return "too little of the model's time to choose a call" if prices.minor else ""
 
@@ -93,7 +88,7 @@ class MeasuredRegion:
         named = {one.implementation.name: one for one in (plain, *calls)}
         aten, *others = (name for name in named if name in contest.samples)
         self._unclear = any(contest.undecided(name, aten) for name in others)
-        least = max(self.margin, CALL_GAIN)
+        least = max(self.margin, policy.CALL_GAIN)
         times = dict(zip(named, prices.measure_s(tuple(named.values())), strict=True))
         gains = {name: 1 - times[name] / times[aten] for name in others}
         winner = contest.winner(aten, [name for name in others if gains[name] > least])
@@ -142,7 +137,7 @@ class MeasuredRegion:
         found = self._search(incumbent)
         challenger = tuple(priced.choice for priced in found.chosen)
         story = ""
-        for _ in range(_MAX_INCUMBENTS):
+        for _ in range(policy.INCUMBENTS_LIMIT):
             if set(incumbent) == set(challenger):
                 break
             gain, accepted, how = self._gain(challenger, incumbent)
@@ -193,7 +188,7 @@ class MeasuredRegion:
     def _gain(self, challenger: Sequence[Choice], incumbent: Sequence[Choice]) -> tuple[float, bool, str]:
         """What the challenger gains on the incumbent, whether that is enough to take its place, and how it is known."""
         gain = self._price_gain(challenger, incumbent)
-        if gain > _HOPELESS:
+        if gain > policy.HOPELESS_GAIN:
             return gain, True, _BY_PRICES
         self._tune(incumbent)  # the challenger is tuned already
         gain = self._price_gain(challenger, incumbent)

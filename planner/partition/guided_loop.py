@@ -14,6 +14,7 @@ from typing import Protocol
 
 from fuseplan.planner.implementations.choices import Choice, RegionProblem
 from fuseplan.planner.partition.cover import CoverProblem, Option, solve_cover
+from fuseplan.search import policy
 
 
 class Prices(Protocol):
@@ -96,7 +97,7 @@ def predicted_partition(
 def guided_partition(
     problem: RegionProblem,
     prices: Prices,
-    tolerance: float = 0.01,
+    tolerance: float = policy.GAP_TOLERANCE,
     margin: float = 0.0,
     max_measured: int | None = None,
     start: Collection[Choice] = (),

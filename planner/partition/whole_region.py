@@ -15,14 +15,13 @@ from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations.choices import Choice, in_order
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.implementations.implementations import Implementations
+from fuseplan.search import policy
 from fuseplan.search.store.record import PlanRecord
 from fuseplan.search.timing.contest import Contest
 from fuseplan.search.timing.sequence import Part
 from fuseplan.search.tune.tuner import Tuner
 
 _PLAIN, _PLAN = "plain", "plan"
-#: Seconds that a plain region may take to be run again and again.
-_LONGEST_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ def beats_plain(
     They are run when the measuring process has nothing else to do; what is returned waits for it.
     """
     plain_s = math.fsum(record.unfused_us for _, record in parts) * 1e-6
-    if all(group.is_plain for _, record in parts for group in record.groups) or plain_s > _LONGEST_S:
+    if all(group.is_plain for _, record in parts for group in record.groups) or plain_s > policy.LONG_REGION_S:
         return Verdict
     run = _contest(book, region, parts, ways, tuner)
     return lambda: _verdict(run())

@@ -21,10 +21,8 @@ from fuseplan.kernels.registry import local_target
 from fuseplan.planner.patterns.cells import Cell
 from fuseplan.planner.peers.contestant import INDUCTOR, MAX_AUTOTUNE, make_case
 from fuseplan.planner.peers.peers import FLASHINFER, PEERS
+from fuseplan.search import policy
 from fuseplan.search.workers.worker import WorkerPool
-
-#: Longer than the slowest program takes, max-autotune and a queue for the device included.
-_LIMIT_S = 300.0
 
 
 @contextmanager
@@ -48,7 +46,7 @@ def compile_ahead(
                 (cell, device_type, name, lock)
                 for name in names for cell in (cells[:1] if name == FLASHINFER else cells)
             ]
-            outcomes = pool.map(compile_cell, jobs, _LIMIT_S)
+            outcomes = pool.map(compile_cell, jobs, policy.PEER_LIMIT_S)
             return [
                 f"{cell.key}: {outcome.failure}" for (cell, _, name, _), outcome in zip(jobs, outcomes, strict=True)
                 if name != FLASHINFER and not outcome.ok

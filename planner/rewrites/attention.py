@@ -36,6 +36,7 @@ from fuseplan.planner.rewrites.trace_edit import (
     trace_device,
     value_of,
 )
+from fuseplan.search.errors import OWN_FAULTS
 
 _aten = torch.ops.aten
 #: A mask is evaluated if all that is computed for it takes no more bytes than this.
@@ -113,7 +114,8 @@ def _kind(mask: fx.Node, sizes: tuple[int, ...]) -> str:
         try:
             value = _evaluated(made)
             rows, cols = value.expand(sizes).shape[-2:]
-        except Exception:  # also of an op that the CPU has not
+        except Exception as error:  # also of an op that the CPU has not
+            OWN_FAULTS.tolerate(error)
             return "data"
         if bool(value.all()):
             return "all"

@@ -9,6 +9,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fuseplan.planner.rewrites.trace_edit import change_arguments
+from fuseplan.search.errors import OWN_FAULTS
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _DEFAULTS: dict[str, Any] = {
@@ -57,7 +58,8 @@ def _layout_as_seen(arguments: dict[str, Any]) -> tuple[tuple[int, ...], ...] | 
     try:
         with torch.no_grad(), seen["query"].fake_mode:
             result = ATTENTION(*seen.values(), **keywords)
-    except Exception:  # an op may refuse operands for any reason
+    except Exception as error:  # an op may refuse operands for any reason
+        OWN_FAULTS.tolerate(error)
         return None
     return tuple(result.shape), tuple(result.stride())
 

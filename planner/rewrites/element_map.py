@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from fuseplan.planner.rewrites.trace_edit import is_pure, static_sizes, value_of
+from fuseplan.search.errors import OWN_FAULTS
 
 _aten = torch.ops.aten
 #: ``(size, stride)``: it counts to the size, in steps of so many elements of the source; a stride of zero repeats them.
@@ -71,7 +72,8 @@ class ElementMap:
             rows = torch.empty(self.shape, dtype=source.dtype, device="meta")
             try:
                 found = node.target(rows, *node.args[1:], **node.kwargs)  # type: ignore[operator]
-            except Exception:  # an op may refuse operands for any reason
+            except Exception as error:  # an op may refuse operands for any reason
+                OWN_FAULTS.tolerate(error)
                 return None
         if not isinstance(found, torch.Tensor) or found.untyped_storage()._cdata != rows.untyped_storage()._cdata:
             return None

@@ -37,6 +37,7 @@ from fuseplan.planner.rewrites.trace_edit import (
     trace_device,
     value_of,
 )
+from fuseplan.search.errors import OWN_FAULTS
 
 _aten = torch.ops.aten
 #: Ops that look rows up along the first dimension: what they look up in, by position, and by what.
@@ -225,7 +226,8 @@ def viewed(graph: fx.Graph, node: fx.Node, shape: Sequence[int]) -> fx.Node | No
     args = node, list(shape)
     try:
         fake_result(_aten.view.default, args, {}, {})
-    except Exception:  # its dimensions are no runs of memory
+    except Exception as error:  # its dimensions are no runs of memory
+        OWN_FAULTS.tolerate(error)
         return None
     return insert_call(graph, _aten.view.default, args)
 

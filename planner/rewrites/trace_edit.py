@@ -11,6 +11,8 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 
+from fuseplan.search.errors import OWN_FAULTS
+
 #: Calls in traces that touch no tensor.
 _HARMLESS = (torch._C._set_grad_enabled,)
 
@@ -84,7 +86,8 @@ def change_arguments(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any
     """
     try:
         value = fake_result(node.target, args, kwargs, {})
-    except Exception:  # an op may refuse operands for any reason: the call stays as it is
+    except Exception as error:  # an op may refuse operands for any reason: the call stays as it is
+        OWN_FAULTS.tolerate(error)
         return False
     values = follow(node, value)
     if values is None:
@@ -155,7 +158,8 @@ def follow(
             if node in waiting:
                 waiting.remove(node)
                 waiting.update(node.users if take(node) else ())
-    except Exception:  # an op may refuse another layout for any reason
+    except Exception as error:  # an op may refuse another layout for any reason
+        OWN_FAULTS.tolerate(error)
         return None
     return values
 

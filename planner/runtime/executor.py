@@ -35,6 +35,7 @@ from fuseplan.planner.runtime.fallback import Calling, CallPlan, FirstCall, Grou
 from fuseplan.planner.runtime.logs import show_graph, show_kernels, warn_once
 from fuseplan.planner.runtime.placement import fused_graph
 from fuseplan.planner.runtime.ranges import add_ranges, ask_for_profilers, range_name
+from fuseplan.search.errors import OWN_FAULTS
 
 #: How a kernel is called, and the inputs that its outputs could take.
 _Kernel: TypeAlias = tuple[Calling, ReuseOptions]
@@ -195,6 +196,7 @@ def _make_kernels(
                 return calling, options
             return partial(_always, backend.fused_callable(ir, config, target)), {}
         except Exception as error:
+            OWN_FAULTS.tolerate(error)
             return error
 
     keys = [(plan.backend.name, lowered.ir.fingerprint(), config_key(plan.config)) for plan, lowered in wanted]

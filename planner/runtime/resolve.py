@@ -25,6 +25,7 @@ from fuseplan.planner.runtime.logs import warn_once
 from fuseplan.planner.tuning.misses import log_missed
 from fuseplan.planner.tuning.planner import Planner, RegionPlan
 from fuseplan.planner.tuning.session import Session
+from fuseplan.search import policy
 from fuseplan.search.store.record import GroupChoice
 from fuseplan.search.tune.tuner import Budget
 
@@ -32,8 +33,6 @@ from fuseplan.search.tune.tuner import Budget
 #: nothing, or a tune here and now.
 OnMiss = Literal["model", "unfused", "tune"]
 
-#: A plan serves sizes of the token dimension up to this factor away from the one it was tuned for.
-MAX_RATIO = 4
 
 logger = logging.getLogger(__name__)
 _LOGGED: set[tuple[str, str]] = set()
@@ -187,14 +186,15 @@ def _report_misses(
 def _neighbouring_plans(planner: Planner, graph: DataflowGraph, regions: list[Region]) -> list[RegionPlan]:
     """Plans tuned for the same regions with another value of one dynamic size.
 
-    A plan is used only between two tuned sizes, neither more than ``MAX_RATIO`` away: the nearer one serves.
+    A plan is used only between two tuned sizes, neither more than ``policy.MAX_SIZE_RATIO`` away: the nearer
+    one serves.
     """
     for name, hint in graph.symbols.items():
         if name in graph.derived or not isinstance(hint, int):
             continue
         powers = [2**power for power in range(1, hint.bit_length() + 3)]
-        smaller = [size for size in reversed(powers) if size < hint <= size * MAX_RATIO]
-        larger = [size for size in powers if hint < size <= hint * MAX_RATIO]
+        smaller = [size for size in reversed(powers) if size < hint <= size * policy.MAX_SIZE_RATIO]
+        larger = [size for size in powers if hint < size <= hint * policy.MAX_SIZE_RATIO]
         below = _tuned(planner, graph, name, smaller, regions)
         above = _tuned(planner, graph, name, larger, regions) if below else {}
         if both := below.keys() & above.keys():

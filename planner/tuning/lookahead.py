@@ -18,6 +18,7 @@ from fuseplan.planner.implementations.choices import Choice, RegionProblem
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.implementations.subject import GroupSubject
 from fuseplan.planner.partition.guided_loop import Prices, predicted_partition
+from fuseplan.search.errors import OWN_FAULTS
 from fuseplan.search.tune.tuner import Tuner
 
 _log = logging.getLogger(__name__)
@@ -114,6 +115,7 @@ class Lookahead:
         try:
             compile_ahead(*args)
         except Exception as error:
+            OWN_FAULTS.tolerate(error)
             _log.warning("the kernels of a region are not compiled ahead: %s: %s", type(error).__name__, error)
 
     def _compile_around_anchors(self, book: GroupBook, region: Region) -> None:

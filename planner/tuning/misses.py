@@ -22,6 +22,7 @@ from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.planner.tuning.miss_list import TUNED_SINCE, Miss, logged_misses, stored_text
 from fuseplan.planner.tuning.session import Session
 from fuseplan.planner.work.region_data import region_data, region_graph
+from fuseplan.search.errors import OWN_FAULTS
 from fuseplan.search.store.database import Database, Missed
 from fuseplan.search.store.layered import LayeredDatabase
 from fuseplan.search.store.record import RecordKey, now
@@ -82,6 +83,7 @@ def log_missed(log: _Log, graph: DataflowGraph, missed: Sequence[tuple[RecordKey
             }))
         log.log_misses(misses, {f"{MISSED}{key}": data for key, data in graphs.items()})
     except Exception as error:
+        OWN_FAULTS.tolerate(error)
         logger.warning("misses are not logged: %s: %s", type(error).__name__, error)
 
 

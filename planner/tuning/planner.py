@@ -20,11 +20,7 @@ from fuseplan.planner.groups.regions import find_regions, is_anchor, region_part
 from fuseplan.planner.implementations.choices import RegionProblem, region_problem
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.implementations.implementations import Implementations, implementations_for
-from fuseplan.planner.partition.across_anchors import (
-    MEASURED_AROUND_ANCHORS,
-    JointProblems,
-    plan_across_anchors,
-)
+from fuseplan.planner.partition.across_anchors import JointProblems, plan_across_anchors
 from fuseplan.planner.partition.by_measurement import MeasuredRegion
 from fuseplan.planner.partition.guided_loop import Prices, guided_partition, predicted_partition
 from fuseplan.planner.partition.plan_record import PlanWriter, region_label
@@ -33,6 +29,8 @@ from fuseplan.planner.tuning.lookahead import Lookahead
 from fuseplan.planner.tuning.plans import GraphPlan, RegionPlan
 from fuseplan.planner.tuning.settings import PlanSettings
 from fuseplan.planner.tuning.stored_plans import StoredPlans
+from fuseplan.search import policy
+from fuseplan.search.errors import OWN_FAULTS
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.layered import LayeredDatabase
 from fuseplan.search.store.leases import POLL_S
@@ -316,7 +314,7 @@ class Planner:
         if problem is None:
             return None
         prices = MeasuredPrices(book, self.spec, tuner, self.learner)
-        limit = self._limit(problem) + MEASURED_AROUND_ANCHORS
+        limit = self._limit(problem) + policy.MEASURED_AROUND_ANCHORS
         decided = MeasuredRegion(problem, prices, self.settings.tolerance, self._margin, limit)
         return plan_across_anchors(decided, plans, self.implementations, self._writer(book, region))
 
@@ -395,6 +393,7 @@ def _reporting(region: Region, on_failure: Callable[[Region, Exception], None] |
     try:
         yield
     except Exception as error:
+        OWN_FAULTS.tolerate(error)
         if on_failure is None:
             raise
         on_failure(region, error)

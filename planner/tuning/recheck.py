@@ -15,14 +15,11 @@ from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.implementations.subject import GroupSubject, group_subject
 from fuseplan.planner.tuning.planner import GraphPlan
 from fuseplan.planner.tuning.session import Session
+from fuseplan.search import policy
 from fuseplan.search.store import codec
 from fuseplan.search.store.record import RecordKey, Trial, TuningRecord
 from fuseplan.search.timing.subject import Subject
 
-#: Kernels measured again.
-KERNELS = 5
-#: By which factor the median of their times may differ from the stored ones.
-_TOLERANCE = 1.25
 _PREFIX = "recheck"
 
 
@@ -76,7 +73,7 @@ def _longest(
             there = store.get_record(key) if group.workload not in found else None
             if there is not None and there.shipped and there.hit is not None and there.hit.fused is not None:
                 found[group.workload] = there.hit, graph, region.group_ops(group)
-    longest = sorted(found.values(), key=lambda one: -one[0].best_us)[:KERNELS]
+    longest = sorted(found.values(), key=lambda one: -one[0].best_us)[:policy.RECHECK_LIMIT]
     return [
         (group_subject(graph, ops, record.key.workload, settings.numerics, session.target.device_type), record)
         for record, graph, ops in longest
@@ -96,6 +93,6 @@ def recheck_verdict(rechecked: Iterable[Rechecked]) -> str:
         return f"{words}: {len(failed)} failed here ({failed[0]}); {advice}"
     middle = statistics.median(ratios)
     words += f": {middle:.2f}x their stored times ({min(ratios):.2f}x to {max(ratios):.2f}x)"
-    if 1 / _TOLERANCE <= middle <= _TOLERANCE:
+    if 1 / policy.RECHECK_TOLERANCE <= middle <= policy.RECHECK_TOLERANCE:
         return f"{words}; the stored times hold here"
     return f"{words}; the stored times do not hold here: {advice}"

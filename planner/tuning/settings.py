@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fuseplan.planner.groups.candidates import CandidateLimits
+from fuseplan.search import policy
 
 
 @dataclass(frozen=True)
@@ -17,9 +18,9 @@ class PlanSettings:
         regime: ``"eager"`` or ``"graph"``: how the plan will be launched.
         tolerance: Stop when the measured partition is within this of the lower bound.
         margin: What a partition has to gain on the nominal one to take its place, so that noise does not choose.
-            None: 5 % on CPUs, 1 % on CUDA, where noise is smaller.
-        max_fused_measured: Fused groups measured per region at most. None: 16 on CPUs, where a kernel compiles in a
-            fraction of a second, 8 on CUDA.
+            None: :data:`~fuseplan.search.policy.PARTITION_MARGIN`.
+        max_fused_measured: Fused groups measured per region at most. None:
+            :data:`~fuseplan.search.policy.MEASURED_LIMIT`.
         limits: Bounds on the enumeration of candidates.
         alternatives: Rejected groups kept in a plan's record.
         minor: Share of a graph's time below which the kernels of a region's part are tuned with little effort.
@@ -27,21 +28,18 @@ class PlanSettings:
 
     numerics: str = "fp32"
     regime: str = "eager"
-    tolerance: float = 0.01
+    tolerance: float = policy.GAP_TOLERANCE
     margin: float | None = None
     max_fused_measured: int | None = None
     limits: CandidateLimits = field(default_factory=CandidateLimits)
-    alternatives: int = 24
-    minor: float = 0.005
+    alternatives: int = policy.ALTERNATIVES_LIMIT
+    minor: float = policy.MINOR_SHARE
 
     def measured_on(self, device_type: str) -> int:
         """Fused groups measured per region at most on a device."""
-        if self.max_fused_measured is not None:
-            return self.max_fused_measured
-        return 16 if device_type == "cpu" else 8
+        measured = self.max_fused_measured
+        return measured if measured is not None else policy.MEASURED_LIMIT[device_type]
 
     def margin_on(self, device_type: str) -> float:
         """The margin in force on a device."""
-        if self.margin is not None:
-            return self.margin
-        return 0.05 if device_type == "cpu" else 0.01
+        return self.margin if self.margin is not None else policy.PARTITION_MARGIN[device_type]

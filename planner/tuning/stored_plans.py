@@ -12,6 +12,7 @@ from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.implementations.implementations import Implementation
 from fuseplan.planner.partition.plan_check import PlanCheck, RefusedPlanError
 from fuseplan.planner.partition.plan_record import region_label
+from fuseplan.search.errors import OWN_FAULTS
 from fuseplan.search.store.database import Database, Lookup
 from fuseplan.search.store.layered import LayeredDatabase
 from fuseplan.search.store.record import PlanRecord, RecordKey, Versions
@@ -82,6 +83,7 @@ class StoredPlans:
             self._sound[region.key] = lookup.hit, accepted
             return replace(lookup, record=accepted)
         except Exception as error:  # whatever else the check trips over: it costs this region alone
+            OWN_FAULTS.tolerate(error)
             reason = str(error) if isinstance(error, RefusedPlanError) else f"its check failed: {type(error).__name__}"
         self.refused.setdefault(region.key, reason)
         return Lookup()

@@ -24,6 +24,7 @@ from fuseplan.planner.implementations.implementations import Implementations, im
 from fuseplan.planner.partition.whole_region import planned_parts
 from fuseplan.planner.tuning.plans import GraphPlan
 from fuseplan.planner.tuning.session import Session
+from fuseplan.search import policy
 from fuseplan.search.errors import RecordError
 from fuseplan.search.store import codec
 from fuseplan.search.store.leases import Leases
@@ -31,14 +32,10 @@ from fuseplan.search.store.limits import Amount
 from fuseplan.search.store.record import PlanRecord, RecordKey, now
 from fuseplan.search.timing.contest import Contest
 from fuseplan.search.timing.sequence import Part
-from fuseplan.search.tune.time_limits import JOB_LIMIT_S
 from fuseplan.search.workers.worker import Outcome
 
 _PREFIX, _UNTIMED = "step", "untimed"
 _UNFUSED, _PLANNED = "unfused", "planned"
-#: Microseconds of an unfused step past which it is not timed, and past which few rounds have to do.
-_LONGEST_US, _LONG_US = 3e5, 2e4
-_ROUNDS, _FEW_ROUNDS = 7, 3
 
 
 @dataclass(frozen=True)
@@ -109,7 +106,7 @@ class StepTimer(Protocol):
 
 
 def measure_step(
-    session: Session, graph: DataflowGraph, plan: GraphPlan, tuner: StepTimer, job_limit_s: float = JOB_LIMIT_S,
+    session: Session, graph: DataflowGraph, plan: GraphPlan, tuner: StepTimer, job_limit_s: float = policy.JOB_LIMIT_S,
     on_start: Callable[[float], None] = lambda unfused_us: None
 ) -> StepTimes | Untimed:
     """The step's times, measured and stored unless they are stored. What another tuner is timing is waited for.
@@ -158,14 +155,14 @@ def _measured(session: Session, graph: DataflowGraph, plan: GraphPlan, timing: _
     is_whole = bool(planned) and len(plan.regions) == len(find_regions(graph))
     if not is_whole or session.spec is None:
         return Untimed()
-    if unfused_us > _LONGEST_US:
-        return Untimed(f"it takes about {unfused_us * 1e-6:.2g} s, and steps of more than {_LONGEST_US * 1e-6:g} s are "
-                       "told by the sum of their regions")
+    if unfused_us > policy.LONGEST_STEP_US:
+        return Untimed(f"it takes about {unfused_us * 1e-6:.2g} s, and steps of more than "
+                       f"{policy.LONGEST_STEP_US * 1e-6:g} s are told by the sum of their regions")
     timing.on_start(unfused_us)
     regime = session.settings.regime
     book = GroupBook(graph, session.settings.numerics, session.target.device_type)
     step = _Step(book, plan, implementations_for(regime, session.backends, session.target))
-    rounds = _FEW_ROUNDS if unfused_us > _LONG_US else _ROUNDS
+    rounds = policy.LONG_STEP_ROUNDS if unfused_us > policy.LONG_STEP_US else policy.STEP_ROUNDS
     outcome = timing.tuner.time_sides(step.parts, step.sides, step.kept, rounds)
     if not outcome.ok:
         untimed = Untimed(outcome.failure, timing.job_limit_s)

@@ -11,31 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from fuseplan.search import policy
 from fuseplan.search.store.record import Measurement
 from fuseplan.search.timing.measure import measurement_of, no_collection
 from fuseplan.search.timing.timers import Operands, Run, Sampler, Timer
 
-#: A gain below this is never worth a change of plan.
-MIN_GAIN = 0.01
-#: Up to this noise, a gain that is within the noise says that the two are alike. Where the noise is larger, it says
-#: nothing.
-MAX_NOISE = 0.2
-#: What the call of a library has to gain on ATen's op, and the kernel of one op by device. Two runs of one pair differ
-#: by almost as much, with where their results lie in memory; those of short ops on CPUs by more.
-CALL_GAIN, ONE_OP_GAIN = 0.06, {"cpu": 0.25, "cuda": 0.06}
-#: How many times longer the runs take that repeat one without an answer.
-_LONGER = (2, 4)
-#: What a change of plan may lose under one of several conditions for a gain in their mean.
-MAX_LOSS = 0.01
-#: By how much a mean may be worse than the best for a smaller loss under one condition.
-_NEAR = 0.02
-#: Rounds of an interleaved run at least, unless a sample is long enough to stand for many.
-MIN_ROUNDS = 7
-_MAX_ROUNDS = 61
-#: How many times longer than planned to wait for undisturbed rounds.
-_PATIENCE = 4
-#: How often a sample of a round is repeated while something disturbs it.
-_TRIES = 5
 #: Standard error of a median over that of a mean, times the factor from MAD to standard deviation.
 _MEDIAN_SE = 1.2533 * 1.4826
 
@@ -62,7 +42,7 @@ class Contest:
         Noise is relative to the time that has it, a gain to the slower of two times: of two that differ by the noise
         alone, the faster gains ``noise / (1 + noise)``. That matters where noise is large: no gain exceeds 1.
         """
-        return max(MIN_GAIN, min(self.noise, max(MAX_NOISE, self.noise / (1 + self.noise))))
+        return max(policy.MIN_GAIN, min(self.noise, max(policy.MAX_NOISE, self.noise / (1 + self.noise))))
 
     def time(self, name: str) -> Measurement:
         own = self.samples[name]
@@ -91,7 +71,8 @@ class Contest:
     def accepts(self, challenger: str, incumbent: str) -> bool:
         """True when the challenger's gain exceeds the threshold and its own uncertainty; an incumbent keeps a tie.
 
-        A mean hides that one condition got worse: under none may the incumbent be better by more than ``MAX_LOSS``.
+        A mean hides that one condition got worse: under none may the incumbent be better by more than
+        ``policy.MAX_LOSS``.
         """
         if not self._is_faster(challenger, incumbent, self.threshold):
             return False
@@ -100,7 +81,7 @@ class Contest:
     def undecided(self, one: str, other: str) -> bool:
         """True when the noise hides which of two contestants is faster, though they may be far apart."""
         pairs = ((one, other), (other, one))
-        if max(self.noise, *(self._doubt(*pair) for pair in pairs)) <= MAX_NOISE:
+        if max(self.noise, *(self._doubt(*pair) for pair in pairs)) <= policy.MAX_NOISE:
             return False
         return not any(self._is_faster(*pair, self.threshold) for pair in pairs)
 
@@ -123,14 +104,15 @@ class Contest:
         best = max(better, key=lambda name: self.gain(name, incumbent))
         everyone = (incumbent, *challengers)
         if self._loses(best, everyone):
-            near = [name for name in better if not self._is_faster(best, name, _NEAR)]
+            near = [name for name in better if not self._is_faster(best, name, policy.NEAR_GAIN)]
             return min(near, key=lambda name: self._worst_loss(name, everyone))
         return next(name for name in better if name == best or not self._is_faster(best, name, self.threshold))
 
     def _loses(self, name: str, others: Sequence[str]) -> bool:
-        """True when one of the others is better by more than ``MAX_LOSS`` under some condition."""
+        """True when one of the others is better by more than ``policy.MAX_LOSS`` under some condition."""
         return any(
-            one._is_faster(other, name, max(one.threshold, MAX_LOSS)) for one in self.conditions for other in others
+            one._is_faster(other, name, max(one.threshold, policy.MAX_LOSS))
+            for one in self.conditions for other in others
         )
 
     def _worst_loss(self, name: str, others: Sequence[str]) -> float:
@@ -145,12 +127,12 @@ def decisive(
     unless calls are so long that the longer run has no more rounds.
     """
     found = contest(timer, contestants, operands, seconds, twice)
-    for factor in _LONGER:
+    for factor in policy.LONGER_RUNS:
         if not any(found.undecided(name, incumbent) for name in contestants if name != incumbent):
             break
         if seconds * factor * 1e6 < math.fsum(map(math.fsum, found.samples.values())):
             continue
-        found = contest(timer, contestants, operands, seconds * factor, twice, _MAX_ROUNDS * factor)
+        found = contest(timer, contestants, operands, seconds * factor, twice, policy.MAX_ROUNDS * factor)
     return found
 
 
@@ -168,7 +150,7 @@ def middle_of_three(run: Callable[[], Contest], incumbent: str) -> Contest:
 
 def contest(
     timer: Timer, contestants: Mapping[str, Run], operands: Operands, seconds: float, twice: str | None = None,
-    max_rounds: int = _MAX_ROUNDS, min_rounds: int = MIN_ROUNDS, tries: int = _TRIES,
+    max_rounds: int = policy.MAX_ROUNDS, min_rounds: int = policy.MIN_ROUNDS, tries: int = policy.SAMPLE_TRIES,
 ) -> Contest:
     """Time all contestants in interleaved rounds, each starting with another one.
 
@@ -222,14 +204,14 @@ def _rounds(
         while len(clean) < max_rounds:
             number = len(clean) + len(disturbed)
             # Past the time for that, long samples are not repeated: something always disturbs them.
-            left = tries if timer.clock() - start < seconds * _PATIENCE else 1
+            left = tries if timer.clock() - start < seconds * policy.ROUNDS_PATIENCE else 1
             tried = {name: _undisturbed(timer, samplers[name], left) for name in _turn(list(samplers), number)}
             found = {name: value for name, (value, _) in tried.items()}
             (clean if all(alone for _, alone in tried.values()) else disturbed).append(found)
             spent = timer.clock() - start
             if spent >= seconds and len(clean) >= min_rounds:
                 break
-            if spent >= seconds * _PATIENCE and number >= min_rounds:
+            if spent >= seconds * policy.ROUNDS_PATIENCE and number >= min_rounds:
                 break
     rounds = clean if len(clean) >= min_rounds else clean + disturbed
     return {name: tuple(one[name] for one in rounds) for name in samplers}

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
+from fuseplan.search import policy
 from fuseplan.search.store.record import Measurement
 from fuseplan.search.timing.timers import Operands, Run, Timer
 
@@ -19,10 +20,6 @@ CACHE_MULTIPLE = 3
 _DEFAULT_CACHE_BYTES = 32 * 2**20
 #: More operand sets than this cost more to build than their coldness is worth.
 _MAX_SETS = 256
-_SCREEN_SAMPLES = 7
-_MIN_CLEAN = 3
-#: How many times longer than planned to wait for undisturbed samples: a second for 80 ms.
-_PATIENCE = 12
 
 
 def cache_bytes(target_bytes: int) -> int:
@@ -92,10 +89,10 @@ def screen(timer: Timer, run: Run, operands: Operands, seconds: float) -> Measur
             value, undisturbed = timer.observe(sample)
             (clean if undisturbed else disturbed).append(value)
             spent = timer.clock() - start
-            enough = len(clean) >= _SCREEN_SAMPLES or (spent >= seconds and len(clean) >= _MIN_CLEAN)
-            if enough or spent >= seconds * _PATIENCE:
+            enough = len(clean) >= policy.SCREEN_SAMPLES or (spent >= seconds and len(clean) >= policy.SCREEN_LEAST)
+            if enough or spent >= seconds * policy.SCREEN_PATIENCE:
                 break
-    if len(clean) < _MIN_CLEAN:
+    if len(clean) < policy.SCREEN_LEAST:
         everything = sorted(clean + disturbed)
         clean = everything[: (len(everything) + 1) // 2]
     return measurement_of(clean, timer.regime)

@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 #: Seconds between two signs that are passed on: each wakes up the process that supervises, beside what is timed.
 _EVERY_S = 1.0
-#: The shortest time limit of a job: some signs fit in it.
-LEAST_LIMIT_S = 5.0
 
 _tell: Callable[[], None] | None = None
 _told_s = float("-inf")

@@ -15,18 +15,14 @@ import torch
 
 from fuseplan.kernels.ir.backend import CompiledKernel
 from fuseplan.kernels.ir.ir import Cast, KernelIR, operands
-from fuseplan.search.errors import SubjectError
+from fuseplan.search import policy
+from fuseplan.search.errors import OWN_FAULTS, SubjectError
 from fuseplan.search.timing.measure import span_bytes
 from fuseplan.search.timing.signs import goes_on
 from fuseplan.search.timing.subject import Subject
 
 _GUARD_BYTES = 4096
 _GUARD_VALUE = 0xA5
-#: A few roundings of the float32 that kernels compute in.
-_COMPUTE_ROUNDING = 4 * 2.0**-23
-#: Elements of a quantised tensor that may round the other way than in float64: a few, or this part of many.
-_FEW_TIES = 2
-_TIE_SHARE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -76,6 +72,7 @@ def make_oracle(subject: Subject, seed: int, device: str) -> Oracle:
         goes_on()
         eager = subject.eager(*(one.clone() if number in written else one for number, one in enumerate(inputs)))
     except Exception as error:
+        OWN_FAULTS.tolerate(error)
         raise SubjectError(f"{subject.label}: the unfused chain fails: {type(error).__name__}: {error}") from error
     goes_on()
     expected = []
@@ -184,14 +181,14 @@ def _judge(value: torch.Tensor, unwritten: int, expected: _Expected) -> tuple[fl
         allowed = expected.eager_norm
         if expected.quantised:  # numbers halfway between two steps fall to either
             one_off = int(((value.to(torch.int64) - reference.to(torch.int64)).abs() == 1).sum())
-            allowed += min(one_off, max(_FEW_TIES, _TIE_SHARE * value.numel())) / max(value.numel(), 1)
+            allowed += min(one_off, max(policy.FEW_TIES, policy.TIE_SHARE * value.numel())) / max(value.numel(), 1)
         return norm, f"{norm:.2%} of the elements differ" if norm > allowed else ""
     if math.isinf(norm):
         return norm, "is infinite or NaN where the reference is not, or the other way round"
     # An eager chain that overflows gives a kernel no licence to be wrong.
     errors_of_eager = (expected.eager_norm, expected.eager_worst)
     eager_norm, eager_worst = (error if math.isfinite(error) else 0.0 for error in errors_of_eager)
-    allowed_norm = eager_norm + max(rounding(value.dtype) / 8, _COMPUTE_ROUNDING)
+    allowed_norm = eager_norm + max(rounding(value.dtype) / 8, policy.COMPUTE_TOLERANCE)
     if norm > allowed_norm:
         return norm, f"normwise error {norm:.2e}, eager has {expected.eager_norm:.2e} (allowed {allowed_norm:.2e})"
     if _largest_excess(value, reference, eager_worst) > 0:
@@ -217,7 +214,7 @@ def rounding(dtype: torch.dtype) -> float:
     """Relative rounding that a kernel may add: its output type's, or a few of the float32 it computes in."""
     if dtype == torch.float64:
         return 4 * torch.finfo(torch.float64).eps
-    return max(torch.finfo(dtype).eps, _COMPUTE_ROUNDING)
+    return max(torch.finfo(dtype).eps, policy.COMPUTE_TOLERANCE)
 
 
 class _Guarded:

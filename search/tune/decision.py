@@ -6,18 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fuseplan.kernels.ir.backend import config_key
+from fuseplan.search import policy
 from fuseplan.search.errors import SubjectError
 from fuseplan.search.store.record import Evidence, Finalist, RecordKey, Rejection, Trial, TuningRecord, now
 from fuseplan.search.timing.contest import Contest
 from fuseplan.search.timing.subject import Subject
 from fuseplan.search.workers import jobs
 from fuseplan.search.workers.worker import Outcome
-
-#: What a kernel of another back end than the preferred one has to gain on that one's best, hot and cold. Two runs of
-#: one pair of kernels differ by almost as much, with where their results lie in memory.
-_OTHER_BACKEND = 0.1
-#: Reasons kept in a record; the trial log has all of them.
-_MAX_REJECTIONS = 16
 
 
 @dataclass(frozen=True)
@@ -84,7 +79,7 @@ def _record(
         error=trial.error or 0.0 if trial is not None else 0.0,
         eager_error=decision.eager_error,
         finalists=tuple(_finalists(standing, contest)),
-        rejected=tuple(rejected[:_MAX_REJECTIONS]),
+        rejected=tuple(rejected[:policy.REJECTIONS_LIMIT]),
         refusals=dict(verdicts.refusals),
         enumerated=verdicts.enumerated,
         compiled=sum(not trial.uncompiled for trial in verdicts.trials),
@@ -108,7 +103,7 @@ def _winner(standing: Sequence[jobs.Entrant], contest: Contest) -> str:
         return best
     own = contest.winner(first.name, [one.name for one in standing[1:] if one.name in kin])
     runs = contest.conditions or (contest,)
-    return best if all(one.gain(best, own) > _OTHER_BACKEND for one in runs) else own
+    return best if all(one.gain(best, own) > policy.OTHER_BACKEND_GAIN for one in runs) else own
 
 
 def _finalists(standing: Sequence[jobs.Entrant], contest: Contest) -> list[Finalist]:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, TypeAlias, TypeVar
 
+from fuseplan.costmodel.roofline import nominal_us
+from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.backend import Backend, Config, Target
 from fuseplan.kernels.ir.ir import KernelIR
+from fuseplan.search import policy
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import RecordKey, Trial, Versions
 from fuseplan.search.timing.subject import Subject
 from fuseplan.search.tune.space import Space, enumerate_space
 from fuseplan.search.tune.time_account import TimeAccount
-from fuseplan.search.tune.time_limits import COMPILE_S, JOB_LIMIT_S, call_limit_s, too_long
 from fuseplan.search.workers import jobs
 from fuseplan.search.workers.worker import Outcome, WorkerPool
 
@@ -52,7 +54,7 @@ class Budget:
     screen_s: float = 0.08
     decide_s: float = 0.5
     finalists: int = 3
-    job_limit_s: float = JOB_LIMIT_S
+    job_limit_s: float = policy.JOB_LIMIT_S
 
     @staticmethod
     def on(
@@ -210,10 +212,14 @@ class TuningResources:
 
         return outcome
 
+    @property
+    def _compile_limit_s(self) -> float:
+        return self.budget.job_limit_s + policy.COMPILE_LIMIT_S
+
     def compile(self, arguments: Sequence[Compilation]) -> list[Outcome]:
         """Compile beside each other, and wait. Raises :class:`MachineFailureError`."""
         with self.account.spend(COMPILING):
-            outcomes = self.executor.map(jobs.prepare, arguments, limit_s=self.budget.job_limit_s + COMPILE_S)
+            outcomes = self.executor.map(jobs.prepare, arguments, limit_s=self._compile_limit_s)
         if any(outcome.checked().ok for outcome in outcomes):
             self.compiles.set()
         return outcomes
@@ -224,8 +230,7 @@ class TuningResources:
         On a CPU nothing happens: compilers would take the cores away from what is measured.
         """
         if self.target.device_type != "cpu":
-            limit_s = self.budget.job_limit_s + COMPILE_S
-            self.executor.prefetch(jobs.prepare, arguments, limit_s=limit_s, spare=spare)
+            self.executor.prefetch(jobs.prepare, arguments, limit_s=self._compile_limit_s, spare=spare)
 
     def trials(self, key: RecordKey, only_open: bool = False) -> list[Trial]:
         """Stored trials that count; one that did not compile only where others do."""
@@ -239,3 +244,20 @@ class TuningResources:
             return
         with self.account.spend(STORING):
             self.database.log_trial(replace(trial, run=self.run), self.versions)
+
+
+def call_limit_s(least_s: float, works: Iterable[Work], device_type: str) -> float:
+    """How long a job that calls kernels or ops of these ``works`` again and again may go without a sign before it
+    counts as hanging: ``least_s``, and for one call of all of them.
+
+    A job gives a sign after each call that it has timed or checked (:mod:`fuseplan.search.timing.signs`), so rounds and
+    contestants need no allowance.
+    """
+    return least_s + policy.SLOWEST_CALL * 1e-6 * sum(nominal_us(work, device_type, fused=False) for work in works)
+
+
+def too_long(works: Sequence[Work], limit_s: float) -> str:
+    """What a message about a job that timed out adds: how much one call does, and what allows more."""
+    nbytes, flops = sum(work.dram_bytes for work in works), sum(work.total_flops for work in works)
+    size = f"{nbytes / 1e6:.3g} MB and {flops / 1e9:.3g} Gflop a call"
+    return f" ({size}); `plan tune --job-limit {2 * limit_s:.0f}` waits longer"

@@ -9,9 +9,7 @@ from functools import cached_property
 
 from fuseplan.kernels.ir.backend import Backend, Config, Target, Tunable, config_key, same_config
 from fuseplan.kernels.ir.ir import KernelIR
-
-#: Combinations looked at; a space beyond it is thinned evenly, so that enumeration stays well under a second.
-MAX_COMBINATIONS = 50_000
+from fuseplan.search import policy
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ def enumerate_space(backend: Backend, ir: KernelIR, target: Target) -> Space:
     names = [tunable.name for tunable in tunables]
     total = math.prod(len(tunable.choices) for tunable in tunables)
     # A stride that shares no factor with the choices' counts would be better still; an odd one is close enough.
-    step = 1 if total <= MAX_COMBINATIONS else (total // MAX_COMBINATIONS) | 1
+    step = 1 if total <= policy.COMBINATIONS_LIMIT else (total // policy.COMBINATIONS_LIMIT) | 1
     default = dict(backend.default_config(ir, target))
     configs: dict[str, Config] = {config_key(default): default}
     for values in itertools.islice(itertools.product(*(tunable.choices for tunable in tunables)), 0, None, step):

@@ -11,21 +11,18 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fuseplan.search import policy
 from fuseplan.search.tune.space import Space, is_ordered
 from fuseplan.search.tune.study import quiet_optuna
 
 if TYPE_CHECKING:
     import optuna
 
-#: Spaces up to this size are measured whole, budget allowing.
-EXHAUSTIVE_LIMIT = 200
 #: Asks of the sampler that may hit known or infeasible points before the enumerated list fills in.
 _SAMPLER_TRIES = 20
 #: Share of the trials left over after the seeds that the sampler gets, and of how many at least: it knows nothing
 #: before it has seen a few points. Coordinate descent has the rest.
 _SAMPLER_SHARE, _SAMPLER_MIN = 0.5, 10
-#: A combination that should be faster by less than this is not worth a compilation.
-_WORTHWHILE = 0.97
 #: Combinations at most that are worth compiling before it is known which one will be wanted.
 _PROSPECTS = 12
 
@@ -126,7 +123,7 @@ class Strategy:
             if self.times[steps[choice]] < base_us:
                 together[name] = choice
                 expected_us *= self.times[steps[choice]] / base_us
-        if best is None or not math.isfinite(base_us) or expected_us > _WORTHWHILE * self.times[best]:
+        if best is None or not math.isfinite(base_us) or expected_us > (1 - policy.COMBINATION_GAIN) * self.times[best]:
             return None
         found = self.space.find(together)
         return None if found in self._asked else found
@@ -148,7 +145,7 @@ def make_strategy(space: Space, trials: int, seed: int, first: Iterable[int] = (
 
     ``first`` are positions worth trying early, best guess first; the default always leads.
     """
-    everything = range(len(space)) if len(space) <= min(EXHAUSTIVE_LIMIT, trials) else ()
+    everything = range(len(space)) if len(space) <= min(policy.EXHAUSTIVE_LIMIT, trials) else ()
     return Strategy(space, trials, list(dict.fromkeys([0, *first, *everything])), seed)
 
 

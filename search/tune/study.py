@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fuseplan.kernels.ir.backend import config_key
-from fuseplan.search.errors import StudyError, plain
+from fuseplan.search.errors import OWN_FAULTS, StudyError, plain
 from fuseplan.search.store.record import Trial, TuningRecord
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ class Studies:
                     study.set_user_attr(name, value)
                 study.add_trials(_frozen(record, trials, on_device))
         except Exception as error:
+            OWN_FAULTS.tolerate(error)
             logger.warning("the study of %s is not kept in %s: %s", record.label, plain(self.where), plain(str(error)))
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from fuseplan.kernels.ir.backend import Backend, config_key
+from fuseplan.search import policy
 from fuseplan.search.errors import NothingCompilesError, SubjectError
 from fuseplan.search.store.record import DOES_NOT_COMPILE, Evidence, RecordKey, Trial, TuningRecord, now
 from fuseplan.search.timing.subject import Subject
@@ -27,9 +28,6 @@ from fuseplan.search.tune.space import Space
 from fuseplan.search.tune.strategy import Strategy, make_strategy
 from fuseplan.search.workers import jobs
 from fuseplan.search.workers.worker import Outcome
-
-#: Configurations that are tried, beside the default, of those that were the fastest for a kernel alike.
-_ALIKE = 6
 
 
 @dataclass
@@ -152,7 +150,8 @@ class SubjectRun:
         for backend, share in zip(willing, [max(1, trials - sum(others)), *others], strict=False):
             space = resources.space(backend, ir)
             if (ranking := resources.rankings.get((backend.name, backend.likeness(ir)))) is not None:
-                best = [position for config in ranking if (position := space.find(config)) is not None][:_ALIKE]
+                known = [position for config in ranking if (position := space.find(config)) is not None]
+                best = known[:policy.ALIKE_LIMIT]
                 entries.append(_Entry(backend, space, make_strategy(space, min(share, 1 + len(best)), seed, best)))
                 continue
             suggested = [space.nearest(config) for config in backend.suggestions(ir, resources.target)]

@@ -20,6 +20,7 @@ import torch
 from fuseplan.kernels.ir.backend import Backend, CompiledKernel, Config, Resources, Target
 from fuseplan.kernels.ir.in_place import WritesInPlace
 from fuseplan.kernels.ir.ir import KernelIR
+from fuseplan.search.errors import OWN_FAULTS
 from fuseplan.search.store.record import Measurement
 from fuseplan.search.timing.contest import Contest, contest, decisive, mean_contest, middle_of_three
 from fuseplan.search.timing.measure import cache_bytes, rotating_operands, screen, span_bytes
@@ -181,6 +182,7 @@ def contest_calls(bench: Bench, plain: Subject, calls: Mapping[str, Subject]) ->
             try:
                 verdict = check_call(subject.eager, desk.oracle)
             except Exception as error:  # a library may refuse a call for any reason
+                OWN_FAULTS.tolerate(error)
                 failed[name] = f"{type(error).__name__}: {error}"
                 continue
             if verdict.ok:

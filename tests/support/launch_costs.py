@@ -26,6 +26,7 @@ from fuseplan.planner.peers.peers import fused
 from fuseplan.planner.runtime.fallback import GroupPlan
 from fuseplan.planner.runtime.resolve import resolve
 from fuseplan.planner.tuning.session import Session
+from fuseplan.search import policy
 from fuseplan.search.timing.measure import no_collection
 
 #: Names of what is called.
@@ -37,7 +38,6 @@ BAR_US = 4.0
 _JUDGED = {"given": "launching a fused group", "allocated": "calling it, outputs and all,"}
 #: Calls of one sample: far from filling a launch queue.
 _CALLS = 200
-_MIN_ROUNDS = 7
 _LOOKUPS = 9
 
 Call = Callable[[], object]
@@ -154,7 +154,7 @@ def _timed(calls: Mapping[Name, Call], seconds: float, device: str) -> list[Laun
     samples: dict[Name, list[float]] = {name: [] for name in calls}
     with no_collection():
         end, rounds = time.perf_counter() + seconds, 0
-        while rounds < _MIN_ROUNDS or time.perf_counter() < end:
+        while rounds < policy.MIN_ROUNDS or time.perf_counter() < end:
             rounds += 1
             for name, call in calls.items():
                 samples[name].append(_sample_us(call, device))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from search_fakes import CLOCK, OPERANDS, VirtualTimer, disturbed_every, taking
 
+from fuseplan.search import policy
 from fuseplan.search.timing import contest as contest_module
 from fuseplan.search.timing.contest import Contest, contest, mean_contest, paired_noise
 
@@ -41,7 +42,7 @@ def test_rounds_are_bounded_by_time_and_number() -> None:
     # Each round has x twice, 0.1 s.
     assert len(slow.samples["x"]) == pytest.approx(10, abs=1)
     quick = contest(VirtualTimer(), {"x": taking(1000.0)}, OPERANDS, seconds=100.0)
-    assert len(quick.samples["x"]) == contest_module._MAX_ROUNDS
+    assert len(quick.samples["x"]) == policy.MAX_ROUNDS
 
 
 def contest_of(**samples: tuple[float, ...]) -> Contest:
@@ -104,7 +105,7 @@ def test_a_run_without_an_answer_is_repeated_for_longer(
 
     def scripted(
         timer: object, contestants: object, operands: object, seconds: float, twice: str | None = None,
-        max_rounds: int = contest_module._MAX_ROUNDS,
+        max_rounds: int = policy.MAX_ROUNDS,
     ) -> Contest:
         asked.append((seconds, max_rounds))
         return noisy_pair(1.3, 0.05 if len(asked) >= quiet_after else 0.9)

@@ -19,7 +19,7 @@ from fuseplan.search.timing import contest as contest_module
 from fuseplan.search.timing import signs
 from fuseplan.search.timing.contest import Contest, contest, decisive
 from fuseplan.search.timing.sequence import Part
-from fuseplan.search.tune.time_limits import call_limit_s
+from fuseplan.search.tune.resources import call_limit_s
 from fuseplan.search.tune.tuner import Budget, Tuner
 from fuseplan.search.workers import jobs
 from fuseplan.search.workers.worker import Outcome

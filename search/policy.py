@@ -1,0 +1,103 @@
+"""What is decided by a number: margins, rounds, tolerances and limits, each with its reason.
+
+How something is measured or compiled (sizes, batches, retries) stays with the code that does it.
+"""
+
+from __future__ import annotations
+
+# -- gains: what counts as faster. All are relative: 0.01 is 1 % -----------------------------------------------------
+
+#: A gain below this is never worth a change of plan.
+MIN_GAIN = 0.01
+#: Up to this noise, a gain that is within the noise says that the two are alike. Where the noise is larger, it says
+#: nothing.
+MAX_NOISE = 0.2
+#: What the call of a library has to gain on ATen's op, and the kernel of one op by device. Two runs of one pair differ
+#: by almost as much, with where their results lie in memory; those of short ops on CPUs by more.
+CALL_GAIN, ONE_OP_GAIN = 0.06, {"cpu": 0.25, "cuda": 0.06}
+#: What a kernel of another back end than the preferred one has to gain on that one's best, hot and cold. Two runs of
+#: one pair of kernels differ by almost as much, with where their results lie in memory.
+OTHER_BACKEND_GAIN = 0.1
+#: What a partition has to gain on the nominal one to take its place: a CPU's times vary more.
+PARTITION_MARGIN = {"cpu": 0.05, "cuda": 0.01}
+#: What a change of plan may lose under one of several conditions for a gain in their mean.
+MAX_LOSS = 0.01
+#: By how much a mean may be worse than the best for a smaller loss under one condition.
+NEAR_GAIN = 0.02
+#: A combination of faster steps that should gain less on the best so far is not worth a compilation.
+COMBINATION_GAIN = 0.03
+#: An incumbent on which even short screenings show this gain is not worth tuning.
+HOPELESS_GAIN = 0.5
+#: A measured partition this near to the lower bound is not improved further.
+GAP_TOLERANCE = 0.01
+#: Below this share of a graph's time the kernels of a part are tuned with little effort.
+MINOR_SHARE = 0.005
+#: By which factor the median of times that are measured again may differ from the stored ones.
+RECHECK_TOLERANCE = 1.25
+#: A plan serves sizes of the token dimension up to this factor away from the one it was tuned for.
+MAX_SIZE_RATIO = 4
+
+# -- rounds: how long to look before deciding ------------------------------------------------------------------------
+
+#: Rounds of an interleaved run at least, unless a sample is long enough to stand for many; and at most.
+MIN_ROUNDS, MAX_ROUNDS = 7, 61
+#: How many times longer the runs take that repeat one without an answer.
+LONGER_RUNS = (2, 4)
+#: How many times longer than planned to wait for undisturbed rounds.
+ROUNDS_PATIENCE = 4
+#: How often a sample of a round is repeated while something disturbs it.
+SAMPLE_TRIES = 5
+#: Undisturbed samples that end a screening, those that it needs at least, and how many times longer than planned to
+#: wait for them: a second for 80 ms.
+SCREEN_SAMPLES, SCREEN_LEAST, SCREEN_PATIENCE = 7, 3, 12
+#: Rounds of whole steps, and of those that take longer than the second limit below.
+STEP_ROUNDS, LONG_STEP_ROUNDS = 7, 3
+#: Microseconds of an unfused step past which it is not timed, and past which few rounds have to do.
+LONGEST_STEP_US, LONG_STEP_US = 3e5, 2e4
+#: Rounds of generation at least: each generates all tokens.
+TOKEN_ROUNDS = 4
+
+# -- correctness: how much a kernel may differ from float64 beyond what eager differs ---------------------------------
+
+#: Relative, of any kernel: a few roundings of the float32 that kernels compute in.
+COMPUTE_TOLERANCE = 4 * 2.0**-23
+#: Elements of a quantised tensor that may round the other way than in float64: a few, or this part of many.
+FEW_TIES, TIE_SHARE = 2, 1e-3
+
+# -- effort: how much is tried ---------------------------------------------------------------------------------------
+
+#: Spaces of up to so many configurations are measured whole, budget allowing.
+EXHAUSTIVE_LIMIT = 200
+#: Combinations looked at; a space beyond it is thinned evenly, so that enumeration stays well under a second.
+COMBINATIONS_LIMIT = 50_000
+#: Configurations that are tried, beside the default, of those that were the fastest for a kernel alike.
+ALIKE_LIMIT = 6
+#: Fused groups measured per region at most: a kernel compiles in a fraction of a second on a CPU.
+MEASURED_LIMIT = {"cpu": 16, "cuda": 8}
+#: Choices measured beyond these where groups hold matmuls: bounds tell kernels with the same weights hardly apart.
+MEASURED_AROUND_ANCHORS = 24
+#: Incumbents that may lose to the loop's partition before it is taken.
+INCUMBENTS_LIMIT = 3
+#: Rejected groups kept in a plan's record, and reasons in a group's; the trial log has all of these.
+ALTERNATIVES_LIMIT, REJECTIONS_LIMIT = 24, 16
+#: Kernels measured again by a recheck, those that take longest.
+RECHECK_LIMIT = 5
+
+# -- time ------------------------------------------------------------------------------------------------------------
+
+#: Seconds for all that is no call: a worker that imports PyTorch, the first use of a GPU's libraries, inputs made of
+#: random numbers. Each takes up to ten seconds on a busy machine.
+JOB_LIMIT_S = 60.0
+#: The shortest time limit of a job: some signs that it goes on fit in it.
+LEAST_JOB_LIMIT_S = 5.0
+#: Seconds that a C++ compiler may compute for one kernel: :mod:`fuseplan.kernels.native.build` ends it then.
+COMPILE_LIMIT_S = 120.0
+#: How many times longer than on the nominal device a call may take: ATen's matmuls of integers, and of halves on a
+#: processor without instructions for them, take up to this, and the float64 reference some times its op.
+SLOWEST_CALL = 100.0
+#: Seconds of one call past which a matmul or attention is not timed: to check and time its choices takes minutes.
+LONG_OP_S = 0.02
+#: Seconds that a plain region may take to be run again and again.
+LONG_REGION_S = 0.2
+#: Seconds to compile a peer's program: longer than the slowest takes, max-autotune and a queue for the device included.
+PEER_LIMIT_S = 300.0

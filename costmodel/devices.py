@@ -129,9 +129,9 @@ def local_architecture() -> Architecture:
     import torch
 
     if not torch.cuda.is_available():
-        raise NoDeviceError("no CUDA device is visible; use --device cpu, or check the driver with nvidia-smi")
+        raise NoDeviceError("no CUDA device is visible; use the CPU, or check the driver with nvidia-smi")
     if torch.version.hip:
         known = ", ".join(_AMD)
         raise NoDeviceError(f"{torch.cuda.get_device_name()}: kernels compile for AMD GPUs ({known}), but none has "
-                            "run on one, and nothing is planned for them; use --device cpu")
+                            "run on one, and nothing is planned for them; use the CPU")
     return architecture("sm_{}{}".format(*torch.cuda.get_device_capability()))

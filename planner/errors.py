@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from fuseplan.search.errors import OWN_FAULTS
 
@@ -15,14 +16,34 @@ from fuseplan.search.errors import OWN_FAULTS
 _LONGEST = 300
 
 
+class Argument(str):
+    """The name of an argument in an error's message. Python has it as it is; the command line writes its option."""
+
+
 class FuseplanError(Exception):
-    """Base of the family. The command line prints ``str(error)`` on one line and exits with ``exit_code``.
+    """Base of the family. The command line prints one line and exits with ``exit_code``.
+
+    With ``values`` the message is a template for :meth:`str.format`; those that are an :class:`Argument` are spelled by
+    whoever shows the error.
 
     Attributes:
         exit_code: Process exit status for a user mistake.
     """
 
     exit_code = 2
+
+    def __init__(self, message: str, *values: object) -> None:
+        super().__init__(message, *values)
+
+    def __str__(self) -> str:
+        return self.spelled(str)
+
+    def spelled(self, spell: Callable[[Argument], str]) -> str:
+        """The message with each argument written as ``spell`` says."""
+        message, *values = self.args
+        if not values:
+            return str(message)
+        return str(message).format(*(spell(one) if isinstance(one, Argument) else one for one in values))
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
@@ -73,7 +94,7 @@ class UnknownModelError(_UnknownNameError):
     """No preset of that name."""
 
     kind = "model"
-    advice = "or pass --config path/to/config.json, or --module package.module:factory"
+    advice = "or give the path of a config.json, or package.module:factory"
 
 
 class UnknownPatternError(_UnknownNameError):
@@ -123,6 +144,19 @@ class CaptureError(FuseplanError):
 
 class PlanError(FuseplanError):
     """A plan that is missing, or that does not fit the model, device or shapes it is used with."""
+
+
+@contextmanager
+def one_family() -> Iterator[None]:
+    """Errors of our other packages, raised inside, come out as a :class:`FuseplanError`."""
+    try:
+        yield
+    except FuseplanError:
+        raise
+    except Exception as error:
+        if not type(error).__module__.startswith("fuseplan."):
+            raise
+        raise FuseplanError(str(error)) from error
 
 
 class NotLowerable(Exception):

@@ -14,7 +14,7 @@ from torch import nn
 
 from fuseplan.planner.api.device import Kind
 from fuseplan.planner.api.progress import SILENT, Progress
-from fuseplan.planner.errors import ConfigError, DeviceError, ShapeError, UnknownPatternError
+from fuseplan.planner.errors import Argument, ConfigError, DeviceError, ShapeError, UnknownPatternError
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.models.build import twin
 from fuseplan.planner.models.sources import ModelSource, find_source, source_of, workloads_for
@@ -96,13 +96,12 @@ def of_pattern(kind: Kind, name: str, shape: str | None, dtype: str | None) -> A
         raise UnknownPatternError(name, PATTERNS)
     if shape is None:
         found = LISTING[name]
-        raise ShapeError(f"--pattern {name} needs --shape ({found.dims}), such as --shape {found.example}")
+        raise ShapeError("{} {} needs {} ({}), such as {} {}", Argument("pattern"), name, Argument("shape"), found.dims,
+                         Argument("shape"), found.example)
     needed = sum(spec.nbytes() for spec in inputs_of(name, shape, full_dtype_name(dtype))[2].values())
     if needed > (there := memory_bytes(kind)):
-        raise ShapeError(
-            f"--shape {shape}: the inputs of {name} take {needed / 2**30:,.0f} GiB, and this device has "
-            f"{there / 2**30:,.0f} GiB; give a smaller one"
-        )
+        raise ShapeError("{} {}: the inputs of {} take {:,.0f} GiB, and this device has {:,.0f} GiB; give a smaller "
+                         "one", Argument("shape"), shape, name, needed / 2**30, there / 2**30)
     return Asked(f"pattern {name}", kind, pattern=((shape, pattern_graph(name, shape, full_dtype_name(dtype))),))
 
 
@@ -181,9 +180,10 @@ def plan_settings(kind: Kind, numerics: str, regime: str) -> PlanSettings:
     """
     for name, value, known in (("numerics", numerics, ("fp32", "eager")), ("regime", regime, ("eager", "graph"))):
         if value not in known:
-            raise ConfigError(f"--{name} {value!r} is not one of {', '.join(known)}")
+            raise ConfigError("{} {!r} is not one of {}", Argument(name), value, ", ".join(known))
     if kind == "cpu" and regime == "graph":
-        raise DeviceError("--regime graph needs CUDA graphs, which a CPU does not have; leave it out on the CPU")
+        raise DeviceError("{} graph needs CUDA graphs, which a CPU does not have; leave it out on the CPU",
+                          Argument("regime"))
     return PlanSettings(numerics=numerics, regime=regime)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from fuseplan.planner.errors import DeviceError
+from fuseplan.planner.errors import Argument, DeviceError
 
 Kind: TypeAlias = Literal["cpu", "cuda"]
 
@@ -12,7 +12,7 @@ Kind: TypeAlias = Literal["cpu", "cuda"]
 def device_kind(device: str) -> Kind:
     """``"cpu"`` or ``"cuda"``, with ``"auto"`` resolved; DeviceError where PyTorch sees no GPU that is asked for."""
     if device not in ("auto", "cpu", "cuda"):
-        raise DeviceError(f"--device {device!r} is not one of auto, cpu, cuda")
+        raise DeviceError("{} {!r} is not one of auto, cpu, cuda", Argument("device"), device)
     if device == "cpu":
         return "cpu"
     import torch
@@ -22,4 +22,5 @@ def device_kind(device: str) -> Kind:
     if device == "auto":
         return "cpu"
     built = "" if torch.version.cuda else f"; torch {torch.__version__} is built without CUDA"
-    raise DeviceError(f"--device cuda: PyTorch sees no CUDA GPU{built}; use --device cpu, or check with nvidia-smi")
+    raise DeviceError("{} cuda: PyTorch sees no CUDA GPU{}; use {} cpu, or check with nvidia-smi",
+                      Argument("device"), built, Argument("device"))

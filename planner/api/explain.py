@@ -15,8 +15,7 @@ from fuseplan.planner.api.asked import Asked, Batches, ModelLike, Prefills, aske
 from fuseplan.planner.api.device import device_kind
 from fuseplan.planner.api.progress import SILENT, Progress
 from fuseplan.planner.api.sources import KernelSource, kernel_sources
-from fuseplan.planner.api.words import in_python, python_words
-from fuseplan.planner.errors import ConfigError, nearest
+from fuseplan.planner.errors import ConfigError, nearest, one_family
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.places import region_paths
 from fuseplan.planner.module_paths import group_place
@@ -93,7 +92,7 @@ class Explained:
         yield from side_by_side(self.planned)
 
     def __str__(self) -> str:
-        return "\n".join(in_python(plain(line)) for line in self.lines())
+        return "\n".join(plain(line) for line in self.lines())
 
     def _repr_html_(self) -> str:
         groups = self.groups.sort_values("time_us", ascending=False, key=lambda times: times * self.groups["uses"])
@@ -118,7 +117,7 @@ def explain(
     Raises:
         FuseplanError: The arguments cannot be used, or the model cannot be captured.
     """
-    with python_words():
+    with one_family():
         kind = device_kind(device)
         asked = asked_for(
             kind, model, inputs, pattern=pattern, shape=shape, decode=decode, kv_len=kv_len, prefill=prefill,

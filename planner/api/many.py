@@ -25,7 +25,6 @@ from fuseplan.planner.api.tune_job import (
     distinct_regions,
     manifest_job,
 )
-from fuseplan.planner.api.words import in_python
 from fuseplan.planner.errors import PlanError
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.models.manifest import read_manifest
@@ -99,7 +98,7 @@ class TunedMany:
 
     def __str__(self) -> str:
         said = (*self.lines(), *self.step_lines(), *(f"warning: {one}" for one in self.warnings))
-        return "\n".join(in_python(plain(line)) for line in said)
+        return "\n".join(plain(line) for line in said)
 
     def step_lines(self) -> Iterator[str]:
         """In words: the step of each workload that was timed as a whole."""

@@ -18,8 +18,7 @@ from fuseplan.planner.api.asked import plan_settings
 from fuseplan.planner.api.device import Kind, device_kind
 from fuseplan.planner.api.job import HowToTune, complaints, keep_summary, outcome, ready
 from fuseplan.planner.api.progress import SILENT, Progress
-from fuseplan.planner.api.words import in_python, python_words
-from fuseplan.planner.errors import FuseplanError
+from fuseplan.planner.errors import FuseplanError, one_family
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.reports.frames import misses_frame
 from fuseplan.planner.tuning import misses as logged
@@ -78,13 +77,13 @@ class TunedMisses:
         yield from self.words
         waiting = int((self.left["tunable"] == "yes").sum())
         if waiting:
-            yield f"{waiting} misses can be tuned still; `plan tune --misses --most {self.most}` goes on"
+            yield f"{waiting} misses can be tuned still; the same again tunes {self.most} more at most"
         if others := len(self.left) - waiting:
             yield f"{others} misses cannot be tuned by themselves; `plan db misses` says why"
 
     def __str__(self) -> str:
         return "\n".join(
-            in_python(plain(line)) for line in (*self.lines(), *(f"warning: {one}" for one in self.warnings)))
+            plain(line) for line in (*self.lines(), *(f"warning: {one}" for one in self.warnings)))
 
     def _repr_html_(self) -> str:
         columns = ("label", "count", "place", "outcome", "unfused_us", "planned_us")
@@ -107,7 +106,7 @@ def misses(
     Raises:
         FuseplanError: The database cannot be read, or there is no such device.
     """
-    with python_words():
+    with one_family():
         return listed(db, device_kind(device), device_key)
 
 

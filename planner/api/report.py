@@ -12,8 +12,7 @@ import pandas as pd
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.api.answer import first_screen
 from fuseplan.planner.api.device import device_kind
-from fuseplan.planner.api.words import in_python, python_words
-from fuseplan.planner.errors import PlanError
+from fuseplan.planner.errors import Argument, PlanError, one_family
 from fuseplan.planner.models.sources import ALIASES
 from fuseplan.planner.reports import accuracy, against, frames, step_words, steps
 from fuseplan.planner.reports.frames import ReportData, load_report
@@ -120,7 +119,7 @@ class Report:
         return target
 
     def __str__(self) -> str:
-        return "\n".join(in_python(plain(line)) for line in self.lines())
+        return "\n".join(plain(line) for line in self.lines())
 
     def _repr_html_(self) -> str:
         title = f"{self.data.model or 'everything tuned'} on {self.data.device}"
@@ -150,7 +149,7 @@ def report(
     Raises:
         FuseplanError: Nothing is stored for this device or model, or a database cannot be read.
     """
-    with python_words():
+    with one_family():
         return load(db, device, device_key, model, regime, against)
 
 
@@ -165,7 +164,7 @@ def load(
     try:
         return Report(data, load_data(against, device, device_key, model, regime))
     except PlanError as error:
-        raise PlanError(f"--against {plain(str(against))}: {error}") from None
+        raise PlanError("{} {}: {}", Argument("against"), plain(str(against)), error) from None
 
 
 def load_data(
@@ -197,4 +196,5 @@ def _named(words: str, stored: Iterable[str]) -> str:
     if len(found) == 1:
         return found[0]
     which = "several devices have that in their names" if found else "no device with records has that in its name"
-    raise PlanError(f"--device {plain(words)}: {which}; there are {', '.join(found or known) or 'none'}")
+    there = ", ".join(found or known) or "none"
+    raise PlanError("{} {}: {}; there are {}", Argument("device"), plain(words), which, there)

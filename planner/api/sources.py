@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from fuseplan.planner.errors import ConfigError, nearest
+from fuseplan.planner.errors import Argument, ConfigError, nearest
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.places import region_paths
 from fuseplan.planner.implementations.subject import group_subject
@@ -91,5 +91,6 @@ def called(kernels: Sequence[KernelSource], wanted: str) -> list[KernelSource]:
     if not chosen:
         labels = list(dict.fromkeys(one.label for one in kernels))
         close = nearest(wanted, labels) or labels[:3]
-        raise ConfigError(f"--source {wanted!r}: no generated kernel is called so; try {', '.join(close)}, or all")
+        raise ConfigError("{} {!r}: no generated kernel is called so; try {}, or all", Argument("source"), wanted,
+                          ", ".join(close))
     return chosen

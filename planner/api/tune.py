@@ -20,8 +20,7 @@ from fuseplan.planner.api.many import TunedMany, tune_manifest
 from fuseplan.planner.api.misses import TunedMisses, tune_misses
 from fuseplan.planner.api.progress import SILENT, Progress
 from fuseplan.planner.api.report import Report
-from fuseplan.planner.api.words import in_python, python_words
-from fuseplan.planner.errors import ConfigError, PlanError
+from fuseplan.planner.errors import ConfigError, PlanError, one_family
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.reports import frames, step_words
 from fuseplan.planner.tuning.graph_stream import GraphStream
@@ -90,7 +89,7 @@ class Tuned(Report):
 
     def __str__(self) -> str:
         return "\n".join(
-            in_python(plain(line)) for line in (*self.lines(), *(f"warning: {one}" for one in self.warnings)))
+            plain(line) for line in (*self.lines(), *(f"warning: {one}" for one in self.warnings)))
 
     def _repr_html_(self) -> str:
         lines = [outcome(self.result)] if self.result is not None and self.result.distinct() else []
@@ -174,7 +173,7 @@ def tune(
         FuseplanError: The arguments cannot be used, the model cannot be captured, the machine fails, or nothing of it
             could be planned. What was finished is stored.
     """
-    with python_words():
+    with one_family():
         kind, told = device_kind(device), progress if progress is not None else SILENT
         how = HowToTune(trials, seconds, seed, shipped, again, study, job_limit)
         if (trials is not None and trials < 1) or not seconds > 0 or most < 1:

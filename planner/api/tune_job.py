@@ -6,7 +6,6 @@ A :class:`TuneJob` says what is wanted and touches nothing. :func:`captured_mode
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -202,9 +201,8 @@ def _job_model(one: ManifestModel, kind: Kind) -> JobModel:
                 sizes_text("decode", one.decode), one.kv_len, sizes_text("prefill", one.prefill), one.calls,
                 one.pack_weights,
             )
-    except FuseplanError as error:  # it speaks of options, which are keys here
-        words = re.sub(r"--([a-z][a-z-]*)", lambda found: found[1].replace("-", "_"), str(error))
-        raise ConfigError(f"{one.where}: {words}") from None
+    except FuseplanError as error:
+        raise ConfigError(f"{one.where}: {error}") from None
     return JobModel(replace(asked, label=one.name or asked.label), settings)
 
 

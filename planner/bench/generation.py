@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fuseplan.planner.errors import ConfigError
+from fuseplan.planner.errors import Argument, ConfigError
 from fuseplan.planner.models.sources import ModelSource, generates, hf_config, quiet
 from fuseplan.planner.models.workload import fits
 from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS, PeerError
@@ -43,13 +43,12 @@ def check_sizes(source: ModelSource, sizes: Sizes) -> None:
     """ConfigError where ``generate()`` cannot be asked for this: too long for the model, or no decoder at all."""
     if not generates(source):
         raise ConfigError(f"{source.label} is no decoder that generates tokens by itself; name a causal language model")
-    fits(sizes.batch * (sizes.prompt + sizes.new), "--batch, --prompt and --new-tokens", sizes.label)
+    fits(sizes.batch * (sizes.prompt + sizes.new), "batch x (prompt + new tokens)", sizes.label)
     longest = getattr(hf_config(source).get_text_config(decoder=True), "max_position_embeddings", None)
     # Positions beyond would be indices outside a table, which end all work on a GPU.
     if isinstance(longest, int) and sizes.kv_len > longest:
-        raise ConfigError(
-            f"--prompt {sizes.prompt} and --new-tokens {sizes.new}: {source.label} has only {longest} positions"
-        )
+        raise ConfigError("{} {} and {} {}: {} has only {} positions", Argument("prompt"), sizes.prompt,
+                          Argument("new_tokens"), sizes.new, source.label, longest)
 
 
 def contestants(device_type: str) -> tuple[str, ...]:

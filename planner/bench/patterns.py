@@ -12,7 +12,7 @@ import torch
 
 from fuseplan.planner.bench.case import operand_sets, plan_case, plan_facts, plan_note, predicted_us, reference_outputs
 from fuseplan.planner.bench.rows import BenchRow, Race, bench_frame, failure
-from fuseplan.planner.errors import ConfigError
+from fuseplan.planner.errors import Argument, ConfigError
 from fuseplan.planner.patterns.cells import Cell
 from fuseplan.planner.peers.contestant import EAGER, OURS, Case, Contestant, PeerError
 from fuseplan.planner.peers.peers import PEERS, fused
@@ -190,7 +190,8 @@ def _read(path: Path) -> pd.DataFrame:
     try:
         frame = pd.read_csv(path, keep_default_na=False, na_values={name: [""] for name in numbers}, dtype=types)
     except (ValueError, pd.errors.EmptyDataError) as error:  # a ParserError and a UnicodeDecodeError are ValueErrors
-        raise ConfigError(f"--resume: {path} is no result file ({error}); leave --resume out to replace it") from None
+        raise ConfigError("{}: {} is no result file ({}); leave it out to replace it", Argument("resume"), path,
+                          error) from None
     if list(frame.columns) != list(kinds):
-        raise ConfigError(f"--resume: {path} has other columns than this version writes; leave --resume out")
+        raise ConfigError("{}: {} has other columns than this version writes; leave it out", Argument("resume"), path)
     return frame

@@ -18,6 +18,7 @@ from typer._completion_classes import completion_init
 
 from fuseplan.planner.cli import completion, database, device, env, explain, fleet, report, tune
 from fuseplan.planner.cli.bench import command as bench
+from fuseplan.planner.errors import FuseplanError
 from fuseplan.search.errors import MachineFailureError, NothingCompilesError, plain
 
 #: Exit statuses after Ctrl-C, after SIGTERM, and where nobody reads the output any more, as shells have them.
@@ -120,10 +121,20 @@ def describe(error: BaseException) -> tuple[str, int]:
         return _one_line(message), 2
     if families & _FAMILIES:
         # No mistake in the command: the machine fails it.
-        return _one_line(str(error)), 1 if isinstance(error, (MachineFailureError, NothingCompilesError)) else 2
+        message = error.spelled(_option) if isinstance(error, FuseplanError) else str(error)
+        return _one_line(message), 1 if isinstance(error, (MachineFailureError, NothingCompilesError)) else 2
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}", 2
     return f"{type(error).__name__}: {_one_line(str(error))} (add --debug for the traceback)", 1
+
+
+def _option(argument: str) -> str:
+    """How the command line writes an argument.
+
+    >>> _option("kv_len")
+    '--kv-len'
+    """
+    return f"--{argument.replace('_', '-')}"
 
 
 def _one_line(text: str) -> str:

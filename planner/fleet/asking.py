@@ -18,7 +18,7 @@ from fuseplan.planner.api.device import Kind, device_kind
 from fuseplan.planner.api.job import HowToTune, doubts, keep_summary
 from fuseplan.planner.api.progress import SILENT, Progress
 from fuseplan.planner.api.tune import Tuned, tuned
-from fuseplan.planner.errors import ConfigError, DeviceError
+from fuseplan.planner.errors import Argument, ConfigError, DeviceError
 from fuseplan.planner.fleet import received, work
 from fuseplan.planner.fleet.cluster import LOCAL, connected, device_workers, scheduler_client, workers_of
 from fuseplan.planner.fleet.terms import Terms, WorkerDevice
@@ -58,7 +58,8 @@ def shared_location(db: str | Path | None) -> tuple[str, str]:
     if file is not None:
         return str(file.absolute()), str(file.absolute())
     if url.get_backend_name() == "sqlite":
-        raise ConfigError(f"{location_name(url)} is of one process alone; give a fleet a file or a server with --db")
+        raise ConfigError("{} {} is of one process alone; give a fleet a file or a server", Argument("db"),
+                          location_name(url))
     return url.render_as_string(hide_password=False), ""
 
 
@@ -168,9 +169,8 @@ def _devices(client: Client, kind: Kind, file: str, progress: Progress) -> tuple
     found = described(client, kind, file)
     blind = sorted({one.host for one in found if not one.sees_database})
     if blind:
-        raise ConfigError(
-            f"{file} is not there on {', '.join(blind)}; give --db a file on a disk that all hosts share, or a server"
-        )
+        raise ConfigError("{} {} is not there on {}; give a file on a disk that all hosts share, or a server",
+                          Argument("db"), file, ", ".join(blind))
     ours = Versions.current("cpu")
     try:  # by a function that it has in any case
         client.run_on_scheduler(metadata.version, "fuseplan")
@@ -184,5 +184,5 @@ def _devices(client: Client, kind: Kind, file: str, progress: Progress) -> tuple
                 raise ConfigError(f"the worker on {one.host} has {name} {getattr(one.versions, name)}, and here is "
                                   f"{getattr(ours, name)}; install the same on all hosts")
     if file and {one.host for one in found} != {socket.gethostname()}:
-        progress.note(f"{file} is a file that several hosts write; a server is safer: --db postgresql://...")
+        progress.note(f"{file} is a file that several hosts write; a server is safer: postgresql://...")
     return tuple({one.device: one for one in found}.values())

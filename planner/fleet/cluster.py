@@ -15,7 +15,7 @@ from typing import Any
 import dask
 from distributed import Client, Nanny, Scheduler, SpecCluster
 
-from fuseplan.planner.errors import DeviceError
+from fuseplan.planner.errors import Argument, DeviceError
 from fuseplan.planner.fleet.security import is_open, own_security, security_for
 from fuseplan.planner.fleet.terms import capturing, device_of, unit
 from fuseplan.search.workers.worker import usable_cores
@@ -110,10 +110,8 @@ def scheduler_client(address: str) -> Client:
         client = Client(address, timeout=_CONNECT_S, security=security)
     except (OSError, ValueError, TimeoutError):
         keys = " that takes these certificates" if address.startswith("tls://") else " without TLS"
-        raise DeviceError(
-            f"--workers {address}: no scheduler answers there{keys}; start one with `dask scheduler`, or give "
-            "--workers local"
-        ) from None
+        raise DeviceError("{} {}: no scheduler answers there{}; start one with `dask scheduler`, or give local",
+                          Argument("workers"), address, keys) from None
     if is_open(address):
         warnings.warn(f"{address} has no key: whoever reaches that port, or a worker's, can run code there; "
                       "docs/fleet.md says how to use TLS and a firewall", stacklevel=1)
@@ -127,10 +125,8 @@ def _wait(client: Client, workers: str, kind: str) -> None:
         known = len(workers_of(client))
         if time.monotonic() > end or (workers != LOCAL and known):
             others = f"none of its {known} workers owns" if known else "it has no worker that owns"
-            raise DeviceError(
-                f"--workers {workers}: {others} a device of type {kind}; start one on each host with "
-                f"`plan fleet worker {workers}`"
-            )
+            raise DeviceError("{} {}: {} a device of type {}; start one on each host with `plan fleet worker {}`",
+                              Argument("workers"), workers, others, kind, workers)
         time.sleep(0.1)
 
 
@@ -184,7 +180,7 @@ def visible_gpus() -> list[str]:
 
     count = torch.cuda.device_count()
     if not count:
-        raise DeviceError("PyTorch sees no CUDA GPU on this host; use --device cpu, or check with nvidia-smi")
+        raise DeviceError("PyTorch sees no CUDA GPU on this host; use the CPU, or check with nvidia-smi")
     # What the variable says here, as PyTorch reads it: numbers, or names where it has names; all numbers without it.
     return list(map(str, torch.cuda._parse_visible_devices()[:count]))
 

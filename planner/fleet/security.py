@@ -15,13 +15,13 @@ from distributed import Client, Security
 from distributed.comm.addressing import get_address_host, unparse_host_port
 from distributed.utils import get_ip_interface
 
-from fuseplan.planner.errors import ConfigError
+from fuseplan.planner.errors import Argument, ConfigError
 
 #: Dask's settings for each option: those of who asks, and of workers.
 _SETTINGS = {
-    "--tls-ca": ("distributed.comm.tls.ca-file",),
-    "--tls-cert": ("distributed.comm.tls.client.cert", "distributed.comm.tls.worker.cert"),
-    "--tls-key": ("distributed.comm.tls.client.key", "distributed.comm.tls.worker.key"),
+    Argument("tls_ca"): ("distributed.comm.tls.ca-file",),
+    Argument("tls_cert"): ("distributed.comm.tls.client.cert", "distributed.comm.tls.worker.cert"),
+    Argument("tls_key"): ("distributed.comm.tls.client.key", "distributed.comm.tls.worker.key"),
 }
 
 
@@ -44,27 +44,29 @@ def tls_files(ca: Path | None, cert: Path | None, key: Path | None) -> Iterator[
         yield
 
 
-def _refuse(files: Mapping[str, str]) -> None:
-    for option in ("--tls-ca", "--tls-cert"):
+def _refuse(files: Mapping[Argument, str]) -> None:
+    ca, cert, key = _SETTINGS
+    for option in (ca, cert):
         if option not in files:
-            raise ConfigError(f"{' and '.join(files)} cannot be used without {option}; give it, too")
+            raise ConfigError(f"{' and '.join('{}' for _ in files)} cannot be used without {{}}; give it, too",
+                              *files, option)
     for option, file in files.items():
         try:
             with Path(file).open("rb"):
                 pass
-            if option != "--tls-key":
+            if option != key:
                 ssl.create_default_context(cafile=file)
         except ssl.SSLError:
-            raise ConfigError(f"{option} {file}: the file holds no certificate in PEM form") from None
+            raise ConfigError("{} {}: the file holds no certificate in PEM form", option, file) from None
         except OSError as error:
-            raise ConfigError(f"{option} {file}: {error.strerror}") from None
-    option = "--tls-key" if "--tls-key" in files else "--tls-cert"
+            raise ConfigError("{} {}: {}", option, file, error.strerror) from None
+    option = key if key in files else cert
     try:  # an encrypted key would ask for its password at the terminal
-        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(files["--tls-cert"], files[option], password="")
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(files[cert], files[option], password="")
     except (ssl.SSLError, OSError, ValueError):
-        also = "" if option == "--tls-key" else "; give the key with --tls-key"
-        raise ConfigError(f"{option} {files[option]}: the file holds no private key without a password that belongs to "
-                          f"the certificate of --tls-cert{also}") from None
+        also = "" if option == key else "; give the key with {}"
+        raise ConfigError("{} {}: the file holds no private key without a password that belongs to the certificate of "
+                          f"{{}}{also}", option, files[option], cert, key) from None
 
 
 def security_for(address: str) -> Security:
@@ -76,11 +78,11 @@ def security_for(address: str) -> Security:
     found: Any = Security()
     encrypted = address.startswith("tls://")
     if found.require_encryption and not encrypted:
-        raise ConfigError(f"{address} is not encrypted; --tls-ca, --tls-cert and --tls-key, and Dask's setting "
-                          "require-encryption, go with an address that begins with tls://")
+        raise ConfigError("{} is not encrypted; {}, {} and {}, and Dask's setting require-encryption, go with an "
+                          "address that begins with tls://", address, *_SETTINGS)
     if encrypted:
         if not (found.tls_ca_file and found.tls_client_cert and found.tls_worker_cert):
-            raise ConfigError(f"{address} needs --tls-ca, --tls-cert and --tls-key, or Dask's settings for TLS")
+            raise ConfigError("{} needs {}, {} and {}, or Dask's settings for TLS", address, *_SETTINGS)
         try:
             for role in ("client", "worker"):
                 found.get_connection_args(role)
@@ -100,8 +102,8 @@ def own_security() -> Security:
         made: Security = Security.temporary()
         return made
     except ImportError:
-        raise ConfigError(
-            "--workers local needs cryptography; install it with: pip install 'fuseplan[fleet]'") from None
+        raise ConfigError("{} local needs cryptography; install it with: pip install 'fuseplan[fleet]'",
+                          Argument("workers")) from None
 
 
 def is_open(address: str) -> bool:
@@ -123,9 +125,9 @@ def listening_host(client: Client, host: str | None, interface: str | None) -> s
         ConfigError: The host or the network interface is none of this machine.
     """
     if host is not None and interface is not None:
-        raise ConfigError("--host and --interface both say where to listen; leave one out")
+        raise ConfigError("{} and {} both say where to listen; leave one out", Argument("host"), Argument("interface"))
     try:
-        option, given = ("--interface", interface) if interface is not None else ("--host", host)
+        option, given = ("interface", interface) if interface is not None else ("host", host)
         host = get_ip_interface(interface) if interface is not None else host
         comm: Any = client.scheduler_comm
         host = host if host is not None else get_address_host(comm.comm.local_address)
@@ -133,5 +135,6 @@ def listening_host(client: Client, host: str | None, interface: str | None) -> s
         with closing(socket.socket(family, socket.SOCK_STREAM)) as trial:
             trial.bind(place)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{option} {given}: no address of this machine to listen on ({error})") from None
+        raise ConfigError("{} {}: no address of this machine to listen on ({})", Argument(option), given,
+                          error) from None
     return str(unparse_host_port(host))

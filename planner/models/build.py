@@ -20,7 +20,7 @@ from torch.nn import init
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from fuseplan.planner.errors import ConfigError, FuseplanError, in_words
+from fuseplan.planner.errors import Argument, ConfigError, FuseplanError, in_words
 from fuseplan.planner.models.sources import ModelSource, generates, hf_config, quiet
 from fuseplan.planner.models.workload import Workload
 
@@ -97,7 +97,8 @@ class Model:
         if name == "input_features":
             frames = 2 * config.max_source_positions
             return torch.randn(workload.batch, config.num_mel_bins, frames, device=device, dtype=dtype)
-        raise ConfigError(f"{config.model_type} reads {name}; pass it with example inputs of its own, with --module")
+        raise ConfigError("{} reads {}; pass it with example inputs of its own, with {}", config.model_type, name,
+                          Argument("module"))
 
     def _half_full_cache(self, workload: Workload, ids: torch.Tensor, takes: Collection[str]) -> dict[str, Any]:
         """The cache, zeros, by the name of its argument: a static one where the model takes one, else what it keeps."""
@@ -114,7 +115,8 @@ class Model:
         with torch.no_grad():
             outputs = call(input_ids=ids, use_cache=True, **given)
         if (name := cache_name(outputs)) is None:
-            raise ConfigError(f"{self.config.model_type} keeps no cache, so it has no decode; give --prefill only")
+            raise ConfigError("{} keeps no cache, so it has no decode; give {} only", self.config.model_type,
+                              Argument("prefill"))
         cache = outputs[name]
         cache.reset()
         rewind({name: cache}, workload)
@@ -207,27 +209,30 @@ def _fill(module: nn.Module, std: float = 0.02, seed: int = 0) -> None:
 
 
 @contextmanager
-def foreign_code(what: str) -> Iterator[None]:
-    """Around a user's own code: whatever it raises, also to leave the process, is one :class:`ConfigError`."""
+def foreign_code(what: str, *values: object) -> Iterator[None]:
+    """Around a user's own code: whatever it raises, also to leave the process, is one :class:`ConfigError`.
+
+    ``what`` and ``values`` begin its message.
+    """
     try:
         yield
     except (KeyboardInterrupt, FuseplanError):
         raise
     except SystemExit as error:
-        raise ConfigError(f"{what}: it ends the process with {error.code!r:.60}") from error
+        raise ConfigError(f"{what}: it ends the process with {{:.60}}", *values, repr(error.code)) from error
     except BaseException as error:
-        raise ConfigError(f"{what}: {in_words(error)}") from error
+        raise ConfigError(f"{what}: {{}}", *values, in_words(error)) from error
 
 
 def _from_factory(name: str) -> Any:
     path, _, attribute = name.partition(":")
     if not re.fullmatch(r"\w+(\.\w+)*:\w+", name):
-        raise ConfigError(f"--module {name!r}: write it as package.module:factory")
-    with foreign_code(f"--module {name}: importing it failed"):
+        raise ConfigError("{} {!r}: write it as package.module:factory", Argument("module"), name)
+    with foreign_code("{} {}: importing it failed", Argument("module"), name):
         if "" not in sys.path and str(Path.cwd()) not in sys.path:
             sys.path.insert(0, str(Path.cwd()))  # as `python -m` does; a script's path begins with its own folder
         factory = getattr(importlib.import_module(path), attribute)
-    with foreign_code(f"--module {name}: the factory failed"):
+    with foreign_code("{} {}: the factory failed", Argument("module"), name):
         return factory()
 
 
@@ -235,7 +240,7 @@ def twin(module: nn.Module) -> nn.Module:
     """The same module out of copies that share its tensors: what is done to its modules leaves the user's alone."""
     held = {id(value): value for one in module.modules() for each in (one._parameters, one._buffers, vars(one))
             for value in each.values() if isinstance(value, torch.Tensor)}
-    with foreign_code(f"{type(module).__name__} cannot be copied"):
+    with foreign_code("{} cannot be copied", type(module).__name__):
         return copy.deepcopy(module, dict(held))
 
 
@@ -248,7 +253,7 @@ def load_module(source: ModelSource) -> Model:
     """
     made = source.made() if source.made is not None else _from_factory(source.name)
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-        raise ConfigError(f"--module {source.name}: the factory must return (nn.Module, example inputs)")
+        raise ConfigError("{} {}: the factory must return (nn.Module, example inputs)", Argument("module"), source.name)
     module, inputs = made
     if source.dtype is not None:
         dtype = getattr(torch, source.dtype)

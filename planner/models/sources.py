@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from fuseplan.planner.errors import ConfigError, UnknownModelError, in_words, nearest
+from fuseplan.planner.errors import Argument, ConfigError, UnknownModelError, in_words, nearest
 from fuseplan.planner.models.workload import LARGEST, Workload, parse_workloads, with_calls
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -81,20 +81,20 @@ def find_source(
     model: str | None = None, config: str | Path | None = None, module: str | None = None, device_type: str = "cpu",
     dtype: str | None = None, layers: int | None = None,
 ) -> ModelSource:
-    """The source that the command line's flags name; ``--model llama`` without any.
+    """The source that one of ``model``, ``config`` and ``module`` names; the preset ``llama`` without any.
 
     UnknownModelError where no preset has that name, ConfigError for other mistakes.
     """
     if sum(flag is not None for flag in (model, config, module)) > 1:
-        raise ConfigError("give one of --model, --config and --module, not several")
+        raise ConfigError("give one of {}, {} and {}, not several", *map(Argument, ("model", "config", "module")))
     if layers is not None and layers < 1:
-        raise ConfigError(f"--layers {layers}: a model has at least one layer")
+        raise ConfigError("{} {}: a model has at least one layer", Argument("layers"), layers)
     if dtype is not None and dtype not in _DTYPES:
-        raise ConfigError(f"--dtype {dtype!r} is not one of bfloat16, float16, float32")
+        raise ConfigError("{} {!r} is not one of bfloat16, float16, float32", Argument("dtype"), dtype)
     name = _DTYPES[dtype] if dtype else None
     if module is not None:
         if layers is not None:
-            raise ConfigError("--layers needs a config; --module brings its own layers")
+            raise ConfigError("{} needs a config; {} brings its own layers", Argument("layers"), Argument("module"))
         return ModelSource("module", module, dtype=name)
     if config is not None:
         return source_of(_read_config(Path(config)), str(config), name, layers)
@@ -116,7 +116,8 @@ def source_of(entries: Any, name: str, dtype: str | None = None, layers: int | N
     given = str(entries.get("dtype") or entries.get("torch_dtype") or "auto")
     dtype = dtype or {**_DTYPES, "auto": "bfloat16"}.get(given.removeprefix("torch."))
     if dtype is None:
-        raise ConfigError(f"config {name}: dtype {given[:40]!r} cannot be planned; give --dtype bfloat16")
+        raise ConfigError("config {}: dtype {!r} cannot be planned; give {} bfloat16", name, given[:40],
+                          Argument("dtype"))
     return ModelSource("config", name, json.dumps(entries, sort_keys=True), dtype, layers)
 
 
@@ -185,7 +186,8 @@ def hf_config(source: ModelSource) -> Any:
     if source.layers is not None:
         # Of the (text) config; num_hidden_layers maps to the model's own name for their number.
         if source.layers > text.num_hidden_layers:
-            raise ConfigError(f"--layers {source.layers}: this config describes only {text.num_hidden_layers} layers")
+            raise ConfigError("{} {}: this config describes only {} layers", Argument("layers"), source.layers,
+                              text.num_hidden_layers)
         if getattr(text, "layer_types", None) is not None:
             text.layer_types = text.layer_types[: source.layers]
         text.num_hidden_layers = source.layers
@@ -234,19 +236,21 @@ def workloads_for(
     source: ModelSource, device_type: str, decode_batches: str | None = None, kv_len: int | None = None,
     prefills: str | None = None, calls: bool = False,
 ) -> tuple[Workload, ...]:
-    """The workloads to plan for this model, from flags or defaults (see :func:`parse_workloads`).
+    """The workloads to plan for this model, from arguments or defaults (see :func:`parse_workloads`).
 
     The user's own module has one, its example inputs; an encoder has no decode. With ``calls`` come those that an
     attention mask and ``generate()`` make of the same sizes. Sizes that the model does not take are a ConfigError.
     """
     if source.kind == "module":
         if any(option is not None for option in (decode_batches, kv_len, prefills)):
-            raise ConfigError("--decode, --kv-len and --prefill need a config; --module brings its own example inputs")
+            raise ConfigError("{}, {} and {} need a config; {} brings its own example inputs",
+                              *map(Argument, ("decode", "kv_len", "prefill", "module")))
         return (Workload("forward"),)
     found = parse_workloads(device_type, decode_batches, kv_len, prefills)
     decoder = generates(source)
     if not decoder:
         if decode_batches:
-            raise ConfigError(f"{source.name} does not generate by itself: it has no decode; give --prefill only")
+            raise ConfigError("{} does not generate by itself: it has no decode; give {} only", source.name,
+                              Argument("prefill"))
         found = tuple(workload for workload in found if workload.regime != "decode")
     return with_calls(found, decoder) if calls else found

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from fuseplan.planner.errors import ShapeError
+from fuseplan.planner.errors import Argument, ShapeError
 
 #: decode: one new token per sequence against a static KV cache. prefill: whole sequences, no cache.
 #: forward: the example inputs that the user's own module came with.
@@ -91,9 +91,9 @@ _DEFAULTS = {"cpu": ("1,8", 256, "1x128"), "cuda": ("1,8,16,64", 1024, "512,2048
 def parse_workloads(
     device_type: str, decode_batches: str | None = None, kv_len: int | None = None, prefills: str | None = None
 ) -> tuple[Workload, ...]:
-    """Workloads from flags, decode first: batch sizes (``"1,8"``), and lengths or batch x length (``"512,4x2048"``).
+    """Workloads as text, decode first: batch sizes (``"1,8"``), and lengths or batch x length (``"512,4x2048"``).
 
-    The device's defaults stand in for absent flags. Once either list is given, an absent other list means none of it.
+    The device's defaults stand in for what is absent. Once either list is given, an absent other list means none of it.
     ShapeError where a size is no positive number, or nothing is left to plan.
 
     >>> [workload.label for workload in parse_workloads("cpu", "1,8", 512, "4x128")]
@@ -104,14 +104,14 @@ def parse_workloads(
         decode_batches, prefills = default_decode, default_prefill
     length = default_kv_len if kv_len is None else kv_len
     if length < 2:
-        raise ShapeError(f"--kv-len {length}: the cache must hold at least 2 tokens")
-    fits(length, "--kv-len", str(length))
-    found = [decode(read_size(item, "--decode", "--decode 1,8,32"), length) for item in _items(decode_batches)]
+        raise ShapeError("{} {}: the cache must hold at least 2 tokens", Argument("kv_len"), length)
+    fits(length, Argument("kv_len"), str(length))
+    found = [decode(read_size(item, Argument("decode"), "1,8,32"), length) for item in _items(decode_batches)]
     for item in _items(prefills):
-        sizes = [read_size(size, "--prefill", "--prefill 512,4x2048") for size in item.split("x", 1)]
+        sizes = [read_size(size, Argument("prefill"), "512,4x2048") for size in item.split("x", 1)]
         found.append(prefill(sizes[0] if len(sizes) == 2 else 1, sizes[-1]))
     if not found:
-        raise ShapeError("nothing to plan: give --decode 1,8 or --prefill 4x2048")
+        raise ShapeError("nothing to plan: give {} 1,8 or {} 4x2048", Argument("decode"), Argument("prefill"))
     for workload in found:
         fits(workload.batch * max(workload.seq, workload.kv_len), workload.label, "batch x length")
     return tuple(dict.fromkeys(found))
@@ -128,10 +128,11 @@ LARGEST = 2**31 - 1
 def read_size(text: str, where: str, example: str) -> int:
     """A size from 1 to :data:`LARGEST`; int() would also take signs, underscores and digits of other scripts.
 
-    Other text is a :class:`ShapeError`, which names ``where`` it is given, and an ``example``.
+    Other text is a :class:`ShapeError`, which names ``where`` it is given, an :class:`Argument` or words, and an
+    ``example``.
     """
     if not re.fullmatch(r"0*[1-9][0-9]*", text):
-        raise ShapeError(f"{where}: {text!r} is no positive size; write it like {example}")
+        raise ShapeError("{}: {!r} is no positive size; write it like {}", where, text, example)
     return fits(int(text) if len(text) < 20 else LARGEST + 1, where, text)
 
 
@@ -139,5 +140,5 @@ def fits(size: int, where: str, text: str) -> int:
     """The size, or the number of rows that several make together; :class:`ShapeError` where that is too large."""
     if size > LARGEST:
         shown = text if len(text) <= 40 else f"{text[:37]}..."
-        raise ShapeError(f"{where}: {shown} is more than {LARGEST}, the largest size there is")
+        raise ShapeError("{}: {} is more than {}, the largest size there is", where, shown, LARGEST)
     return size

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from types import MappingProxyType
 
-from fuseplan.planner.errors import ShapeError, UnknownPatternError
+from fuseplan.planner.errors import Argument, ShapeError, UnknownPatternError
 from fuseplan.planner.models.workload import read_size
 from fuseplan.planner.patterns.listing import LISTING
 from fuseplan.planner.patterns.table import PATTERNS, inputs_of
@@ -102,7 +102,8 @@ def _shapes(name: str, rows: Sequence[int], cols: Sequence[int]) -> Iterator[str
     sweep = SWEEPS.get(name, _NORMS if 2 in found.ranks else _HEADS)
     text = next((shape for shape in sweep.shapes if shape.count("x") + 1 in found.ranks), None)
     if text is None:
-        raise ShapeError(f"pattern {name} takes {found.dims}; give --shape, such as --shape {found.example}")
+        raise ShapeError("pattern {} takes {}; give {}, such as {} {}", name, found.dims, Argument("shape"),
+                         Argument("shape"), found.example)
     for width, count in product(cols or sweep.cols, rows or ROWS):
         if count <= sweep.most_rows:
             yield text.format(rows=count, cols=width)
@@ -114,8 +115,8 @@ def cell(name: str, shape: str, dtype: str | None = None) -> Cell:
     return Cell(name, sizes, dtype)
 
 
-def parse_sizes(text: str | None, option: str) -> tuple[int, ...]:
+def parse_sizes(text: str | None, argument: str) -> tuple[int, ...]:
     """``"1,8,32"`` as numbers; () for None, and a :class:`ShapeError` for what is no list of sizes."""
     if text is None:
         return ()
-    return tuple(dict.fromkeys(read_size(part.strip(), option, f"{option} 1,8,32") for part in text.split(",")))
+    return tuple(dict.fromkeys(read_size(part.strip(), Argument(argument), "1,8,32") for part in text.split(",")))

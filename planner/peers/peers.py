@@ -21,7 +21,7 @@ from torch import fx
 
 from fuseplan.kernels.gpu.overlap import plainly
 from fuseplan.planner.dispatch_stats import Tally
-from fuseplan.planner.errors import ConfigError, nearest
+from fuseplan.planner.errors import Argument, ConfigError, nearest
 from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, Case, Contestant, LibraryOp, PeerError
 from fuseplan.planner.peers.libraries import FLASHINFER_OPS, LIGER_OPS
 from fuseplan.planner.runtime.executor import executable
@@ -182,7 +182,7 @@ def peer_names(text: str | None, device_type: str, without: Sequence[str] = ()) 
         for name in sorted(wanted - PEERS.keys()):
             close = nearest(name, PEERS)
             hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(PEERS)}"
-            raise ConfigError(f"--peers: there is no peer {name!r}; {hint}")
+            raise ConfigError("{}: there is no peer {!r}; {}", Argument("peers"), name, hint)
         if not wanted:
-            raise ConfigError(f"--peers is empty; known: {', '.join(PEERS)}")
+            raise ConfigError("{} is empty; known: {}", Argument("peers"), ", ".join(PEERS))
     return tuple(name for name in PEERS if name in wanted and name not in without)

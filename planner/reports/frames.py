@@ -108,9 +108,9 @@ def load_report(
         known = {workload.model for workload in summaries.load_summaries(database, device)}
         close = nearest(model, known)
         hint = f"did you mean {' or '.join(close)}?" if close else f"stored: {', '.join(sorted(known)) or 'none'}"
-        known_here = "; `plan report` without --model shows all that is known of this device" if plans else ""
+        known_here = "; a report without a model shows all that is known of this device" if plans else ""
         raise PlanError(
-            f"nothing is stored for model {model!r} on this device ({hint}); run `plan tune` for it first{known_here}"
+            f"nothing is stored for model {model!r} on this device ({hint}); tune it first{known_here}"
         )
     if not plans and not records:
         raise PlanError(f"the database has no record of device {device}; run `plan tune` first")

@@ -221,7 +221,7 @@ def database_error(error: Exception, engine: sa.Engine) -> DatabaseError:
     if "not a database" in low or "malformed" in low or "corrupt" in low:
         return corrupt(engine, text)
     if any(sign in low for sign in ("readonly", "read-only", "unable to open", "disk is full")):
-        return ReadOnlyDatabaseError(f"{name} cannot be written ({text}); pass a writable file with --db")
+        return ReadOnlyDatabaseError(f"{name} cannot be written ({text}); give a writable database file")
     if "is locked" in low:
         return _busy(name, text)
     return DatabaseError(f"{name}: {text}")

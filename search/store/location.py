@@ -146,11 +146,11 @@ def file_size(file: Path) -> int:
     except (FileNotFoundError, NotADirectoryError):
         return 0
     except (OSError, ValueError) as error:
-        raise DatabaseError(f"database path {_shown(file)} cannot be used ({error}); pass another with --db") from None
+        raise DatabaseError(f"database path {_shown(file)} cannot be used ({error}); give another database") from None
     if stat.S_ISDIR(found.st_mode):
         raise DatabaseError(f"database path {_shown(file)} is a folder; pass a file in it, such as tuning.db")
     if not stat.S_ISREG(found.st_mode):
-        raise DatabaseError(f"database path {_shown(file)} is no regular file; pass another with --db")
+        raise DatabaseError(f"database path {_shown(file)} is no regular file; give another database")
     return found.st_size
 
 
@@ -168,7 +168,7 @@ def check_ours(file: Path, why: str) -> None:
     if not (head.startswith(_MAGIC) and (marked or b"CREATE TABLE fuseplan_meta" in head)):
         raise ForeignDatabaseError(
             f"{_shown(file)} is no database of fuseplan ({why}); it was left as it is: move it away, or pass another "
-            "file with --db"
+            "file as the database"
         )
 
 

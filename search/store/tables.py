@@ -94,7 +94,7 @@ def open_for_writing(url: sa.URL, set_aside: int = _ATTEMPTS, patience_s: float 
             file.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ReadOnlyDatabaseError(
-                f"tuning database {location_name(url)} cannot be written ({error}); pass a writable file with --db"
+                f"tuning database {location_name(url)} cannot be written ({error}); give a writable database file"
             ) from None
         location.file_size(file)
     with location.locked(file):
@@ -149,7 +149,7 @@ def _create_or_upgrade(engine: sa.Engine) -> None:
     if found is not None and found not in migrations.KNOWN:
         raise SchemaVersionError(
             f"{name} was written by a newer fuseplan (its tables are of revision {brief(found)}, this "
-            f"one knows {migrations.KNOWN[-1]}); it was left as it is: use that one, or pass another file with --db"
+            f"one knows {migrations.KNOWN[-1]}); it was left as it is: use that one, or give another database file"
         )
     lite = engine.dialect.name == "sqlite"
     if found is not None and lite:
@@ -196,7 +196,7 @@ def check_schema(engine: sa.Engine) -> str | None:
     if facts is not None and facts.get("schema_version") != str(SCHEMA_VERSION):
         raise SchemaVersionError(
             f"{location_name(engine.url)} has schema version {brief(facts.get('schema_version'))}, this fuseplan reads "
-            f"{SCHEMA_VERSION}; it was left as it is: use the fuseplan that wrote it, or pass another file with --db"
+            f"{SCHEMA_VERSION}; it was left as it is: use the fuseplan that wrote it, or give another database file"
         )
     return None if facts is None else facts.get("", migrations.KNOWN[0])
 
@@ -216,7 +216,7 @@ def _facts(connection: sa.Connection) -> dict[str, str] | None:
         listed = plain(", ".join(sorted(names)[:3]))
         raise ForeignDatabaseError(
             f"{location_name(connection.engine.url)} holds tables of another application ({listed}); "
-            "pass another file with --db"
+            "give another database file"
         )
     return None
 
@@ -229,7 +229,7 @@ def check_columns(connection: sa.Connection, wanted: Iterable[sa.Table] = METADA
         if missing := {column.name for column in table.columns} - there.get(table.name, set()):
             raise ForeignDatabaseError(
                 f"{location_name(connection.engine.url)}: table {table.name} has no {', '.join(sorted(missing))}, so "
-                "this fuseplan did not write it; it was left as it is: pass another file with --db"
+                "this fuseplan did not write it; it was left as it is: give another database file"
             )
 
 

@@ -260,4 +260,4 @@ def too_long(works: Sequence[Work], limit_s: float) -> str:
     """What a message about a job that timed out adds: how much one call does, and what allows more."""
     nbytes, flops = sum(work.dram_bytes for work in works), sum(work.total_flops for work in works)
     size = f"{nbytes / 1e6:.3g} MB and {flops / 1e9:.3g} Gflop a call"
-    return f" ({size}); `plan tune --job-limit {2 * limit_s:.0f}` waits longer"
+    return f" ({size}); a job limit of {2 * limit_s:.0f} s waits longer"

@@ -1,14 +1,16 @@
 import inspect
+import pickle
 
 import pytest
 
 from fuseplan.planner import errors
+from fuseplan.planner.cli.main import describe
 
 
 def family() -> list[type[Exception]]:
     return [
         cls for _, cls in inspect.getmembers(errors, inspect.isclass)
-        if cls.__module__ == errors.__name__ and cls not in (errors.NotLowerable, errors.RefusedError)
+        if cls.__module__ == errors.__name__ and cls not in (errors.Argument, errors.NotLowerable, errors.RefusedError)
     ]
 
 
@@ -39,11 +41,20 @@ def test_unknown_names_suggest_the_nearest(error: errors.FuseplanError, expected
     assert "\n" not in str(error)
 
 
+def test_an_argument_is_spelled_by_whoever_shows_the_error() -> None:
+    """And nothing else of a message is touched: a user's path may look like an option, or have braces."""
+    error = errors.ConfigError("{} {}: no such {}", errors.Argument("kv_len"), "models--org--{name}", "file")
+    for one in (error, pickle.loads(pickle.dumps(error))):
+        assert str(one) == "kv_len models--org--{name}: no such file"
+        assert describe(one) == ("--kv-len models--org--{name}: no such file", 2)
+    assert describe(errors.ConfigError("{} is a path")) == ("{} is a path", 2)
+
+
 def test_unknown_name_far_from_everything_lists_what_exists() -> None:
     message = str(errors.UnknownModelError("zzz", ["llama", "gpt2"]))
     assert "'zzz'" in message
     assert "known: gpt2, llama" in message
-    assert "--config" in message
+    assert "config.json" in message
 
 
 def test_nearest_is_empty_when_nothing_is_close() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -126,6 +127,29 @@ def test_importing_does_no_work() -> None:
     names.remove("fuseplan.search.store.migrations.env")  # a script: Alembic runs it
     optional = {name for name in names if "ninetoothed" in name or "triton" in name or name.endswith("gpu.launch")}
     assert json.loads(run(WATCH, json.dumps([name for name in names if name not in optional]))) == []
+
+
+def spelled_options(path: Path) -> Iterator[str]:
+    """Options in sentences: not in docstrings, in whole commands, or alone, as other programs are given them."""
+    tree = ast.parse(path.read_text())
+    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in alone:
+            for found in re.findall(r"(?<![\w-])--[a-z][a-z-]*", re.sub(r"`plan [^`]*(`|$)", "", node.value)):
+                if found != node.value:
+                    yield f"{path.name}:{node.lineno}: {found}"
+
+
+def test_only_the_command_line_spells_options() -> None:
+    """Elsewhere an error carries its :class:`~fuseplan.planner.errors.Argument`, and words name the thing."""
+    below = [path for path in modules() if ROOT / "planner" / "cli" not in path.parents]
+    assert [found for path in below for found in spelled_options(path)] == []
+
+
+def test_the_check_of_options_sees_what_it_should(tmp_path: Path) -> None:
+    (tmp_path / "sample.py").write_text(
+        '"""With --docs."""\nx = f"--layers {1}: too many"\nrun(["--version"])\nsay("`plan tune --again`, or --db")\n')
+    assert list(spelled_options(tmp_path / "sample.py")) == ["sample.py:2: --layers", "sample.py:4: --db"]
 
 
 def test_no_behaviour_hangs_on_an_environment_variable() -> None:

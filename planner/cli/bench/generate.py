@@ -48,14 +48,14 @@ def sizes_text(sizes: Sequence[Sizes]) -> str:
 def sizes_of(source: ModelSource, batches: str | None, prompt: int | None, new: int | None) -> list[Sizes]:
     """The sizes that the options name; ConfigError where the model cannot be asked for one of them."""
     from fuseplan.planner.bench.generation import Sizes, check_sizes
-    from fuseplan.planner.errors import ConfigError
+    from fuseplan.planner.errors import Argument, ConfigError
     from fuseplan.planner.models.workload import read_size
 
     text = _BATCHES if batches is None else batches
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words:
         raise ConfigError("--batch is empty; write it like --batch 1,16")
-    numbers = dict.fromkeys(read_size(word, "--batch", "--batch 1,16") for word in words)
+    numbers = dict.fromkeys(read_size(word, Argument("batch"), "1,16") for word in words)
     found = [Sizes(number, _PROMPT if prompt is None else prompt, _NEW if new is None else new) for number in numbers]
     for one in found:
         check_sizes(source, one)

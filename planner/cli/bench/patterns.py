@@ -51,7 +51,7 @@ def cells_of(
     from fuseplan.planner.errors import ConfigError
     from fuseplan.planner.patterns.cells import cell, parse_sizes, sweep_cells
 
-    heights, widths = parse_sizes(rows, "--rows"), parse_sizes(cols, "--cols")
+    heights, widths = parse_sizes(rows, "rows"), parse_sizes(cols, "cols")
     if shapes and not patterns:
         raise ConfigError("--shape needs --pattern: the pattern whose shape it is")
     if shapes and (rows or cols):

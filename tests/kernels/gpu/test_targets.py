@@ -93,5 +93,5 @@ def test_an_amd_gpu_is_told_apart_where_pytorch_calls_it_cuda(monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "AMD Instinct MI300X")
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    with pytest.raises(NoDeviceError, match=r"MI300X: .*none has run on one.*--device cpu"):
+    with pytest.raises(NoDeviceError, match=r"MI300X: .*none has run on one.*use the CPU"):
         local_target("cuda")

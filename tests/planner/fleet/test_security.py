@@ -138,8 +138,8 @@ def test_whoever_starts_a_worker_may_say_where_it_listens(
 
 
 @pytest.mark.parametrize(("host", "interface", "words"), [
-    ("192.0.2.1", None, "--host 192.0.2.1"), ("no such host", None, "--host no such host"),
-    (None, "nosuch0", "--interface nosuch0"), ("127.0.0.1", "lo", "leave one out"),
+    ("192.0.2.1", None, "host 192.0.2.1"), ("no such host", None, "host no such host"),
+    (None, "nosuch0", "interface nosuch0"), ("127.0.0.1", "lo", "leave one out"),
 ])
 def test_a_place_that_is_none_of_this_machine_is_named(host: str | None, interface: str | None, words: str) -> None:
     there = SimpleNamespace(scheduler_comm=SimpleNamespace(comm=SimpleNamespace(local_address="tcp://127.0.0.1:1")))

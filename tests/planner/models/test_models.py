@@ -162,7 +162,7 @@ def test_what_transformers_logs_of_a_config_stays_unsaid(tmp_path: Path) -> None
 def test_flags_that_exclude_each_other_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not several"):
         find_source("llama", config=tmp_path)
-    with pytest.raises(ConfigError, match="--layers needs a config"):
+    with pytest.raises(ConfigError, match="layers needs a config"):
         find_source(module="a:b", layers=2)
     with pytest.raises(ConfigError, match="at least one layer"):
         find_source("llama", layers=0)

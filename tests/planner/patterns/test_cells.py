@@ -50,10 +50,10 @@ def test_rows_and_widths_can_be_chosen_and_names_are_checked() -> None:
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=6))
 def test_lists_of_sizes_are_read_back(numbers: list[int]) -> None:
-    assert parse_sizes(", ".join(map(str, numbers)), "--rows") == tuple(dict.fromkeys(numbers))
+    assert parse_sizes(", ".join(map(str, numbers)), "rows") == tuple(dict.fromkeys(numbers))
 
 
 @pytest.mark.parametrize("text", ["", "0", "1,,2", "1x2", "-1", "1.5", "0x8"])
 def test_what_is_no_list_of_sizes_is_a_mistake(text: str) -> None:
-    with pytest.raises(ShapeError, match="--rows"):
-        parse_sizes(text, "--rows")
+    with pytest.raises(ShapeError, match="rows"):
+        parse_sizes(text, "rows")

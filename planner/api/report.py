@@ -172,20 +172,25 @@ def load_data(
     regime: str | None = None
 ) -> ReportData:
     """The stored and the shipped data of this machine's device, or of the one that is named by a part of its key."""
+    if regime not in (None, "eager", "graph"):
+        raise PlanError(f"unknown regime {regime!r}: expected eager or graph")
+    database, key = open_layers(db, device, device_key)
+    # llama stands for a preset of the device's size.
+    name = ALIASES.get(model, {}).get(key.split("-")[0], model) if model is not None else ""
+    return load_report(database, key, stored_spec(database, key), name, regime)
+
+
+def open_layers(db: str | Path | None, device: str, device_key: str | None = None) -> tuple[LayeredDatabase, str]:
+    """The stored and the shipped records of a device, and its key."""
     here = device in ("auto", "cpu", "cuda")
     if device_key is None and not here:
         with Database(db, mode="inspect") as stored:
             device_key = _named(device, stored.devices())
-    kind = device_kind(device) if here else str(device_key).split("-")[0]
-    key = device_key if device_key is not None else current_identity(kind).key()
-    # Which software another machine has is not known here.
-    versions = Versions.current(kind) if device_key is None else None
-    database = LayeredDatabase(Database(db, mode="inspect", versions=versions), shipped_files(key))
-    if regime not in (None, "eager", "graph"):
-        raise PlanError(f"unknown regime {regime!r}: expected eager or graph")
-    # llama stands for a preset of the device's size.
-    name = ALIASES.get(model, {}).get(kind, model) if model is not None else ""
-    return load_report(database, key, stored_spec(database, key), name, regime)
+    if device_key is not None:  # which software another machine has is not known here
+        return LayeredDatabase(Database(db, mode="inspect"), shipped_files(device_key)), device_key
+    kind = device_kind(device)
+    key = current_identity(kind).key()
+    return LayeredDatabase(Database(db, mode="inspect", versions=Versions.current(kind)), shipped_files(key)), key
 
 
 def _named(words: str, stored: Iterable[str]) -> str:

@@ -123,14 +123,14 @@ def _groups(screen: Screen, data: ReportData) -> None:
 
 
 def _accuracy(screen: Screen, data: ReportData) -> None:
+    from fuseplan.costmodel.accuracy import accuracy_frame
     from fuseplan.planner.reports import accuracy
 
-    tables = [("accuracy", "Predicted against measured", accuracy.accuracy_table(data))]
-    tables += [(title, title, frame) for title, frame in accuracy.accuracy_tables(data)]
-    for name, title, frame in tables:
-        screen.table(table_of(frame, name, title, 3, spare=("key",)))
+    regret = "Trusting the model alone"
+    screen.table(table_of(accuracy.accuracy_table(data), "accuracy", "Predicted against measured", 3))
+    screen.table(table_of(accuracy.regret_table(data), regret, regret, 3, spare=("key",)))
     if screen.style in (PageFormat.CSV, PageFormat.JSON):
-        screen.table(table_of(accuracy.accuracy_samples(data), "samples", "Samples"))
+        screen.table(table_of(accuracy_frame(accuracy.accuracy_pairs(data)), "samples", "Samples"))
     for line in accuracy.accuracy_text(data):
         screen.tell(line)
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from itertools import product
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice, product
+from typing import TypeAlias
 
 import networkx as nx
 import pandas as pd
 
 from fuseplan.costmodel.accuracy import MeasuredPair, accuracy_frame, accuracy_summary
 from fuseplan.costmodel.device import Calibration
+from fuseplan.planner.partition.cover import CoverProblem, Option, best_covers
 from fuseplan.planner.reports.frames import ReportData, geometric_mean
-from fuseplan.planner.reports.held_out import SPLITS, ranked_covers, regret_frame, sample_frame, verdict_frame
 from fuseplan.planner.tuning.summary import RegionSummary
 from fuseplan.search.store.record import Alternative, GroupChoice, PlanRecord, RecordKey
+
+#: Of times in microseconds and how many covers, the best ones.
+Ranked: TypeAlias = Callable[[Sequence[float], int], list[tuple[int, ...]]]
 
 
 def _measured(plan: PlanRecord) -> Iterator[tuple[GroupChoice | Alternative, float, float]]:
@@ -76,6 +80,24 @@ def regret_table(data: ReportData) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["region", "choices", "best_us", "model_us", "regret", "key"])
 
 
+def ranked_covers(groups: Sequence[tuple[int, ...]], edges: Iterable[tuple[int, int]]) -> Ranked | None:
+    """The covers of a region by measured groups of ops, best first by times in microseconds, as numbers of groups.
+
+    None where there is nothing to choose, or an op that was not measured by itself.
+    """
+    number = {op: at for at, op in enumerate(sorted({op for group in groups for op in group}))}
+    if len(groups) <= len(number) or len({group for group in groups if len(group) == 1}) < len(number):
+        return None
+    masks = [sum(1 << number[op] for op in group) for group in groups]
+    among = tuple((number[a], number[b]) for a, b in edges if a in number and b in number)
+
+    def ranked(times_us: Sequence[float], count: int) -> list[tuple[int, ...]]:
+        options = tuple(Option(mask, time_us * 1e-6) for mask, time_us in zip(masks, times_us, strict=True))
+        return list(islice(best_covers(CoverProblem(len(number), options, among), count), count))
+
+    return ranked
+
+
 def compute_edges(region: RegionSummary) -> Iterable[tuple[int, int]]:
     """Which compute op reads which, through views."""
     graph = nx.DiGraph(region.edges)
@@ -84,39 +106,6 @@ def compute_edges(region: RegionSummary) -> Iterable[tuple[int, int]]:
         graph.remove_node(view)
     edges: Iterable[tuple[int, int]] = graph.edges
     return edges
-
-
-def accuracy_samples(data: ReportData) -> pd.DataFrame:
-    """Everything measured, one row each: :func:`~fuseplan.planner.reports.held_out.sample_frame`.
-
-    Where no samples were kept, the pairs of :func:`accuracy_pairs`, with ``ratio`` and ``relative_error``.
-    """
-    if not data.samples or data.spec is None:
-        return accuracy_frame(accuracy_pairs(data))
-    return sample_frame(data.samples, data.spec, phases(data))
-
-
-def accuracy_tables(data: ReportData) -> list[tuple[str, pd.DataFrame]]:
-    """Tables and their titles: the bars with verdicts, and what following the model costs in each region."""
-    if not data.samples or data.spec is None:
-        return [("Trusting the model alone", regret_table(data))]
-    frame = accuracy_samples(data)
-    regrets = [
-        (f"Following the model, {what} left out of the fit", regret_frame(data.samples, frame, column))
-        for column, what in SPLITS.items()
-    ]
-    title = "The cost model against its bars, each distinct choice once, with its median time"
-    return [(title, verdict_frame(data.samples, frame)), *regrets]
-
-
-def phases(data: ReportData) -> dict[str, str]:
-    """Phase of each region by key: the first word of the workloads that it occurs in (``"decode"``)."""
-    found: dict[str, set[str]] = {}
-    for workload in data.workloads:
-        for region in workload.regions:
-            for key in (region.key, *region.parts):
-                found.setdefault(key, set()).add(workload.workload.split(" ")[0])
-    return {key: "+".join(sorted(words)) for key, words in found.items()}
 
 
 def accuracy_text(data: ReportData) -> list[str]:

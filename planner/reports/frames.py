@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from fuseplan.planner.cost.samples import RegionSamples
-from fuseplan.planner.cost.samples import load_samples as stored_samples
 from fuseplan.planner.errors import PlanError, nearest
 from fuseplan.planner.markdown import markdown_text
 from fuseplan.planner.module_paths import joined_places
@@ -52,7 +50,6 @@ class ReportData:
         model: The one that the report is limited to; empty for everything stored.
         workloads: What was tuned; empty for records that were imported.
         misses: Look-ups that found nothing, as the database counts them.
-        samples: What was measured of each planned region.
         shipped: Those of the plans that come with the package.
         steps: What was measured of whole steps, by :func:`~fuseplan.planner.tuning.whole_step.step_key`.
     """
@@ -64,7 +61,6 @@ class ReportData:
     plans: Mapping[RecordKey, PlanRecord]
     workloads: tuple[WorkloadSummary, ...] = ()
     misses: tuple[Miss, ...] = ()
-    samples: tuple[RegionSamples, ...] = ()
     shipped: frozenset[RecordKey] = frozenset()
     steps: Mapping[str, StepTimes] = field(default_factory=dict)
 
@@ -123,12 +119,11 @@ def load_report(
         records = {key: record for key, record in records.items() if key.regime == regime}
         workloads = tuple(workload for workload in workloads if workload.regime == regime)
     misses = logged_misses(database, device)
-    samples = tuple(one for one in stored_samples(database, device, regime) if one.key in plans)
     shipped = frozenset(key for key, found in database.get_plans(plans).items() if found.shipped)
     models = {workload.model for workload in workloads}
     if not model and len(models) == 1:
         model = models.pop()
-    return ReportData(device, model, spec, records, plans, workloads, misses, samples, shipped, stored_steps(database))
+    return ReportData(device, model, spec, records, plans, workloads, misses, shipped, stored_steps(database))
 
 
 def group_frame(data: ReportData) -> pd.DataFrame:

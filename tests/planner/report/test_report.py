@@ -11,6 +11,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import report_samples as samples
+from held_out import phases
 
 from fuseplan.planner.errors import PlanError
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
@@ -228,7 +229,7 @@ def test_what_regions_share_counts_once(tmp_path: Path, model: str) -> None:
     # 4 chosen groups, and an alternative in each of three plans.
     once = accuracy.accuracy_pairs(replace(data, workloads=(), plans={plan.key: plan for plan in parts.values()}))
     assert accuracy.accuracy_pairs(data) == once and len(once) == 7
-    assert set(accuracy.phases(data)) >= {"4" * 64, "5" * 64, *parts}
+    assert set(phases(data)) >= {"4" * 64, "5" * 64, *parts}
     without = replace(data, plans={key: one for key, one in data.plans.items() if key.workload != "3" * 64})
     assert {key.workload for key in without.decided()} == {"1" * 64, "2" * 64, "5" * 64}  # a part's plan is gone
 

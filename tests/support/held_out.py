@@ -8,10 +8,9 @@ themselves; covers of both kinds count what theirs cost each other in the cache 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any
 
 import pandas as pd
 
@@ -20,8 +19,8 @@ from fuseplan.costmodel.calibrate import predict_left_out
 from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.costmodel.roofline import predict, roofline_terms
 from fuseplan.planner.cost.samples import ChoiceSample, RegionSamples
-from fuseplan.planner.partition.cover import CoverProblem, Option, best_covers
-from fuseplan.planner.reports.frames import geometric_mean
+from fuseplan.planner.reports.accuracy import ranked_covers
+from fuseplan.planner.reports.frames import ReportData, geometric_mean
 
 #: What the model has to reach, on every device.
 MIN_SPEARMAN, MAX_MEDIAN_ERROR, MAX_TOP_REGRET, MAX_TOP8_REGRET = 0.95, 0.10, 0.05, 0.01
@@ -90,10 +89,6 @@ def _left_out(frame: pd.DataFrame, samples: Sequence[ChoiceSample], spec: Device
     return found
 
 
-#: Of times in microseconds and how many covers, the best ones.
-Ranked: TypeAlias = Callable[[Sequence[float], int], list[tuple[int, ...]]]
-
-
 def regret_frame(regions: Sequence[RegionSamples], frame: pd.DataFrame, column: str) -> pd.DataFrame:
     """What following the predictions in ``column`` costs in each region that leaves a choice.
 
@@ -121,24 +116,6 @@ def regret_frame(regions: Sequence[RegionSamples], frame: pd.DataFrame, column: 
         ))
     columns = ["region", "phase", "choices", "enumerated", "best_us", "model_us", "regret", "top8_regret", "why", "key"]
     return pd.DataFrame(rows, columns=columns).sort_values("regret", ascending=False, kind="stable")
-
-
-def ranked_covers(groups: Sequence[tuple[int, ...]], edges: Iterable[tuple[int, int]]) -> Ranked | None:
-    """The covers of a region by measured groups of ops, best first by times in microseconds, as numbers of groups.
-
-    None where there is nothing to choose, or an op that was not measured by itself.
-    """
-    number = {op: at for at, op in enumerate(sorted({op for group in groups for op in group}))}
-    if len(groups) <= len(number) or len({group for group in groups if len(group) == 1}) < len(number):
-        return None
-    masks = [sum(1 << number[op] for op in group) for group in groups]
-    among = tuple((number[a], number[b]) for a, b in edges if a in number and b in number)
-
-    def ranked(times_us: Sequence[float], count: int) -> list[tuple[int, ...]]:
-        options = tuple(Option(mask, time_us * 1e-6) for mask, time_us in zip(masks, times_us, strict=True))
-        return list(islice(best_covers(CoverProblem(len(number), options, among), count), count))
-
-    return ranked
 
 
 def _why(own: pd.DataFrame, column: str, model: tuple[int, ...], best: tuple[int, ...]) -> str:
@@ -194,3 +171,13 @@ def _met(met: bool, value: float) -> str:
     if math.isnan(value):
         return "unknown"
     return "met" if met else "MISSED"
+
+
+def phases(data: ReportData) -> dict[str, str]:
+    """Phase of each region by key: the first word of the workloads that it occurs in (``"decode"``)."""
+    found: dict[str, set[str]] = {}
+    for workload in data.workloads:
+        for region in workload.regions:
+            for key in (region.key, *region.parts):
+                found.setdefault(key, set()).add(workload.workload.split(" ")[0])
+    return {key: "+".join(sorted(words)) for key, words in found.items()}

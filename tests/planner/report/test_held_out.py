@@ -11,6 +11,7 @@ import pytest
 import torch
 from costmodel_samples import GPU
 from graphs import Builder
+from held_out import regret_frame, sample_frame, verdict_frame
 from reference_backend import ReferenceBackend
 from scripted_tuner import TARGET, ScriptedTuner
 
@@ -18,7 +19,6 @@ from fuseplan.costmodel.roofline import predict
 from fuseplan.costmodel.work import Work
 from fuseplan.planner.cost import samples as stored
 from fuseplan.planner.cost.samples import ChoiceSample, RegionSamples
-from fuseplan.planner.reports.held_out import regret_frame, sample_frame, verdict_frame
 from fuseplan.planner.tuning.planner import Planner
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import RecordKey

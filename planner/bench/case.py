@@ -21,7 +21,7 @@ from fuseplan.planner.implementations.aten_op import UNFUSED
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.implementations.subject import reference_results
 from fuseplan.planner.lowering.lower import Lowered, lower
-from fuseplan.planner.lowering.recipes import kind_of
+from fuseplan.planner.ops.table import kind_of
 from fuseplan.planner.patterns.cells import Cell
 from fuseplan.planner.peers.contestant import Case, make_case
 from fuseplan.planner.runtime.fallback import GroupPlan

@@ -17,6 +17,7 @@ from fuseplan.kernels.ir.index import as_size, is_static
 from fuseplan.planner.capture.sizes import SizeNames
 from fuseplan.planner.graph.dataflow import Ref, TensorSpec
 from fuseplan.planner.graph.execute import Parameter, parameters_of
+from fuseplan.planner.ops.table import op_of
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,6 @@ class Bound:
     written: tuple[TracedTensor, ...]
 
 
-#: In-place ops that change autograd state, never data.
-_HARMLESS = frozenset(("aten.detach_.default", "aten.requires_grad_.default"))
-
-
 def bind_arguments(op: str, args: Sequence[Any], kwargs: Mapping[str, Any], names: SizeNames) -> Bound:
     """Bind by schema; defaults are filled in, and what only says where to allocate is left out.
 
@@ -88,7 +85,7 @@ def bind_arguments(op: str, args: Sequence[Any], kwargs: Mapping[str, Any], name
     for parameter in parameters:
         value = given.get(parameter.name, parameter.default)
         tensors = tensors_in(value)
-        if parameter.is_written and op not in _HARMLESS:
+        if parameter.is_written and op_of(op).family != "state":
             written.extend(tensors)
         if isinstance(value, TracedTensor):
             operands.append(value)
@@ -121,18 +118,6 @@ def _is_default(parameter: Parameter, value: Any) -> bool:
 
 # -- one spelling -----------------------------------------------------------------------------------------
 
-_CASTS = frozenset({
-    "aten.to.dtype", "aten.to.device", "aten.to.dtype_layout", "aten.to.other", "aten.type_as.default",
-    "aten._to_copy.default",
-})
-_VIEWS = frozenset({"aten.view.default", "aten.view_as.default"})
-_RESHAPES = frozenset({
-    "aten.reshape.default", "aten.reshape_as.default", "aten._unsafe_view.default", "aten.flatten.using_ints",
-    "aten.unflatten.int",
-})
-_EXPANDS = frozenset(("aten.expand.default", "aten.expand_as.default"))
-
-
 def respell(
     op: str, inputs: tuple[str, ...], attrs: Mapping[str, Any], source: TensorSpec | None, result: TensorSpec,
     moves: bool,
@@ -142,21 +127,22 @@ def respell(
     ``source`` is the spec of the first operand (None for an op without any), ``result`` that of the first result;
     ``moves`` says that they are on different devices.
     """
-    if op in _CASTS and not moves:
+    spelled = op_of(op).spelled
+    if spelled == "to" and not moves:
         assert source is not None
         kept = {key: value for key, value in attrs.items() if key == "memory_format"}
         if source.dtype == result.dtype:
             return "aten.clone.default", inputs[:1], kept
         return "aten.to.dtype", inputs[:1], {"dtype": result.dtype, **kept}
-    if op in _VIEWS:
+    if spelled == "view":
         return "aten.view.default", inputs[:1], {"size": result.shape}
-    if op in _RESHAPES:
+    if spelled == "reshape":
         return "aten.reshape.default", inputs[:1], {"shape": result.shape}
-    if op in _EXPANDS:
+    if spelled == "expand":
         return "aten.expand.default", inputs[:1], {"size": result.shape, "implicit": False}
-    if op == "aten.lift_fresh_copy.default":
+    if spelled == "clone":
         return "aten.clone.default", inputs[:1], {}
-    if op == "aten.slice.Tensor" and source is not None:
+    if spelled == "slice" and source is not None:
         return op, inputs, _explicit_slice(attrs, source, result)
     return op, inputs, dict(attrs)
 

@@ -19,15 +19,11 @@ from torch import fx
 from torch._prims_common import compute_elementwise_output_strides
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fuseplan.planner.ops.table import op_of
 from fuseplan.planner.rewrites.trace_edit import follow, set_values, value_of
 
 _ATEN = torch.ops.aten
 _INDEX = _ATEN.index.Tensor
-#: Ops whose result lies as their operand does, if that is dense.
-_LIKE = (
-    _ATEN.empty_like.default, _ATEN.zeros_like.default, _ATEN.ones_like.default, _ATEN.full_like.default,
-    _ATEN.rand_like.default, _ATEN.randn_like.default,
-)  # fmt: skip
 
 
 def correct_layouts(module: fx.GraphModule) -> None:
@@ -40,7 +36,8 @@ def correct_layouts(module: fx.GraphModule) -> None:
     """
     mode: Any = torch._guards.detect_fake_mode([value_of(node) for node in module.graph.nodes])
     for node in module.graph.nodes:
-        strides = _indexed(node, mode) if node.target is _INDEX else _like(node) if node.target in _LIKE else None
+        is_like = op_of(str(node.target)).like
+        strides = _indexed(node, mode) if node.target is _INDEX else _like(node) if is_like else None
         result = value_of(node)
         if strides is None or result is None or _same(strides, result.stride()):
             continue

@@ -32,8 +32,8 @@ from fuseplan.planner.capture.writes import (
 )
 from fuseplan.planner.errors import CaptureError
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref, TensorSpec
-from fuseplan.planner.lowering.recipes import RECIPES
 from fuseplan.planner.lowering.roundings import seen_roundings
+from fuseplan.planner.ops.table import op_of
 
 
 def normalise(module: fx.GraphModule) -> Traced:
@@ -58,11 +58,6 @@ MODE_SWITCHES = (
     torch.amp.autocast_mode._enter_autocast,
     torch.amp.autocast_mode._exit_autocast,
 )
-#: Run-time checks: they compute nothing either.
-_CHECKS = frozenset({
-    "_assert_async", "_assert_scalar", "_assert_tensor_metadata", "sym_constrain_range", "sym_constrain_range_for_size",
-})
-_DROPOUTS = frozenset(f"aten.{name}.default" for name in ("dropout", "feature_dropout", "alpha_dropout"))
 
 
 @dataclass
@@ -177,7 +172,7 @@ class _Builder:
 
     def _op(self, node: fx.Node, target: torch._ops.OpOverload) -> Any:
         name = str(target)
-        if name.split(".")[1] in _CHECKS:
+        if op_of(name).family == "check":
             return None
         if name.startswith("aten.set_."):
             raise CaptureError("a tensor is given other memory (x.data = y, or x.set_(y)); use x.copy_(y) or x = y")
@@ -203,7 +198,7 @@ class _Builder:
         The operand is an intermediate, no view of it or of what it lies in exists, and all its readers came before.
         """
         name, storage = written.name, self.storages.of(written)
-        if str(twin) not in RECIPES or name in self.placeholders or name in self.constants:
+        if not op_of(str(twin)).is_fusible or name in self.placeholders or name in self.constants:
             return False
         tensors = [
             (one, tensor) for one, value in self.values.items() for tensor in tensors_in(value)
@@ -230,7 +225,7 @@ class _Builder:
     def _is_same(self, op: str, bound: Bound, result: TracedTensor) -> bool:
         """True when the op handed back its operand: same memory, same layout, same bits."""
         operand = bound.operands[0]
-        if op in _DROPOUTS and (not bound.attrs["train"] or bound.attrs["p"] == 0):
+        if op_of(op).drops and (not bound.attrs["train"] or bound.attrs["p"] == 0):
             # Its fake result has memory of its own; its real one has not.
             self.storages.merge(result, operand)
         if self.storages.of(operand) != self.storages.of(result) or operand.fake.dtype.is_complex:

@@ -17,6 +17,7 @@ from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.errors import GraphError, ShapeError, UnknownOpError, in_words
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
 from fuseplan.planner.graph.execute import bind_call, parameters_of, resolve_op, run_node
+from fuseplan.planner.ops.table import OPS
 
 #: Names that are no ATen op but that people write.
 _ALIASES = {"cast": "to", "rmsnorm": "rms_norm", "layernorm": "layer_norm", "concat": "cat", "swish": "silu"}
@@ -132,11 +133,8 @@ def _unlikely(node: OpNode, op: str) -> tuple[bool, int]:
 
 
 def _short_names() -> list[str]:
-    from fuseplan.planner.lowering.recipes import RECIPES
-    from fuseplan.planner.lowering.views import VIEW_MAPS
-
-    planned = {name.split(".")[1] for name in (*RECIPES, *VIEW_MAPS)}
-    return sorted(planned | _ALIASES.keys() | {"linear", "matmul", "scaled_dot_product_attention"})
+    planned = {name.split(".")[1] for name, op in OPS.items() if op.build is not None or op.view or op.is_anchor}
+    return sorted(planned | _ALIASES.keys())
 
 
 def trace_subgraph(graph: SubGraph, specs: Mapping[str, TensorSpec], device: str = "cpu") -> Traced:

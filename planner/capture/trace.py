@@ -28,23 +28,17 @@ from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.capture.transforms import modes_restored, without_transforms
 from fuseplan.planner.errors import CaptureError, ConfigError, FuseplanError, in_words
 from fuseplan.planner.graph.dataflow import DataflowGraph, bind_graph
+from fuseplan.planner.graph.execute import resolve_op
 from fuseplan.planner.models.build import Model, construct, foreign_code, load_module
 from fuseplan.planner.models.sources import ModelSource, quiet
 from fuseplan.planner.models.workload import Workload
+from fuseplan.planner.ops.table import OPS
 from fuseplan.planner.rewrites.attention import rewrite_attention
 from fuseplan.planner.rewrites.merged_projections import merge_projections
 from fuseplan.search.errors import OWN_FAULTS
 
 #: Of one model under one workload: one, or with graph breaks several in call order.
 Graphs: TypeAlias = tuple[DataflowGraph, ...]
-
-_ATEN = torch.ops.aten
-#: Ops that PyTorch itself computes by a ``permute``, ``reshape``, ``slice`` or ``repeat``.
-COMPOSED: tuple[torch._ops.OpOverload, ...] = (
-    _ATEN.movedim.int, _ATEN.movedim.intlist, _ATEN.moveaxis.int, _ATEN.moveaxis.intlist, _ATEN.swapaxes.default,
-    _ATEN.swapdims.default, _ATEN.tensor_split.sections, _ATEN.tensor_split.indices, _ATEN.hsplit.int,
-    _ATEN.vsplit.int, _ATEN.dsplit.int, _ATEN.ravel.default, _ATEN.tile.default,
-)  # fmt: skip
 
 
 def trace_predispatch(
@@ -53,7 +47,7 @@ def trace_predispatch(
 ) -> fx.GraphModule:
     """The pre-dispatch ATen trace of a Dynamo graph. Call it inside a ``torch.compile`` back end.
 
-    No functionalisation, and no decomposition but of ops that only rearrange elements (``COMPOSED``).
+    No functionalisation, and no decomposition but of ops that only rearrange elements.
     :func:`~fuseplan.planner.rewrites.attention.rewrite_attention` takes the other arguments; what it did is
     ``meta["attention"]`` of the result.
 
@@ -69,7 +63,8 @@ def trace_predispatch(
     try:
         with context.fake_mode, modes_restored():
             plain = without_transforms(module, fakes)
-            trace = trace_ops(plain, fakes, {op: op.decompose for op in COMPOSED}, pre_dispatch=True)
+            composed = [resolve_op(name) for name, op in OPS.items() if op.family == "composed"]
+            trace = trace_ops(plain, fakes, {op: op.decompose for op in composed}, pre_dispatch=True)
         name_modules(trace)
         correct_layouts(trace)
         trace.meta["attention"] = rewrite_attention(trace, grouped_queries, attention_masks, decode_attention)

@@ -14,7 +14,7 @@ from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import find_regions, unique_regions
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable
-from fuseplan.planner.lowering.recipes import written_value
+from fuseplan.planner.ops.table import written_value
 from fuseplan.planner.work.group_work import moved_bytes, op_work
 from fuseplan.planner.work.library_work import read_bytes
 

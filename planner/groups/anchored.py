@@ -16,8 +16,7 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import Candidate, Legal, region_candidates, region_dependencies
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.convex import Dependencies, bits, union
-from fuseplan.planner.lowering.recipes import written_value
-from fuseplan.planner.lowering.recipes_matmul import MATMULS
+from fuseplan.planner.ops.table import op_of, written_value
 
 #: Epilogues and prologues of one matmul, best first, that are looked at before it goes without, and that are kept.
 _TRIES, _KEPT = 48, 2
@@ -83,9 +82,10 @@ def _anchors(graph: DataflowGraph, dependencies: Dependencies, region: Region) -
     siblings: dict[Sequence[str], int] = {}
     for bit, at in enumerate(dependencies.members):
         node = flow.nodes[at]
-        if flow.kinds[at] == "anchor" and node.op in MATMULS:
+        factors = op_of(node.op).factors
+        if flow.kinds[at] == "anchor" and op_of(node.op).is_contraction and factors is not None:
             yield 1 << bit
-            read = flow.sources_of(node.inputs[1 if "addmm" in node.op else 0])
+            read = flow.sources_of(node.inputs[factors[0]])
             siblings[read] = siblings.get(read, 0) | 1 << bit
     yield from (mask for mask in siblings.values() if mask.bit_count() > 1)
 

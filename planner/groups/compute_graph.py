@@ -11,9 +11,7 @@ from weakref import WeakKeyDictionary
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
 from fuseplan.planner.lowering.lower import Lowered, lower
-from fuseplan.planner.lowering.recipes import OpKind, kind_of, written_value
-from fuseplan.planner.lowering.recipes_index import LOOKUPS
-from fuseplan.planner.lowering.views import MAY_COPY
+from fuseplan.planner.ops.table import OpKind, kind_of, op_of, written_value
 
 
 class ComputeGraph:
@@ -81,13 +79,13 @@ class ComputeGraph:
         for at, preds in enumerate(self.preds):
             if self.kinds[at] == "anchor":
                 self.barriers.update((pred, at) for pred in preds if bare[pred])
-            elif self.kinds[at] == "view" or self.nodes[at].op in MAY_COPY:
+            elif self.kinds[at] == "view" or op_of(self.nodes[at].op).may_copy:
                 bare[at] = any(bare[pred] for pred in preds)
 
     def _is_looked_up(self, at: int, values: tuple[str, ...]) -> bool:
         """Whether one of ``values`` is a computed table in which op ``at`` looks elements up."""
         node = self.nodes[at]
-        if node.op not in LOOKUPS or self.kinds[at] != "compute" or node.inputs[0] not in values:
+        if op_of(node.op).family != "lookup" or self.kinds[at] != "compute" or node.inputs[0] not in values:
             return False
         makers = (self._producer.get(source) for source in self.sources_of(node.inputs[0]))
         return any(maker is not None and self.kinds[maker] == "compute" for maker in makers)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
-from fuseplan.planner.lowering.recipes import kind_of
 from fuseplan.planner.module_paths import RepeatedPaths, patterns, place
+from fuseplan.planner.ops.table import kind_of
 
 
 def place_of(graph: DataflowGraph, ops: Iterable[str]) -> str:

@@ -21,7 +21,7 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.canonical import canonical_form
 from fuseplan.planner.groups.compute_graph import ComputeGraph, compute_graph_of
 from fuseplan.planner.groups.convex import Dependencies, bits
-from fuseplan.planner.lowering.recipes_index import LOOKUPS
+from fuseplan.planner.ops.table import op_of
 
 #: Readers of a value are compared with those on so many greater depths, and with so many on each of these (readers of
 #: equal depth are never separated). All pairs would be millions; reaching a limit only makes regions smaller.
@@ -192,7 +192,7 @@ class _Finder:
             return f"a path runs through {node.op} ({node.name})"
         if flow.kinds[blocker] == "anchor":
             return f"nothing but views lies between another library call and {node.op} ({node.name})"
-        if node.op in LOOKUPS:
+        if op_of(node.op).family == "lookup":
             return f"{node.op} ({node.name}) looks up a table that has to exist before"
         return f"an ordering edge (a write to memory) leads to {node.op} ({node.name})"
 

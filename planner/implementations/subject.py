@@ -25,7 +25,7 @@ from fuseplan.planner.implementations.direct_calls import Direct
 from fuseplan.planner.implementations.sample_inputs import sample_inputs
 from fuseplan.planner.libraries.library_call import Call, LibraryCall, OpGroup
 from fuseplan.planner.lowering.lower import group_nodes, lower
-from fuseplan.planner.lowering.recipes import kind_of
+from fuseplan.planner.ops.table import kind_of
 from fuseplan.planner.work.group_work import hot_inputs, kernel_work, op_work
 
 #: Bounds on integers that are tried one after another where random ones lead to indices that do not exist.

@@ -24,19 +24,9 @@ from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.ir import Buffer
 from fuseplan.planner.capture.normalise import MODE_SWITCHES
 from fuseplan.planner.implementations.direct_calls import Direct, FakeValues, GroupCall
-from fuseplan.planner.lowering.views import VIEW_MAPS
+from fuseplan.planner.ops.table import op_of
 from fuseplan.planner.rewrites.trace_edit import is_pure, is_written, operands_where
 from fuseplan.search.errors import OWN_FAULTS
-
-#: Library calls whose result is certainly row-major.
-_PRODUCTS = frozenset({
-    "aten.linear.default", "aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default",
-    "fuseplan.merged_linear.default", "fuseplan.decode_attention.default",
-})
-#: Of the ops that run as several others, those that return new memory all the same.
-_MAKES_NEW = frozenset({
-    "aten.linear.default", "aten.matmul.default", "aten.scaled_dot_product_attention.default",
-})
 
 
 def collapse_views(graph: fx.Graph, traced: fx.Graph, parameters: Collection[int] = ()) -> None:
@@ -110,7 +100,7 @@ class _Places:
                 return _Place(node, source.lies) if source.root is node.args[0] else None
             if _may_view(node) and (found := self._viewed(node, source)) is not None:
                 return found
-        is_product = str(node.target) in _PRODUCTS and isinstance(value, torch.Tensor) and value.is_contiguous()
+        is_product = op_of(str(node.target)).row_major and isinstance(value, torch.Tensor) and value.is_contiguous()
         return _as_traced(node, value) if is_product else None
 
     def _item(self, node: fx.Node) -> _Place | None:
@@ -225,7 +215,7 @@ def _may_view(node: fx.Node) -> bool:
     schema = _schema(node)
     if schema.is_mutable or len(schema.returns) != 1:
         return False
-    return schema.returns[0].alias_info is not None or str(node.target) in VIEW_MAPS
+    return schema.returns[0].alias_info is not None or op_of(str(node.target)).view is not None
 
 
 def _returns_operand(node: fx.Node) -> bool:
@@ -267,7 +257,7 @@ def _aliased(node: fx.Node) -> Iterator[fx.Node]:
         yield from node.all_input_nodes
     elif any(one.alias_info is not None for one in _schema(node).returns):
         yield from operands_where(node, lambda argument: argument.alias_info is not None)
-    elif str(node.target) in VIEW_MAPS or (str(node.target) not in _MAKES_NEW and _is_composite(node.target)):
+    elif (op := op_of(str(node.target))).view is not None or (not op.new_memory and _is_composite(node.target)):
         yield from node.all_input_nodes
 
 

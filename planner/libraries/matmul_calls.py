@@ -28,10 +28,10 @@ from fuseplan.planner.graph.execute import bind_call, resolve_op
 from fuseplan.planner.graph.layouts import laid_out
 from fuseplan.planner.graph.merged_linear import MergedLinear, linear_apart
 from fuseplan.planner.libraries.library_call import Call, OpGroup
+from fuseplan.planner.ops.table import op_of
 from fuseplan.planner.rewrites.packing import pack_operands
 
-LINEAR, _MM, _BMM, _ADDMM, _MATMUL = (
-    f"aten.{name}.default" for name in ("linear", "mm", "bmm", "addmm", "matmul"))
+LINEAR = "aten.linear.default"
 #: Types that every form computes in.
 _TYPES = ("float16", "bfloat16", "float32")
 
@@ -91,7 +91,7 @@ class MatmulCall:
 def read_matmul(group: OpGroup) -> Matmul | str:
     """The matmul that a group is, or why it is none that a library could run."""
     node = group.node
-    if node.op not in (LINEAR, _MM, _BMM, _ADDMM, _MATMUL):
+    if op_of(node.op).family != "matmul":
         return "it is no matmul"
     if not all(group.specs[name].is_static for name in (*group.inputs, *group.outputs)):
         return "its sizes are not static"
@@ -102,7 +102,7 @@ def read_matmul(group: OpGroup) -> Matmul | str:
         return "its operands are not all of one of " + ", ".join(_TYPES)
     if (node.attrs.get("beta", 1), node.attrs.get("alpha", 1)) != (1, 1):
         return "it scales what it adds"
-    names = (*node.inputs[1:], node.inputs[0]) if node.op == _ADDMM else node.inputs
+    names = (*node.inputs[1:], node.inputs[0]) if _adds_first(node.op) else node.inputs
     left, right, *bias = (group.specs[name] for name in names)
     if bias and len(bias[0].shape) != 1:
         return "its bias is not one row"
@@ -110,6 +110,11 @@ def read_matmul(group: OpGroup) -> Matmul | str:
         return "an operand is a vector, or has too many dimensions"
     first, second, *third = (group.inputs.index(name) for name in names)
     return Matmul(node.op, left, right, (first, second, third[0] if third else None), group.device_type)
+
+
+def _adds_first(op: str) -> bool:
+    """Whether what is added to the product is the first operand."""
+    return op_of(op).factors == (1, 2)
 
 
 def is_contiguous(spec: TensorSpec) -> bool:
@@ -138,7 +143,7 @@ def _preferred(library: str, found: Matmul) -> Callable[[Any, Any, Any], torch.T
         now = preferred()
     if kind == (kinds.Cublas if now == kinds.Default else now):
         return "PyTorch calls it anyway"
-    op, bias_first = resolve_op(found.op), found.op == _ADDMM
+    op, bias_first = resolve_op(found.op), _adds_first(found.op)
 
     def compute(left: Any, right: Any, bias: Any) -> Any:
         args = (left, right) if bias is None else (bias, left, right) if bias_first else (left, right, bias)

@@ -19,12 +19,11 @@ from fuseplan.kernels.ir.rewrite import cheaper_arithmetic
 from fuseplan.kernels.ir.validate import validate
 from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
-from fuseplan.planner.lowering.body import AcrossColumns, Group, IterationSpace, column
-from fuseplan.planner.lowering.puller import Puller, check_writes, stored_spec, writer
-from fuseplan.planner.lowering.recipes import RECIPES, written_value
-from fuseplan.planner.lowering.recipes_matmul import MATMULS
+from fuseplan.planner.lowering.puller import Puller, check_writes, looks_through, stored_spec, writer
 from fuseplan.planner.lowering.roundings import is_rounding_cast
-from fuseplan.planner.lowering.views import Position, reshape_position
+from fuseplan.planner.ops.builder import AcrossColumns, Group, IterationSpace, column
+from fuseplan.planner.ops.positions import Position, reshape_position
+from fuseplan.planner.ops.table import op_of, written_value
 
 __all__ = ["Lowered", "NotLowerable", "lower"]
 
@@ -173,9 +172,9 @@ class _Lowering:
         """The group's ops that fold rows on the way to ``value``, each with its operand's shape as it walks it."""
         found = []
         for node in filter(None, self._behind([value], through=False).values()):
-            recipe = RECIPES.get(node.op) if node.name in self.members else None
-            if recipe is not None and recipe.reduced_size(node, self.graph.specs) is not None:
-                found.append((node, recipe.row_shape(node, self.graph.specs)))
+            op = op_of(node.op)
+            if node.name in self.members and op.reduced_size(node, self.graph.specs) is not None:
+                found.append((node, op.row_shape(node, self.graph.specs)))
         return found
 
     def _behind(self, wanted: Sequence[str], through: bool = True) -> dict[str, OpNode | None]:
@@ -190,11 +189,11 @@ class _Lowering:
             if value in found:
                 continue
             node = self.graph.maker(value)
-            if node is None or (node.name not in self.members and not self.group.looks_through(node)):
+            if node is None or (node.name not in self.members and not looks_through(self.group, node)):
                 found[value] = None
                 continue
             found[value] = node
-            if not through and node.op in MATMULS:
+            if not through and op_of(node.op).is_contraction:
                 continue
             target = written_value(node) if node.name in self.members else None
             if target is not None:
@@ -207,7 +206,8 @@ class _Lowering:
         parts: list[tuple[frozenset[str], list[tuple[str, _Plan]]]] = []
         for member in members:
             behind = filter(None, self._behind([member[0]], through=False).values())
-            anchors = frozenset(node.name for node in behind if node.name in self.members and node.op in MATMULS)
+            inside = (node for node in behind if node.name in self.members)
+            anchors = frozenset(node.name for node in inside if op_of(node.op).is_contraction)
             joined = [part for part in parts if part[0] & anchors or part[0] == anchors]
             parts = [part for part in parts if part not in joined]
             parts.append((

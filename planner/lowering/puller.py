@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import reduce as fold
 
 import torch
 
 from fuseplan.kernels.ir.contraction import factored, needed
 from fuseplan.kernels.ir.dtypes import torch_dtype
-from fuseplan.kernels.ir.index import Index, Size, flatten
+from fuseplan.kernels.ir.index import Coord, Index, Size, flatten
 from fuseplan.kernels.ir.ir import (
     ITEMSIZE,
     NARROW,
@@ -30,19 +32,21 @@ from fuseplan.kernels.ir.ir import (
 )
 from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
-from fuseplan.planner.lowering.body import BodyBuilder, Group, IterationSpace
-from fuseplan.planner.lowering.recipe import HALVES
-from fuseplan.planner.lowering.recipes import (
-    RECIPES,
+from fuseplan.planner.ops.builder import BodyBuilder, Group, IterationSpace
+from fuseplan.planner.ops.op import HALVES
+from fuseplan.planner.ops.positions import Position, along
+from fuseplan.planner.ops.table import (
+    is_address_map,
     kind_of,
+    op_of,
     why_refused,
     written_dim,
     written_spec,
     written_value,
 )
-from fuseplan.planner.lowering.recipes_matmul import MATMULS
-from fuseplan.planner.lowering.views import MAY_COPY, VIEW_MAPS, Position, along, is_address_map
 
+#: Stands for the first coordinate that data gives, while an address is made; further ones count down from it.
+_DATA_AXIS = -1
 #: Storage types narrower than the register that holds their values.
 _ROUNDED = NARROW | HALVES
 
@@ -84,11 +88,27 @@ def _bases(group: Group, value: str) -> frozenset[str]:
             found.add(one)
         elif written_value(node) is not None:
             pending.append(node.inputs[0])
-        elif node.op in MAY_COPY or kind_of(node, graph.specs) in ("view", "opaque"):
+        elif op_of(node.op).may_copy or kind_of(node, graph.specs) in ("view", "opaque"):
             pending.extend(node.inputs)
         else:
             found.add(one)
     return frozenset(found)
+
+
+def looks_through(group: Group, node: OpNode) -> bool:
+    """Whether the group's kernel reads what lies behind an op: a view, or a ``reshape`` that may have to copy what
+    the group itself computes (symbols do not always tell that it is a view).
+    """
+    graph = group.graph
+    if is_address_map(node, graph.specs):
+        return True
+    if node.name in group.members or not op_of(node.op).may_copy:
+        return False
+    while (behind := graph.maker(node.inputs[0])) is not None and behind.name not in group.members:
+        node = behind
+        if op_of(node.op).view is None:
+            return False
+    return behind is not None
 
 
 class Puller(BodyBuilder):
@@ -106,7 +126,7 @@ class Puller(BodyBuilder):
         return self.cast(self._computed(node, value, position), register_type(dtype))
 
     def store(self, buffer: int, value: str, position: Position) -> Store:
-        """A store of ``value`` at a position of its :func:`~fuseplan.planner.lowering.recipes.written_spec`."""
+        """A store of ``value`` at a position of its :func:`~fuseplan.planner.ops.table.written_spec`."""
         stored, strides, node = self.stored(value, position), self.specs[value].strides, self._member(value)
         dim = written_dim(node, self.specs) if node is not None else None
         if node is None or dim is None:
@@ -125,8 +145,8 @@ class Puller(BodyBuilder):
                 raise NotLowerable(f"{node.op} ({node.name}) writes what the group reads")
             return self._rounded(self._computed(node, value, position), value)
         view = graph.maker(value)
-        if view is not None and self._group.looks_through(view):
-            return self.pull(view.inputs[0], VIEW_MAPS[view.op](view, value, position, graph.specs))
+        if view is not None and (through := op_of(view.op).view) and looks_through(self._group, view):
+            return self.pull(view.inputs[0], through(view, value, position, graph.specs))
         spec = self.specs[value]
         index = flatten(position, spec.strides)
         return self._space.emit(Load(register_type(spec.dtype), self._group.input_buffer(value), index, self._mask))
@@ -139,12 +159,11 @@ class Puller(BodyBuilder):
 
     def _computed(self, node: OpNode, value: str, position: Position) -> int:
         # A plan is made for numbers; where a size is dynamic its recipe may refuse what it took.
-        recipe, reason = RECIPES.get(node.op), why_refused(node, self.specs)
-        if node.op in MATMULS:
-            recipe, reason = MATMULS[node.op], None
-        if recipe is None or reason is not None:
-            raise NotLowerable(reason or f"{node.op} has no recipe")
-        return (recipe.build, *recipe.others)[node.outputs.index(value)](self, node, position)
+        op = op_of(node.op)
+        reason = None if op.is_anchor else why_refused(node, self.specs)
+        if op.build is None or reason is not None:
+            raise NotLowerable(reason or f"{node.op} has no recipe: it stays a library call")
+        return (op.build, *op.others)[node.outputs.index(value)](self, node, position)
 
     def _rounded(self, value: int, name: str) -> int:
         """What is left of a value in the dtype of ``name``, where that matters to those who read it."""
@@ -224,6 +243,43 @@ class Puller(BodyBuilder):
         return self.specs[node.outputs[0]].dtype == "float64"
 
     def row_shape(self, node: OpNode) -> tuple[Size, ...]:
-        recipe = RECIPES.get(node.op)
-        assert recipe is not None
-        return recipe.row_shape(node, self.specs)
+        return op_of(node.op).row_shape(node, self.specs)
+
+    def lookup(self, node: OpNode, value: str, position: Position, picked: Mapping[int, int]) -> int:
+        graph = self._group.graph
+        extents = {dim: self.specs[value].shape[dim] for dim in picked}
+        axes = {dim: _DATA_AXIS - number for number, dim in enumerate(picked)}
+        position = tuple(
+            Index(0, ((Coord(axes[dim], extents[dim]), 1),)) if dim in picked else index
+            for dim, index in enumerate(position)
+        )
+        while (maker := graph.maker(value)) is not None and is_address_map(maker, graph.specs):
+            view = op_of(maker.op).view
+            assert view is not None
+            value, position = maker.inputs[0], view(maker, value, position, graph.specs)
+        if maker is not None and maker.name in self._group.members:
+            raise NotLowerable(f"{node.op} looks up {value}, which the group computes")
+        spec = self.specs[value]
+        index = flatten(position, spec.strides)
+        if not all(index.is_affine_in(axis) for axis in axes.values()):
+            raise NotLowerable(f"{node.op} looks up {value} through a view that cuts the dimension up")
+        ids = {dim: self.cast(at, "int64") for dim, at in picked.items()}
+        mask, check = self._mask, self.inside(ids, extents)
+        for dim, at in ids.items():
+            mask = self._both(mask, self._is_inside(at, extents[dim]))
+        dtype = register_type(spec.dtype)
+        missing = math.nan if dtype.startswith("float") else 0.0
+        strides = {dim: index.coefficient(axis) for dim, axis in axes.items()}
+        gather = replace(self._gather(ids, strides, extents), check=check)
+        rest = index.substitute({axis: Index(0) for axis in axes.values()})
+        return self._space.emit(Load(dtype, self._group.input_buffer(value), rest, mask, missing, gather))
+
+    def _gather(self, ids: Mapping[int, int], strides: Mapping[int, Size], extents: Mapping[int, Size]) -> Gather:
+        """One term of an address for all coordinates that are data: their distance from the first element."""
+        first = next(iter(ids))
+        if len(ids) == 1:
+            return Gather(ids[first], strides[first], extents[first])
+        parts = [self.apply("mul", at, self.iota(Index(strides[dim]))) for dim, at in ids.items()]
+        total = fold(lambda one, other: self.apply("add", one, other), parts)
+        known = [extent for extent in extents.values() if isinstance(extent, int)]
+        return Gather(total, 1, min(known, default=extents[first]))

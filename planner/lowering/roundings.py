@@ -11,24 +11,12 @@ from itertools import permutations
 from typing import TypeAlias
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
-from fuseplan.planner.lowering.recipe import HALVES
-from fuseplan.planner.lowering.recipes import RECIPES, kind_of
-from fuseplan.planner.lowering.recipes_index import LOOKUPS
-from fuseplan.planner.lowering.views import MAY_COPY, Specs, is_address_map
+from fuseplan.planner.ops.op import HALVES
+from fuseplan.planner.ops.positions import Specs
+from fuseplan.planner.ops.table import is_address_map, kind_of, op_of
 
 #: What each half holds exactly.
 _EXACT = frozenset({"bool", "uint8", "int8", "float8_e4m3fn"})
-#: Ops whose elements are elements of their operands, but for a sign or a number that is given.
-_REARRANGING = LOOKUPS | MAY_COPY | {
-    f"aten.{name}" for name in (
-        "cat.default", "concat.default", "stack.default", "pad.default", "constant_pad_nd.default", "repeat.default",
-        "repeat_interleave.self_int", "tril.default", "triu.default", "neg.default", "abs.default", "where.self",
-        "where.ScalarSelf", "where.ScalarOther", "masked_fill.Scalar", "masked_fill.Tensor",
-    )
-}
-_SUMS = frozenset({"aten.add.Tensor", "aten.sub.Tensor", "aten.rsub.Tensor"})
-_DIFFERENCES = _SUMS - {"aten.add.Tensor"}
-
 #: What a value was copied and converted from, with the halves to which it was rounded on the way.
 _Origins: TypeAlias = frozenset[tuple[str, frozenset[str]]]
 
@@ -103,12 +91,12 @@ class _Roundings:
 
     def _sums_taken_apart(self, node: OpNode) -> Iterator[str]:
         """The sums of half precision from which a difference takes one of their terms."""
-        if node.op not in _DIFFERENCES or len(node.inputs) != 2:
+        if op_of(node.op).adds >= 0 or len(node.inputs) != 2:
             return
         for one, other in permutations(node.inputs):
             for value, _ in self.origins[one]:
                 made = self.graph.maker(value)
-                if made is not None and made.op in _SUMS and self.graph.specs[value].dtype in HALVES and (
+                if made is not None and op_of(made.op).adds and self.graph.specs[value].dtype in HALVES and (
                     self._numbers(made.inputs) & self._numbers((other,))
                 ):
                     yield value
@@ -119,15 +107,10 @@ class _Roundings:
 
 def _converts(node: OpNode, specs: Specs) -> bool:
     """Whether the op gives its operand's elements in another dtype."""
-    return _is_conversion(node) and specs[node.inputs[0]].dtype != specs[node.name].dtype
+    return op_of(node.op).family == "conversion" and specs[node.inputs[0]].dtype != specs[node.name].dtype
 
 
 def _rearranges(node: OpNode, specs: Specs) -> bool:
-    if node.op in _REARRANGING or is_address_map(node, specs):
+    if op_of(node.op).rearranges or is_address_map(node, specs):
         return True
-    return _is_conversion(node) and specs[node.inputs[0]].dtype == specs[node.name].dtype
-
-
-def _is_conversion(node: OpNode) -> bool:
-    recipe = RECIPES.get(node.op)
-    return recipe is not None and recipe.build is RECIPES["aten.clone.default"].build
+    return op_of(node.op).family == "conversion" and specs[node.inputs[0]].dtype == specs[node.name].dtype

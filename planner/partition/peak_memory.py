@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from fuseplan.kernels.ir.in_place import choose_reuse
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.candidates import Candidate
-from fuseplan.planner.lowering.recipes import written_value
+from fuseplan.planner.ops.table import written_value
 
 #: For outputs of a group, the inputs whose memory each may take, by name.
 NamedReuse = Mapping[str, tuple[str, ...]]

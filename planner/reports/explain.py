@@ -16,8 +16,8 @@ from fuseplan.planner.groups.places import place_of, region_paths
 from fuseplan.planner.groups.regions import find_boundaries, region_parts
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.implementations.implementations import kernel_mode
-from fuseplan.planner.lowering.recipes import kind_of, why_opaque
 from fuseplan.planner.module_paths import RepeatedPaths, group_place, located
+from fuseplan.planner.ops.table import kind_of, why_opaque
 from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.planner.reports.drawing import group_name
 from fuseplan.planner.reports.frames import config_text, floor_doubt, how_it_runs, time_of

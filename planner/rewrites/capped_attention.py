@@ -42,7 +42,6 @@ from fuseplan.planner.rewrites.trace_edit import (
 )
 
 _aten = torch.ops.aten
-_DROPOUTS = frozenset({_aten.dropout.default})
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -97,7 +96,7 @@ def _chain(last: fx.Node) -> _Chain | None:
     """The chain that ends in a matmul, if nothing else reads what it computes on the way."""
     nodes = [last]
 
-    def step(source: Any, targets: Collection[Any]) -> fx.Node | None:
+    def step(source: Any, *targets: Any) -> fx.Node | None:
         """``source`` if it is a call of one of some ops that only the node before reads."""
         if not isinstance(source, fx.Node) or source.target not in targets or list(source.users) != [nodes[-1]]:
             return None
@@ -105,28 +104,28 @@ def _chain(last: fx.Node) -> _Chain | None:
         return source
 
     weights, value = last.args[:2]
-    while (moved := step(weights, {*_DROPOUTS, _aten.to.dtype})) is not None:
-        if moved.target in _DROPOUTS and moved.args[1] != 0.0 and moved.args[2]:
+    while (moved := step(weights, _aten.dropout.default, _aten.to.dtype)) is not None:
+        if moved.target is _aten.dropout.default and moved.args[1] != 0.0 and moved.args[2]:
             return None
         weights = moved.args[0]
-    softmax = step(weights, {_aten.softmax.int})
+    softmax = step(weights, _aten.softmax.int)
     if softmax is None or softmax.args[1] not in (-1, 3) or not _is_rounded_once(nodes):
         return None
     scores, mask = softmax.args[0], None
-    if (added := step(scores, {_aten.add.Tensor})) is not None:
+    if (added := step(scores, _aten.add.Tensor)) is not None:
         scores, mask = added.args[:2]
         if added.kwargs.get("alpha", 1) != 1 or not isinstance(mask, fx.Node):
             return None
-    cap = _factor(times := step(scores, {_aten.mul.Tensor}))
-    tanh = step(times.args[0], {_aten.tanh.default}) if times is not None else None
-    shrunk = step(tanh.args[0], {_aten.div.Tensor, _aten.mul.Tensor}) if tanh is not None else None
+    cap = _factor(times := step(scores, _aten.mul.Tensor))
+    tanh = step(times.args[0], _aten.tanh.default) if times is not None else None
+    shrunk = step(tanh.args[0], _aten.div.Tensor, _aten.mul.Tensor) if tanh is not None else None
     factor = _factor(shrunk)
     if cap is None or shrunk is None or factor is None or not math.isclose(cap * factor, 1.0, rel_tol=1e-6):
         return None
     scale, inner = 1.0, shrunk.args[0]
-    if (scaled := step(inner, {_aten.mul.Tensor, _aten.div.Tensor})) is not None:
+    if (scaled := step(inner, _aten.mul.Tensor, _aten.div.Tensor)) is not None:
         scale, inner = _factor(scaled) or 0.0, scaled.args[0]
-    first = step(inner, {_aten.matmul.default})
+    first = step(inner, _aten.matmul.default)
     if first is None or not 0 < scale < math.inf or not 0 < cap < math.inf:
         return None
     query, keys = first.args[:2]

@@ -8,9 +8,9 @@ its strides there say which digits each new dimension has.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import fx
@@ -21,8 +21,6 @@ from fuseplan.search.errors import OWN_FAULTS
 _aten = torch.ops.aten
 #: ``(size, stride)``: it counts to the size, in steps of so many elements of the source; a stride of zero repeats them.
 Digit: TypeAlias = tuple[int, int]
-#: Ops that give the same elements at the same places of a new tensor.
-_COPIES = frozenset({_aten.clone.default})
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class ElementMap:
         """The map of a call that moves elements of what this one describes; None where it may do something else."""
         if node.op != "call_function" or not is_pure(node.target) or _other_operands(node):
             return None
-        if node.target in _COPIES:
+        if node.target is _aten.clone.default:  # the same elements at the same places of a new tensor
             return self
         if node.target is _aten.repeat_interleave.self_int:
             return self._repeated(node)
@@ -108,14 +106,13 @@ def walked(digits: Sequence[Digit], size: int, stride: int) -> tuple[Digit, ...]
     return tuple(reversed(found)) if size == 1 else None
 
 
-def moved_from(node: fx.Node, ends: Iterable[Any]) -> list[fx.Node] | None:
-    """The calls by which a tensor becomes ``node``, from one of the ops ``ends`` on; None where there is no such call.
+def moved_from(node: fx.Node, starts: Callable[[fx.Node], bool]) -> list[fx.Node] | None:
+    """The calls by which a tensor becomes ``node``, from one that ``starts`` on; None where there is no such call.
 
     Each takes what the one before it gives as its first operand.
     """
     path = [node]
-    stops = frozenset(ends)
-    while path[-1].target not in stops:
+    while not starts(path[-1]):
         source = path[-1].args[0] if path[-1].op == "call_function" and path[-1].args else None
         if not isinstance(source, fx.Node) or static_sizes(source) is None:
             return None

@@ -43,7 +43,6 @@ from fuseplan.planner.rewrites.trace_edit import (
 )
 
 _aten = torch.ops.aten
-_MERGES = (_aten.reshape.default, _aten.view.default, _aten._unsafe_view.default)
 #: Kinds of device on which query heads as positions have been measured to pay.
 MEASURED = frozenset({"cpu"})
 
@@ -176,7 +175,7 @@ def shared_heads(node: Any, grouped: bool) -> SharedHeads | None:
         if sizes == (short[0], short[1] * times, *short[2:]):
             return SharedHeads(call["self"], node)
         return None
-    if node.target not in _MERGES or not isinstance(expand := node.args[0], fx.Node):
+    if not _merges(node) or not isinstance(expand := node.args[0], fx.Node):
         return None
     wide = sizes_of(expand)
     if expand.target is not _aten.expand.default or wide is None or len(wide) != 5:
@@ -191,6 +190,12 @@ def shared_heads(node: Any, grouped: bool) -> SharedHeads | None:
     if sizes_of(insert) != (batch, heads, 1, length, width) or sizes != (batch, heads * times, length, width):
         return None
     return SharedHeads(base, node)
+
+
+def _merges(node: fx.Node) -> bool:
+    """Whether a call gives its operand's elements another shape, which it names."""
+    target = node.target
+    return target is _aten.reshape.default or target is _aten.view.default or target is _aten._unsafe_view.default
 
 
 def _whole(node: Any) -> Any:

@@ -16,9 +16,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from fuseplan.planner.graph.decode_attention import DECODE_ATTENTION
 from fuseplan.planner.graph.merged_linear import MERGED
-from fuseplan.planner.rewrites.attention_call import ATTENTION
+from fuseplan.planner.ops.table import op_of
 from fuseplan.planner.rewrites.trace_edit import (
     between,
     erase_unused,
@@ -32,11 +31,6 @@ from fuseplan.planner.rewrites.trace_edit import (
 
 _aten = torch.ops.aten
 _LINEAR = _aten.linear.default
-#: Ops with work of their own. Linear ops on both sides of one stay apart: results would be kept until the last is read.
-_ANCHORS = frozenset({
-    _LINEAR, ATTENTION, DECODE_ATTENTION, _aten.matmul.default, _aten.mm.default, _aten.bmm.default,
-    _aten.addmm.default, _aten.baddbmm.default, _aten.convolution.default, _aten.conv1d.default, _aten.conv2d.default,
-})
 
 #: ``pack(weights, biases)``: makes arguments of the trace, given by position, lie side by side; or why it cannot.
 Pack: TypeAlias = Callable[[Sequence[int], Sequence[int]], str | None]
@@ -97,8 +91,11 @@ def merge_projections(
 
 
 def _runs(graph: fx.Graph) -> Iterator[list[_Linear]]:
-    """Linear ops that read one value, with no other op of that weight between them; two at least."""
-    anchors = [node for node in graph.nodes if node.op == "call_function" and node.target in _ANCHORS]
+    """Linear ops that read one value, with no other anchor between them; two at least.
+
+    Of linear ops on both sides of one, results would be kept until the last is read.
+    """
+    anchors = [node for node in graph.nodes if node.op == "call_function" and op_of(str(node.target)).is_anchor]
     for _, nodes in groupby(anchors, lambda node: node.args[0] if node.target is _LINEAR else node):
         run = [_linear_of(node) for node in nodes]
         if len(run) > 1:

@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from fuseplan.planner.graph.decode_attention import DECODE_ATTENTION
+from fuseplan.planner.ops.table import op_of
 from fuseplan.planner.rewrites.attention_call import ATTENTION, arguments_of
 from fuseplan.planner.rewrites.element_map import Digit, ElementMap, moved_from
 from fuseplan.planner.rewrites.trace_edit import (
@@ -40,10 +41,6 @@ from fuseplan.planner.rewrites.trace_edit import (
 from fuseplan.search.errors import OWN_FAULTS
 
 _aten = torch.ops.aten
-#: Ops that look rows up along the first dimension: what they look up in, by position, and by what.
-_GATHERS: dict[Any, tuple[int, int]] = {
-    _aten.index.Tensor: (0, 1), _aten.index_select.default: (0, 2), _aten.embedding.default: (0, 1),
-}
 _INDEX_TYPES = (torch.int32, torch.int64)
 #: Kinds of device on which a kernel reads pages. GPUs are planned for on the meta device where there is none.
 KERNELS_ON = frozenset({"cuda", "meta"})
@@ -128,7 +125,9 @@ def _read(graph: fx.Graph, node: fx.Node) -> bool:
 def gathered_pages(node: Any, reader: fx.Node) -> GatheredPages | None:
     """The pages that a key or value is gathered from, if all that is done to them is to put them in order."""
     sizes = static_sizes(node)
-    path = moved_from(node, _GATHERS) if sizes is not None and len(sizes) == 4 and 0 not in sizes else None
+    if sizes is None or len(sizes) != 4 or 0 in sizes:
+        return None
+    path = moved_from(node, lambda one: _rows_by(one) is not None)
     if path is None or any(set(one.users) - {*path, reader} for one in path):
         return None  # others read the copy, too: it has to be made anyhow
     found = _lookup(path[0])
@@ -149,12 +148,17 @@ def gathered_pages(node: Any, reader: fx.Node) -> GatheredPages | None:
     return GatheredPages(pages, table, tuple(path), *order, path[0].target is _aten.index.Tensor)
 
 
+def _rows_by(node: fx.Node) -> int | None:
+    """Position of the argument that says which rows a look-up along the first dimension gives; None for other calls."""
+    return op_of(str(node.target)).rows_by
+
+
 def _lookup(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """The table and the indices of a look-up along the first dimension."""
-    at, by = _GATHERS[node.target]
-    if node.kwargs.get("sparse_grad") or len(node.args) <= by:
+    by = _rows_by(node)
+    if by is None or node.kwargs.get("sparse_grad") or len(node.args) <= by:
         return None
-    pages, table = node.args[at], node.args[by]
+    pages, table = node.args[0], node.args[by]
     if node.target is _aten.index.Tensor:
         if not isinstance(table, Sequence) or len(table) != 1:
             return None

@@ -17,17 +17,9 @@ from fuseplan.kernels.ir.in_place import Reuse, choose_reuse
 from fuseplan.planner.capture.normalise import MODE_SWITCHES
 from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.implementations.direct_calls import GroupCall
-from fuseplan.planner.lowering.recipes import kind_of
+from fuseplan.planner.ops.table import kind_of, op_of
 from fuseplan.planner.rewrites.trace_edit import fake_tensors
 
-#: Library calls whose result is always new memory. (Their schemas alone do not say so: ``dropout``'s promises a new
-#: tensor, and gives its operand back in inference.)
-_MAKES_NEW = frozenset({
-    "aten.linear.default", "aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default",
-    "aten.matmul.default", "aten.scaled_dot_product_attention.default", "aten.embedding.default",
-    "aten.convolution.default", "aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default",
-    "fuseplan.merged_linear.default", "fuseplan.decode_attention.default",
-})
 #: Calls that read no memory, besides ops with a schema.
 _HARMLESS = (operator.getitem, *MODE_SWITCHES)
 
@@ -99,7 +91,7 @@ class _Memory:
         if any(one.alias_info is not None for one in target._schema.returns):
             return False  # it may return the memory of an operand
         name = str(node.meta.get("traced"))
-        if str(target) in _MAKES_NEW:
+        if op_of(str(target)).new_memory:
             return True
         return name in self._flow.graph and kind_of(self._flow.op(name), self._flow.specs) == "compute"
 

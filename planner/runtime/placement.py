@@ -17,8 +17,7 @@ from fuseplan.kernels.ir.ops import float32_bits
 from fuseplan.planner.capture.normalise import MODE_SWITCHES
 from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.implementations.direct_calls import GroupCall
-from fuseplan.planner.lowering.recipes import kind_of, written_value
-from fuseplan.planner.lowering.recipes_index import LOOKUPS
+from fuseplan.planner.ops.table import kind_of, op_of, written_value
 from fuseplan.planner.rewrites.trace_edit import fake_tensors
 
 
@@ -99,7 +98,8 @@ class _Rewrite:
             return self.rank[unit]
         # Ranked by its last output, a group runs as late as the trace's order suggests: lifetimes stay short. One that
         # fails where an index is outside its table runs before what eager mode would not have written by then.
-        lookups = [self.rank[self.node_of[name]] for name in unit.ops if self.flow.op(name).op in LOOKUPS]
+        found = [name for name in unit.ops if op_of(self.flow.op(name).op).family == "lookup"]
+        lookups = [self.rank[self.node_of[name]] for name in found]
         if lookups and self.writes:
             return min(lookups)
         return max(self.rank[self._node(value)] for value in unit.outputs)

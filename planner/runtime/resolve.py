@@ -17,8 +17,8 @@ from fuseplan.planner.groups.places import paths_of, place_of
 from fuseplan.planner.groups.regions import find_regions, region_parts, unique_regions
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.libraries.library_calls import LIBRARY_CALLS
-from fuseplan.planner.lowering.recipes import kind_of
 from fuseplan.planner.module_paths import located, place
+from fuseplan.planner.ops.table import kind_of
 from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.planner.runtime.fallback import CallPlan, GroupPlan
 from fuseplan.planner.runtime.logs import warn_once

@@ -29,7 +29,7 @@ from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.dispatch_stats import Stats, Tally, new_tally, total
 from fuseplan.planner.errors import ConfigError, FuseplanError, GraphError, ShapeError, UnknownOpError, failure_reason
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
-from fuseplan.planner.lowering.recipes import mutates
+from fuseplan.planner.ops.table import mutates
 from fuseplan.planner.runtime.executor import executable, guarded_call
 from fuseplan.planner.runtime.fallback import GroupPlan
 from fuseplan.planner.runtime.logs import describe, show_plans

@@ -13,7 +13,7 @@ from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.index import evaluate_all
 from fuseplan.kernels.ir.ir import ITEMSIZE
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
-from fuseplan.planner.lowering.recipes import written_value
+from fuseplan.planner.ops.table import op_of, written_value
 
 #: Dependent instructions of the other kinds, beyond those of a contiguous elementwise kernel.
 _GATHER_STEPS, _FOLD_STEPS, _WHOLE_ROW_STEPS = 8.0, 20.0, 60.0
@@ -31,30 +31,21 @@ _SMALL_GATHER = 16
 #: Threads of a block, of a warp, and elements that a thread of a reduction loads at once.
 _BLOCK, _WARP, _VECTOR = 512, 32, 4
 
-_FOLDS = frozenset({
-    "mean", "sum", "amax", "amin", "max", "min", "argmax", "argmin", "prod", "any", "all", "adaptive_avg_pool2d",
-})
-_WHOLE_ROWS = frozenset({
-    "layer_norm", "native_layer_norm", "rms_norm", "group_norm", "softmax", "_softmax", "log_softmax",
-})
-_FUNCTIONS = frozenset({"silu", "sigmoid", "sin", "cos", "tan", "tanh", "gelu", "erf", "log", "mish", "softplus"})
-_GATHERS = frozenset({"embedding", "index_select", "index", "gather"})
-
 
 def aten_overheads(graph: DataflowGraph, node: OpNode) -> Work:
     """The effort of ATen's kernel for one compute op of a static graph, and nothing of its bytes."""
-    name = node.op.split(".")[1]
+    effort = op_of(node.op).effort
     written = node.inputs[-1] if written_value(node) is not None else node.outputs[0]
     elements = math.prod(_shape(graph, written))
-    if name in _FOLDS and node.inputs:
+    if effort == "fold":
         read = math.prod(_shape(graph, node.inputs[0]))
         turns = _fold_turns(elements, max(read // max(elements, 1), 1))
         return Work(steps=_FOLD_STEPS, serial_steps=_TURN_STEPS * turns)
-    if name in _WHOLE_ROWS:
+    if effort == "whole row":
         return Work(steps=_WHOLE_ROW_STEPS)
-    if name == "index_copy_":
+    if effort == "scatter":
         return Work(instructions=_STRIDED_INSTRUCTIONS * elements, steps=_GATHER_STEPS)
-    if name in _GATHERS and len(node.inputs) > 1:
+    if effort == "gather":
         rows = math.prod(_shape(graph, node.inputs[1]))
         serial = _ROW_STEPS * rows if rows <= _SMALL_GATHER else 0.0
         return Work(steps=_GATHER_STEPS, serial_steps=serial)
@@ -64,7 +55,7 @@ def aten_overheads(graph: DataflowGraph, node: OpNode) -> Work:
 def _elementwise(graph: DataflowGraph, node: OpNode, elements: int) -> Work:
     """As ``gpu_kernel_impl`` in ATen's ``CUDALoops.cuh`` has it."""
     converting, dtype = _converts(graph, node), graph.specs[node.outputs[0]].dtype
-    steps = _FUNCTION_STEPS if node.op.split(".")[1] in _FUNCTIONS else 0.0
+    steps = _FUNCTION_STEPS if op_of(node.op).effort == "function" else 0.0
     if not converting and _same_layout(graph, node):
         return Work(steps=steps)
     most = _THREAD_ELEMENTS if converting or ITEMSIZE[dtype] < 4 else _THREAD_ELEMENTS // 2

@@ -16,7 +16,7 @@ from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, Buffer, Dot, KernelIR, Reduc
 from fuseplan.kernels.ir.ops import op_spec
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable, group_nodes, lower
-from fuseplan.planner.lowering.recipes import kind_of, mutates
+from fuseplan.planner.ops.table import kind_of, mutates
 from fuseplan.planner.work.aten_overheads import aten_overheads
 from fuseplan.planner.work.kernel_overheads import (
     kernel_overheads,

@@ -13,17 +13,8 @@ from fuseplan.kernels.ir.index import evaluate_all
 from fuseplan.kernels.ir.ir import ITEMSIZE
 from fuseplan.kernels.ir.ops import op_spec
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
+from fuseplan.planner.ops.table import op_of
 
-#: Positions of the two operands whose product an op is; the length that is summed over is the last of the first.
-_FACTORS: Mapping[str, int] = {
-    "aten.linear.default": 0, "aten.matmul.default": 0, "aten.mm.default": 0, "aten.bmm.default": 0,
-    "aten.addmm.default": 1, "aten.baddbmm.default": 1, "fuseplan.merged_linear.default": 0,
-}
-_ATTENTION = "aten.scaled_dot_product_attention.default"
-#: Attention of one query position, whose keys may lie in pages.
-_DECODE_ATTENTION = "fuseplan.decode_attention.default"
-#: Ops that write some rows of their first operand and leave the others alone.
-_ROW_WRITES = frozenset({"index_copy_", "index_put_", "copy_", "scatter_", "index_add_"})
 #: Special functions in a hyperbolic tangent.
 _TANH = op_spec("tanh").flops
 _UNITS = {"bfloat16": "bf16_matmul", "float16": "fp16_matmul", "float64": "fp64"}
@@ -37,7 +28,7 @@ def library_work(
 
     ``call`` is ``Work.call``; ``cold`` are those of ``inputs`` that nothing has touched recently: weights, caches.
     """
-    writes_rows = node.op.split(".")[1] in _ROW_WRITES
+    writes_rows = op_of(node.op).family == "write"
     read = {value: read_bytes(value, node, specs) for value in inputs if not writes_rows or value != node.inputs[0]}
     # What is written to rows of the first operand is that of the operand's type.
     source = [value for value in node.inputs[1:] if specs[value].dtype == specs[node.inputs[0]].dtype][-1:]
@@ -52,52 +43,24 @@ def library_work(
 def _flops(node: OpNode, specs: Mapping[str, TensorSpec]) -> dict[str, float]:
     shapes = [_shape(specs[value]) for value in node.inputs]
     unit = _UNITS.get(specs[node.inputs[0]].dtype, "fp32_matmul") if node.inputs else ""
-    if node.op in _FACTORS:
+    op = op_of(node.op)
+    if op.factors is not None:
         results = math.prod(_shape(specs[node.outputs[0]]))
-        return {unit: 2.0 * results * shapes[_FACTORS[node.op]][-1]}
-    if node.op == _ATTENTION:
-        *_, positions, width = shapes[0]
-        heads = math.prod(shapes[0][:-2])
-        pairs = float(heads * _seen(node, positions, shapes[1][-2]))
-        return {unit: 2.0 * pairs * (width + shapes[2][-1]), "sfu": pairs}
-    if node.op == _DECODE_ATTENTION:
-        rows, width = math.prod(shapes[0][:-1]), shapes[0][-1]
-        pairs = float(rows * _keys(node, specs))
+        return {unit: 2.0 * results * shapes[op.factors[0]][-1]}
+    if op.pairs is not None:
+        pairs = op.pairs(node, specs)
         capped = node.attrs.get("cap") is not None  # by a hyperbolic tangent
-        return {unit: 2.0 * pairs * (width + shapes[2][-1]), "sfu": pairs * (1 + _TANH * capped)}
+        return {unit: 2.0 * pairs * (shapes[0][-1] + shapes[2][-1]), "sfu": pairs * (1 + _TANH * capped)}
     return {}
 
 
-def _keys(node: OpNode, specs: Mapping[str, TensorSpec]) -> int:
-    """Keys of a sequence in attention of one query position."""
-    rows = _shape(specs[node.inputs[1]])[2]
-    table = _table(node)
-    return rows if table is None else rows * _shape(specs[table])[1]
-
-
-def _table(node: OpNode) -> str | None:
-    """The block table of attention over pages; None where there is none."""
-    return node.inputs[3] if node.op == _DECODE_ATTENTION and "block_table" not in node.attrs else None
-
-
-def _seen(node: OpNode, positions: int, keys: int) -> int:
-    """Pairs of a query position and a key that it attends to; causal: keys up to its own position."""
-    if not node.attrs.get("is_causal"):
-        return positions * keys
-    within = min(positions, keys)
-    return within * (within + 1) // 2 + (positions - within) * keys
-
-
 def read_bytes(value: str, node: OpNode, specs: Mapping[str, TensorSpec]) -> float:
-    """Bytes of an operand; of keys and values after the last position that sees them, none. Of pages those in use."""
-    table = _table(node)
-    if table is not None and value in node.inputs[1:3]:
-        pages = _shape(specs[value])[0]
-        return _bytes(specs[value]) * min(pages, math.prod(_shape(specs[table]))) / max(pages, 1)
-    if node.op == _ATTENTION and node.attrs.get("is_causal") and value in node.inputs[1:3]:
-        keys, positions = _shape(specs[value])[-2], _shape(specs[node.inputs[0]])[-2]
-        return _bytes(specs[value]) * min(keys, positions) / max(keys, 1)
-    return _bytes(specs[value])
+    """Bytes of an operand; of attention's keys and values the share that is read."""
+    share = op_of(node.op).share
+    if share is None or value not in node.inputs[1:3]:
+        return _bytes(specs[value])
+    read, held = share(node, specs)
+    return _bytes(specs[value]) * read / held
 
 
 def _shape(spec: TensorSpec) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.implementations.implementations import kernel_mode
 from fuseplan.planner.lowering.lower import Lowered
-from fuseplan.planner.lowering.recipes import kind_of
+from fuseplan.planner.ops.table import kind_of
 from fuseplan.planner.patterns.cells import Cell
 from fuseplan.planner.peers.contestant import make_case
 from fuseplan.planner.peers.peers import fused

@@ -19,9 +19,9 @@ ROOMS = {
     "costmodel": ("", "probe"),
     "kernels": ("ir", "native", "cpp", "gpu", "attention", "triton", "ninetoothed", ""),
     "search": ("", "store", "timing", "workers", "tune"),
-    "planner": ("", "graph", "models", "rewrites", "lowering", "groups", "capture", "patterns", "work", "libraries",
-                "implementations",
-                "cost", "partition", "tuning", "runtime", "reports", "api", "fleet", "peers", "bench", "cli"),
+    "planner": ("", "graph", "ops", "models", "rewrites", "lowering", "groups", "capture", "patterns", "work",
+                "libraries", "implementations", "cost", "partition", "tuning", "runtime", "reports", "api", "fleet",
+                "peers", "bench", "cli"),
 }
 #: The packages that each may import besides itself, and what all may.
 PACKAGES = {"costmodel": (), "kernels": (), "search": ("costmodel", "kernels"),

@@ -8,7 +8,7 @@ from itertools import combinations
 import networkx as nx
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
-from fuseplan.planner.lowering.recipes import kind_of
+from fuseplan.planner.ops.table import kind_of
 
 
 def make(

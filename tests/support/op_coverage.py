@@ -21,8 +21,8 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref, bind_gra
 from fuseplan.planner.graph.execute import resolve_op
 from fuseplan.planner.groups import compute_graph
 from fuseplan.planner.groups.regions import find_regions
-from fuseplan.planner.lowering.recipes import OpKind
-from fuseplan.planner.lowering.views import Specs, is_address_map
+from fuseplan.planner.ops.positions import Specs
+from fuseplan.planner.ops.table import OpKind, is_address_map
 
 Role: TypeAlias = Literal["coverable", "anchor", "opaque", "view", "constant"]
 

@@ -18,8 +18,8 @@ from programs import Program, Step, twin
 from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.planner.capture.arguments import respell
 from fuseplan.planner.graph.execute import bind_call
-from fuseplan.planner.lowering.recipe import DTYPES
-from fuseplan.planner.lowering.recipes import RECIPES, why_opaque
+from fuseplan.planner.ops.op import DTYPES
+from fuseplan.planner.ops.table import OPS, why_opaque
 
 #: Of ops that write, or have several results.
 _STATEMENTS: Mapping[str, tuple[str, ...]] = {
@@ -58,7 +58,8 @@ def op_cases(words: str = "") -> Iterator[OpCase]:
     Of ops whose name has one of the ``words``, joined by commas; they are numbered from 0.
     """
     number = 0
-    for op in (name for name in RECIPES if any(word in name for word in words.split(","))):
+    fusible = [name for name, op in OPS.items() if op.is_fusible]
+    for op in (name for name in fusible if any(word in name for word in words.split(","))):
         own = [one for one in SAMPLES if one[0] == op] or [(op, _OPERANDS[: 3 if "index" in op else 2], {})]
         cases = [case for _, operands, attrs in own if (case := _case(op, operands, attrs))]
         for dtype in map(torch_dtype, DTYPES):

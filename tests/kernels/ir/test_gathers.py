@@ -19,7 +19,7 @@ from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.implementations.sample_inputs import MOST_TABLE_ROWS, sample_inputs
 from fuseplan.planner.implementations.subject import group_subject
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable
-from fuseplan.planner.lowering.recipes import kind_of
+from fuseplan.planner.ops.table import kind_of
 from fuseplan.planner.patterns.table import pattern_graph
 from fuseplan.planner.work.group_work import kernel_work
 

@@ -15,7 +15,7 @@ from fuseplan.planner.bench.case import plan_case, predicted_us
 from fuseplan.planner.bench.patterns import PatternBench, PatternRow
 from fuseplan.planner.bench.rows import bench_frame
 from fuseplan.planner.bench.verdicts import pattern_table, prediction_verdict
-from fuseplan.planner.lowering.recipes import kind_of
+from fuseplan.planner.ops.table import kind_of
 from fuseplan.planner.patterns.cells import cell
 from fuseplan.planner.peers.contestant import EAGER, OURS, trace_cell
 from fuseplan.planner.tuning.session import Session, open_session

@@ -7,7 +7,7 @@ from step_programs import CPU, NothingStored
 from synthetic_decoders import plan_scaling, transformer_graph
 
 from fuseplan.planner.groups.regions import find_regions
-from fuseplan.planner.lowering.recipes import kind_of, written_value
+from fuseplan.planner.ops.table import kind_of, written_value
 from fuseplan.planner.tuning.planner import Planner
 
 

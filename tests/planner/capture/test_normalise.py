@@ -16,7 +16,7 @@ from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.errors import CaptureError
 from fuseplan.planner.graph.dataflow import Ref
 from fuseplan.planner.graph.execute import run_node
-from fuseplan.planner.lowering.recipes import kind_of, mutates
+from fuseplan.planner.ops.table import kind_of, mutates
 
 
 def f32(*shape: int) -> Tensor:

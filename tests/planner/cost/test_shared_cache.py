@@ -33,7 +33,7 @@ from fuseplan.planner.implementations.choices import Choice, RegionProblem, regi
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.implementations.implementations import implementations_for
 from fuseplan.planner.lowering.lower import Lowered, lower
-from fuseplan.planner.lowering.recipes import kind_of
+from fuseplan.planner.ops.table import kind_of
 from fuseplan.planner.partition.guided_loop import predicted_partition
 from fuseplan.planner.runtime.fallback import GroupPlan
 from fuseplan.planner.tuning.planner import Planner, PlanSettings

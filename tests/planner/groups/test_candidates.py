@@ -28,7 +28,7 @@ from fuseplan.planner.groups.convex import Dependencies, bits
 from fuseplan.planner.groups.regions import find_regions, unique_regions
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.lowering.lower import NotLowerable
-from fuseplan.planner.lowering.recipes import kind_of
+from fuseplan.planner.ops.table import kind_of
 
 #: More groups than the largest of these graphs has subsets.
 ALL = 2**15

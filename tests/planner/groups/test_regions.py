@@ -17,7 +17,7 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref, TensorSp
 from fuseplan.planner.groups import regions
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import find_boundaries, find_regions, unique_regions
-from fuseplan.planner.lowering.recipes import kind_of
+from fuseplan.planner.ops.table import kind_of
 
 
 def compute_sets(graph: DataflowGraph) -> set[frozenset[str]]:

@@ -28,7 +28,7 @@ from fuseplan.kernels.ir.ir import Buffer
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.implementations import aten, view_chains
 from fuseplan.planner.implementations.view_chains import collapse_views, is_op
-from fuseplan.planner.lowering.views import VIEW_MAPS
+from fuseplan.planner.ops.table import op_of
 from fuseplan.planner.rewrites import grouped_queries
 from fuseplan.planner.runtime import executor
 
@@ -313,7 +313,7 @@ def test_a_decode_step_keeps_no_chain_of_views(
 
     def keeping(graph: fx.Graph, *rest: Any) -> None:
         collapse_views(graph, *rest)
-        views.extend(str(node.target) for node in graph.nodes if is_op(node) and str(node.target) in VIEW_MAPS)
+        views.extend(str(node.target) for node in graph.nodes if is_op(node) and op_of(str(node.target)).view)
 
     monkeypatch.setattr(executor, "collapse_views", keeping)
     monkeypatch.setattr(grouped_queries, "MEASURED", frozenset())

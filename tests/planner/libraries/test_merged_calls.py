@@ -12,7 +12,7 @@ from fuseplan.planner.graph.merged_linear import side_by_side
 from fuseplan.planner.graph.serialize import graph_from_json, graph_to_json
 from fuseplan.planner.libraries.library_call import OpGroup
 from fuseplan.planner.libraries.matmul_calls import MERGED_CALLS, MergedCall
-from fuseplan.planner.lowering.recipes import kind_of
+from fuseplan.planner.ops.table import kind_of
 from fuseplan.planner.work.group_work import op_work
 
 ROWS = (5, 1, 3)

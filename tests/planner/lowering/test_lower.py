@@ -17,7 +17,7 @@ from fuseplan.kernels.ir.ir import Load, Reduce, Round
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.lowering.lower import NotLowerable
-from fuseplan.planner.lowering.recipes import kind_of
+from fuseplan.planner.ops.table import kind_of
 from fuseplan.planner.work.group_work import kernel_work
 
 
@@ -171,7 +171,7 @@ def test_a_quantised_value_is_rounded_where_the_group_uses_it(dtype: str, larges
 def test_float8_overflows_as_this_pytorch_does(
     saturates: bool, clamped: bool, nan: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fuseplan.planner.lowering.recipes_pointwise.float8_saturates", lambda: saturates)
+    monkeypatch.setattr("fuseplan.planner.ops.pointwise.float8_saturates", lambda: saturates)
     b = Builder(x=torch.tensor([463.0, 465.0, -1e4]))
     source = b("aten.clamp.default", "x", min=-448.0, max=448.0) if clamped else "x"
     graph = b.graph(b("aten.to.dtype", source, dtype="float8_e4m3fn"))

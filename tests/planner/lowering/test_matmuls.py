@@ -16,7 +16,7 @@ from fuseplan.kernels.ir.validate import validate
 from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.lowering.lower import Lowered
-from fuseplan.planner.lowering.recipes import kind_of
+from fuseplan.planner.ops.table import kind_of
 from fuseplan.planner.work.group_work import kernel_work
 
 

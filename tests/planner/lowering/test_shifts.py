@@ -8,7 +8,7 @@ from graphs import Builder
 from kernel_reference import run_reference
 
 from fuseplan.planner.lowering.lower import lower
-from fuseplan.planner.lowering.recipes import why_opaque
+from fuseplan.planner.ops.table import why_opaque
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 OPS = ("bitwise_left_shift", "bitwise_right_shift", "__lshift__", "__rshift__")

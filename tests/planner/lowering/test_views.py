@@ -14,7 +14,8 @@ from index_oracle import value_of
 
 from fuseplan.kernels.ir.index import Index, symbol
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
-from fuseplan.planner.lowering.views import VIEW_MAPS, is_address_map, reshape_position
+from fuseplan.planner.ops.positions import reshape_position
+from fuseplan.planner.ops.table import is_address_map, op_of
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
@@ -29,7 +30,7 @@ def check_map(node: OpNode, source: torch.Tensor, results: list[torch.Tensor]) -
     """Reading ``source`` where the map says must give the elements of each result."""
     specs = {"x": spec_of(source), **{name: spec_of(r) for name, r in zip(node.outputs, results, strict=True)}}
     for name, result in zip(node.outputs, results, strict=True):
-        position = VIEW_MAPS[node.op](node, name, coordinates(tuple(result.shape)), specs)
+        position = op_of(node.op).view(node, name, coordinates(tuple(result.shape)), specs)
         for point in itertools.product(*(range(extent) for extent in result.shape)):
             at = tuple(value_of(index, point) for index in position)
             assert source[at] == result[point], (node.op, point, at)

@@ -22,7 +22,7 @@ from fuseplan.planner.errors import ShapeError, UnknownPatternError
 from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations.sample_inputs import random_tensor
 from fuseplan.planner.implementations.subject import group_subject
-from fuseplan.planner.lowering.recipes import kind_of
+from fuseplan.planner.ops.table import kind_of
 from fuseplan.planner.patterns.listing import LISTING
 from fuseplan.planner.patterns.table import PATTERNS, parse_shape, pattern, pattern_graph
 from fuseplan.planner.runtime.scheduler import FusionConfig, FusionScheduler

@@ -18,7 +18,7 @@ from fuseplan.kernels.ir.backend import BuildError
 from fuseplan.kernels.registry import backends_for, local_target
 from fuseplan.planner.bench.case import reference_outputs
 from fuseplan.planner.errors import ConfigError
-from fuseplan.planner.lowering.recipes import kind_of
+from fuseplan.planner.ops.table import kind_of
 from fuseplan.planner.patterns.cells import cell
 from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, Case, Contestant, PeerError, make_case
 from fuseplan.planner.peers.libraries import FLASHINFER_OPS, LIGER_OPS

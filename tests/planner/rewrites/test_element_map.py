@@ -128,7 +128,7 @@ def test_the_calls_from_an_op_on() -> None:
 
     trace = make_fx(run, tracing_mode="fake", pre_dispatch=True)(torch.randn(3, 4), torch.tensor([1, 0]))
     found, other = trace.graph.output_node().args[0]
-    path = moved_from(found, [_aten.index.Tensor])
+    path = moved_from(found, lambda node: node.target is _aten.index.Tensor)
     assert path is not None
     assert [one.target for one in path] == [_aten.index.Tensor, _aten.transpose.int, _aten.unsqueeze.default]
-    assert moved_from(other, [_aten.index.Tensor]) is None
+    assert moved_from(other, lambda node: node.target is _aten.index.Tensor) is None

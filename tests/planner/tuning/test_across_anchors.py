@@ -28,7 +28,7 @@ from fuseplan.planner.groups.candidates import Candidate, CandidateLimits
 from fuseplan.planner.groups.regions import find_regions, is_anchor, region_parts
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.implementations.implementations import implementations_for
-from fuseplan.planner.lowering.recipes_matmul import MATMULS
+from fuseplan.planner.ops.table import op_of
 from fuseplan.planner.partition import across_anchors
 from fuseplan.planner.partition.across_anchors import groups_around_anchors
 from fuseplan.planner.tuning.planner import Planner, PlanSettings
@@ -110,7 +110,7 @@ def test_narrow_weights_are_read_by_the_matmul_where_that_pays(
     tmp_path: Path, name: str, matmul_us: float, whole: bool
 ) -> None:
     def fused_us(subject: Any) -> float:
-        return matmul_us if any(node.op in MATMULS for node in subject.nodes) else 5.0
+        return matmul_us if any(op_of(node.op).is_contraction for node in subject.nodes) else 5.0
 
     graph = quantised(name, 3, 256, 256, torch.float16).graph()
     tuner = ScriptedTuner(Database(tmp_path / "t.db", "write", Versions.current("cpu")), fused_us)

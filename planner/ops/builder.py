@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, Self
 
@@ -14,15 +14,12 @@ import torch
 
 from fuseplan.kernels.ir import ir
 from fuseplan.kernels.ir.dtypes import torch_dtype
-from fuseplan.kernels.ir.index import Coord, Index, Size, as_size, flatten, is_static, known_less_equal
-from fuseplan.kernels.ir.ir import Const, Gather, Instr, Iota, Product, RegisterType, Segment, Store, register_type
+from fuseplan.kernels.ir.index import Index, Size, as_size, is_static, known_less_equal
+from fuseplan.kernels.ir.ir import Const, Instr, Iota, Product, RegisterType, Segment, Store
 from fuseplan.kernels.ir.ops import OPS
 from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
-from fuseplan.planner.lowering.views import MAY_COPY, VIEW_MAPS, Position, broadcast, is_address_map
-
-#: Stands for the first coordinate that data gives, while an address is made; further ones count down from it.
-_DATA_AXIS = -1
+from fuseplan.planner.ops.positions import Position, broadcast
 
 
 class AcrossColumns(NotLowerable):
@@ -43,20 +40,6 @@ class Group:
     inputs: list[str] = field(default_factory=list)
     #: Columns at which a ``cat`` changes operand, in the space being filled.
     boundaries: set[int] = field(default_factory=set)
-
-    def looks_through(self, node: OpNode) -> bool:
-        """Whether the group's kernel reads what lies behind an op: a view, or a ``reshape`` that may have to copy what
-        the group itself computes (symbols do not always tell that it is a view).
-        """
-        if is_address_map(node, self.graph.specs):
-            return True
-        if node.name in self.members or node.op not in MAY_COPY:
-            return False
-        while (behind := self.graph.maker(node.inputs[0])) is not None and behind.name not in self.members:
-            node = behind
-            if node.op not in VIEW_MAPS:
-                return False
-        return behind is not None
 
     def input_buffer(self, value: str) -> int:
         """Number of the buffer that holds an outside value."""
@@ -116,6 +99,14 @@ class BodyBuilder(ABC):
         self, node: OpNode, numbers: tuple[int, int], column: Index, rows: Position, transposed: bool
     ) -> int:
         """Element ``(*rows, column)`` of the matmul of two operands, of which the second may be ``transposed``."""
+
+    @abstractmethod
+    def lookup(self, node: OpNode, value: str, position: Position, picked: Mapping[int, int]) -> int:
+        """``value`` at ``position``, where the coordinates along the dimensions ``picked`` are data: value ids.
+
+        Where an index is outside ``value``, the kernel reads nothing and the call fails, as ATen's op does.
+        NotLowerable where the group computes ``value``, or reads it through a view that cuts such a dimension up.
+        """
 
     @abstractmethod
     def row_shape(self, node: OpNode) -> tuple[Size, ...]:
@@ -216,38 +207,6 @@ class BodyBuilder(ABC):
             total = self.apply(combine, total, element(column(space, piece)))
         return space.emit(ir.Reduce(self.dtype_of(total), kind, total))
 
-    def lookup(self, node: OpNode, value: str, position: Position, picked: Mapping[int, int]) -> int:
-        """``value`` at ``position``, where the coordinates along the dimensions ``picked`` are data: value ids.
-
-        Where an index is outside ``value``, the kernel reads nothing and the call fails, as ATen's op does.
-        NotLowerable where the group computes ``value``, or reads it through a view that cuts such a dimension up.
-        """
-        graph = self._group.graph
-        extents = {dim: self.specs[value].shape[dim] for dim in picked}
-        axes = {dim: _DATA_AXIS - number for number, dim in enumerate(picked)}
-        position = tuple(
-            Index(0, ((Coord(axes[dim], extents[dim]), 1),)) if dim in picked else index
-            for dim, index in enumerate(position)
-        )
-        while (maker := graph.maker(value)) is not None and is_address_map(maker, graph.specs):
-            value, position = maker.inputs[0], VIEW_MAPS[maker.op](maker, value, position, graph.specs)
-        if maker is not None and maker.name in self._group.members:
-            raise NotLowerable(f"{node.op} looks up {value}, which the group computes")
-        spec = self.specs[value]
-        index = flatten(position, spec.strides)
-        if not all(index.is_affine_in(axis) for axis in axes.values()):
-            raise NotLowerable(f"{node.op} looks up {value} through a view that cuts the dimension up")
-        ids = {dim: self.cast(at, "int64") for dim, at in picked.items()}
-        mask, check = self._mask, self.inside(ids, extents)
-        for dim, at in ids.items():
-            mask = self._both(mask, self._is_inside(at, extents[dim]))
-        dtype = register_type(spec.dtype)
-        missing = math.nan if dtype.startswith("float") else 0.0
-        strides = {dim: index.coefficient(axis) for dim, axis in axes.items()}
-        gather = replace(self._gather(ids, strides, extents), check=check)
-        rest = index.substitute({axis: Index(0) for axis in axes.values()})
-        return self._space.emit(ir.Load(dtype, self._group.input_buffer(value), rest, mask, missing, gather))
-
     def inside(self, ids: Mapping[int, int], extents: Mapping[int, Size]) -> int | None:
         """A check that numbers are positions of their dimensions, where the mask in force does not excuse them; None
         where they are known to be.
@@ -265,16 +224,6 @@ class BodyBuilder(ABC):
     def _exists(self, at: int, extent: Size) -> bool:
         least, most = self.known_range(at)
         return isinstance(extent, int) and least >= 0 and most < extent
-
-    def _gather(self, ids: Mapping[int, int], strides: Mapping[int, Size], extents: Mapping[int, Size]) -> Gather:
-        """One term of an address for all coordinates that are data: their distance from the first element."""
-        first = next(iter(ids))
-        if len(ids) == 1:
-            return Gather(ids[first], strides[first], extents[first])
-        parts = [self.apply("mul", at, self.iota(Index(strides[dim]))) for dim, at in ids.items()]
-        total = reduce(lambda one, other: self.apply("add", one, other), parts)
-        known = [extent for extent in extents.values() if isinstance(extent, int)]
-        return Gather(total, 1, min(known, default=extents[first]))
 
     def row_position(self, node: OpNode, position: Position) -> Position:
         """Check that ``position`` names one row (mentions no column): a row statistic is asked for once per row."""

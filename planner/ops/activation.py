@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeAlias
 
 from fuseplan.planner.graph.dataflow import OpNode
-from fuseplan.planner.lowering.body import BodyBuilder
-from fuseplan.planner.lowering.recipe import Recipe, Refuse, float_result, no_booleans, of_one
-from fuseplan.planner.lowering.views import Specs
+from fuseplan.planner.ops.builder import BodyBuilder
+from fuseplan.planner.ops.op import Rows, float_result, no_booleans, of_one, rows
+from fuseplan.planner.ops.positions import Specs
 
 #: Of a builder, the operand's value in the type of the result, and the op's attributes.
 Activation: TypeAlias = Callable[[BodyBuilder, int, Mapping[str, Any]], int]
-
-
-def _recipe(activation: Activation, refuse: Refuse | None = float_result) -> Recipe:
-    return of_one(lambda p, node, x: activation(p, x, node.attrs), refuse)
 
 
 def _gelu(p: BodyBuilder, x: int, attrs: Mapping[str, Any]) -> int:
@@ -77,25 +74,28 @@ def _log_sigmoid(p: BodyBuilder, x: int, attrs: Mapping[str, Any]) -> int:
     return p.apply("sub", p.apply("minimum", x, p.const(0.0, p.dtype_of(x))), smooth)
 
 
-def activation_recipes() -> dict[str, Recipe]:
-    def clamp(p: BodyBuilder, x: int, attrs: Mapping[str, Any]) -> int:
-        return _bounded(p, x, attrs.get("min", attrs.get("min_val")), attrs.get("max", attrs.get("max_val")))
+def _clamp(p: BodyBuilder, x: int, attrs: Mapping[str, Any]) -> int:
+    return _bounded(p, x, attrs.get("min", attrs.get("min_val")), attrs.get("max", attrs.get("max_val")))
 
-    smooth: dict[str, Activation] = {
-        "silu": lambda p, x, attrs: p.apply("mul", x, p.apply("sigmoid", x)),
-        "gelu": _gelu,
-        "hardsigmoid": lambda p, x, attrs: _hard_sigmoid(p, x),
-        "hardswish": lambda p, x, attrs: p.apply("mul", x, _hard_sigmoid(p, x)),
-        "leaky_relu": _leaky_relu,
-        "softplus": _softplus,
-        # x tanh(log(1 + exp(x))) (Misra, arXiv:1908.08681).
-        "mish": lambda p, x, attrs: p.apply("mul", x, p.apply("tanh", _log_of_one_plus_exp(p, x))),
-        "log_sigmoid": _log_sigmoid,
-    }
-    return {
-        "aten.relu.default": _recipe(lambda p, x, attrs: _bounded(p, x, 0), no_booleans),
-        "aten.relu6.default": _recipe(lambda p, x, attrs: _bounded(p, x, 0.0, 6.0), None),
-        **{f"aten.{name}.default": _recipe(activation) for name, activation in smooth.items()},
-        **{f"aten.{name}.default": _recipe(clamp, _clamp_refuse)
-           for name in ("clamp", "clamp_min", "clamp_max", "hardtanh")},
-    }
+
+def _row(names: str, activation: Activation, **also: Any) -> Rows:
+    return rows("activation", names, of_one(lambda p, node, x: activation(p, x, node.attrs)), **also)
+
+
+_smooth = partial(_row, refuse=float_result)
+_function = partial(_smooth, effort="function")
+
+ACTIVATIONS = {
+    **_row("relu", lambda p, x, attrs: _bounded(p, x, 0), refuse=no_booleans),
+    **_row("relu6", lambda p, x, attrs: _bounded(p, x, 0.0, 6.0)),
+    **_row("clamp clamp_min clamp_max hardtanh", _clamp, refuse=_clamp_refuse),
+    **_smooth("hardsigmoid", lambda p, x, attrs: _hard_sigmoid(p, x)),
+    **_smooth("hardswish", lambda p, x, attrs: p.apply("mul", x, _hard_sigmoid(p, x))),
+    **_smooth("leaky_relu", _leaky_relu),
+    **_smooth("log_sigmoid", _log_sigmoid),
+    **_function("silu", lambda p, x, attrs: p.apply("mul", x, p.apply("sigmoid", x))),
+    **_function("gelu", _gelu),
+    **_function("softplus", _softplus),
+    # x tanh(log(1 + exp(x))) (Misra, arXiv:1908.08681).
+    **_function("mish", lambda p, x, attrs: p.apply("mul", x, p.apply("tanh", _log_of_one_plus_exp(p, x)))),
+}

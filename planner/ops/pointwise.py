@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
-from functools import cache, reduce
+from functools import cache, partial, reduce
+from typing import Any
 
 import torch
 
 from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.ir import RegisterType, register_type
 from fuseplan.planner.graph.dataflow import OpNode
-from fuseplan.planner.lowering.body import BodyBuilder
-from fuseplan.planner.lowering.recipe import (
+from fuseplan.planner.ops.builder import BodyBuilder
+from fuseplan.planner.ops.op import (
     INTEGERS,
-    Recipe,
+    Build,
+    Rows,
     argument,
     float_result,
     is_float,
@@ -23,8 +24,9 @@ from fuseplan.planner.lowering.recipe import (
     of_one,
     of_two,
     result_type,
+    rows,
 )
-from fuseplan.planner.lowering.views import Position, Specs
+from fuseplan.planner.ops.positions import Position, Specs
 
 _FLOAT8_LARGEST = 448.0
 #: Halfway to the number that would follow the largest one of float8_e4m3fn: up to here rounding gives the largest.
@@ -63,16 +65,12 @@ def _overflowing(p: BodyBuilder, node: OpNode, value: int) -> int:
     return p.apply("where", over, p.const(float("nan"), p.dtype_of(value)), value)
 
 
-def _bitwise(on_bools: str, on_integers: str) -> Recipe:
-    return of_two(lambda p, node, a, b: p.apply(on_bools if p.dtype_of(a) == "bool" else on_integers, a, b))
-
-
 def _bitwise_not(p: BodyBuilder, node: OpNode, value: int) -> int:
     dtype = p.dtype_of(value)
     return p.apply("logical_not", value) if dtype == "bool" else p.apply("bit_xor", value, p.const(-1, dtype))
 
 
-def _shift(op: str) -> Recipe:
+def _shift(op: str) -> Build:
     """ATen defines shifts by too much (and by less than zero): all sign bits to the right, zero to the left."""
 
     def compute(p: BodyBuilder, node: OpNode, a: int, by: int) -> int:
@@ -91,18 +89,6 @@ def _shift(op: str) -> Recipe:
     return of_two(compute)
 
 
-def _bitwise_recipes() -> dict[str, Recipe]:
-    rows: dict[str, Recipe] = {"aten.bitwise_not.default": of_one(_bitwise_not)}
-    for name, on_bools in (("and", "logical_and"), ("or", "logical_or"), ("xor", "ne")):
-        for packet in (f"bitwise_{name}", f"__{name}__"):
-            rows[f"aten.{packet}.Tensor"] = rows[f"aten.{packet}.Scalar"] = _bitwise(on_bools, f"bit_{name}")
-    for side, short in (("left", "lshift"), ("right", "rshift")):
-        for spelling in (f"bitwise_{side}_shift.Tensor", f"bitwise_{side}_shift.Tensor_Scalar", f"__{short}__.Tensor",
-                         f"__{short}__.Scalar"):
-            rows[f"aten.{spelling}"] = _shift(f"shift_{side}")
-    return rows
-
-
 def _promoted(p: BodyBuilder, node: OpNode) -> RegisterType:
     """Register type in which a comparison's operands meet."""
     types = [register_type(p.specs[value].dtype) for value in node.inputs]
@@ -114,25 +100,23 @@ def _promoted(p: BodyBuilder, node: OpNode) -> RegisterType:
     return order[best]
 
 
-def _unary(op: str) -> Recipe:
+def _unary(op: str) -> Build:
     return of_one(lambda p, node, x: p.apply(op, x))
 
 
-def _rounding(op: str) -> Recipe:
+def _rounding(op: str) -> Build:
     """Of an integer, which is rounded already, itself."""
-    return of_one(lambda p, node, x: p.apply(op, x) if p.dtype_of(x).startswith("float") else x, no_booleans)
+    return of_one(lambda p, node, x: p.apply(op, x) if p.dtype_of(x).startswith("float") else x)
 
 
-def _binary(op: str) -> Recipe:
+def _binary(op: str, meet: Callable[[BodyBuilder, OpNode], RegisterType] = result_type) -> Build:
+    """Of the second operand times ``alpha``."""
+
     def compute(p: BodyBuilder, node: OpNode, a: int, b: int) -> int:
         alpha = node.attrs.get("alpha", 1)
         return p.apply(op, a, b if alpha == 1 else p.apply("mul", b, p.const(alpha, p.dtype_of(b))))
 
-    return of_two(compute)
-
-
-def _applied(op: str, meet: Callable[[BodyBuilder, OpNode], RegisterType] = result_type) -> Recipe:
-    return of_two(lambda p, node, a, b: p.apply(op, a, b), meet)
+    return of_two(compute, meet)
 
 
 def _div(p: BodyBuilder, node: OpNode, position: Position) -> int:
@@ -204,39 +188,64 @@ def _filled_refuse(node: OpNode, specs: Specs) -> str | None:
     return None if known else f"fills {dtype} with a number of dtype {specs[value[0]].dtype}"
 
 
-def pointwise_recipes() -> dict[str, Recipe]:
-    rows: dict[str, Recipe] = {}
-    for name in ("exp", "exp2", "log", "log1p", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf", "reciprocal",
-                 "neg", "abs"):
-        rows[f"aten.{name}.default"] = _unary(name)
-    for name in ("floor", "ceil", "round"):
-        rows[f"aten.{name}.default"] = _rounding(name)
-    for name in ("add", "sub", "mul"):
-        recipe = replace(_binary(name), refuse=_taken_away_refuse if name == "sub" else None)
-        rows[f"aten.{name}.Tensor"] = rows[f"aten.{name}.Scalar"] = recipe
-    for name in ("div", "true_divide"):
-        rows[f"aten.{name}.Tensor"] = rows[f"aten.{name}.Scalar"] = Recipe(_div, refuse=float_result)
-    rows["aten.maximum.default"] = rows["aten.max.other"] = _binary("maximum")
-    rows["aten.minimum.default"] = rows["aten.min.other"] = _binary("minimum")
-    for name in ("floor_divide.default", "floor_divide.Scalar", "div.Scalar_mode", "div.Tensor_mode"):
-        rows[f"aten.{name}"] = replace(_applied("int_floordiv"), refuse=_floor_divide_refuse)
-    rows["aten.rsub.Scalar"] = rows["aten.rsub.Tensor"] = Recipe(_rsub, refuse=_taken_away_refuse)
-    rows["aten.pow.Tensor_Scalar"] = of_one(lambda p, node, x: power(p, x, node.attrs["exponent"]), float_result)
-    rows["aten.pow.Tensor_Tensor"] = rows["aten.pow.Scalar"] = replace(_applied("pow"), refuse=float_result)
-    rows["aten.square.default"] = of_one(lambda p, node, x: p.apply("mul", x, x))
-    for name in ("eq", "ne", "lt", "le", "gt", "ge"):
-        rows[f"aten.{name}.Tensor"] = rows[f"aten.{name}.Scalar"] = _applied(name, _promoted)
-    for name, op in (("and", "logical_and"), ("or", "logical_or"), ("xor", "ne")):
-        rows[f"aten.logical_{name}.default"] = _applied(op, lambda p, node: "bool")
-    rows["aten.logical_not.default"] = Recipe(
-        lambda p, node, position: p.apply("logical_not", p.operand(node, 0, position, "bool")))
-    rows.update(_bitwise_recipes())
-    for name in ("self", "ScalarSelf", "ScalarOther", "Scalar"):
-        rows[f"aten.where.{name}"] = Recipe(_where)
-    rows["aten.masked_fill.Scalar"] = rows["aten.masked_fill.Tensor"] = Recipe(_masked_fill, refuse=_filled_refuse)
-    for name in ("to.dtype", "to.dtype_layout", "to.device", "to.other", "_to_copy.default", "type_as.default",
-                 "clone.default", "contiguous.default", "lift_fresh_copy.default"):
-        rows[f"aten.{name}"] = Recipe(_convert)
-    rows["aten.dropout.default"] = Recipe(_convert, refuse=lambda node, specs: (
-        "training mode" if node.attrs.get("train") and node.attrs.get("p") else None))
-    return rows
+def _dropout_refuse(node: OpNode, specs: Specs) -> str | None:
+    return "training mode" if node.attrs.get("train") and node.attrs.get("p") else None
+
+
+def _each(make: Callable[[str], Build], names: str, **also: Any) -> Rows:
+    """A row for each of several ops; ``make`` is given what the name and its scalar op have in common."""
+    return {name: op for full in names.split() for name, op in _row(full, make(full.split(".")[0]), **also).items()}
+
+
+def _bitwise(on_bools: str, on_integers: str) -> Build:
+    return of_two(lambda p, node, a, b: p.apply(on_bools if p.dtype_of(a) == "bool" else on_integers, a, b))
+
+
+def _logical(op: str) -> Build:
+    return _binary(op, lambda p, node: "bool")
+
+
+_row, _conversion = partial(rows, "pointwise"), partial(rows, "conversion", build=_convert)
+
+POINTWISE = {
+    **_each(_unary, "exp exp2 sqrt rsqrt log1p reciprocal"),
+    **_each(_unary, "log sin cos tanh sigmoid erf", effort="function"),
+    **_each(_unary, "neg abs", rearranges=True),
+    **_each(_rounding, "floor ceil round", refuse=no_booleans),
+    **_row("square", of_one(lambda p, node, x: p.apply("mul", x, x))),
+    **_row("add.Tensor", _binary("add"), adds=1),
+    **_row("add.Scalar", _binary("add")),
+    **_row("sub.Tensor", _binary("sub"), refuse=_taken_away_refuse, adds=-1),
+    **_row("sub.Scalar", _binary("sub"), refuse=_taken_away_refuse),
+    **_row("rsub.Tensor", _rsub, refuse=_taken_away_refuse, adds=-1),
+    **_row("rsub.Scalar", _rsub, refuse=_taken_away_refuse),
+    **_row("mul.Tensor mul.Scalar", _binary("mul")),
+    **_row("div.Tensor div.Scalar true_divide.Tensor true_divide.Scalar", _div, refuse=float_result),
+    **_row("floor_divide floor_divide.Scalar div.Scalar_mode div.Tensor_mode", _binary("int_floordiv"),
+           refuse=_floor_divide_refuse),
+    **_row("maximum max.other", _binary("maximum")),
+    **_row("minimum min.other", _binary("minimum")),
+    **_row("pow.Tensor_Scalar", of_one(lambda p, node, x: power(p, x, node.attrs["exponent"])), refuse=float_result),
+    **_row("pow.Tensor_Tensor pow.Scalar", _binary("pow"), refuse=float_result),
+    **_each(lambda op: _binary(op, _promoted), "eq.Tensor eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar le.Tensor "
+                                               "le.Scalar gt.Tensor gt.Scalar ge.Tensor ge.Scalar"),
+    **_row("logical_and", _logical("logical_and")),
+    **_row("logical_or", _logical("logical_or")),
+    **_row("logical_xor", _logical("ne")),
+    **_row("logical_not", lambda p, node, position: p.apply("logical_not", p.operand(node, 0, position, "bool"))),
+    **_row("bitwise_not", of_one(_bitwise_not)),
+    **_row("bitwise_and.Tensor bitwise_and.Scalar __and__.Tensor __and__.Scalar", _bitwise("logical_and", "bit_and")),
+    **_row("bitwise_or.Tensor bitwise_or.Scalar __or__.Tensor __or__.Scalar", _bitwise("logical_or", "bit_or")),
+    **_row("bitwise_xor.Tensor bitwise_xor.Scalar __xor__.Tensor __xor__.Scalar", _bitwise("ne", "bit_xor")),
+    **_row("bitwise_left_shift.Tensor bitwise_left_shift.Tensor_Scalar __lshift__.Tensor __lshift__.Scalar",
+           _shift("shift_left")),
+    **_row("bitwise_right_shift.Tensor bitwise_right_shift.Tensor_Scalar __rshift__.Tensor __rshift__.Scalar",
+           _shift("shift_right")),
+    **_row("where.self where.ScalarSelf where.ScalarOther", _where, rearranges=True),
+    **_row("where.Scalar", _where),
+    **_row("masked_fill.Scalar masked_fill.Tensor", _masked_fill, refuse=_filled_refuse, rearranges=True),
+    **_conversion("to.dtype to.dtype_layout to.device to.other _to_copy type_as", spelled="to"),
+    **_conversion("lift_fresh_copy", spelled="clone"),
+    **_conversion("clone contiguous"),
+    **_conversion("dropout", drops=True, refuse=_dropout_refuse),
+}

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from fuseplan.kernels.ir.index import Index, Size, as_size, divides, known_less_equal, product
 from fuseplan.kernels.ir.ir import RegisterType
 from fuseplan.planner.graph.dataflow import OpNode
-from fuseplan.planner.lowering.body import BodyBuilder
-from fuseplan.planner.lowering.recipe import FLOATS, Recipe, is_float, no_booleans, result_type
-from fuseplan.planner.lowering.views import (
-    MAY_COPY,
-    VIEW_MAPS,
-    Position,
-    Specs,
-    along,
-    normalise_dim,
-    reshape_position,
-    without,
-)
+from fuseplan.planner.ops.builder import BodyBuilder
+from fuseplan.planner.ops.op import FLOATS, Build, is_float, no_booleans, result_type, rows
+from fuseplan.planner.ops.positions import Position, Specs, along, normalise_dim, reshape_position, without
 
 
-def _filled(number: Callable[[OpNode], Any]) -> Recipe:
-    return Recipe(lambda p, node, position: p.const(number(node), result_type(p, node)))
+def _filled(number: Callable[[OpNode], Any]) -> Build:
+    return lambda p, node, position: p.const(number(node), result_type(p, node))
 
 
 def _arange(p: BodyBuilder, node: OpNode, position: Position) -> int:
@@ -38,7 +30,7 @@ def _arange_refuse(node: OpNode, specs: Specs) -> str | None:
     return f"step {step} is not positive" if isinstance(step, int) and step <= 0 else None
 
 
-def _triangle(keep: str) -> Recipe:
+def _triangle(keep: str) -> Build:
     def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
         dtype = result_type(p, node)
         diagonal = node.attrs.get("diagonal", 0)
@@ -46,7 +38,7 @@ def _triangle(keep: str) -> Recipe:
         kept = p.apply("le", col, row) if keep == "lower" else p.apply("ge", col, row)
         return p.apply("where", kept, p.operand(node, 0, position, dtype), p.const(0, dtype))
 
-    return Recipe(build)
+    return build
 
 
 def _cat(p: BodyBuilder, node: OpNode, position: Position) -> int:
@@ -197,26 +189,24 @@ def _repeat_interleave(p: BodyBuilder, node: OpNode, position: Position) -> int:
     return p.pull(source, along(position, dim, position[dim] // repeats))
 
 
-def rearranging_recipes() -> dict[str, Recipe]:
-    rows: dict[str, Recipe] = {}
-    for name in ("full", "full_like", "zeros", "zeros_like", "new_zeros", "new_full"):
-        rows[f"aten.{name}.default"] = _filled(lambda node: node.attrs.get("fill_value", 0))
-    for name in ("ones", "ones_like", "new_ones"):
-        rows[f"aten.{name}.default"] = _filled(lambda node: 1)
-    rows["aten.scalar_tensor.default"] = _filled(lambda node: node.attrs["s"])
-    for name in ("default", "start", "start_step"):
-        rows[f"aten.arange.{name}"] = Recipe(_arange, refuse=_arange_refuse)
-    rows["aten.tril.default"], rows["aten.triu.default"] = _triangle("lower"), _triangle("upper")
-    rows["aten.cat.default"] = rows["aten.concat.default"] = Recipe(_cat)
-    rows["aten.stack.default"] = Recipe(_stack)
-    rows["aten.diff.default"] = Recipe(_diff, refuse=_diff_refuse)
-    rows["aten.pad.default"] = rows["aten.constant_pad_nd.default"] = Recipe(_pad, refuse=_pad_refuse)
-    rows["aten.repeat.default"] = Recipe(_repeat)
-    for dims in (1, 2, 3):
-        for name in ("vec", "default"):
-            rows[f"aten.upsample_nearest{dims}d.{name}"] = Recipe(_upsample, refuse=_upsample_refuse)
-    rows["aten.repeat_interleave.self_int"] = Recipe(_repeat_interleave)
-    for name in MAY_COPY:
-        rows[name] = Recipe(lambda p, node, position: p.pull(
-            node.inputs[0], VIEW_MAPS[node.op](node, node.outputs[0], position, p.specs)))
-    return rows
+_made, _moved = partial(rows, "rearrangement"), partial(rows, "rearrangement", rearranges=True)
+_GIVEN, _ONES = _filled(lambda node: node.attrs.get("fill_value", 0)), _filled(lambda node: 1)
+
+REARRANGEMENTS = {
+    **_made("full zeros new_zeros new_full", _GIVEN),
+    **_made("full_like zeros_like", _GIVEN, like=True),
+    **_made("ones new_ones", _ONES),
+    **_made("ones_like", _ONES, like=True),
+    **_made("scalar_tensor", _filled(lambda node: node.attrs["s"])),
+    **_made("arange arange.start arange.start_step", _arange, refuse=_arange_refuse),
+    **_made("diff", _diff, refuse=_diff_refuse),
+    **_made("upsample_nearest1d upsample_nearest1d.vec upsample_nearest2d upsample_nearest2d.vec upsample_nearest3d "
+            "upsample_nearest3d.vec", _upsample, refuse=_upsample_refuse),
+    **_moved("tril", _triangle("lower")),
+    **_moved("triu", _triangle("upper")),
+    **_moved("cat concat", _cat),
+    **_moved("stack", _stack),
+    **_moved("pad constant_pad_nd", _pad, refuse=_pad_refuse),
+    **_moved("repeat", _repeat),
+    **_moved("repeat_interleave.self_int", _repeat_interleave),
+}

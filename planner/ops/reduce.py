@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
 
@@ -13,9 +12,9 @@ import torch
 from fuseplan.kernels.ir.index import Index, Size, as_size, divides, product
 from fuseplan.kernels.ir.ir import RegisterType, register_type
 from fuseplan.planner.graph.dataflow import OpNode
-from fuseplan.planner.lowering.body import BodyBuilder
-from fuseplan.planner.lowering.recipe import HALVES, Build, Recipe, float_result, no_booleans, result_type
-from fuseplan.planner.lowering.views import Position, Specs, normalise_dim, reshape_position
+from fuseplan.planner.ops.builder import BodyBuilder
+from fuseplan.planner.ops.op import HALVES, Build, Rows, float_result, no_booleans, result_type, rows
+from fuseplan.planner.ops.positions import Position, Specs, normalise_dim, reshape_position
 
 
 def _reduced_dims(node: OpNode, specs: Specs) -> tuple[int, ...]:
@@ -59,11 +58,11 @@ def _float_type(p: BodyBuilder, node: OpNode) -> RegisterType:
     return "float64" if p.specs[node.inputs[0]].dtype == "float64" else "float32"
 
 
-def _plain_fold(kind: str) -> Recipe:
+def _plain_fold(kind: str) -> Build:
     def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
         return _fold(p, node, _row_of(p, node, position), kind, lambda x: x, result_type(p, node))
 
-    return Recipe(build, _reduced_dims)
+    return build
 
 
 def _mean_of(p: BodyBuilder, total: int, count: Size, correction: float = 0.0) -> int:
@@ -102,7 +101,7 @@ def _var(p: BodyBuilder, node: OpNode, position: Position) -> int:
     return _moments(p, node, _row_of(p, node, position), float(correction))[1]
 
 
-def _softmax(log: bool) -> Recipe:
+def _softmax(log: bool) -> Build:
     def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
         dtype = _float_type(p, node)
         row = _row_of(p, node, position)
@@ -114,7 +113,7 @@ def _softmax(log: bool) -> Recipe:
         # One division a row, not one an element; the total is at least 1, so that its reciprocal exists.
         return p.apply("mul", p.apply("exp", shifted), p.apply("reciprocal", total))
 
-    return Recipe(build, _reduced_dims, float_result)
+    return build
 
 
 def _pool_refuse(node: OpNode, specs: Specs) -> str | None:
@@ -161,7 +160,7 @@ def _sum(p: BodyBuilder, node: OpNode, position: Position) -> int:
     """A short sum is written out, element by element."""
     dim = _short_dim(node, p.specs)
     if dim is None:
-        return _plain_fold("sum").build(p, node, position)
+        return _plain_fold("sum")(p, node, position)
     source, dtype = node.inputs[0], result_type(p, node)
     if dtype == "float32" and p.specs[source].dtype == "float64":
         dtype = "float64"
@@ -171,24 +170,34 @@ def _sum(p: BodyBuilder, node: OpNode, position: Position) -> int:
     return reduce(lambda total, term: p.apply("add", total, term), terms)
 
 
-def reducing_recipes() -> dict[str, Recipe]:
-    rows: dict[str, Recipe] = {}
-    rows["aten.sum.dim_IntList"] = Recipe(
-        _sum, lambda node, specs: _reduced_dims(node, specs) if _short_dim(node, specs) is None else ())
-    rows["aten.amax.default"], rows["aten.amin.default"] = _plain_fold("max"), _plain_fold("min")
-    for kind in ("max", "min"):
-        rows[f"aten.{kind}.dim"] = replace(
-            _plain_fold(kind), refuse=no_booleans, others=(_position_of(kind),))  # the extreme and its position
-        rows[f"aten.arg{kind}.default"] = Recipe(_position_of(kind), _reduced_dims, no_booleans)
-    rows["aten.adaptive_avg_pool2d.default"] = Recipe(_mean, partial(_last_dims, count=2), _pool_refuse)
-    rows["aten.mean.dim"] = Recipe(_mean, _reduced_dims, float_result)
-    for name in ("var.dim", "var.correction"):
-        rows[f"aten.{name}"] = Recipe(_var, _reduced_dims, float_result)
-    for name in ("softmax.int", "_softmax.default", "special_softmax.default"):
-        rows[f"aten.{name}"] = _softmax(log=False)
-    for name in ("log_softmax.int", "_log_softmax.default"):
-        rows[f"aten.{name}"] = _softmax(log=True)
-    return rows
+def _long_dims(node: OpNode, specs: Specs) -> tuple[int, ...]:
+    return _reduced_dims(node, specs) if _short_dim(node, specs) is None else ()
+
+
+_fold_row = partial(rows, "reduction", reduced_dim=_reduced_dims, effort="fold")
+_softmax_row = partial(_fold_row, refuse=float_result, effort="whole row")
+
+
+def _extreme(kind: str) -> Rows:
+    """A row's extreme, its position, and both."""
+    value, position = _plain_fold(kind), _position_of(kind)
+    return {
+        **_fold_row(f"a{kind}", value),
+        **_fold_row(f"{kind}.dim", value, refuse=no_booleans, others=(position,)),
+        **_fold_row(f"arg{kind}", position, refuse=no_booleans),
+    }
+
+
+REDUCTIONS = {
+    **_fold_row("sum.dim_IntList", _sum, reduced_dim=_long_dims),
+    **_extreme("max"),
+    **_extreme("min"),
+    **_fold_row("adaptive_avg_pool2d", _mean, refuse=_pool_refuse, reduced_dim=partial(_last_dims, count=2)),
+    **_fold_row("mean.dim", _mean, refuse=float_result),
+    **_fold_row("var.dim var.correction", _var, refuse=float_result, effort=""),
+    **_softmax_row("softmax.int _softmax special_softmax", _softmax(log=False)),
+    **_softmax_row("log_softmax.int _log_softmax", _softmax(log=True)),
+}
 
 
 def _normalised_dims(node: OpNode, specs: Specs) -> tuple[int, ...]:
@@ -216,6 +225,10 @@ def _standard(p: BodyBuilder, node: OpNode, position: Position, row: Position, a
     return _affine(p, node, affine, p.apply("mul", p.apply("sub", x, mean), scale), ("weight", "bias"))
 
 
+def _layer_norm(p: BodyBuilder, node: OpNode, position: Position) -> int:
+    return _standard(p, node, position, _row_of(p, node, position), position)
+
+
 def _rms_norm(p: BodyBuilder, node: OpNode, position: Position) -> int:
     """x / sqrt(mean(x^2) + eps) * weight (Zhang & Sennrich, arXiv:1910.07467)."""
     dtype = _float_type(p, node)
@@ -227,6 +240,10 @@ def _rms_norm(p: BodyBuilder, node: OpNode, position: Position) -> int:
     scale = p.apply("rsqrt", p.apply("add", mean, p.const(eps, dtype)))
     x = p.cast(p.pull(node.inputs[0], position), dtype)
     return _affine(p, node, position, p.apply("mul", x, scale), ("weight",))
+
+
+def _all_but_samples(node: OpNode, specs: Specs) -> tuple[int, ...]:
+    return tuple(range(1, len(specs[node.inputs[0]].shape)))
 
 
 def _group_rows(node: OpNode, specs: Specs) -> tuple[Size, ...]:
@@ -276,16 +293,11 @@ def _batch_refuse(node: OpNode, specs: Specs) -> str | None:
     return f"without {missing[0]}" if missing else _affine_refuse(node, specs)
 
 
-def normalising_recipes() -> dict[str, Recipe]:
-    return {
-        "aten.layer_norm.default": Recipe(
-            lambda p, node, position: _standard(p, node, position, _row_of(p, node, position), position),
-            _normalised_dims, _affine_refuse,
-        ),
-        "aten.rms_norm.default": Recipe(_rms_norm, _normalised_dims, float_result),
-        "aten.group_norm.default": Recipe(
-            _group_norm, lambda node, specs: tuple(range(1, len(specs[node.inputs[0]].shape))), _group_refuse,
-            rows=_group_rows,
-        ),
-        "aten.batch_norm.default": Recipe(_batch_norm, refuse=_batch_refuse),
-    }
+_row = partial(rows, "normalisation", effort="whole row")
+
+NORMALISATIONS = {
+    **_row("layer_norm", _layer_norm, refuse=_affine_refuse, reduced_dim=_normalised_dims),
+    **_row("rms_norm", _rms_norm, refuse=float_result, reduced_dim=_normalised_dims),
+    **_row("group_norm", _group_norm, refuse=_group_refuse, reduced_dim=_all_but_samples, rows=_group_rows),
+    **rows("normalisation", "batch_norm", _batch_norm, refuse=_batch_refuse),
+}

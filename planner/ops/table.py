@@ -1,11 +1,14 @@
-"""How each ATen op is computed, one row per op: the semantic half of the lowering.
+"""The table of ops, and questions that also an op's sizes, dtypes and attributes decide.
 
-Ops without a recipe are *anchors* (matmuls, convolutions, attention: a library has several ways to run them) or
-*opaque* (random numbers, collectives, most in-place updates: only ATen runs them).
+An op is a *view*, *compute* (a generated kernel can hold it), an *anchor* (a matmul, a convolution, attention: there
+are several ways to run it) or *opaque* (random numbers, collectives, most in-place updates: only ATen runs it).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 import torch
@@ -13,32 +16,37 @@ import torch
 from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.index import row_major_strides
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
-from fuseplan.planner.lowering.recipe import DTYPES, FLOATS, INTEGERS, Recipe
-from fuseplan.planner.lowering.recipes_activation import activation_recipes
-from fuseplan.planner.lowering.recipes_index import indexing_recipes
-from fuseplan.planner.lowering.recipes_pointwise import pointwise_recipes
-from fuseplan.planner.lowering.recipes_rearrange import rearranging_recipes
-from fuseplan.planner.lowering.recipes_reduce import normalising_recipes, reducing_recipes
-from fuseplan.planner.lowering.views import VIEW_MAPS, Specs, is_address_map
-
-__all__ = [
-    "ANCHORS", "RECIPES", "VIEW_MAPS", "OpKind", "Recipe", "is_anchor", "kind_of", "mutates",
-    "why_opaque", "why_refused", "written_dim", "written_spec", "written_value",
-]
+from fuseplan.planner.ops.activation import ACTIVATIONS
+from fuseplan.planner.ops.anchors import ANCHORS
+from fuseplan.planner.ops.lookup import LOOKUPS, WRITES
+from fuseplan.planner.ops.op import DTYPES, FLOATS, INTEGERS, Op, rows
+from fuseplan.planner.ops.pointwise import POINTWISE
+from fuseplan.planner.ops.positions import Specs, reshape_is_view
+from fuseplan.planner.ops.rearrange import REARRANGEMENTS
+from fuseplan.planner.ops.reduce import NORMALISATIONS, REDUCTIONS
+from fuseplan.planner.ops.views import VIEWS
 
 OpKind: TypeAlias = Literal["view", "compute", "anchor", "opaque"]
 
-#: Ops with an inner dimension of their own (ATen's overloads left off).
-ANCHORS = frozenset({
-    "aten.linear", "aten.matmul", "aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", "aten.conv1d", "aten.conv2d",
-    "aten.conv3d", "aten.convolution", "aten.scaled_dot_product_attention", "fuseplan.decode_attention",
-    "fuseplan.merged_linear",
+#: By name. ``name.*`` are the overloads of ``name`` that have no row of their own.
+OPS: Mapping[str, Op] = MappingProxyType({
+    **POINTWISE, **ACTIVATIONS, **REARRANGEMENTS, **WRITES, **LOOKUPS, **REDUCTIONS, **NORMALISATIONS, **VIEWS,
+    **ANCHORS,
+    **rows("other", "feature_dropout alpha_dropout", drops=True),
+    **rows("other", "empty_like rand_like randn_like", like=True),
+    **rows("composed", "movedim.int movedim.intlist moveaxis.int moveaxis.intlist swapaxes swapdims "
+                       "tensor_split.sections tensor_split.indices hsplit.int vsplit.int dsplit.int ravel tile"),
+    **rows("state", "detach_ requires_grad_"),
+    **rows("check", "_assert_async.* _assert_scalar.* _assert_tensor_metadata.* sym_constrain_range.* "
+                    "sym_constrain_range_for_size.*"),
 })
+_UNKNOWN = Op()
 
-RECIPES: dict[str, Recipe] = {
-    **pointwise_recipes(), **activation_recipes(), **rearranging_recipes(), **indexing_recipes(), **reducing_recipes(),
-    **normalising_recipes(),
-}
+
+@lru_cache(maxsize=4096)
+def op_of(name: str) -> Op:
+    """What is known of an op; of one without a row, nothing."""
+    return OPS.get(name) or OPS.get(f"{name.rpartition('.')[0]}.*", _UNKNOWN)
 
 
 def mutates(node: OpNode) -> bool:
@@ -49,14 +57,13 @@ def mutates(node: OpNode) -> bool:
 
 def written_value(node: OpNode) -> str | None:
     """The operand to which the op writes as a kernel can: its elements are stored, and not read. None for other ops."""
-    recipe = RECIPES.get(node.op)
-    return None if recipe is None or recipe.writes is None else node.inputs[0]
+    return None if op_of(node.op).writes is None else node.inputs[0]
 
 
 def written_dim(node: OpNode, specs: Specs) -> int | None:
     """The dimension of that operand along which another one says where to; None where all of it is written."""
-    recipe = RECIPES.get(node.op)
-    return None if recipe is None or recipe.writes is None else recipe.writes(node, specs)
+    writes = op_of(node.op).writes
+    return None if writes is None else writes(node, specs)
 
 
 def written_spec(node: OpNode, specs: Specs) -> TensorSpec:
@@ -67,28 +74,35 @@ def written_spec(node: OpNode, specs: Specs) -> TensorSpec:
     return TensorSpec(specs[node.inputs[-1]].shape, target.dtype, target.strides)
 
 
+def is_address_map(node: OpNode, specs: Specs) -> bool:
+    """True when the op moves no data: a view, or a ``reshape`` whose result strides can express."""
+    op = op_of(node.op)
+    if not op.may_copy:
+        return op.view is not None
+    return reshape_is_view(specs[node.inputs[0]], specs[node.outputs[0]])
+
+
 def kind_of(node: OpNode, specs: Specs) -> OpKind:
     """``view``: an address map, nothing runs it. ``compute``: a generated kernel can absorb it. ``anchor``: ATen, or
     another library call. ``opaque``: ATen alone.
     """
     if is_address_map(node, specs):
         return "view"
-    if is_anchor(node, specs):
+    if _is_anchor(node, specs):
         return "anchor"
     return "opaque" if why_opaque(node, specs) else "compute"
 
 
-def is_anchor(node: OpNode, specs: Specs) -> bool:
-    """Whether the op is a matmul, a convolution or attention, on one device, of floats, and draws no random numbers."""
-    if node.op.rsplit(".", 1)[0] not in ANCHORS or "device" in node.attrs or node.attrs.get("dropout_p"):
+def _is_anchor(node: OpNode, specs: Specs) -> bool:
+    """Whether the op is an anchor on one device, of floats, and draws no random numbers."""
+    if not op_of(node.op).is_anchor or "device" in node.attrs or node.attrs.get("dropout_p"):
         return False
     return all(specs[value].dtype in FLOATS for value in node.outputs)
 
 
 def why_opaque(node: OpNode, specs: Specs) -> str | None:
     """Why no generated kernel can absorb the op, None when one can."""
-    recipe = RECIPES.get(node.op)
-    if recipe is None:
+    if not op_of(node.op).is_fusible:
         return f"{node.op} has no recipe: it stays a library call"
     if node.inputs and "device" in node.attrs:
         return f"{node.op}: moves data between devices, or reads a tensor of another one than most of the graph"
@@ -118,18 +132,18 @@ def _unheld_number(node: OpNode, specs: Specs) -> str | None:
 
 def why_refused(node: OpNode, specs: Specs) -> str | None:
     """Why no kernel can compute the op at these sizes and attributes, None when one can."""
-    recipe = RECIPES.get(node.op)
-    if recipe is None:
+    op = op_of(node.op)
+    if not op.is_fusible:
         return f"{node.op} has no recipe: it stays a library call"
     dims: tuple[int, ...] = ()
-    if recipe.reduced_dim is not None:
+    if op.reduced_dim is not None:
         rank = len(specs[node.inputs[0]].shape)
-        dims = recipe.reduced_dim(node, specs)
+        dims = op.reduced_dim(node, specs)
         if not rank or sorted(dims) != list(range(rank - len(dims), rank)):
             return f"{node.op}: reduces dimensions {dims} of {rank}; only the last ones are supported"
         if len(dims) == rank > 1:
             return f"{node.op}: reduces all of {rank} dimensions: a kernel shares rows among threads, and this is one"
-    reason = _unheld_number(node, specs) or (recipe.refuse(node, specs) if recipe.refuse is not None else None)
+    reason = _unheld_number(node, specs) or (op.refuse(node, specs) if op.refuse is not None else None)
     if reason is not None:
         return f"{node.op}: {reason}"
     # Of dynamic sizes that cannot always be told. A plan is made for some sizes, with which it is.

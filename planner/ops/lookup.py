@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from fuseplan.kernels.ir.index import Index
 from fuseplan.planner.graph.dataflow import OpNode, Ref
-from fuseplan.planner.lowering.body import BodyBuilder
-from fuseplan.planner.lowering.recipe import INTEGERS, Recipe
-from fuseplan.planner.lowering.views import Position, Specs, normalise_dim
-
-#: Ops that look elements of their first operand up by data: all of it has to exist before.
-LOOKUPS = frozenset({"aten.embedding.default", "aten.index_select.default", "aten.gather.default", "aten.index.Tensor"})
+from fuseplan.planner.ops.builder import BodyBuilder
+from fuseplan.planner.ops.op import INTEGERS, rows
+from fuseplan.planner.ops.positions import Position, Specs, normalise_dim
 
 
 def _embedding(p: BodyBuilder, node: OpNode, position: Position) -> int:
@@ -95,18 +94,20 @@ def _target_refuse(node: OpNode, specs: Specs) -> str | None:
     return f"writes {source} to itself" if source == node.inputs[0] else None
 
 
-def indexing_recipes() -> dict[str, Recipe]:
-    return {
-        "aten.index_copy_.default": Recipe(
-            lambda p, node, position: p.pull(node.inputs[2], position), refuse=_index_copy_refuse,
-            writes=lambda node, specs: normalise_dim(node.attrs["dim"], len(specs[node.inputs[0]].shape)),
-        ),
-        "aten.copy_.default": Recipe(
-            lambda p, node, position: p.operand(node, 1, position), refuse=_target_refuse,
-            writes=lambda node, specs: None,
-        ),
-        "aten.embedding.default": Recipe(_embedding),
-        "aten.index_select.default": Recipe(_along_dim, refuse=_ranks_refuse),
-        "aten.gather.default": Recipe(_along_dim, refuse=_ranks_refuse),
-        "aten.index.Tensor": Recipe(_index, refuse=_index_refuse),
-    }
+_row = partial(rows, "lookup", rearranges=True, effort="gather")
+
+#: They look elements of operand 0 up by data: all of it has to exist before.
+LOOKUPS = {
+    **_row("embedding", _embedding, rows_by=1, new_memory=True),
+    **_row("index_select", _along_dim, refuse=_ranks_refuse, rows_by=2),
+    **_row("gather", _along_dim, refuse=_ranks_refuse),
+    **_row("index.Tensor", _index, refuse=_index_refuse, rows_by=1),
+}
+WRITES = {
+    **rows("write", "index_copy_", lambda p, node, position: p.pull(node.inputs[2], position),
+           refuse=_index_copy_refuse, effort="scatter",
+           writes=lambda node, specs: normalise_dim(node.attrs["dim"], len(specs[node.inputs[0]].shape))),
+    **rows("write", "copy_", lambda p, node, position: p.operand(node, 1, position), refuse=_target_refuse,
+           writes=lambda node, specs: None),
+    **rows("write", "index_put_.* scatter_.* index_add_.*"),
+}

@@ -1,0 +1,168 @@
+"""A row of the table of ops, and what the recipes of several families share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import sympy
+
+from fuseplan.kernels.ir.index import Size, product
+from fuseplan.kernels.ir.ir import RegisterType, register_type
+from fuseplan.planner.graph.dataflow import OpNode
+from fuseplan.planner.ops.builder import BodyBuilder
+from fuseplan.planner.ops.positions import Position, Specs
+
+Build: TypeAlias = Callable[[BodyBuilder, OpNode, Position], int]
+#: The reason when an op cannot be lowered as it is (an unsupported attribute), else None.
+Refuse: TypeAlias = Callable[[OpNode, Specs], str | None]
+#: ``map(node, output value, position, specs)``: the position in the node's first operand.
+ViewMap: TypeAlias = Callable[[OpNode, str, Position, Specs], Position]
+
+Family: TypeAlias = Literal[
+    "view", "pointwise", "activation", "conversion", "rearrangement", "lookup", "write", "reduction", "normalisation",
+    "matmul", "product", "convolution", "attention", "composed", "check", "state", "other",
+]
+
+FLOATS = ("float64", "float32", "bfloat16", "float16")
+HALVES = frozenset({"bfloat16", "float16"})
+INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
+#: What an operand or a result may be.
+DTYPES = (*FLOATS, "float8_e4m3fn", *INTEGERS, "bool")
+
+
+@dataclass(frozen=True)
+class Op:
+    """What the planner knows of an op by its name: how a kernel computes it, where one can, and what else it is."""
+
+    #: ``"matmul"``: one product of two operands, to which a row may be added; ``"product"``: another matrix product.
+    #: ``"write"``: it writes to elements of operand 0. ``"composed"``: PyTorch itself computes it by a ``permute``,
+    #: ``reshape``, ``slice`` or ``repeat``, and so does a trace. ``"check"``: it checks something at run time, and
+    #: computes nothing. ``"state"``: it works in place on the state of autograd, and changes no number.
+    family: Family = "other"
+    #: Emits the value at a position of the op's (first) result. None: no kernel computes the op.
+    build: Build | None = None
+    #: The same for each further result.
+    others: tuple[Build, ...] = ()
+    refuse: Refuse | None = None
+    #: The dimensions of operand 0 that the op folds (none where it writes a short fold out); None for pointwise ops.
+    reduced_dim: Callable[[OpNode, Specs], tuple[int, ...]] | None = None
+    #: ``row_shape`` where it is not that the folded dimensions are one (the groups of a group_norm).
+    rows: Callable[[OpNode, Specs], tuple[Size, ...]] | None = None
+    #: For an op that writes to operand 0, the dimension along which operand 1 says where to; None where all of the
+    #: operand is written. ``build`` then emits what is written, at a position of that.
+    writes: Callable[[OpNode, Specs], int | None] | None = None
+    #: Its results are views of operand 0, which ``may_copy`` where strides cannot express the result.
+    view: ViewMap | None = None
+    may_copy: bool = False
+    #: The op as which a call of it is planned; "" for itself.
+    spelled: str = ""
+    #: The elements of its result are elements of its operands, but for a sign or a number that is given.
+    rearranges: bool = False
+    #: 1: it adds its two operands; -1: it takes one from the other.
+    adds: int = 0
+    #: Position of the argument that says which rows along the first dimension of the first one it gives.
+    rows_by: int | None = None
+    #: It gives its operand back outside of training.
+    drops: bool = False
+    #: Its result lies in memory as its operand does, if that is dense.
+    like: bool = False
+    #: Its result is always new memory, and certainly row-major. (Schemas do not say so: ``dropout``'s promises a new
+    #: tensor, and gives its operand back in inference.)
+    new_memory: bool = False
+    row_major: bool = False
+    #: Of a matrix product, the operands that are multiplied.
+    factors: tuple[int, int] | None = None
+    #: Of attention, how many pairs of a query and a key it multiplies, and which share of keys and values it reads, as
+    #: a fraction.
+    pairs: Callable[[OpNode, Specs], float] | None = None
+    share: Callable[[OpNode, Specs], tuple[int, int]] | None = None
+    #: What ATen's own CUDA kernel of it is like; "" for one that treats each element by itself.
+    effort: Literal["", "function", "fold", "whole row", "gather", "scatter"] = ""
+
+    @property
+    def is_anchor(self) -> bool:
+        """Whether it has an inner dimension of its own."""
+        return self.family in ("matmul", "product", "convolution", "attention")
+
+    @property
+    def is_contraction(self) -> bool:
+        """Whether a kernel can be built around it."""
+        return self.is_anchor and self.build is not None
+
+    @property
+    def is_fusible(self) -> bool:
+        """Whether any kernel can hold it: a matmul only one that is built around it."""
+        return self.build is not None and not self.is_anchor
+
+    def reduced_size(self, node: OpNode, specs: Specs) -> Size | None:
+        """Number of elements folded into each result; None when the op folds no row here."""
+        if self.reduced_dim is None or not self.reduced_dim(node, specs):
+            return None
+        return self.row_shape(node, specs)[-1]
+
+    def row_shape(self, node: OpNode, specs: Specs) -> tuple[Size, ...]:
+        """Operand 0's shape as the op walks it: what counts its rows, then the number of elements of a row."""
+        assert self.reduced_dim is not None
+        shape = specs[node.inputs[0]].shape
+        if self.rows is not None:
+            return self.rows(node, specs)
+        kept = len(shape) - len(self.reduced_dim(node, specs))
+        return (*shape[:kept], product(shape[kept:]))
+
+
+Rows: TypeAlias = dict[str, Op]
+
+
+def rows(family: Family, names: str, build: Build | None = None, **also: Any) -> Rows:
+    """The same row for several ops; ``also`` are further fields of :class:`Op`.
+
+    ``"add.Tensor exp conv2d.*"`` names an overload, a default one, and all that have no row of their own.
+    """
+    op = Op(family, build, **also)
+    full = (name if "." in name else f"{name}.default" for name in names.split())
+    return {name if name.startswith("fuseplan.") else f"aten.{name}": op for name in full}
+
+
+def result_type(p: BodyBuilder, node: OpNode) -> RegisterType:
+    """Register type of the op's result."""
+    return register_type(p.specs[node.outputs[0]].dtype)
+
+
+def is_float(value: Any) -> bool:
+    """True for an attribute that is a float, or stands for one that changes between calls."""
+    return isinstance(value, float) or (isinstance(value, sympy.Expr) and not value.is_integer)
+
+
+def argument(p: BodyBuilder, node: OpNode, name: str, number: int, position: Position, dtype: RegisterType) -> int:
+    """Operand ``number``, or the scalar attribute ``name`` where a number stands in its place."""
+    return p.const(node.attrs[name], dtype) if name in node.attrs else p.operand(node, number, position, dtype)
+
+
+def of_one(compute: Callable[[BodyBuilder, OpNode, int], int]) -> Build:
+    """A recipe of one operand, in the type of the result."""
+    return lambda p, node, position: compute(p, node, p.operand(node, 0, position, result_type(p, node)))
+
+
+def of_two(
+    compute: Callable[[BodyBuilder, OpNode, int, int], int],
+    meet: Callable[[BodyBuilder, OpNode], RegisterType] = result_type,
+) -> Build:
+    """A recipe of two operands, either of which may be a number, in the type in which they ``meet``."""
+
+    def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
+        dtype = meet(p, node)
+        a = argument(p, node, "self", 0, position, dtype)
+        return compute(p, node, a, argument(p, node, "other", len(node.inputs) - 1, position, dtype))
+
+    return build
+
+
+def float_result(node: OpNode, specs: Specs) -> str | None:
+    """Refuses integer results."""
+    return None if specs[node.outputs[0]].dtype in FLOATS else "integer result"
+
+
+def no_booleans(node: OpNode, specs: Specs) -> str | None:
+    return "of booleans" if specs[node.inputs[0]].dtype == "bool" else None

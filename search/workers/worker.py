@@ -16,8 +16,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -70,7 +71,7 @@ def usable_cores() -> int:
 
 @dataclass
 class _Promise:
-    """A job that nobody waits for yet: its limit, where the log was when it was sent, and its outcome."""
+    """A job that was sent: its limit, where the log was then, and its outcome once there is one."""
 
     limit_s: float
     log_start: int
@@ -114,47 +115,66 @@ class WorkerPool:
 
     def call(self, function: Callable[..., Any], *args: Any, limit_s: float) -> Outcome:
         """Run one job in the measuring process, alone: a module-level function and picklable arguments."""
-        return self._run(function, [args], limit_s, lanes=[MEASURING])[0]
+        with self._closed_if_interrupted():
+            return self._wait(self._send(MEASURING, function, args, limit_s))
 
     def submit(self, function: Callable[..., Any], *args: Any, limit_s: float) -> Callable[[], Outcome]:
         """Run one job in the measuring process when it has nothing else to do; at once returns what waits for it."""
-        payload = pickle.dumps((function, args))
         while len(self._promised) >= _PROMISES:
             self._receive()
+        return partial(self._wait, self._send(MEASURING, function, args, limit_s, spare=True))
+
+    def map(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float) -> list[Outcome]:
+        """Run jobs beside each other (compiling); outcomes in the order of ``arguments``."""
+        sent: list[_Promise] = []
+        lanes: dict[int, _Promise] = {}
+        with self._closed_if_interrupted():
+            for args in arguments:
+                while not (free := [lane for lane in range(1, self.compilers + 1) if lane not in lanes]):
+                    self._receive()
+                    lanes = {lane: promise for lane, promise in lanes.items() if promise.outcome is None}
+                lanes[free[0]] = promise = self._send(free[0], function, args, limit_s)
+                sent.append(promise)
+            return [self._wait(promise) for promise in sent]
+
+    def _send(
+        self, lane: int, function: Callable[..., Any], args: tuple[Any, ...], limit_s: float, spare: bool = False
+    ) -> _Promise:
+        payload = pickle.dumps((function, args))
         with self._sending:
             pipe = self._running()
             job = self._jobs
             self._jobs += 1
             promise = self._promised[job] = _Promise(limit_s, self._log.seek(0, os.SEEK_END))
             with contextlib.suppress(OSError):  # the end of its supervisor shows when somebody waits
-                pipe.send(Request(MEASURING, job, limit_s, payload, spare=True))
+                pipe.send(Request(lane, job, limit_s, payload, spare))
+        return promise
 
-        def wait() -> Outcome:
-            while promise.outcome is None:
-                self._receive()
-            return promise.outcome
-
-        return wait
+    def _wait(self, promise: _Promise) -> Outcome:
+        while promise.outcome is None:
+            self._receive()
+        return promise.outcome
 
     def _receive(self) -> None:
-        """Wait for one of the jobs that were submitted; all are lost with the supervisor."""
+        """Wait for what came of one job; all are lost with the supervisor."""
+        with self._closed_if_interrupted():
+            try:
+                assert self._pipe is not None
+                job, state, payload = self._pipe.recv()
+            except (EOFError, ConnectionError):
+                self.close()
+            else:
+                promise = self._promised.pop(job)
+                promise.outcome = self._outcome(state, payload, promise.limit_s, promise.log_start)
+
+    @contextlib.contextmanager
+    def _closed_if_interrupted(self) -> Iterator[None]:
+        """Jobs that are interrupted keep their lanes busy, so the next job gets new ones."""
         try:
-            assert self._pipe is not None
-            self._keep(*self._pipe.recv())
-        except (EOFError, ConnectionError):
-            self.close()
+            yield
         except BaseException:
             self.close()
             raise
-
-    def _keep(self, job: int, state: str, payload: Any) -> None:
-        """Note what came of a job that nobody waited for."""
-        promise = self._promised.pop(job)
-        promise.outcome = self._outcome(state, payload, promise.limit_s, promise.log_start)
-
-    def map(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float) -> list[Outcome]:
-        """Run jobs beside each other (compiling); outcomes in the order of ``arguments``."""
-        return self._run(function, arguments, limit_s, lanes=list(range(1, self.compilers + 1)))
 
     def prefetch(
         self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float, spare: bool = False
@@ -183,7 +203,7 @@ class WorkerPool:
         process, pipe = self._process, self._pipe
         self._process = self._pipe = None
         for promise in self._promised.values():
-            promise.outcome = Outcome(failure=_LOST)
+            promise.outcome = Outcome(failure=f"{_LOST}{self._last_words(promise.log_start)}")
         self._promised.clear()
         if process is not None and not self._used:
             process.kill()  # it has no workers yet, and would finish its imports first
@@ -224,43 +244,6 @@ class WorkerPool:
             self.close()
         self._used = True
         return self._pipe or self._start()
-
-    def _run(
-        self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float, lanes: list[int]
-    ) -> list[Outcome]:
-        if not arguments:
-            return []
-        with self._sending:
-            pipe = self._running()
-        payloads = [pickle.dumps((function, args)) for args in arguments]
-        first = self._jobs
-        self._jobs += len(arguments)
-        outcomes: dict[int, Outcome] = {}
-        lane_of: dict[int, int] = {}
-        log_start = self._log.seek(0, os.SEEK_END)
-        try:
-            while len(outcomes) < len(arguments):
-                while lanes and len(outcomes) + len(lane_of) < len(arguments):
-                    number = len(outcomes) + len(lane_of)
-                    lane_of[first + number] = lane = lanes.pop()
-                    with self._sending:
-                        pipe.send(Request(lane, first + number, limit_s, payloads[number]))
-                job, state, payload = pipe.recv()
-                if job in self._promised:
-                    self._keep(job, state, payload)
-                    continue
-                lanes.append(lane_of.pop(job))
-                outcomes[job - first] = self._outcome(state, payload, limit_s, log_start)
-        except (EOFError, ConnectionError):
-            last = self._last_words(log_start)
-            self.close()
-            lost = Outcome(failure=f"{_LOST}{last}")
-            return [outcomes.get(number, lost) for number in range(len(arguments))]
-        except BaseException:
-            # Interrupted with jobs under way: their lanes are busy, so the next job gets new ones.
-            self.close()
-            raise
-        return [outcomes[number] for number in range(len(arguments))]
 
     def _outcome(self, state: str, payload: Any, limit_s: float, log_start: int) -> Outcome:
         if state == OK:

@@ -107,10 +107,13 @@ def group_kernels(graph: DataflowGraph) -> Iterator[KernelIR]:
                         continue
 
 
+@cache
+def pattern_kernels() -> list[KernelIR]:
+    return [ir for name, words in LISTING.items() for ir in group_kernels(pattern_graph(name, words.example))]
+
+
 def test_of_every_named_pattern(backend: Backend) -> None:
-    for name, words in LISTING.items():
-        for ir in group_kernels(pattern_graph(name, words.example)):
-            check(backend, ir)
+    assert sum(check(backend, ir) for ir in pattern_kernels()) > 100
 
 
 def layer_graph(sizes: Sizes, length: int) -> DataflowGraph:
@@ -120,13 +123,14 @@ def layer_graph(sizes: Sizes, length: int) -> DataflowGraph:
 
 @pytest.mark.parametrize("length", [1, 9])
 def test_of_a_decoder_layer(length: int) -> None:
+    irs = list(group_kernels(layer_graph(MODELS["tiny"], length)))
     for backend in (CppBackend(), TritonBackend(), NinetoothedBackend()):
-        assert sum(check(backend, ir) for ir in group_kernels(layer_graph(MODELS["tiny"], length))) > 20
+        assert sum(check(backend, ir) for ir in irs) > 20
 
 
 @pytest.mark.parametrize("family", ["mamba2", "deepseek-v3"])
 def test_of_a_model(family: str) -> None:
     torch._dynamo.reset()
-    graphs = [trace.graph for trace in record(build(family), (), inputs(family, 2, 41))]
+    irs = [ir for trace in record(build(family), (), inputs(family, 2, 41)) for ir in group_kernels(trace.graph)]
     for backend in (CppBackend(), TritonBackend(), NinetoothedBackend()):
-        assert sum(check(backend, ir) for graph in graphs for ir in group_kernels(graph)) > 20
+        assert sum(check(backend, ir) for ir in irs) > 20

@@ -18,7 +18,7 @@ from fuseplan.kernels.native.allowance import Allowance
 #: Name of the explicit limit on registers among a kernel's facts; 0 where there is none.
 LIMIT = "register_limit"
 #: Seconds that NVIDIA's tool may take over one kernel.
-_TOOL_LIMIT_S = 60.0
+TOOL_LIMIT_S = 60.0
 
 
 class Toolchain(ABC):
@@ -107,9 +107,9 @@ def _cubin_usage(cubin: bytes, name: str) -> dict[str, int]:
         file.write(cubin)
         file.flush()
         try:
-            told = Allowance(_TOOL_LIMIT_S).run([tool, "--dump-resource-usage", file.name])
+            told = Allowance(TOOL_LIMIT_S).run([tool, "--dump-resource-usage", file.name])
         except subprocess.TimeoutExpired:
-            raise MachineError(f"{tool} did not finish within {_TOOL_LIMIT_S:g} s") from None
+            raise MachineError(f"{tool} did not finish within {TOOL_LIMIT_S:g} s") from None
     match = re.search(rf"Function {re.escape(name)}:\s*\n\s*(.*)", told.stdout)
     return {key: int(value) for key, value in re.findall(r"(\w+):(\d+)", match[1])} if match else {}
 

@@ -32,7 +32,7 @@ _SHARE_A_GPU, _CORES_A_WORKER = 3, 4
 #: A region may cost so many workers before it is held to be at fault itself.
 _LOST_WORKERS = 4
 #: Seconds until a scheduler has to answer, and until the first worker has to be there.
-_CONNECT_S, _FIRST_WORKER_S = 10, 120
+CONNECT_S, _FIRST_WORKER_S = 10, 120
 #: Of Dask's own settings, what does not fit: one thread of OpenMP would make a CPU another device, a daemon could not
 #: start processes of its own, and a profiler that looks a hundred times a second would slow planning down.
 _SETTINGS = {
@@ -107,7 +107,7 @@ def scheduler_client(address: str) -> Client:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     security = security_for(address)
     try:
-        client = Client(address, timeout=_CONNECT_S, security=security)
+        client = Client(address, timeout=CONNECT_S, security=security)
     except (OSError, ValueError, TimeoutError):
         keys = " that takes these certificates" if address.startswith("tls://") else " without TLS"
         raise DeviceError("{} {}: no scheduler answers there{}; start one with `dask scheduler`, or give local",

@@ -40,7 +40,7 @@ from fuseplan.search.errors import OWN_FAULTS
 
 _aten = torch.ops.aten
 #: A mask is evaluated if all that is computed for it takes no more bytes than this.
-_MOST_BYTES = 2**29
+MOST_BYTES = 2**29
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def _is_constant(mask: fx.Node, made: list[fx.Node]) -> bool:
             return False
         total += value.numel() * value.element_size()
     writers = between(made[0], mask.graph.output_node())
-    return total <= _MOST_BYTES and not any(may_write(one, made) for one in writers)
+    return total <= MOST_BYTES and not any(may_write(one, made) for one in writers)
 
 
 def _is_function(target: Any) -> bool:

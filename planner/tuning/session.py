@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import torch
 
 #: Seconds up to which a probe with doubtful numbers is repeated: after a longer one nobody would wait for another.
-_REPEATED_S = 15.0
+REPEATED_S = 15.0
 ProbeProgress = Callable[[float, str], None]
 
 
@@ -106,7 +106,7 @@ class Session:
         """
         call, began = tiny_kernel(self.backends, self.target), time.monotonic()
         first = probe(self.target.device_type, quick, progress, call)
-        if not first.problems or time.monotonic() - began > _REPEATED_S:
+        if not first.problems or time.monotonic() - began > REPEATED_S:
             return first
         second = probe(self.target.device_type, quick, progress, call)
         return min(first, second, key=lambda spec: (len(spec.problems), spec.noise))

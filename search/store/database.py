@@ -32,7 +32,7 @@ Mode = Literal["write", "inspect", "read"]
 #: Servers and locked files that dispatch has said it goes on without, and until when no graph that is compiled asks for
 #: one again.
 _AWAY: dict[URL, float] = {}
-_AWAY_S = 60.0
+AWAY_S = 60.0
 #: What this process has opened for writing.
 _REACHED: set[URL] = set()
 #: Servers where the role of this process may not log misses, and those where it may not drop any.
@@ -375,7 +375,7 @@ class Database:
         if error is not None:
             if self.url not in _AWAY:
                 self._warn(f"{error}; going on {'without it' if engine is None else f'with {instead}'}")
-            _AWAY[self.url] = time.monotonic() + _AWAY_S
+            _AWAY[self.url] = time.monotonic() + AWAY_S
         return engine is not None
 
     def _warn(self, message: str) -> None:

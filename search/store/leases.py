@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 #: Seconds that a lease lasts unless it is renewed, and between renewals.
 LASTS_S = 30.0
-_RENEWED_S = 5.0
+RENEWED_S = 5.0
 #: Seconds between looks at what somebody else is at work on.
 POLL_S = 0.25
 _DIALECTS = {"sqlite": sqlite, "postgresql": postgresql}
@@ -171,7 +171,7 @@ class Leases:
 
 def _renew(leases: weakref.ref[Leases], stop: threading.Event) -> None:
     """Renew what is held, until it is closed or forgotten."""
-    while not stop.wait(_RENEWED_S):
+    while not stop.wait(RENEWED_S):
         found = leases()
         if found is None:
             return

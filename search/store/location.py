@@ -41,8 +41,8 @@ _CREDENTIALS = re.compile(r"^(?![/.~])[^?]*:[^?]*@|[?&;][^=&;]*(pass|pwd|secret|
 #: The driver of a PostgreSQL URL that names none.
 _POSTGRESQL = "postgresql+psycopg"
 #: Seconds that a server has to accept a connection, and to answer a statement, its wait for others included.
-_CONNECT_S = 5
-_STATEMENT_S = 30
+CONNECT_S = 5
+STATEMENT_S = 30
 #: Options of a URL whose values are shown nowhere.
 SECRET_OPTION = re.compile(r"pass|pwd|secret|token|key", re.IGNORECASE)
 
@@ -121,12 +121,12 @@ def server_limits(url: URL, patience_s: float) -> dict[str, Any]:
     driver = url.get_driver_name()
     limits: dict[str, Any] = {}
     if driver in ("psycopg", "psycopg2"):  # https://www.postgresql.org/docs/current/libpq-connect.html
-        limits = {"connect_timeout": _CONNECT_S, "tcp_user_timeout": _STATEMENT_S * 1000}
-        limits["options"] = f"-c statement_timeout={_STATEMENT_S * 1000} -c lock_timeout={round(patience_s * 1000)}"
+        limits = {"connect_timeout": CONNECT_S, "tcp_user_timeout": STATEMENT_S * 1000}
+        limits["options"] = f"-c statement_timeout={STATEMENT_S * 1000} -c lock_timeout={round(patience_s * 1000)}"
     elif driver in ("pymysql", "mysqldb"):
-        limits = {"connect_timeout": _CONNECT_S, "read_timeout": _STATEMENT_S, "write_timeout": _STATEMENT_S}
+        limits = {"connect_timeout": CONNECT_S, "read_timeout": STATEMENT_S, "write_timeout": STATEMENT_S}
     elif driver == "pg8000":
-        limits = {"timeout": _STATEMENT_S}
+        limits = {"timeout": STATEMENT_S}
     return {name: value for name, value in limits.items() if name not in url.query}
 
 

@@ -30,12 +30,12 @@ Operands: TypeAlias = Sequence[tuple[torch.Tensor, ...]]
 Sampler: TypeAlias = Callable[[], float]
 
 #: What is overwritten between cold calls: at least this much, and several times the last-level cache.
-_MIN_FLUSH_BYTES = 256 * 2**20
+MIN_FLUSH_BYTES = 256 * 2**20
 _FLUSH_MULTIPLE = 4
 _COLD_SAMPLE_US = 1000.0
 _MIN_COLD_CALLS, _MAX_COLD_CALLS = 3, 10
 #: Results of a cold sample that are held at once. Larger ones are spread over memory whatever block they get.
-_HELD_BYTES = 2**30
+HELD_BYTES = 2**30
 #: A replay takes half of this at least.
 _GRAPH_US = 200.0
 _MAX_REPETITIONS = 2000
@@ -225,9 +225,9 @@ class ColdTimer(Timer):
 
     def __init__(self, l2_bytes: int, device: str = "cuda", event: Callable[[], Any] | None = None) -> None:
         self._event = event if event is not None else lambda: torch.cuda.Event(enable_timing=True)
-        count = max(_MIN_FLUSH_BYTES, _FLUSH_MULTIPLE * l2_bytes) // 4
+        count = max(MIN_FLUSH_BYTES, _FLUSH_MULTIPLE * l2_bytes) // 4
         self._buffer = torch.empty(count, dtype=torch.int32, device=device)
-        self._held_bytes = _HELD_BYTES
+        self._held_bytes = HELD_BYTES
 
     def prepare(self, run: Run, operands: Operands) -> Sampler:
         for number in range(2):

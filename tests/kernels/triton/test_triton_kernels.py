@@ -129,7 +129,7 @@ def test_a_tool_that_hangs_is_the_machines_fault(
     hangs = tmp_path / "cuobjdump"
     hangs.write_text("#!/bin/sh\nsleep 100000\n")
     hangs.chmod(0o755)
-    monkeypatch.setattr(targets, "_TOOL_LIMIT_S", 0.2)
+    monkeypatch.setattr(targets, "TOOL_LIMIT_S", 0.2)
     monkeypatch.setattr(targets, "cuobjdump", lambda: str(hangs))
     with pytest.raises(MachineError, match=r"cuobjdump did not finish within 0\.2 s"):
         backend.prepare(samples.rms_norm(4, 128).ir, {"block_rows": 1, "block_cols": 128, "num_warps": 1}, SM90)

@@ -254,7 +254,7 @@ def test_a_doubtful_probe_that_took_long_is_not_repeated(
     doubtful = replace(samples.SPEC, identity=current_identity("cpu"), problems=("the machine was busy",))
     asked: list[str] = []
     monkeypatch.setattr(session, "probe", lambda kind, *_: asked.append(kind) or doubtful)
-    monkeypatch.setattr(session, "_REPEATED_S", -1.0)
+    monkeypatch.setattr(session, "REPEATED_S", -1.0)
     assert plan("probe", "--device", "cpu", "--db", db)[0] == 0
     assert asked == ["cpu"]
 

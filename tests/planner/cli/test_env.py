@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import report_samples as samples
@@ -39,7 +40,8 @@ def test_versions_device_and_what_the_database_holds(
     assert facts["fuseplan"] == metadata.version("fuseplan") and facts["torch"] == metadata.version("torch")
     assert facts["device key"] == current_identity("cpu").key()
     assert facts["plans of this device"] == 0  # they are another device's
-    monkeypatch.setattr(env, "_identity", lambda kind: ("a sample", samples.DEVICE))
+    other = SimpleNamespace(name="a sample", cores=2, l2_bytes=2**20, key=lambda: samples.DEVICE)
+    monkeypatch.setattr("fuseplan.costmodel.identity.current_identity", lambda kind: other)
     facts = found("--db", path)
     assert (facts["plans of this device"], facts["records of this device"], facts["misses of this device"]) == (3, 3, 1)
     assert facts["probe of this device"] == samples.SPEC.measured_at

@@ -207,7 +207,7 @@ def test_the_command_answers_like_a_tune_here(db: Path, capsys: pytest.CaptureFi
 def test_mistakes_are_told_in_one_line(
     line: str, words: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster, "_CONNECT_S", 0.5)
+    monkeypatch.setattr(cluster, "CONNECT_S", 0.5)
     assert main.run(line.split()) == 2
     (told,) = [one for one in capsys.readouterr().err.splitlines() if one.startswith("plan: error")]
     assert all(word in told for word in words)

@@ -170,7 +170,7 @@ def test_rectangular_large_dynamic_and_written_masks_are_left_alone(monkeypatch:
     for function in (rectangular, written):
         assert rewritten(function, *heads(7)).done == AttentionRewrites()
     assert rewritten(attend, *heads(7), dynamic=True).done == AttentionRewrites()
-    monkeypatch.setattr(attention, "_MOST_BYTES", 48)
+    monkeypatch.setattr(attention, "MOST_BYTES", 48)
     assert rewritten(attend, *heads(7)).done == AttentionRewrites()
 
 

@@ -70,7 +70,7 @@ def test_stored_plans_are_hits(db: Path, kernels: ReferenceBackend) -> None:
 def test_plans_by_other_versions_are_misses(db: Path, kernels: ReferenceBackend, monkeypatch: Any) -> None:
     x = torch.randn(4, 8)
     store_plans(swiglu, (x, x), db, ({},))
-    monkeypatch.setattr("fuseplan.search.store.record._version", lambda package: "0.0.1")
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "0.0.1")
     compiled(swiglu, db)(x, x)
     done = fuseplan.planner.stats()
     assert done.misses == 1

@@ -94,7 +94,7 @@ def silent() -> Iterator[str]:
 
 def test_a_silent_server_is_asked_once(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each graph that is compiled opens the database anew."""
-    monkeypatch.setattr(location, "_CONNECT_S", 2)
+    monkeypatch.setattr(location, "CONNECT_S", 2)
     asked = []
     check = tables.check_schema
     monkeypatch.setattr(tables, "check_schema", lambda engine: asked.append(engine) or check(engine))
@@ -173,7 +173,7 @@ def test_a_table_that_another_holds_is_not_waited_for_for_ever(server: Server, m
     url = server.url()
     with Database(url) as db:
         db.put_plan(plan())
-    monkeypatch.setattr(location, "_STATEMENT_S", 1)
+    monkeypatch.setattr(location, "STATEMENT_S", 1)
     holder = create_engine(resolve_url(url))
     with holder.begin() as connection:
         connection.execute(text("lock table plan_records in access exclusive mode"))

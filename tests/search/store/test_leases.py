@@ -98,7 +98,7 @@ def test_the_lease_of_a_killed_process_ends_by_itself(file: Path, monkeypatch: p
 
 
 def test_a_living_owner_renews_what_it_holds(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_RENEWED_S", 0.001)
+    monkeypatch.setattr(module, "RENEWED_S", 0.001)
     renewed = threading.Event()
     database = Database(file)
     owner = Leases(database)

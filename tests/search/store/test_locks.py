@@ -74,7 +74,7 @@ def within_reason(work: Callable[[], None]) -> None:
 def test_a_look_up_is_a_miss_while_the_lock_is_held(where: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tuners would wait for ever."""
     monkeypatch.setattr(database, "BUSY_S", FOR_EVER)
-    monkeypatch.setattr(location, "_STATEMENT_S", FOR_EVER)
+    monkeypatch.setattr(location, "STATEMENT_S", FOR_EVER)
     found: list[str] = []
 
     def compile_graphs() -> None:

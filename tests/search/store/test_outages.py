@@ -223,7 +223,7 @@ def test_a_snapshot_that_is_damaged_is_none(server: Server, url: str, warned: li
 def test_ten_kills_during_dispatch_give_one_warning(
     server: Server, url: str, warned: list[warnings.WarningMessage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(database, "_AWAY_S", 0.0)  # every graph asks the server again
+    monkeypatch.setattr(database, "AWAY_S", 0.0)  # every graph asks the server again
     snapshot.pull(url)
     for _ in range(10):
         server.kill()

@@ -39,7 +39,7 @@ class _Clock:
 
 
 def test_calls_meet_an_overwritten_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fuseplan.search.timing.timers._MIN_FLUSH_BYTES", 4096)
+    monkeypatch.setattr("fuseplan.search.timing.timers.MIN_FLUSH_BYTES", 4096)
     clock = _Clock([0.25, 0.25, 8.0])
     timer = ColdTimer(l2_bytes=2048, device="cpu", event=clock.event)
     assert timer._buffer.numel() * 4 == 4 * 2048
@@ -64,8 +64,8 @@ def test_the_calls_of_a_sample_write_to_several_blocks(
     held_bytes: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many results as the limit allows are alive at once, beside the one that is being made; none afterwards."""
-    monkeypatch.setattr("fuseplan.search.timing.timers._MIN_FLUSH_BYTES", 4096)
-    monkeypatch.setattr("fuseplan.search.timing.timers._HELD_BYTES", held_bytes)
+    monkeypatch.setattr("fuseplan.search.timing.timers.MIN_FLUSH_BYTES", 4096)
+    monkeypatch.setattr("fuseplan.search.timing.timers.HELD_BYTES", held_bytes)
     clock, alive, peak = _Clock([0.01]), 0, 0
 
     def dropped() -> None:
@@ -89,7 +89,7 @@ def test_the_calls_of_a_sample_write_to_several_blocks(
 @pytest.mark.parametrize("room", [0, 1, 3])
 def test_what_is_held_leaves_room_for_the_next_call(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a small device, where ``room`` results fit beside the inputs. Nobody's samples count the call that failed."""
-    monkeypatch.setattr("fuseplan.search.timing.timers._MIN_FLUSH_BYTES", 4096)
+    monkeypatch.setattr("fuseplan.search.timing.timers.MIN_FLUSH_BYTES", 4096)
     clock, alive, failures = _Clock([0.01]), 0, 0
 
     def dropped() -> None:
@@ -118,7 +118,7 @@ def test_what_is_held_leaves_room_for_the_next_call(room: int, monkeypatch: pyte
 
 
 def sample_of(calls_ms: Sequence[float], monkeypatch: pytest.MonkeyPatch) -> float:
-    monkeypatch.setattr("fuseplan.search.timing.timers._MIN_FLUSH_BYTES", 4096)
+    monkeypatch.setattr("fuseplan.search.timing.timers.MIN_FLUSH_BYTES", 4096)
     clock = _Clock(calls_ms)
     return ColdTimer(l2_bytes=1024, device="cpu", event=clock.event).prepare(clock.run, [(torch.zeros(1),)])()
 

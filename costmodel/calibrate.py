@@ -144,7 +144,7 @@ class _Table:
             np.array(rows, dtype=np.float64).reshape(-1, 6), np.array(moves).reshape(-1, most, 2),
             np.array([lower_bound(one.work, spec, one.mode) for one in samples]),
             np.array([one.measured_us for one in samples], dtype=np.float64),
-            np.array([one.work.call for one in samples], dtype=np.str_), spec.identity.device_type == "cuda",
+            np.array([one.work.call for one in samples], dtype=np.str_), spec.identity.is_gpu,
         )
 
     def rows(self, chosen: npt.NDArray[np.intp]) -> _Table:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, TypeAlias
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 #: What a user can ask for, as PyTorch calls it.
 Kind: TypeAlias = Literal["cpu", "cuda"]
@@ -17,6 +17,7 @@ KINDS: tuple[Kind, ...] = ("cpu", "cuda")
 #: What GPUs are traced on where there is none.
 _STAND_IN = "meta"
 _KIB = 2**10
+_T = TypeVar("_T")
 
 
 class NoDeviceError(ValueError, RuntimeError):
@@ -32,8 +33,8 @@ def is_cpu(kind: str) -> bool:
     return kind == "cpu"
 
 
-def is_gpu_or_meta(kind: str) -> bool:
-    """Whether tensors on it are planned for a GPU: one is traced on the meta device where there is none."""
+def for_gpu(kind: str) -> bool:
+    """Whether what is traced on a device is planned for a GPU: it may stand in for one."""
     return is_gpu(kind) or kind == _STAND_IN
 
 
@@ -47,15 +48,26 @@ def kind_of_key(key: str) -> Kind:
 
 
 def local_kind() -> Kind:
-    """The GPU's where PyTorch sees one, else the CPU's."""
+    """The GPU's where PyTorch sees one that kernels run on, else the CPU's."""
     import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if torch.cuda.is_available() and torch.version.hip is None else "cpu"
 
 
 def traced_on(kind: str) -> str:
     """The kind of device that a model for ``kind`` is traced on here: the meta device where there is no GPU."""
     return _STAND_IN if is_gpu(kind) and local_kind() != "cuda" else kind
+
+
+@dataclass(frozen=True)
+class ByDevice(Generic[_T]):
+    """A value for CPUs, and one for GPUs."""
+
+    cpu: _T
+    gpu: _T
+
+    def on(self, kind: str) -> _T:
+        return self.cpu if is_cpu(kind) else self.gpu
 
 
 @dataclass(frozen=True)
@@ -124,14 +136,13 @@ def architecture(name: str) -> Architecture:
     raise ValueError(f"cannot compile for architecture '{name}': expected a name such as sm_90, or {', '.join(_AMD)}")
 
 
-def local_architecture() -> Architecture:
-    """That of the current GPU; :class:`NoDeviceError` where there is none that kernels run on."""
+def local_gpu() -> Any:
+    """PyTorch's properties of the current GPU; :class:`NoDeviceError` where there is none that kernels run on."""
     import torch
 
     if not torch.cuda.is_available():
         raise NoDeviceError("no CUDA device is visible; use the CPU, or check the driver with nvidia-smi")
     if torch.version.hip:
-        known = ", ".join(_AMD)
-        raise NoDeviceError(f"{torch.cuda.get_device_name()}: kernels compile for AMD GPUs ({known}), but none has "
-                            "run on one, and nothing is planned for them; use the CPU")
-    return architecture("sm_{}{}".format(*torch.cuda.get_device_capability()))
+        raise NoDeviceError(f"{torch.cuda.get_device_name()}: kernels compile for AMD GPUs ({', '.join(_AMD)}), but "
+                            "none has run on one, and nothing is planned for them; use the CPU")
+    return torch.cuda.get_device_properties(torch.cuda.current_device())

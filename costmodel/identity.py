@@ -9,6 +9,8 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from fuseplan.costmodel.devices import KINDS, is_gpu, local_gpu
+
 _GIB = 2**30
 _CPUINFO = Path("/proc/cpuinfo")
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -33,6 +35,10 @@ class DeviceIdentity:
     l2_bytes: int
     memory_bytes: int
 
+    @property
+    def is_gpu(self) -> bool:
+        return is_gpu(self.device_type)
+
     def key(self) -> str:
         """Exact, readable database key: a slug of the name plus a hash of every field.
 
@@ -45,23 +51,25 @@ class DeviceIdentity:
 
 
 def current_identity(device_type: str) -> DeviceIdentity:
-    """Identity of this machine's processor, or of the current CUDA device; ValueError where there is none."""
+    """Identity of this machine's processor, or of the current GPU.
+
+    Raises:
+        ValueError: There is no such device here.
+    """
     import torch
 
-    if device_type == "cpu":
-        cache_bytes = max((parse_cache_bytes(path.read_text()) for path in _CACHES.glob("index*/size")), default=0)
-        name = parse_cpu_name(_CPUINFO.read_text(errors="replace")) if _CPUINFO.exists() else None
-        name = name or platform.processor() or platform.machine()
-        return DeviceIdentity("cpu", name, torch.get_num_threads(), cache_bytes, 0)
-    if device_type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError("device_type 'cuda': PyTorch finds no CUDA device here; use 'cpu'")
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    if device_type not in KINDS:
+        raise ValueError(f"unknown device_type {device_type!r}; known: {', '.join(map(repr, KINDS))}")
+    if is_gpu(device_type):
+        properties = local_gpu()
         memory_bytes = round(properties.total_memory / _GIB) * _GIB
         return DeviceIdentity(
-            "cuda", properties.name, properties.multi_processor_count, properties.L2_cache_size, memory_bytes
+            device_type, properties.name, properties.multi_processor_count, properties.L2_cache_size, memory_bytes
         )
-    raise ValueError(f"unknown device_type {device_type!r}; known: 'cpu', 'cuda'")
+    cache_bytes = max((parse_cache_bytes(path.read_text()) for path in _CACHES.glob("index*/size")), default=0)
+    name = parse_cpu_name(_CPUINFO.read_text(errors="replace")) if _CPUINFO.exists() else None
+    name = name or platform.processor() or platform.machine()
+    return DeviceIdentity(device_type, name, torch.get_num_threads(), cache_bytes, 0)
 
 
 def current_versions(device_type: str) -> dict[str, str]:
@@ -69,7 +77,7 @@ def current_versions(device_type: str) -> dict[str, str]:
     import torch
 
     versions = {"python": platform.python_version(), "torch": torch.__version__, "platform": platform.platform()}
-    if device_type == "cuda" and torch.version.cuda is not None:
+    if is_gpu(device_type) and torch.version.cuda is not None:
         versions["cuda"] = torch.version.cuda
     return versions
 

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fuseplan.costmodel.device import Calibration, DeviceSpec, Mode
+from fuseplan.costmodel.devices import ByDevice
 from fuseplan.costmodel.terms import Terms, calibrated, transfer_us, with_gpu_terms
 from fuseplan.costmodel.work import Work
 
@@ -66,7 +67,7 @@ def lower_bound(work: Work, spec: DeviceSpec, mode: Mode) -> float:
     launch_us, host_us = _launch_us(work, spec, mode, best=True)
     memory_us = transfer_us(work.dram_bytes, spec.bandwidth.ideal_gbps(work.dram_bytes))
     flops = dict(work.flops)
-    if work.special and spec.identity.device_type == "cuda":
+    if work.special and spec.identity.is_gpu:
         flops["sfu"] = work.special
     compute_us = max((count / spec.peak(unit).best_per_s * 1e6 for unit, count in flops.items()), default=0.0)
     return Terms(launch_us, host_us, memory_us, compute_us).time_us
@@ -76,7 +77,7 @@ def roofline_terms(work: Work, spec: DeviceSpec, mode: Mode, *, beside_bytes: fl
     """The uncalibrated terms of :func:`predict`; same arguments and errors."""
     threads = min(work.threads or spec.identity.cores, spec.identity.cores)
     launch_us, host_us = _launch_us(work, spec, mode, best=False)
-    on_gpu = spec.identity.device_type == "cuda"
+    on_gpu = spec.identity.is_gpu
     times = None if on_gpu or mode != "eager" else spec.call_times(work.call)
     if times is not None:
         launch_us = work.launches * times.call_us
@@ -94,7 +95,7 @@ def roofline_terms(work: Work, spec: DeviceSpec, mode: Mode, *, beside_bytes: fl
     if not (0 < work.row_bytes <= _HELD_BYTES if on_gpu else work.lanes or times is not None):
         memory_us += transfer_us(work.l2_bytes, _gbps(spec, cached_bytes, threads))
     # Units share issue slots, so their times add; only the lower bound lets them overlap.
-    share = threads / spec.identity.cores if spec.identity.device_type == "cpu" else 1.0
+    share = threads / spec.identity.cores if not spec.identity.is_gpu else 1.0
     if times is not None:
         compute_us = times.us(work.elements) - times.call_us
     else:
@@ -111,7 +112,7 @@ def _launch_us(work: Work, spec: DeviceSpec, mode: Mode, *, best: bool) -> tuple
         latency = spec.latency(mode)
         return work.launches * (latency.best_us if best else latency.us)
 
-    if spec.identity.device_type == "cpu" or mode in _REPLAYED:
+    if not spec.identity.is_gpu or mode in _REPLAYED:
         return of(mode), 0.0
     return of("graph"), of(mode)
 
@@ -126,15 +127,15 @@ def _gbps(spec: DeviceSpec, footprint_bytes: float, threads: int) -> float:
 
 #: Round numbers of the right magnitude: microseconds of a launch, fused and not, GB/s from memory and read again, 1e9
 #: operations a second by unit.
-_NOMINAL: Mapping[str, tuple[float, float, float, float, Mapping[str, float]]] = {
-    "cpu": (0.5, 2.0, 32.0, 64.0, {
+_NOMINAL: ByDevice[tuple[float, float, float, float, Mapping[str, float]]] = ByDevice(
+    cpu=(0.5, 2.0, 32.0, 64.0, {
         "fp32": 32.0, "sfu": 2.0, "fp64": 8.0, "fp32_matmul": 256.0, "fp16_matmul": 256.0, "bf16_matmul": 512.0,
     }),
-    "cuda": (2.0, 4.0, 4e3, 8e3, {
+    gpu=(2.0, 4.0, 4e3, 8e3, {
         "fp32": 3.2e4, "sfu": 4e3, "fp64": 1.6e4, "fp32_matmul": 3.2e4, "fp16_matmul": 5e5, "bf16_matmul": 5e5,
         "fp8_matmul": 1e6,
     }),
-}
+)
 
 
 def nominal_us(work: Work, device_type: str, fused: bool = True) -> float:
@@ -144,7 +145,7 @@ def nominal_us(work: Work, device_type: str, fused: bool = True) -> float:
     It prices no plan. It puts partitions in an order that owes nothing to a measurement, so that of partitions which
     measurement cannot tell apart, two tunes of the same model choose the same one.
     """
-    fused_us, unfused_us, gbps, reread_gbps, gops = _NOMINAL[device_type]
+    fused_us, unfused_us, gbps, reread_gbps, gops = _NOMINAL.on(device_type)
     memory_us = (work.dram_bytes / gbps + work.l2_bytes / reread_gbps) * 1e-3
     compute_us = sum(count / gops.get(unit, gops["fp32"]) for unit, count in work.flops.items()) * 1e-3
     return work.launches * (fused_us if fused else unfused_us) + max(memory_us, compute_us)

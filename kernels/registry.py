@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fuseplan.costmodel.devices import is_gpu, local_architecture
+from fuseplan.costmodel.devices import KINDS, is_cpu, is_gpu, local_gpu
 from fuseplan.kernels.ir.backend import Backend, Config, Target, gpu_target, misfit
 
 
@@ -13,9 +13,11 @@ def backends_for(device_type: str) -> tuple[Backend, ...]:
         from fuseplan.kernels.triton.backend import TritonBackend
 
         return (TritonBackend(), NinetoothedBackend())
-    from fuseplan.kernels.cpp.backend import CppBackend
+    if is_cpu(device_type):
+        from fuseplan.kernels.cpp.backend import CppBackend
 
-    return (CppBackend(),)
+        return (CppBackend(),)
+    raise ValueError(f"no kernel back ends for device type '{device_type}'; known: {', '.join(KINDS)}")
 
 
 def malformed_config(backend: str, config: Config) -> str | None:
@@ -35,6 +37,5 @@ def local_target(device_type: str) -> Target:
 
     if not is_gpu(device_type):
         return Target(device_type, "native", torch.get_num_threads())
-    arch = local_architecture().name
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return gpu_target(arch, properties.multi_processor_count, properties.L2_cache_size)
+    gpu = local_gpu()
+    return gpu_target(f"sm_{gpu.major}{gpu.minor}", gpu.multi_processor_count, gpu.L2_cache_size)

@@ -5,6 +5,8 @@ How something is measured or compiled (sizes, batches, retries) stays with the c
 
 from __future__ import annotations
 
+from fuseplan.costmodel.devices import ByDevice
+
 # -- gains: what counts as faster. All are relative: 0.01 is 1 % -----------------------------------------------------
 
 #: A gain below this is never worth a change of plan.
@@ -14,12 +16,12 @@ MIN_GAIN = 0.01
 MAX_NOISE = 0.2
 #: What the call of a library has to gain on ATen's op, and the kernel of one op by device. Two runs of one pair differ
 #: by almost as much, with where their results lie in memory; those of short ops on CPUs by more.
-CALL_GAIN, ONE_OP_GAIN = 0.06, {"cpu": 0.25, "cuda": 0.06}
+CALL_GAIN, ONE_OP_GAIN = 0.06, ByDevice(cpu=0.25, gpu=0.06)
 #: What a kernel of another back end than the preferred one has to gain on that one's best, hot and cold. Two runs of
 #: one pair of kernels differ by almost as much, with where their results lie in memory.
 OTHER_BACKEND_GAIN = 0.1
 #: What a partition has to gain on the nominal one to take its place: a CPU's times vary more.
-PARTITION_MARGIN = {"cpu": 0.05, "cuda": 0.01}
+PARTITION_MARGIN = ByDevice(cpu=0.05, gpu=0.01)
 #: What a change of plan may lose under one of several conditions for a gain in their mean.
 MAX_LOSS = 0.01
 #: By how much a mean may be worse than the best for a smaller loss under one condition.
@@ -73,7 +75,7 @@ COMBINATIONS_LIMIT = 50_000
 #: Configurations that are tried, beside the default, of those that were the fastest for a kernel alike.
 ALIKE_LIMIT = 6
 #: Fused groups measured per region at most: a kernel compiles in a fraction of a second on a CPU.
-MEASURED_LIMIT = {"cpu": 16, "cuda": 8}
+MEASURED_LIMIT = ByDevice(cpu=16, gpu=8)
 #: Choices measured beyond these where groups hold matmuls: bounds tell kernels with the same weights hardly apart.
 MEASURED_AROUND_ANCHORS = 24
 #: Incumbents that may lose to the loop's partition before it is taken.

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 import torch
 
 from fuseplan.costmodel.device import DeviceSpec, Latency, LinearFit, Mode
+from fuseplan.costmodel.devices import ByDevice, is_gpu
 from fuseplan.costmodel.identity import DeviceIdentity, current_identity, current_versions
 from fuseplan.costmodel.probe.fit import bandwidth_curve, fit_launches, fit_linear, memory_fit, peaks
 from fuseplan.costmodel.probe.measurements import Measurements, Progress
@@ -26,9 +27,9 @@ _LOSS = 0.2
 _LARGEST = 5
 #: Noise alone does not push the ratio of all threads to one thread below this.
 _BUSY_RATIO = 0.9
-#: Seconds that a probe may take, and a quick one, by device type: about twice what they take on a quiet machine whose
-#: caches are large. On CUDA they hold the compilation of a few kernels.
-_BUDGET_S = {"cpu": (180.0, 60.0), "cuda": (600.0, 120.0)}
+#: Seconds that a probe may take, and a quick one, of a CPU and of a GPU: about twice what they take on a quiet machine
+#: whose caches are large. On GPUs they hold the compilation of a few kernels.
+_BUDGET_S = ByDevice(cpu=(180.0, 60.0), gpu=(600.0, 120.0))
 
 
 @dataclass(frozen=True)
@@ -94,13 +95,13 @@ def probe(
     Nothing else should run on the device meanwhile; :attr:`DeviceSpec.noise` says how quiet it was. No device setting
     is changed. Once the ``budget`` is spent it ends with fewer samples and sizes, named in :attr:`DeviceSpec.problems`.
     ``kernel_call`` launches one tiny fused kernel through our own launcher, for the latency of mode ``"kernel"``; that
-    is otherwise an ATen call's, with no lower bound above zero. ValueError where there is no such device.
+    is otherwise an ATen call's, with no lower bound above zero. ValueError where there is none.
     """
     identity = current_identity(device_type)
     before = load()
-    budget = budget or TimeBudget.of(_BUDGET_S[device_type][quick])
+    budget = budget or TimeBudget.of(_BUDGET_S.on(device_type)[quick])
     report = progress or (lambda fraction, label: None)
-    if device_type == "cuda":
+    if is_gpu(device_type):
         from fuseplan.costmodel.probe.cuda import measure_cuda as measure  # needs a GPU's libraries
     else:
         from fuseplan.costmodel.probe.cpu import measure_cpu as measure

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from fuseplan.costmodel.devices import is_gpu
 from fuseplan.kernels.gpu.build import KernelSpec, ModuleStore, compile_kernel
 from fuseplan.kernels.gpu.direct import Layout, find_launcher
 from fuseplan.kernels.gpu.launch import (
@@ -57,7 +56,7 @@ class GpuBackend(Backend, WritesInPlace):
         return None if missing is None else f"{missing} is not installed: pip install {missing} (Linux)"
 
     def refuse(self, ir: KernelIR, target: Target) -> str | None:
-        if not is_gpu(target.device_type):
+        if not target.is_gpu:
             return f"{self.name} kernels run on CUDA devices, not on '{target.device_type}'"
         if not target.gpu.fp8 and any(buffer.dtype == "float8_e4m3fn" for buffer in ir.buffers):
             return f"{target.arch} has no float8_e4m3fn"

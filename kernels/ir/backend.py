@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
-from fuseplan.costmodel.devices import Architecture, architecture
+from fuseplan.costmodel.devices import Architecture, architecture, is_gpu
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +43,10 @@ class Target:
     l2_bytes: int = 0
     #: Kernels will be replayed in CUDA graphs; their defaults and tunables follow from it, nothing else.
     in_graph: bool = False
+
+    @property
+    def is_gpu(self) -> bool:
+        return is_gpu(self.device_type)
 
     @property
     def gpu(self) -> Architecture:

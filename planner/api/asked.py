@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import nn
 
-from fuseplan.planner.api.device import Kind
+from fuseplan.costmodel.devices import Kind, is_cpu, is_gpu, local_kind
 from fuseplan.planner.api.progress import SILENT, Progress
 from fuseplan.planner.errors import Argument, ConfigError, DeviceError, ShapeError, UnknownPatternError
 from fuseplan.planner.graph.dataflow import DataflowGraph
@@ -181,7 +181,7 @@ def plan_settings(kind: Kind, numerics: str, regime: str) -> PlanSettings:
     for name, value, known in (("numerics", numerics, ("fp32", "eager")), ("regime", regime, ("eager", "graph"))):
         if value not in known:
             raise ConfigError("{} {!r} is not one of {}", Argument(name), value, ", ".join(known))
-    if kind == "cpu" and regime == "graph":
+    if is_cpu(kind) and regime == "graph":
         raise DeviceError("{} graph needs CUDA graphs, which a CPU does not have; leave it out on the CPU",
                           Argument("regime"))
     return PlanSettings(numerics=numerics, regime=regime)
@@ -189,7 +189,7 @@ def plan_settings(kind: Kind, numerics: str, regime: str) -> PlanSettings:
 
 def memory_bytes(kind: str) -> int:
     """Memory of the device; of this machine where there is no such device."""
-    if kind == "cuda" and torch.cuda.is_available():
+    if is_gpu(kind) and is_gpu(local_kind()):
         return int(torch.cuda.get_device_properties().total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 

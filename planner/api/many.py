@@ -11,10 +11,10 @@ from typing import Any, TypeAlias
 
 import pandas as pd
 
+from fuseplan.costmodel.devices import Kind, is_gpu
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.costmodel.probe import probe
 from fuseplan.planner.api.answer import first_screen
-from fuseplan.planner.api.device import Kind
 from fuseplan.planner.api.job import HowToTune, complaints, keep_summary, outcome, ready
 from fuseplan.planner.api.progress import SILENT, Progress
 from fuseplan.planner.api.tune_job import (
@@ -138,7 +138,7 @@ def tune_job(
         with account.spend("looking regions up"):
             regions = distinct_regions(captured, session)
         progress.note(str(regions))
-        if session.spec is None and job.kind == "cuda":  # hardly anything is stored: the workers will be needed
+        if session.spec is None and is_gpu(job.kind):  # hardly anything is stored: the workers will be needed
             pool.start()
         load = probe.machine_load()
         results: list[Together] = []

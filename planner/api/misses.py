@@ -11,11 +11,12 @@ from typing import Any
 
 import pandas as pd
 
+from fuseplan.costmodel.devices import Kind, kind_of_key
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.costmodel.probe import probe
 from fuseplan.planner.api.answer import first_screen
 from fuseplan.planner.api.asked import plan_settings
-from fuseplan.planner.api.device import Kind, device_kind
+from fuseplan.planner.api.device import device_kind
 from fuseplan.planner.api.job import HowToTune, complaints, keep_summary, outcome, ready
 from fuseplan.planner.api.progress import SILENT, Progress
 from fuseplan.planner.errors import FuseplanError, one_family
@@ -186,7 +187,7 @@ class _Tuning:
         self._missed: list[MissedRegion] = []
         for one in missed:
             try:
-                plan_settings("cuda" if session.target.device_type == "cuda" else "cpu", one.numerics, one.regime)
+                plan_settings(kind_of_key(session.device), one.numerics, one.regime)
                 graph = logged.missed_graph(session.database, one)
                 self.regions[id(graph)] = logged.to_tune(self.session, one, graph)
             except FuseplanError as error:

@@ -9,11 +9,12 @@ from typing import Literal
 
 import pandas as pd
 
+from fuseplan.costmodel.devices import kind_of_key
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.api.answer import first_screen
-from fuseplan.planner.api.device import device_kind
+from fuseplan.planner.api.device import DEVICES, device_kind
 from fuseplan.planner.errors import Argument, PlanError, one_family
-from fuseplan.planner.models.sources import ALIASES
+from fuseplan.planner.models.sources import alias_of
 from fuseplan.planner.reports import accuracy, against, frames, step_words, steps
 from fuseplan.planner.reports.frames import ReportData, load_report
 from fuseplan.planner.tuning.session import stored_spec
@@ -176,13 +177,13 @@ def load_data(
         raise PlanError(f"unknown regime {regime!r}: expected eager or graph")
     database, key = open_layers(db, device, device_key)
     # llama stands for a preset of the device's size.
-    name = ALIASES.get(model, {}).get(key.split("-")[0], model) if model is not None else ""
+    name = alias_of(model, kind_of_key(key)) if model is not None else ""
     return load_report(database, key, stored_spec(database, key), name, regime)
 
 
 def open_layers(db: str | Path | None, device: str, device_key: str | None = None) -> tuple[LayeredDatabase, str]:
     """The stored and the shipped records of a device, and its key."""
-    here = device in ("auto", "cpu", "cuda")
+    here = device in DEVICES
     if device_key is None and not here:
         with Database(db, mode="inspect") as stored:
             device_key = _named(device, stored.devices())

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import pandas as pd
 
+from fuseplan.costmodel.devices import is_gpu
 from fuseplan.costmodel.probe import probe
 from fuseplan.planner.api.answer import first_screen
 from fuseplan.planner.api.asked import Asked, Batches, ModelLike, Prefills, asked_for, plan_settings
@@ -211,14 +212,14 @@ def tune_asked(
     with ExitStack() as stack:
         pool = stack.enter_context(tuner.make_pool(kind))
         graphs: Iterable[tuple[str, DataflowGraph]]
-        if kind == "cuda" and asked.source is not None:  # captured by the host beside what is measured on the GPU
+        if is_gpu(kind) and asked.source is not None:  # captured by the host beside what is measured on the GPU
             graphs = stack.enter_context(
                 GraphStream(asked.source, asked.workloads, kind, asked.pack_weights, progress.note))
         else:
             with account.spend("capturing"):
                 graphs = asked.graphs(progress)
         session = open_session(kind, db, settings)
-        if session.spec is None and kind == "cuda":  # hardly anything is stored: the workers will be needed
+        if session.spec is None and is_gpu(kind):  # hardly anything is stored: the workers will be needed
             pool.start()
         session = ready(session, account, progress)
         if note:

@@ -11,8 +11,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from fuseplan.costmodel.devices import Kind, is_cpu
 from fuseplan.planner.api.asked import Asked, of_model, of_pattern, plan_settings, sizes_text
-from fuseplan.planner.api.device import Kind
 from fuseplan.planner.api.progress import SILENT, Progress
 from fuseplan.planner.errors import ConfigError, FuseplanError, NothingForDeviceError
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
@@ -180,7 +180,7 @@ def manifest_job(manifest: Manifest, kind: Kind, device: str) -> TuneJob:
     for one in manifest.models:
         if not one.is_for(device):
             left_out.append((one.source, f"it is for {', '.join(one.devices)}"))
-        elif one.regime == "graph" and kind == "cpu":
+        elif one.regime == "graph" and is_cpu(kind):
             left_out.append((one.source, "it is for CUDA graphs, which a CPU does not have"))
         else:
             models.append((one, _job_model(one, kind)))

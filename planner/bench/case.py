@@ -91,7 +91,7 @@ def predicted_us(
     if spec is None:
         return None
     around: list[tuple[frozenset[str], Any]] = []
-    if spec.identity.device_type == "cuda":
+    if spec.identity.is_gpu:
         book = GroupBook(graph, numerics, "cuda")
         parts = [part for region in find_regions(graph) for part in region_parts(graph, region)]
         around = [(frozenset(part.ops), shared_cache(book, part)) for part in parts]

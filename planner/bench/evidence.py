@@ -16,6 +16,7 @@ from typing import Any
 
 import pandas as pd
 
+from fuseplan.costmodel.devices import is_gpu
 from fuseplan.planner.bench.rows import comparison
 from fuseplan.planner.reports.drawing import templates
 from fuseplan.planner.reports.frames import markdown_table
@@ -72,7 +73,9 @@ def versions(device_type: str) -> dict[str, str]:
     for package in ("fuseplan", "torch", "triton", "ninetoothed", "transformers", "liger-kernel", "flashinfer-python"):
         with suppress(PackageNotFoundError):
             found[package] = version(package)
-    return found | ({"cuda": str(torch.version.cuda)} if device_type == "cuda" else {})
+    if is_gpu(device_type):
+        found["cuda"] = str(torch.version.cuda)
+    return found
 
 
 def commit(folder: Path) -> str:

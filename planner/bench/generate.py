@@ -16,6 +16,7 @@ from typing import Any
 import pandas as pd
 import torch
 
+from fuseplan.costmodel.devices import is_gpu
 from fuseplan.planner.bench.generation import (
     OURS_LAUNCHED,
     Generation,
@@ -136,7 +137,7 @@ def forget(device_type: str) -> None:
     """Drop what was compiled, and give back the memory of what nobody holds any more."""
     torch._dynamo.reset()
     gc.collect()
-    if device_type == "cuda":
+    if is_gpu(device_type):
         torch.cuda.empty_cache()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fuseplan.costmodel.devices import is_gpu
 from fuseplan.planner.errors import Argument, ConfigError
 from fuseplan.planner.models.sources import ModelSource, generates, hf_config, quiet
 from fuseplan.planner.models.workload import fits
@@ -53,7 +54,7 @@ def check_sizes(source: ModelSource, sizes: Sizes) -> None:
 
 def contestants(device_type: str) -> tuple[str, ...]:
     """Everybody that there is on a device, in the order of the tables."""
-    ours = (OURS, OURS_LAUNCHED) if device_type == "cuda" else (OURS,)
+    ours = (OURS, OURS_LAUNCHED) if is_gpu(device_type) else (OURS,)
     return (EAGER, INDUCTOR, MAX_AUTOTUNE, *ours)
 
 
@@ -67,14 +68,14 @@ def how_compiled(name: str, device_type: str, options: Mapping[str, Any]) -> dic
 
     if name == EAGER:
         return {"disable_compile": True}
-    if name == INDUCTOR and device_type == "cuda":
+    if name == INDUCTOR and is_gpu(device_type):
         return {}
     if name == INDUCTOR:
         config: Any = CompileConfig()
     elif name == MAX_AUTOTUNE:
         config = CompileConfig(mode="max-autotune")
     else:
-        graphs = name == OURS and device_type == "cuda"
+        graphs = name == OURS and is_gpu(device_type)
         # The function: its name is known where the package is installed, not where it is only on the path.
         config = CompileConfig(backend=fuseplan, options={**options, "cuda_graphs": graphs})
         config.mode = None  # torch.compile takes no mode beside options
@@ -167,7 +168,7 @@ class TokenTimer(Timer):
 
 def synchronise(device_type: str) -> None:
     """Wait for the device."""
-    if device_type == "cuda":
+    if is_gpu(device_type):
         torch.cuda.synchronize()
 
 

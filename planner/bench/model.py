@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fuseplan.costmodel.devices import is_gpu
 from fuseplan.costmodel.probe.timing import cuda_graph
 from fuseplan.planner.bench.rows import BenchRow, Race
 from fuseplan.planner.dispatch_stats import CompileStats, reset_stats, stats
@@ -102,7 +103,7 @@ class ForwardTimer(Timer):
             end.record()
             end.synchronize()
             return float(begin.elapsed_time(end)) * 1e3 / calls
-        synchronise: Callable[[], Any] = torch.cuda.synchronize if self.device_type == "cuda" else lambda: None
+        synchronise: Callable[[], Any] = torch.cuda.synchronize if is_gpu(self.device_type) else lambda: None
         synchronise()
         start = time.perf_counter()
         for _ in range(calls):

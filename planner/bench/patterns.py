@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 import torch
 
+from fuseplan.costmodel.devices import is_gpu
 from fuseplan.planner.bench.case import operand_sets, plan_case, plan_facts, plan_note, predicted_us, reference_outputs
 from fuseplan.planner.bench.rows import BenchRow, Race, bench_frame, failure
 from fuseplan.planner.errors import Argument, ConfigError
@@ -72,7 +73,7 @@ class PatternBench:
             note = failure(error)
             return [PatternRow(contestant=OURS, mode=mode, note=note, **common) for mode in self.modes]
         finally:
-            if self.session.target.device_type == "cuda":
+            if self.session.target.is_gpu:
                 torch.cuda.empty_cache()  # the next cell's tuning happens in another process
 
     def _rows(self, cell: Cell, common: Mapping[str, Any]) -> list[PatternRow]:
@@ -99,7 +100,7 @@ class PatternBench:
             enter(name)
         if any(contestant.in_place for contestant in entered.values()):
             enter(OURS_IN_PLACE)
-        if device == "cuda" and facts["bytes"] >= LARGE_BYTES:
+        if is_gpu(device) and facts["bytes"] >= LARGE_BYTES:
             entered[COPY] = copy = copy_of(facts["bytes"], device)
             race.enter(COPY, lambda: (copy.run, {"compile_s": None}))
         sets = operand_sets(case, cache_bytes(target.l2_bytes), free_bytes(device) // 4)
@@ -121,7 +122,7 @@ class PatternBench:
 def _contestant(case: Case, name: str) -> Contestant:
     if name in (OURS, OURS_IN_PLACE):
         return fused(case, case.groups, in_place=name == OURS_IN_PLACE)
-    if case.target.device_type not in PEERS[name].devices:
+    if not PEERS[name].runs_on(case.target.device_type):
         raise PeerError(f"{name} does not run on {case.target.device_type}")
     return PEERS[name].build(case)
 

@@ -20,6 +20,7 @@ import platformdirs
 import torch
 
 import fuseplan.kernels
+from fuseplan.costmodel.devices import is_gpu, traced_on
 from fuseplan.planner.capture.trace import Graphs, capture
 from fuseplan.planner.graph.serialize import graph_from_json, graph_to_json
 from fuseplan.planner.models.sources import ModelSource
@@ -88,12 +89,11 @@ def capture_path(
 
 def capture_key(source: ModelSource, workload: Workload, device_type: str, pack_weights: bool = False) -> str:
     """sha256 of everything a captured graph depends on. The path of a config file is not among it."""
-    on_gpu = device_type == "cuda" and torch.cuda.is_available()
     facts = {
         "source": dataclasses.asdict(dataclasses.replace(source, name="", made=None)),
         "workload": dataclasses.asdict(workload),
         "pack_weights": pack_weights,
-        "device": torch.cuda.get_device_name() if on_gpu else ("meta" if device_type == "cuda" else device_type),
+        "device": torch.cuda.get_device_name() if is_gpu(traced := traced_on(device_type)) else traced,
         "torch": torch.__version__,
         "transformers": metadata.version("transformers"),
         "code": _code_hash(),

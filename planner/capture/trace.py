@@ -21,6 +21,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 
+from fuseplan.costmodel.devices import traced_on
 from fuseplan.planner.capture.fake_layouts import correct_layouts, laid_out
 from fuseplan.planner.capture.modules import name_modules, trace_ops
 from fuseplan.planner.capture.normalise import normalise
@@ -100,7 +101,7 @@ def capture(source: ModelSource, workload: Workload, device_type: str, pack_weig
         CaptureError: The model cannot be traced without data; the message names the reason.
         ConfigError: The model cannot be built, or has no such regime.
     """
-    device = "meta" if device_type == "cuda" and not torch.cuda.is_available() else device_type
+    device = traced_on(device_type)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     model = _without_data(source, mode, device)
     if workload.regime == "generate":

@@ -6,10 +6,11 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from fuseplan.costmodel.devices import Kind
 from fuseplan.planner.cli.output.options import current
 from fuseplan.planner.cli.output.screen import Shown, Status
 from fuseplan.planner.cli.output.tables import Table, table_of
@@ -63,7 +64,7 @@ def _reader(kind: type[N], form: str, what: str, least: N, most: N) -> Callable[
     return read
 
 
-def device_type(device: Device) -> Literal["cpu", "cuda"]:
+def device_type(device: Device) -> Kind:
     """``"cpu"`` or ``"cuda"``, with ``auto`` resolved; DeviceError where PyTorch sees no GPU that is asked for."""
     from fuseplan.planner.api.device import device_kind
 

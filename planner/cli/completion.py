@@ -44,6 +44,7 @@ def patterns(incomplete: str) -> list[str]:
 
 def devices(incomplete: str) -> list[str]:
     """What ``plan report --device`` takes without a look into a database."""
+    from fuseplan.planner.api.device import DEVICES
     from fuseplan.search.store.layered import shipped_devices
 
-    return [name for name in ("auto", "cpu", "cuda", *shipped_devices()) if name.startswith(incomplete)]
+    return [name for name in (*DEVICES, *shipped_devices()) if name.startswith(incomplete)]

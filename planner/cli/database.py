@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from typer import Argument, Option
 
+from fuseplan.costmodel.devices import kind_of_key
 from fuseplan.planner.cli.common import (
     DbOption,
     Device,
@@ -66,8 +67,7 @@ def list_misses(
         where, found = database.where, {str(one["device"]) for one in database.misses()}
         gone = dropped(database)
     for key in sorted(found if device_key is None else found & {device_key}):
-        kind: Literal["cpu", "cuda"] = "cuda" if key.startswith("cuda") else "cpu"
-        with Database(db, mode="inspect", versions=Versions.current(kind)) as database:
+        with Database(db, mode="inspect", versions=Versions.current(kind_of_key(key))) as database:
             logged = logged_misses(LayeredDatabase(database, shipped_files(key)), key)
         rows += [(*one.row(), key) for one in logged]
     if gone:

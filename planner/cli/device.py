@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Option
 
+from fuseplan.costmodel.devices import KINDS, is_gpu, local_kind
 from fuseplan.planner.cli.common import (
     DbOption,
     Device,
@@ -87,18 +88,17 @@ def warn_of_problems(spec: DeviceSpec) -> None:
 @answers()
 def backends() -> None:
     """Say which kernel back ends can be used here, and why the others cannot."""
-    rows = [row for kind in ("cpu", "cuda") for row in backend_rows(kind)]
+    rows = [row for kind in KINDS for row in backend_rows(kind)]
     print_rows("backends", ("back end", "device", "usable here", "why not"), rows)
     _say_device()
 
 
 def backend_rows(kind: str) -> Iterator[tuple[str, str, str, str]]:
     """Name, device, whether it can be used here, and why not, of each back end for a device type."""
-    import torch
 
     from fuseplan.kernels.registry import backends_for
 
-    no_device = "PyTorch sees no CUDA GPU" if kind == "cuda" and not torch.cuda.is_available() else None
+    no_device = "PyTorch sees no CUDA GPU" if is_gpu(kind) and not is_gpu(local_kind()) else None
     for backend in backends_for(kind):
         reason = backend.unavailable() or no_device
         yield backend.name, kind, "no" if reason else "yes", reason or ""

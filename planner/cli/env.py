@@ -6,6 +6,7 @@ import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from fuseplan.costmodel.devices import KINDS
 from fuseplan.planner.cli.common import DbOption, Device, DeviceOption, device_type
 from fuseplan.planner.cli.output.options import answers, current
 from fuseplan.search.errors import OWN_FAULTS
@@ -35,7 +36,7 @@ def _facts(device: Device, db: str | None) -> Iterator[tuple[str, object]]:
     yield "device", _known(lambda: _identity(kind)[0])
     yield "device key", (key := _known(lambda: _identity(kind)[1]))
     yield "compiler", _known(_compiler)
-    for at in ("cpu", "cuda"):
+    for at in KINDS:
         for name, state in _backends(at):
             yield f"back end {name}", state
     yield from _database(db, str(key))
@@ -84,7 +85,7 @@ def _identity(kind: object) -> tuple[str, str]:
     from fuseplan.costmodel.identity import current_identity
 
     found = current_identity(str(kind))
-    unit = "multiprocessors" if kind == "cuda" else "threads"
+    unit = "multiprocessors" if found.is_gpu else "threads"
     return f"{found.name}, {found.cores} {unit}, {found.l2_bytes / 2**20:.1f} MiB of cache", found.key()
 
 

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fuseplan.costmodel.devices import Kind
 from fuseplan.planner.cli import completion
 from fuseplan.planner.cli.common import whole
 from fuseplan.planner.cli.output.options import current
@@ -97,7 +98,7 @@ TlsKeyOption = Annotated[Path | None, typer.Option(
 
 
 def named(
-    kind: Literal["cpu", "cuda"], source: tuple[str | None, Path | None, str | None],
+    kind: Kind, source: tuple[str | None, Path | None, str | None],
     pattern: tuple[str | None, str | None], workloads: tuple[str | None, int | None, str | None], dtype: str | None,
     layers: int | None, calls: bool = False, pack_weights: bool = False,
 ) -> Asked:
@@ -124,7 +125,7 @@ def named(
     return of_model(kind, find_source(*source, kind, dtype, layers), *workloads, calls, pack_weights)
 
 
-def fleet_kind(workers: str, device: str) -> Literal["cpu", "cuda"]:
+def fleet_kind(workers: str, device: str) -> Kind:
     """The type of device that ``--workers`` tune for; :class:`ConfigError` where Dask is not installed."""
     from fuseplan.planner.fleet.terms import needs_dask
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fuseplan.costmodel.devices import Kind
 from fuseplan.planner.cli import common
 from fuseplan.planner.cli import source as opt
 from fuseplan.planner.cli.output.options import answers
@@ -162,7 +163,7 @@ def tune(
 
 
 def tune_misses(
-    kind: Literal["cpu", "cuda"], db: str | None, most: int, how: HowToTune, account: TimeAccount, has_model: bool,
+    kind: Kind, db: str | None, most: int, how: HowToTune, account: TimeAccount, has_model: bool,
     regime: opt.Regime | None,
 ) -> None:
     """Tune what dispatch logged, and say what that was and what remains."""
@@ -183,7 +184,7 @@ def tune_misses(
 
 
 def tune_manifest(
-    path: Path, kind: Literal["cpu", "cuda"], db: str | None, how: HowToTune, account: TimeAccount, has_more: bool,
+    path: Path, kind: Kind, db: str | None, how: HowToTune, account: TimeAccount, has_more: bool,
     workers: str | None,
 ) -> None:
     """Tune the models of a manifest together, and say what each of them cost."""

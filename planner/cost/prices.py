@@ -67,7 +67,7 @@ class ModelPrices:
 
     def delay_us(self, choice: Choice) -> float:
         """How much longer a choice takes in its region than by itself; 0 on CPUs, and for library calls."""
-        if self.spec is None or self.part is None or self.spec.identity.device_type != "cuda":
+        if self.spec is None or self.part is None or not self.spec.identity.is_gpu:
             return 0.0
         if self.book.is_anchor(choice.group):
             return 0.0
@@ -185,7 +185,7 @@ class MeasuredPrices(ModelPrices):
         record = self.record(choice)
         if record is None and choice not in self._screened_s:
             self._screened_s[choice] = self._screen_s(choice)
-        least = policy.ONE_OP_GAIN[self.book.device_type] if len(choice.group.ops) == 1 else -math.inf
+        least = policy.ONE_OP_GAIN.on(self.book.device_type) if len(choice.group.ops) == 1 else -math.inf
         alone_s = self._screened_s[choice] if record is None else _kernel_s(record, least)
         return alone_s + self.delay_us(choice) * 1e-6
 

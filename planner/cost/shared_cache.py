@@ -40,7 +40,7 @@ class SharedCache:
     def delay_us(self, work: Work, spec: DeviceSpec, mode: Mode, lowered: Lowered) -> float:
         """How much longer a kernel (or that of an ATen op by itself) takes in the region than alone; 0 on CPUs."""
         beside_bytes = self.footprint_bytes - work.dram_bytes
-        if beside_bytes <= 0 or spec.identity.device_type != "cuda":
+        if beside_bytes <= 0 or not spec.identity.is_gpu:
             return 0.0
         hot = hot_inputs(self._graph, lowered.inputs)
         read = [value for value, is_hot in zip(lowered.inputs, hot, strict=True) if is_hot]

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from distributed import Client
 
+from fuseplan.costmodel.devices import Kind, kind_of_key
 from fuseplan.costmodel.probe.probe import MachineLoad
 from fuseplan.planner.api.asked import Asked
-from fuseplan.planner.api.device import Kind, device_kind
+from fuseplan.planner.api.device import device_kind
 from fuseplan.planner.api.job import HowToTune, doubts, keep_summary
 from fuseplan.planner.api.progress import SILENT, Progress
 from fuseplan.planner.api.tune import Tuned, tuned
@@ -41,7 +42,7 @@ def fleet_kind(workers: str, device: str) -> Kind:
     if workers == LOCAL:
         return device_kind(device)
     if device != "auto":
-        return "cpu" if device == "cpu" else "cuda"
+        return kind_of_key(device)
     with scheduler_client(workers) as client:
         return "cuda" if device_workers(client, "cuda") else "cpu"
 

@@ -15,6 +15,7 @@ from typing import Any
 import dask
 from distributed import Client, Nanny, Scheduler, SpecCluster
 
+from fuseplan.costmodel.devices import is_cpu
 from fuseplan.planner.errors import Argument, DeviceError
 from fuseplan.planner.fleet.security import is_open, own_security, security_for
 from fuseplan.planner.fleet.terms import capturing, device_of, unit
@@ -150,7 +151,7 @@ def nannies(kind: str, **options: Any) -> list[dict[str, Any]]:
     see.
     """
     places: list[tuple[dict[str, str], int]] = [({}, 0)]
-    if kind != "cpu":
+    if not is_cpu(kind):
         gpus = visible_gpus()
         each = workers_each(usable_cores(), len(gpus))
         places = [({_VISIBLE: gpu}, number) for gpu in gpus for number in range(each)]

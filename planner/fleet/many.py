@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fuseplan.planner.api.device import Kind
+from fuseplan.costmodel.devices import Kind
 from fuseplan.planner.api.job import HowToTune, keep_summary
 from fuseplan.planner.api.many import Graphs, Together, TunedMany, answer, graphs_for
 from fuseplan.planner.api.progress import SILENT, Progress

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import pandas as pd
 
-from fuseplan.planner.api.device import Kind
+from fuseplan.costmodel.devices import KINDS, Kind, kind_of_key
 from fuseplan.planner.api.progress import SILENT, Progress
 from fuseplan.planner.api.tune_job import CapturedModel, JobModel, captured_model, manifest_job
 from fuseplan.planner.errors import NothingForDeviceError
@@ -58,7 +58,7 @@ def wanted_by(manifest: Manifest, progress: Progress = SILENT) -> WantedFor:
     captured: dict[JobModel, CapturedModel] = {}
 
     def wanted(device: str) -> Sequence[Wanted]:
-        kind: Kind = "cuda" if device.startswith("cuda-") else "cpu"
+        kind = kind_of_key(device)
         try:
             models = manifest_job(manifest, kind, device).models
         except NothingForDeviceError:
@@ -135,7 +135,7 @@ def _of_scheduler(address: str) -> tuple[pd.DataFrame, dict[str, Versions], dict
     with ExitStack() as stack:
         client = stack.enter_context(scheduler_client(address))
         statuses = device_statuses(client)
-        for kind in ("cpu", "cuda"):
+        for kind in KINDS:
             versions |= {one.device: one.versions for one in described(client, kind)}
         labels = known_labels(client)
     frame = pd.DataFrame([[getattr(one, name) for name in DEVICE_COLUMNS] for one in statuses],

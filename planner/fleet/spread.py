@@ -19,6 +19,7 @@ from typing import Any
 
 from distributed import Client, Future, KilledWorker
 
+from fuseplan.costmodel.devices import is_cpu
 from fuseplan.kernels.ir.backend import Config
 from fuseplan.planner.errors import PlanError
 from fuseplan.planner.fleet import received, work
@@ -169,11 +170,11 @@ class Spread:
         """Submit what is next."""
         workers = device_workers(self._client, self._kind)
         self.counts.devices = devices_here(self._client, self._kind)
-        if self._captures and not (self._kind == "cpu" and self._unprobed):
+        if self._captures and not (is_cpu(self._kind) and self._unprobed):
             most = captures_at_once(self._client, self._kind)
             while self._captures and self._capturing < most:
                 self._next_capture()
-        if self._kind == "cpu" and self._capturing:  # which would disturb what is measured
+        if is_cpu(self._kind) and self._capturing:  # which would disturb what is measured
             return
         for device, waiting in self._waiting.items():
             while waiting and device not in self._unprobed and self._under_way[device] < self._most(workers, device):

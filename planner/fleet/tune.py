@@ -10,6 +10,7 @@ from functools import partial
 
 from distributed import Client
 
+from fuseplan.costmodel.devices import is_cpu
 from fuseplan.planner.capture.cache import graphs_of_text
 from fuseplan.planner.cost.prices import part_shares
 from fuseplan.planner.errors import CaptureError, PlanError
@@ -143,10 +144,10 @@ class FleetTune:
             for place, workload in enumerate(order.workloads):
                 self._capture(number, place, workload)
         # What is put together beside measurements on a CPU would disturb them.
-        with ThreadPoolExecutor(1 if self._kind == "cpu" else _STEPS, thread_name_prefix="steps") as self._timing:
+        with ThreadPoolExecutor(1 if is_cpu(self._kind) else _STEPS, thread_name_prefix="steps") as self._timing:
             try:
                 self._spread.run()
-                if self._kind == "cpu":
+                if is_cpu(self._kind):
                     for planned in self._planned:
                         self._time_step(planned)
                 self._say(f"timing {len(self._steps)} whole steps")
@@ -242,7 +243,7 @@ class FleetTune:
         planned.plan = GraphPlan(
             tuple(replace(plans[one.key], region=one) for one in regions if one.key in plans), stored.lookup_us)
         self._orders[planned.order].on_plan(self._session(planned.device, terms), planned.done())
-        if self._kind != "cpu":
+        if not is_cpu(self._kind):
             self._time_step(planned)
 
     def _time_step(self, planned: _Planned) -> None:

@@ -15,7 +15,9 @@ from typing import Any
 import click
 from distributed import Worker, WorkerPlugin, get_worker, secede
 
+from fuseplan.costmodel.devices import is_gpu, local_kind
 from fuseplan.costmodel.identity import current_identity
+from fuseplan.planner.api.device import DEVICES
 from fuseplan.planner.capture.cache import capture_as_text
 from fuseplan.planner.errors import FuseplanError
 from fuseplan.planner.fleet.terms import (
@@ -55,7 +57,7 @@ _CORES_EACH = 2
 
 
 @click.command()
-@click.option("--device", default="auto", type=click.Choice(["auto", "cpu", "cuda"]))
+@click.option("--device", default="auto", type=click.Choice(DEVICES))
 @click.option("--compilers", default=0)
 @click.option("--beside", default=0)
 async def dask_setup(worker: Worker, device: str, compilers: int, beside: int) -> None:
@@ -69,12 +71,12 @@ async def dask_setup(worker: Worker, device: str, compilers: int, beside: int) -
     if threading.current_thread() is threading.main_thread():
         # A Ctrl-C reaches the whole process group; the nanny ends this process in order.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    kind = device if device != "auto" else local_kind()
     key = current_identity(kind).key()
     captures = max(1, (compilers or usable_cores()) // _CORES_EACH)
     offered: dict[str, float] = {capturing(kind): captures}
     here, has_room = socket.gethostname(), True
-    if kind == "cuda":
+    if is_gpu(kind):
         gpu = torch.cuda.get_device_properties(0)
         here, has_room = str(gpu.uuid), beside == 0 or (beside + 1) * _GPU_BYTES_EACH <= gpu.total_memory
     if has_room:
@@ -83,7 +85,7 @@ async def dask_setup(worker: Worker, device: str, compilers: int, beside: int) -
         worker.state.total_resources[resource] = worker.state.available_resources[resource] = amount
     state = WorkerState(compilers)
     await worker.plugin_add(plugin=state, name=_NAME)
-    if kind == "cuda":
+    if is_gpu(kind):
         state.start(kind, captures)
 
 

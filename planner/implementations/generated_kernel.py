@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fuseplan.costmodel.device import Mode
+from fuseplan.costmodel.devices import is_cpu
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.backend import Backend, Config, Target
 from fuseplan.planner.groups.candidates import Candidate
@@ -36,7 +37,7 @@ class GeneratedKernel:
         return book.backend_for(group, self.backends, self.target)
 
     def refuse(self, book: GroupBook, group: Candidate) -> str | None:
-        if book.device_type == "cpu" and len(group.ops) == 1 and not group.inputs:
+        if is_cpu(book.device_type) and len(group.ops) == 1 and not group.inputs:
             return "it only fills memory: on CPUs that takes as long as the memory lets it, whoever does it"
         return None if self.backend_for(book, group) is not None else "no back end can express the group here"
 

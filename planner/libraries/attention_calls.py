@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn.functional import pad
 
+from fuseplan.costmodel.devices import is_cpu, is_gpu
 from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.planner.graph.execute import bind_call
 from fuseplan.planner.graph.layouts import laid_out
@@ -48,13 +49,13 @@ class AttentionCall:
         return f"sdpa.{self.backend}" + (".folded" if self.folded else "")
 
     def refuse(self, group: OpGroup) -> str | None:
-        if self.backend in ("efficient", "cudnn") and group.device_type != "cuda":
+        if self.backend in ("efficient", "cudnn") and not is_gpu(group.device_type):
             return "it runs on CUDA devices only"
         call = parsed(group)
         if isinstance(call, str):
             return call
         if not self.folded:
-            if self.backend == "flash" and group.device_type == "cpu":  # sdp_utils_cpp.cpp
+            if self.backend == "flash" and is_cpu(group.device_type):  # sdp_utils_cpp.cpp
                 return "on CPUs it is what ATen's op calls"
             return BACKENDS[self.backend](call)
         return call.why_not_foldable() or BACKENDS[self.backend](call.folded())
@@ -114,7 +115,7 @@ def _numbers(whole: Attention, call: Attention, backend: str) -> Callable[[torch
     # Rows start at multiples that the efficient kernel can read.
     step = STEP if backend == "efficient" else 1
     if whole.mask.dtype == "bool":
-        hidden = masked_number(fake_call(whole)) if whole.device_type == "cuda" else -math.inf
+        hidden = masked_number(fake_call(whole)) if is_gpu(whole.device_type) else -math.inf
         room, dtype = (*shape[:-1], -(-shape[-1] // step) * step), torch_dtype(whole.query.dtype)
 
         def read(mask: torch.Tensor) -> torch.Tensor:
@@ -140,7 +141,7 @@ def _numbers(whole: Attention, call: Attention, backend: str) -> Callable[[torch
 
 def _build_flash(call: Attention) -> _Attend:
     width, causal, scale = int(call.query.shape[3]), call.causal, call.scale
-    if call.device_type == "cpu":
+    if is_cpu(call.device_type):
         on_cpu = _aten._scaled_dot_product_flash_attention_for_cpu.default
         return lambda query, key, value, mask: on_cpu(
             query, key, value, 0.0, causal, attn_mask=mask, scale=scale)[0]

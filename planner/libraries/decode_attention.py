@@ -6,8 +6,7 @@ import importlib.util
 import math
 from dataclasses import dataclass
 
-import torch
-
+from fuseplan.costmodel.devices import is_gpu, local_kind
 from fuseplan.kernels.gpu.fixed import FixedFunction
 from fuseplan.kernels.gpu.launch import interpreter_is_on
 from fuseplan.kernels.gpu.tile import next_power_of_2
@@ -75,7 +74,7 @@ class SplitAttention:
     stages: int = 4
 
     def refuse(self, group: OpGroup) -> str | None:
-        if group.device_type != "cuda" and not interpreter_is_on():
+        if not is_gpu(group.device_type) and not interpreter_is_on():
             return "it runs on CUDA devices only"
         found = decode_of(group)
         if isinstance(found, str):
@@ -93,7 +92,7 @@ class SplitAttention:
         at = [None if name is None else group.inputs.index(name) for name in names]
         result = group.specs[group.outputs[0]]
         shape, strides = whole_numbers(result.shape), whole_numbers(result.strides)
-        target = local_target("cuda") if torch.cuda.is_available() else SM90
+        target = local_target(kind) if is_gpu(kind := local_kind()) else SM90
         fixed, numbers = self.kernel(found, (strides[0], strides[1]), target)
         inputs, pairs = len(group.inputs), found.call.sizes[0] * int(found.call.key.shape[1])
         # An address that is not read is the query's. Behind the inputs: numbers, counters and the output.

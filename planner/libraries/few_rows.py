@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fuseplan.costmodel.devices import is_cpu
 from fuseplan.kernels.cpp.matmul import MAX_ROWS, FewRows
 from fuseplan.kernels.ir.backend import BuildError
 from fuseplan.kernels.native.build import required_compiler
@@ -49,7 +50,7 @@ def _kernel(group: OpGroup) -> tuple[FewRows, Sequence[int]] | str:
     found = read_matmul(group)
     if isinstance(found, str):
         return found
-    if found.device_type != "cpu":
+    if not is_cpu(found.device_type):
         return "it runs on CPUs only"
     rows = math.prod(map(int, found.left.shape[:-1]))
     if rows > MAX_ROWS:

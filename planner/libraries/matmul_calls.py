@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from fuseplan.costmodel.devices import is_cpu, is_gpu
 from fuseplan.planner.graph.dataflow import TensorSpec
 from fuseplan.planner.graph.execute import bind_call, resolve_op
 from fuseplan.planner.graph.layouts import laid_out
@@ -134,7 +135,7 @@ def _preferred(library: str, found: Matmul) -> Callable[[Any, Any, Any], torch.T
     back. Calls of this kind wait for each other. A matmul that another thread launches meanwhile may get this library,
     too: its result is as right, its speed and its last bits may be the other's.
     """
-    if found.device_type != "cuda":
+    if not is_gpu(found.device_type):
         return "it runs on CUDA devices only"
     prefer, preferred = torch._C._set_blas_preferred_backend, torch._C._get_blas_preferred_backend
     kinds = torch._C._BlasBackend
@@ -169,7 +170,7 @@ def _addmm(found: Matmul) -> Callable[[Any, Any, Any], torch.Tensor] | str:
 
 def _onednn(found: Matmul) -> Callable[[Any, Any, Any], torch.Tensor] | str:
     """oneDNN's inner product, as TorchInductor calls it, on a weight that is not packed."""
-    if found.op != LINEAR or found.device_type != "cpu":
+    if found.op != LINEAR or not is_cpu(found.device_type):
         return "it runs linear ops on CPUs only"
     if found.left.dtype != "float32":
         return "PyTorch calls it anyway"

@@ -10,6 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from fuseplan.costmodel.devices import KINDS
 from fuseplan.planner.errors import ConfigError, in_words, nearest
 
 #: Sizes as TOML has them: one, several, or text as the command line takes it; pairs are batch and length.
@@ -54,7 +55,7 @@ class ManifestModel:
         """Whether it is to be tuned on a device, by that one's key: ``cuda-nvidia-h200-4702ed953224``."""
         kind = device.split("-")[0]
         wanted = ["-".join(one.lower().split()) for one in self.devices]
-        return not wanted or any(one == kind if one in ("cpu", "cuda") else one in device for one in wanted)
+        return not wanted or any(one == kind if one in KINDS else one in device for one in wanted)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from fuseplan.costmodel.devices import ByDevice
 from fuseplan.planner.errors import Argument, ConfigError, UnknownModelError, in_words, nearest
 from fuseplan.planner.models.workload import LARGEST, Workload, parse_workloads, with_calls
 
@@ -45,8 +46,8 @@ PRESETS: Mapping[str, Config] = {
     "llama-3.1-70b": _llama3(8.0, hidden=8192, intermediate=28672, layers=80, heads=64),
 }
 
-#: Names that stand for another preset, by device type.
-ALIASES: Mapping[str, Mapping[str, str]] = {"llama": {"cpu": "llama-3.2-1b", "cuda": "llama-3.1-8b"}}
+#: Names that stand for another preset.
+ALIASES: Mapping[str, ByDevice[str]] = {"llama": ByDevice(cpu="llama-3.2-1b", gpu="llama-3.1-8b")}
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,11 @@ class ModelSource:
         return f"{base}:{self.layers}L" if self.layers else base
 
 
+def alias_of(preset: str, device_type: str) -> str:
+    """The preset that a name stands for on a kind of device."""
+    return ALIASES[preset].on(device_type) if preset in ALIASES else preset
+
+
 def find_source(
     model: str | None = None, config: str | Path | None = None, module: str | None = None, device_type: str = "cpu",
     dtype: str | None = None, layers: int | None = None,
@@ -98,8 +104,7 @@ def find_source(
         return ModelSource("module", module, dtype=name)
     if config is not None:
         return source_of(_read_config(Path(config)), str(config), name, layers)
-    preset = "llama" if model is None else model
-    preset = ALIASES.get(preset, {}).get(device_type, preset)
+    preset = alias_of("llama" if model is None else model, device_type)
     if preset not in PRESETS:
         raise UnknownModelError(preset, [*PRESETS, *ALIASES])
     return ModelSource("preset", preset, json.dumps(PRESETS[preset], sort_keys=True), name or "bfloat16", layers)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
+from fuseplan.costmodel.devices import ByDevice
 from fuseplan.planner.errors import Argument, ShapeError
 
 #: decode: one new token per sequence against a static KV cache. prefill: whole sequences, no cache.
@@ -85,7 +86,7 @@ def with_calls(workloads: Iterable[Workload], generates: bool) -> tuple[Workload
 
 
 #: Without flags: on a CPU small enough to tune in minutes, on a GPU what serving looks like.
-_DEFAULTS = {"cpu": ("1,8", 256, "1x128"), "cuda": ("1,8,16,64", 1024, "512,2048,4x2048")}
+_DEFAULTS = ByDevice(cpu=("1,8", 256, "1x128"), gpu=("1,8,16,64", 1024, "512,2048,4x2048"))
 
 
 def parse_workloads(
@@ -99,7 +100,7 @@ def parse_workloads(
     >>> [workload.label for workload in parse_workloads("cpu", "1,8", 512, "4x128")]
     ['decode 1 @ 512', 'decode 8 @ 512', 'prefill 4x128']
     """
-    default_decode, default_kv_len, default_prefill = _DEFAULTS.get(device_type, _DEFAULTS["cuda"])
+    default_decode, default_kv_len, default_prefill = _DEFAULTS.on(device_type)
     if decode_batches is None and prefills is None:
         decode_batches, prefills = default_decode, default_prefill
     length = default_kv_len if kv_len is None else kv_len

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from fuseplan.costmodel.devices import is_gpu
 from fuseplan.kernels.registry import local_target
 from fuseplan.planner.patterns.cells import Cell
 from fuseplan.planner.peers.contestant import INDUCTOR, MAX_AUTOTUNE, make_case
@@ -36,7 +37,7 @@ def compile_ahead(
     """
     names = [
         name for name in (FLASHINFER, INDUCTOR, MAX_AUTOTUNE)
-        if name in peers and processes and device_type in PEERS[name].devices
+        if name in peers and processes and PEERS[name].runs_on(device_type)
     ]
     with tempfile.TemporaryDirectory(prefix="fuseplan-bench-") as folder, WorkerPool(processes) as pool:
         lock = str(Path(folder) / "device.lock")
@@ -60,13 +61,13 @@ def compile_cell(cell: Cell, device_type: str, name: str, lock: str) -> None:
     from torch._inductor import config
 
     config.compile_threads = 1  # the pool's processes are the parallelism
-    if device_type == "cuda":
+    if is_gpu(device_type):
         _take_turns(lock)
     with torch.no_grad():
         case = make_case(cell, local_target(device_type))
         contestant = PEERS[name].build(case)
         contestant.run(*contestant.operands(case.inputs))
-    if device_type == "cuda":
+    if is_gpu(device_type):
         torch.cuda.synchronize()
         del case, contestant
         torch.cuda.empty_cache()  # the process stays, its memory is needed elsewhere

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fuseplan.costmodel.devices import is_cpu, is_gpu
 from fuseplan.kernels.gpu.overlap import plainly
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import Argument, ConfigError, nearest
@@ -40,7 +41,7 @@ class Peer:
     """Somebody to measure against; ``build`` may raise anything, :class:`PeerError` with a reason at best."""
 
     build: Callable[[Case], Contestant]
-    devices: tuple[str, ...] = ("cpu", "cuda")
+    runs_on: Callable[[str], bool] = lambda device_type: True
 
 
 def fused(case: Case, groups: Sequence[GroupPlan], in_place: bool = False) -> Contestant:
@@ -153,17 +154,15 @@ def _library(case: Case, name: str, ops: Mapping[str, LibraryOp]) -> Contestant:
     return found.build(case)
 
 
-_GPU = ("cuda",)
-
 #: Every peer, in the order of the tables.
 PEERS: Mapping[str, Peer] = MappingProxyType({
     EAGER: Peer(_eager),
     INDUCTOR: Peer(partial(_inductor, max_autotune=False)),
     MAX_AUTOTUNE: Peer(partial(_inductor, max_autotune=True)),
-    LIGER: Peer(partial(_library, name=LIGER, ops=LIGER_OPS), _GPU),
-    FLASHINFER: Peer(partial(_library, name=FLASHINFER, ops=FLASHINFER_OPS), _GPU),
-    **{f"{name} default": Peer(partial(_default, name=name), _GPU) for name in ("triton", "ninetoothed")},
-    "cpp default": Peer(partial(_default, name="cpp"), ("cpu",)),
+    LIGER: Peer(partial(_library, name=LIGER, ops=LIGER_OPS), is_gpu),
+    FLASHINFER: Peer(partial(_library, name=FLASHINFER, ops=FLASHINFER_OPS), is_gpu),
+    **{f"{name} default": Peer(partial(_default, name=name), is_gpu) for name in ("triton", "ninetoothed")},
+    "cpp default": Peer(partial(_default, name="cpp"), is_cpu),
 })
 
 
@@ -174,7 +173,7 @@ def peer_names(text: str | None, device_type: str, without: Sequence[str] = ()) 
     :class:`ConfigError`.
     """
     if text is None:
-        wanted = {name for name, peer in PEERS.items() if device_type in peer.devices}
+        wanted = {name for name, peer in PEERS.items() if peer.runs_on(device_type)}
     else:
         words = {" ".join(word.lower().replace("-", " ").split()) for word in text.split(",") if word.strip()}
         spelt = {name.replace("-", " "): name for name in PEERS} | {"max autotune": MAX_AUTOTUNE}

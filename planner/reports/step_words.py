@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from fuseplan.costmodel.devices import is_cpu, kind_of_key
 from fuseplan.planner.reports.frames import ReportData
 from fuseplan.planner.reports.steps import BETWEEN, Saved, Step, ratio, steps
 
@@ -114,7 +115,7 @@ def answers(one: Step) -> list[str]:
 
 def _launched(one: Step) -> str:
     """How a GPU's kernels were launched, which takes most of the time of a small unfused step; "" on CPUs."""
-    if not one.workload.device.startswith("cuda-"):
+    if is_cpu(kind_of_key(one.workload.device)):
         return ""
     return "; replayed from a CUDA graph" if one.workload.regime == "graph" else "; launched from Python"
 

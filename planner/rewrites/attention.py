@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fuseplan.costmodel.devices import is_gpu
 from fuseplan.planner.rewrites.attention_call import ATTENTION, arguments_of, change_call, fake_arguments, masked_number
 from fuseplan.planner.rewrites.capped_attention import cap_scores
 from fuseplan.planner.rewrites.grouped_queries import fold_grouped_queries
@@ -172,7 +173,7 @@ def _add_boolean_masks(graph: fx.Graph) -> int:
     for node in list(graph.find_nodes(op="call_function", target=ATTENTION)):
         mask, query = arguments_of(node)["attn_mask"], value_of(arguments_of(node)["query"])
         value = value_of(mask)
-        if value is None or value.dtype != torch.bool or query is None or trace_device(node) != "cuda":
+        if value is None or value.dtype != torch.bool or query is None or not is_gpu(trace_device(node)):
             continue
         hidden = masked_number(fake_arguments(node))
         made = numbers.get((mask, query.dtype, hidden))

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fuseplan.costmodel.devices import is_cpu
 from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.ir import ITEMSIZE
 from fuseplan.planner.graph.dataflow import TensorSpec
@@ -133,7 +134,7 @@ def whole_numbers(sizes: Sequence[Any]) -> tuple[int, ...]:
 def _refuse_flash(call: Attention) -> str | None:
     if len(set(call.widths)) != 1:
         return "query, key and value have different widths"
-    if call.device_type == "cpu":
+    if is_cpu(call.device_type):
         if call.query.dtype not in (*_HALVES, "float32", "float64"):
             return f"flash attention does not compute in {call.query.dtype}"
         return _strided(call, call.operands)
@@ -194,7 +195,7 @@ def _strided(call: Attention, read: Sequence[TensorSpec]) -> str | None:
     """Why kernels could not read some operands as they lie."""
     if any(spec.strides[3] != 1 for spec in read):
         return "elements of a head do not follow one another"
-    if call.device_type == "cpu":
+    if is_cpu(call.device_type):
         return None
     if max(call.sizes[:2]) > _MOST_BLOCKS:
         return f"more than {_MOST_BLOCKS} sequences or heads"

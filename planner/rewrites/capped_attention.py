@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from fuseplan.costmodel.devices import for_gpu
 from fuseplan.planner.graph.decode_attention import DECODE_ATTENTION
 from fuseplan.planner.rewrites.grouped_queries import shared_heads
 from fuseplan.planner.rewrites.paged_cache import (
-    KERNELS_ON,
     GatheredPages,
     fits_scores,
     gathered_pages,
@@ -86,7 +86,7 @@ def cap_scores(module: fx.GraphModule, wanted: bool | None = None) -> int:
     """
     found = 0
     for node in list(module.graph.find_nodes(op="call_function", target=_aten.matmul.default)):
-        if wanted or (wanted is None and trace_device(node) in KERNELS_ON):
+        if wanted or (wanted is None and for_gpu(trace_device(node))):
             chain = _chain(node)
             found += chain is not None and _replace(module.graph, chain)
     return found

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from fuseplan.costmodel.devices import KINDS, is_cpu, is_gpu
 from fuseplan.planner.rewrites.attention_call import (
     ATTENTION,
     arguments_of,
@@ -44,7 +45,7 @@ from fuseplan.planner.rewrites.trace_edit import (
 
 _aten = torch.ops.aten
 #: Kinds of device on which query heads as positions have been measured to pay.
-MEASURED = frozenset({"cpu"})
+MEASURED = frozenset(filter(is_cpu, KINDS))
 
 
 class SharedHeads(NamedTuple):
@@ -66,7 +67,7 @@ def fold_grouped_queries(module: fx.GraphModule, wanted: bool | None = None) -> 
         return 0
     found = 0
     for node in list(module.graph.find_nodes(op="call_function", target=ATTENTION)):
-        if trace_device(node) == "cuda" and _share(module.graph, node):
+        if is_gpu(trace_device(node)) and _share(module.graph, node):
             found += 1
         elif wanted or trace_device(node) in MEASURED:
             found += _fold(module.graph, node)

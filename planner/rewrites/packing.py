@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
+from fuseplan.costmodel.devices import KINDS, is_cpu
 from fuseplan.planner.errors import failure_reason
 from fuseplan.planner.graph.merged_linear import as_one, side_by_side
-
-_DEVICES = ("cpu", "cuda")
 
 
 def pack(arguments: Sequence[Any], *groups: Sequence[int]) -> str | None:
@@ -66,7 +65,7 @@ def _why_not_real(parameter: Any) -> str | None:
     """Why something is no plain parameter with memory."""
     if type(parameter) is not torch.nn.Parameter or type(parameter.data) is not torch.Tensor:
         return f"a parameter is a {type(getattr(parameter, 'data', parameter)).__name__}"
-    if parameter.device.type not in _DEVICES or parameter.layout is not torch.strided:
+    if parameter.device.type not in KINDS or parameter.layout is not torch.strided:
         return f"a parameter is on device {parameter.device.type}"
     return None
 
@@ -81,7 +80,7 @@ def _why_not_alone(parameter: torch.nn.Parameter, counts: Counter[int]) -> str |
     holders = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
     if counts[_storage(parameter)] > 1 or holders(storage._cdata) > 2:
         return "a parameter shares its memory with another tensor"
-    if parameter.device.type == "cpu" and storage.is_shared():
+    if is_cpu(parameter.device.type) and storage.is_shared():
         return "a parameter is in memory that processes share"
     return None
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fuseplan.costmodel.devices import for_gpu
 from fuseplan.planner.graph.decode_attention import DECODE_ATTENTION
 from fuseplan.planner.ops.table import op_of
 from fuseplan.planner.rewrites.attention_call import ATTENTION, arguments_of
@@ -42,8 +43,6 @@ from fuseplan.search.errors import OWN_FAULTS
 
 _aten = torch.ops.aten
 _INDEX_TYPES = (torch.int32, torch.int64)
-#: Kinds of device on which a kernel reads pages. GPUs are planned for on the meta device where there is none.
-KERNELS_ON = frozenset({"cuda", "meta"})
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def read_pages(module: fx.GraphModule, wanted: bool | None = None) -> int:
     """
     found = 0
     for node in list(module.graph.find_nodes(op="call_function", target=ATTENTION)):
-        if wanted or (wanted is None and trace_device(node) in KERNELS_ON):
+        if wanted or (wanted is None and for_gpu(trace_device(node))):
             found += _read(module.graph, node)
     return found
 

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fuseplan.costmodel.devices import is_gpu
 from fuseplan.kernels.gpu.direct import find_launcher
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.runtime.cuda_recorder import CudaRecorder, cuda_recorder
@@ -78,7 +79,7 @@ def graphed(
 
 def find_recorder(device_type: str) -> CudaRecorder | None:
     """The recorder of the current device, None where there are no CUDA graphs."""
-    return cuda_recorder(torch.cuda.current_device()) if device_type == "cuda" else None
+    return cuda_recorder(torch.cuda.current_device()) if is_gpu(device_type) else None
 
 
 class GraphedCall:

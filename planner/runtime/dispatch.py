@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fuseplan.costmodel.devices import KINDS, is_gpu
 from fuseplan.planner.capture.normalise import normalise
 from fuseplan.planner.capture.trace import parameter_positions, trace_predispatch
 from fuseplan.planner.dispatch_stats import Tally, new_tally
@@ -34,7 +35,6 @@ from fuseplan.search.errors import DatabaseError
 
 logger = logging.getLogger(__name__)
 
-_DEVICES = ("cpu", "cuda")
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch._subclasses.FakeTensor)
 
 
@@ -147,9 +147,9 @@ def _device_type(example_inputs: Sequence[Any]) -> str:
     if not tensors:
         return "cpu"
     ((device_type, _),) = Counter(tensor.device.type for tensor in tensors).most_common(1)
-    if device_type not in _DEVICES:
+    if device_type not in KINDS:
         raise RefusedError(f"there are no kernel back ends for device {device_type}; use a CPU or a GPU")
-    if device_type == "cuda":
+    if is_gpu(device_type):
         current = torch.cuda.current_device()
         used = {tensor.device.index for tensor in tensors if tensor.is_cuda}
         if used - {current, None}:

@@ -57,7 +57,7 @@ def executable(
     ``calls``.
     """
     built = list(_kernel_calls(traced, plans, target, tally, numerics, in_place, debug))
-    if built and target.device_type == "cuda" and (problem := launcher_problem()) is not None:
+    if built and target.is_gpu and (problem := launcher_problem()) is not None:
         tally.note(f"kernels go through Triton's launcher: {problem}")
     built += _library_calls(traced, calls, target, tally, len(built))
     first_calls = {one.group: one for one in built}
@@ -202,7 +202,7 @@ def _make_kernels(
     keys = [(plan.backend.name, lowered.ir.fingerprint(), config_key(plan.config)) for plan, lowered in wanted]
     distinct = dict(zip(keys, wanted, strict=True))
     # A C++ compiler is a process of its own, so threads compile in parallel; GPU compilers hold this process's lock.
-    workers = min(len(distinct), target.cores) if target.device_type == "cpu" else 1
+    workers = min(len(distinct), target.cores) if not target.is_gpu else 1
     made = dict(zip(distinct, in_threads(build, distinct.values(), workers), strict=True))
     return [made[key] for key in keys]
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
+from fuseplan.costmodel.devices import is_gpu
 from fuseplan.planner.errors import ConfigError, nearest
 from fuseplan.planner.runtime.resolve import OnMiss
 
@@ -82,7 +83,7 @@ class DispatchOptions:
         """
         if self.regime is not None:
             return self.regime
-        return "graph" if self.cuda_graphs and device_type == "cuda" else "eager"
+        return "graph" if self.cuda_graphs and is_gpu(device_type) else "eager"
 
 
 def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) -> DispatchOptions:

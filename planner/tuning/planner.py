@@ -90,7 +90,7 @@ class Planner:
 
     def lookahead(self) -> Lookahead | None:
         """Something to look ahead with, where that disturbs no measurement: not on CPUs. Needs a tuner."""
-        if self.tuner is None or self.target.device_type == "cpu":
+        if self.tuner is None or not self.target.is_gpu:
             return None
         return Lookahead(self._problem, lambda book, part: ModelPrices(book, self.spec, part), self._book,
                          self._rehearse, self.tuner, self._is_minor, self._nominal_joint)

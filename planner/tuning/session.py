@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from fuseplan.costmodel.calibrate import Sample, calibrate
 from fuseplan.costmodel.device import DeviceSpec
+from fuseplan.costmodel.devices import is_cpu, local_kind
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.costmodel.probe.probe import probe
 from fuseplan.kernels.ir.backend import Backend, Target, misfit
@@ -82,7 +83,7 @@ class Session:
 
     def planning_for(self, settings: PlanSettings) -> Session:
         """The same device and database, for other plans."""
-        in_graph = self.target.device_type == "cuda" and settings.regime == "graph"
+        in_graph = self.target.is_gpu and settings.regime == "graph"
         return replace(self, settings=settings, target=replace(self.target, in_graph=in_graph))
 
     def with_spec(self, spec: DeviceSpec) -> Session:
@@ -185,16 +186,14 @@ def open_session(
         DeviceError: There is no such device here.
         DatabaseError: The database cannot be opened for writing.
     """
-    import torch
-
     if device_type == "auto":
-        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        device_type = local_kind()
     try:
         target = local_target(device_type)
         identity = current_identity(device_type)
     except (RuntimeError, ValueError) as error:
         raise DeviceError(str(error)) from None
-    if device_type == "cpu":  # the identity knows the caches; kernels know no machine
+    if is_cpu(device_type):  # the identity knows the caches; kernels know no machine
         target = replace(target, l2_bytes=identity.l2_bytes)
     opened = Database(database, mode, Versions.current(device_type), patient)
     return session_on(identity.key(), target, opened, settings)

@@ -38,8 +38,8 @@ class PlanSettings:
     def measured_on(self, device_type: str) -> int:
         """Fused groups measured per region at most on a device."""
         measured = self.max_fused_measured
-        return measured if measured is not None else policy.MEASURED_LIMIT[device_type]
+        return measured if measured is not None else policy.MEASURED_LIMIT.on(device_type)
 
     def margin_on(self, device_type: str) -> float:
         """The margin in force on a device."""
-        return self.margin if self.margin is not None else policy.PARTITION_MARGIN[device_type]
+        return self.margin if self.margin is not None else policy.PARTITION_MARGIN.on(device_type)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from fuseplan.costmodel.device import Mode
+from fuseplan.costmodel.devices import is_cpu
 from fuseplan.costmodel.work import Traffic, Work
 from fuseplan.kernels.gpu.overlap import overlap_of
 from fuseplan.kernels.ir.backend import Config
@@ -63,7 +64,7 @@ def kernel_work(ir: KernelIR, hot: Sequence[bool] | None = None, device_type: st
         )),
         traffic=_traffic(ir) if len(ir.segments) > 1 else (),
         elements=float(sum(math.prod(segment.extents()) for segment in ir.segments)),
-        lanes=lanes(ir) if device_type == "cpu" else 0.0,
+        lanes=lanes(ir) if is_cpu(device_type) else 0.0,
         threads=threads(ir),
         more_results=max(0, len(ir.outputs) - len(ir.overwritten) - 1),
     )

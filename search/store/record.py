@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from typing import Annotated, Literal, TypeAlias
 
+from fuseplan.costmodel.devices import is_gpu
 from fuseplan.costmodel.work import Work
 from fuseplan.search.errors import brief
 from fuseplan.search.store import limits
@@ -92,7 +93,7 @@ class Versions:
     @staticmethod
     def current(device_type: str) -> Versions:
         """The versions in this process. A CPU's records do not depend on Triton or a GPU driver."""
-        of_gpu = (_version("triton"), _driver_version()) if device_type == "cuda" else ()
+        of_gpu = (_version("triton"), _driver_version()) if is_gpu(device_type) else ()
         return Versions(_version("fuseplan"), _version("torch"), *of_gpu)
 
     def mismatch(self, other: Versions) -> tuple[str, ...]:

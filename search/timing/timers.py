@@ -18,6 +18,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 
+from fuseplan.costmodel.devices import is_cpu, is_gpu
 from fuseplan.costmodel.probe.timing import record_calls, replay_us
 from fuseplan.costmodel.probe.yardstick import processor_yardstick
 from fuseplan.search.timing.signs import goes_on
@@ -273,8 +274,8 @@ def cold_timer(l2_bytes: int) -> ColdTimer:
 
 def timer_for(device_type: str, regime: str) -> Timer:
     """The timer of a device type and regime; ValueError where the device has no such regime."""
-    if device_type == "cuda" and regime in ("eager", "graph"):
+    if is_gpu(device_type) and regime in ("eager", "graph"):
         return CudaGraphTimer() if regime == "graph" else CudaEagerTimer()
-    if device_type == "cpu" and regime == "eager":
+    if is_cpu(device_type) and regime == "eager":
         return CpuTimer()
     raise ValueError(f"no timer for regime {regime!r} on {device_type}; CPUs have 'eager', CUDA 'eager' and 'graph'")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fuseplan.costmodel.devices import is_gpu
 from fuseplan.kernels.ir.backend import CompiledKernel
 from fuseplan.kernels.ir.ir import Cast, KernelIR, operands
 from fuseplan.search import policy
@@ -140,7 +141,7 @@ def check_result(kernel: CompiledKernel, subject: Subject, oracle: Oracle, devic
         elif guarded.view.is_floating_point():  # other types start as the guard's bytes
             guarded.view.fill_(math.nan)
     kernel(*(guarded.view for guarded in inputs), *(guarded.view for guarded in outputs))
-    if device.startswith("cuda"):
+    if is_gpu(device):
         torch.cuda.synchronize()
     goes_on()
     kept = [torch.equal(guarded.buffer, old) for guarded, old in zip(inputs, before, strict=True)]

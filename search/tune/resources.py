@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, TypeAlias, TypeVar
 
+from fuseplan.costmodel.devices import is_cpu
 from fuseplan.costmodel.roofline import nominal_us
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.backend import Backend, Config, Target
@@ -64,7 +65,7 @@ class Budget:
 
         A GPU's times vary less, and its default configurations are near the bandwidth: fewer trials and shorter runs.
         """
-        usual = Budget() if device_type == "cpu" else Budget(trials=8, decide_s=0.16)
+        usual = Budget() if is_cpu(device_type) else Budget(trials=8, decide_s=0.16)
         seconds = usual.seconds if seconds is None else seconds
         asked = {} if trials is None else {"trials": trials, "steep_trials": trials}
         limit_s = usual.job_limit_s if job_limit_s is None else job_limit_s
@@ -202,7 +203,7 @@ class TuningResources:
 
         What is timed by the host's clock is run when it is waited for: all else that this process does disturbs it.
         """
-        if self.target.device_type == "cpu" or self.bench.timer.regime == "eager":
+        if not self.target.is_gpu or self.bench.timer.regime == "eager":
             return partial(self.call, what, function, *args, of=of)
         wait = self.executor.submit(function, self.bench, *args, limit_s=self._limit_s(of))
 
@@ -229,7 +230,7 @@ class TuningResources:
 
         On a CPU nothing happens: compilers would take the cores away from what is measured.
         """
-        if self.target.device_type != "cpu":
+        if self.target.is_gpu:
             self.executor.prefetch(jobs.prepare, arguments, limit_s=self._compile_limit_s, spare=spare)
 
     def trials(self, key: RecordKey, only_open: bool = False) -> list[Trial]:

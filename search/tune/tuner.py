@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from fuseplan.costmodel.devices import is_cpu, is_gpu
 from fuseplan.kernels.ir.backend import Backend, Config, Target
 from fuseplan.search.errors import SubjectError
 from fuseplan.search.store.database import Database, reservations
@@ -54,7 +55,7 @@ def make_pool(device_type: str) -> WorkerPool:
 
     Of all such pools of a user on one device one measures at a time.
     """
-    on_cpu = device_type == "cpu"
+    on_cpu = is_cpu(device_type)
     return WorkerPool(bind=on_cpu, preload=() if on_cpu else _COMPILERS, turn=_turn_of(device_type))
 
 
@@ -62,7 +63,7 @@ def _turn_of(device_type: str) -> str:
     """The file that is locked while something is measured on the current device."""
     import torch
 
-    which = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if device_type == "cuda" else "cpu"
+    which = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if is_gpu(device_type) else "cpu"
     return str(Path(tempfile.gettempdir()) / f"fuseplan-{os.getuid()}-{which}.turn")
 
 
@@ -319,7 +320,7 @@ class Tuner:
         default is compiled until then. On a CPU nothing happens: compilers would take the cores away from what is
         measured.
         """
-        if self.target.device_type == "cpu":
+        if not self.target.is_gpu:
             return
         for subject in subjects:
             default = self._resources.default_of(subject)

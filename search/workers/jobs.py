@@ -17,6 +17,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from fuseplan.costmodel.devices import is_gpu
 from fuseplan.kernels.ir.backend import Backend, CompiledKernel, Config, Resources, Target
 from fuseplan.kernels.ir.in_place import WritesInPlace
 from fuseplan.kernels.ir.ir import KernelIR
@@ -310,7 +311,7 @@ def release() -> None:
 
 def free_bytes(device: str) -> int:
     """Memory that is free on the device."""
-    if device == "cuda":
+    if is_gpu(device):
         return int(torch.cuda.mem_get_info()[0])
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -318,7 +319,7 @@ def free_bytes(device: str) -> int:
 def clocks_mhz(device: str) -> dict[str, float]:
     """Clocks right now; {} where they cannot be read. Nothing is ever set."""
     with contextlib.suppress(Exception):
-        if device == "cuda":
+        if is_gpu(device):
             return {"sm": float(torch.cuda.clock_rate())}
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return {"core": round(fmean(float(line.split(":")[1]) for line in lines if line.startswith("cpu MHz")), 1)}

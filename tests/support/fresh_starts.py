@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from fuseplan.costmodel.devices import is_gpu
 from fuseplan.planner.bench.generation import Generation, Sizes, how_compiled
 from fuseplan.planner.models.build import build_model
 from fuseplan.planner.models.sources import ModelSource
@@ -97,7 +98,7 @@ def serve(order: Order) -> list[float]:
     """Build the model, and generate once."""
     module = build_model(order.source, order.device_type).module
     run = Generation(order.name, module, order.sizes, how_compiled(order.name, order.device_type, order.options))
-    if order.device_type == "cuda":
+    if is_gpu(order.device_type):
         torch.cuda.synchronize()
     watch = Stopwatch()
     run(streamer=watch)

@@ -17,6 +17,7 @@ import report_samples as samples
 import torch
 from fast_tunes import count_instead_of_timing
 
+from fuseplan.costmodel.devices import ByDevice
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.bench import generation, model
 from fuseplan.planner.cli.bench import generate as bench_generate
@@ -58,7 +59,7 @@ def _tunes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(session, "probe", lambda kind, *_: replace(samples.SPEC, identity=current_identity(kind)))
     patch.setattr(CandidateLimits.__init__, "__defaults__", GROUPS)
     patch.setattr(sources, "PRESETS", dict.fromkeys(sources.PRESETS, LLAMA))
-    patch.setattr(workload, "_DEFAULTS", {**workload._DEFAULTS, "cpu": SIZES})
+    patch.setattr(workload, "_DEFAULTS", ByDevice(SIZES, SIZES))
 
 
 def _benches(patch: pytest.MonkeyPatch) -> None:

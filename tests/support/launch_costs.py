@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 import torch
 
+from fuseplan.costmodel.devices import is_gpu
 from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.planner.bench.case import plan_case
 from fuseplan.planner.bench.rows import failure
@@ -128,7 +129,7 @@ def _callables(case: Case) -> Iterator[tuple[str, str, Callable[[], Call]]]:
     yield GROUP, "allocated", lambda: partial(group.backend.fused_callable(*kernel), *inputs)
     yield GROUP, "given", lambda: partial(group.backend.load(*kernel), *inputs, *outputs)
     yield PLAN, "allocated", lambda: partial(fused(case, case.groups).run, *case.inputs)
-    if device == "cuda":
+    if is_gpu(device):
         yield TRITON, "given", lambda: _triton_launcher(case, group, subject.ir, [*inputs, *outputs])
     x, y = torch.zeros(2, 8, dtype=getattr(torch, case.cell.dtype), device=device)
     yield ADD, "allocated", lambda: lambda: torch.add(x, x)
@@ -162,7 +163,7 @@ def _timed(calls: Mapping[Name, Call], seconds: float, device: str) -> list[Laun
 
 
 def _sample_us(call: Call, device: str) -> float:
-    if device == "cuda":
+    if is_gpu(device):
         torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in repeat(None, _CALLS):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Context, Option
 
+from fuseplan.costmodel.devices import is_gpu
 from fuseplan.planner.cli import common, completion
 from fuseplan.planner.cli import source as opt
 from fuseplan.planner.cli.bench import generate, patterns
@@ -149,7 +150,7 @@ def bench(
     _check_options(context, topic)
     kind = common.device_type(device)
     if regime is None:
-        in_graphs = topic in (BenchTopic.PATTERNS, BenchTopic.GENERATE) and kind == "cuda"
+        in_graphs = topic in (BenchTopic.PATTERNS, BenchTopic.GENERATE) and is_gpu(kind)
         regime = opt.Regime.GRAPH if in_graphs else opt.Regime.EAGER
     settings = plan_settings(kind, numerics.value, regime.value)
     if out is not None:  # before anything is measured
@@ -163,7 +164,7 @@ def bench(
         from fuseplan.search.tune.tuner import Budget
         from fuseplan.search.workers.worker import usable_cores
 
-        processes = usable_cores() if kind == "cuda" else 0
+        processes = usable_cores() if is_gpu(kind) else 0
         wanted = patterns.Wanted(
             *patterns.cells_of(pattern or (), shape or (), rows, cols, full_dtype_name(dtype)),
             peer_names(rivals, kind, without), patterns.modes_of(modes, kind), spend,
@@ -189,7 +190,7 @@ def bench(
     peers = [name for name in STANDARD_PEERS if name not in without]
     source = find_source(model, config, module, kind, dtype, layers or (None if module else _LAYERS))
     workloads = workloads_for(source, kind, decode, kv_len, prefill)
-    launches = ("eager", "graph") if kind == "cuda" else ("eager",)
+    launches = ("eager", "graph") if is_gpu(kind) else ("eager",)
     parts: dict[str, list[BenchRow]] = {}
     try:
         for part, measured in (("groups", _groups), ("model", _models)):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fuseplan.costmodel.devices import is_gpu
 from fuseplan.planner.cli import common
 from fuseplan.planner.cli.bench import patterns
 
@@ -111,5 +112,5 @@ def tune_command(wanted: Wanted, device_type: str) -> str:
     prefills = ",".join(f"{batch}x{first.prompt}" for batch in batches)
     words += [f"--decode {','.join(map(str, batches))} --kv-len {first.kv_len} --prefill {prefills}"]
     # CUDA graphs have plans of their own.
-    words += ["--regime graph, and the same without it"] if device_type == "cuda" else []
+    words += ["--regime graph, and the same without it"] if is_gpu(device_type) else []
     return " ".join(words)

@@ -9,6 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fuseplan.costmodel.devices import is_cpu, is_gpu
 from fuseplan.planner.cli import common
 from fuseplan.planner.cli.source import Terminal
 
@@ -71,12 +72,12 @@ def modes_of(text: str | None, kind: str) -> tuple[str, ...]:
 
     known = ("eager", "graph", "cold")
     if text is None:
-        return known if kind == "cuda" else known[:1]
+        return known if is_gpu(kind) else known[:1]
     modes = [word.strip().lower() for word in text.split(",") if word.strip()]
     for mode in modes:
         if mode not in known:
             raise ConfigError(f"--modes: there is no mode {mode!r}; known: {', '.join(known)}")
-        if mode != "eager" and kind == "cpu":
+        if mode != "eager" and is_cpu(kind):
             raise DeviceError(f"--modes {mode} needs a CUDA device; on the CPU there is only eager")
     if not modes:
         raise ConfigError(f"--modes is empty; known: {', '.join(known)}")

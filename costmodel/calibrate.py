@@ -122,7 +122,7 @@ class _Table:
     """The terms of samples, bounds and times.
 
     ``terms`` has a row for each sample (launch, host, compute, latency, serial, overlap), ``moves`` one for each of its
-    parts (:attr:`~fuseplan.costmodel.roofline.Terms.moves`, filled up with zeros).
+    parts (:attr:`~fuseplan.costmodel.terms.RooflineTerms.moves`, filled up with zeros).
     """
 
     terms: _Array

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from fuseplan.costmodel.device import Calibration, DeviceSpec, Mode
 from fuseplan.costmodel.devices import ByDevice
-from fuseplan.costmodel.terms import Terms, calibrated, transfer_us, with_gpu_terms
+from fuseplan.costmodel.terms import RooflineTerms, calibrated, transfer_us, with_gpu_terms
 from fuseplan.costmodel.work import Work
 
 _IDENTITY = Calibration()
@@ -39,7 +39,7 @@ class Prediction:
     """Predicted time, and the calibrated terms it is made of."""
 
     time_us: float
-    parts: Terms
+    parts: RooflineTerms
 
 
 def predict(
@@ -70,10 +70,10 @@ def lower_bound(work: Work, spec: DeviceSpec, mode: Mode) -> float:
     if work.special and spec.identity.is_gpu:
         flops["sfu"] = work.special
     compute_us = max((count / spec.peak(unit).best_per_s * 1e6 for unit, count in flops.items()), default=0.0)
-    return Terms(launch_us, host_us, memory_us, compute_us).time_us
+    return RooflineTerms(launch_us, host_us, memory_us, compute_us).time_us
 
 
-def roofline_terms(work: Work, spec: DeviceSpec, mode: Mode, *, beside_bytes: float = 0.0) -> Terms:
+def roofline_terms(work: Work, spec: DeviceSpec, mode: Mode, *, beside_bytes: float = 0.0) -> RooflineTerms:
     """The uncalibrated terms of :func:`predict`; same arguments and errors."""
     threads = min(work.threads or spec.identity.cores, spec.identity.cores)
     launch_us, host_us = _launch_us(work, spec, mode, best=False)
@@ -101,7 +101,7 @@ def roofline_terms(work: Work, spec: DeviceSpec, mode: Mode, *, beside_bytes: fl
     else:
         flops = {"fp32": work.lanes} if work.lanes and not on_gpu else work.flops
         compute_us = sum(count / (spec.peak(unit).per_s * share) * 1e6 for unit, count in flops.items())
-    terms = Terms(launch_us, host_us, memory_us, compute_us, overlap=on_gpu or times is not None)
+    terms = RooflineTerms(launch_us, host_us, memory_us, compute_us, overlap=on_gpu or times is not None)
     return with_gpu_terms(terms, work, spec, mode) if on_gpu else terms
 
 

@@ -32,7 +32,7 @@ _SPREAD_STEPS, _SPREAD_BYTES = 2.0, 1024.0
 
 
 @dataclass(frozen=True)
-class Terms:
+class RooflineTerms:
     """The terms of the roofline, before they are combined.
 
     Attributes:
@@ -75,9 +75,9 @@ class Terms:
         return max(self.host_us, self.launch_us + self.latency_us + self.busy_us)
 
 
-def calibrated(terms: Terms, calibration: Calibration) -> Terms:
+def calibrated(terms: RooflineTerms, calibration: Calibration) -> RooflineTerms:
     """The terms multiplied by a calibration's factors."""
-    return Terms(
+    return RooflineTerms(
         terms.launch_us * calibration.launch_scale,
         terms.host_us * calibration.launch_scale,
         terms.memory_us * calibration.memory_scale,
@@ -98,7 +98,7 @@ def transfer_us(nbytes: float, gbps: float) -> float:
     return nbytes / gbps * 1e-3
 
 
-def with_gpu_terms(terms: Terms, work: Work, spec: DeviceSpec, mode: Mode) -> Terms:
+def with_gpu_terms(terms: RooflineTerms, work: Work, spec: DeviceSpec, mode: Mode) -> RooflineTerms:
     """The terms of any device, and those of a CUDA device beside them."""
     launch = spec.launch.get("overlapped" if mode == "early" else mode if mode == "overlapped" else "graph")
     launch = launch or spec.launch.get("graph")
@@ -128,7 +128,7 @@ def with_gpu_terms(terms: Terms, work: Work, spec: DeviceSpec, mode: Mode) -> Te
 
 
 def _parts(work: Work, memory_us: float, cache_gbps: float, memory_gbps: float) -> tuple[tuple[float, float], ...]:
-    """``Terms.parts``: of each the longer of moving and requesting, and writing.
+    """``RooflineTerms.parts``: of each the longer of moving and requesting, and writing.
 
     Each moves at the pace of ``memory_us`` for all bytes; what no part accounts for is one more.
     """

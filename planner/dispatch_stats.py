@@ -11,11 +11,12 @@ from __future__ import annotations
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
 from fuseplan.planner.module_paths import Paths, located, place
+from fuseplan.search.errors import OWN_FAULTS
 
 #: Where a region's plan came from.
 Source = Literal["database", "tuned", "model", "unfused"]
@@ -196,7 +197,9 @@ def stats() -> Stats:
     """What dispatch did in this process since :func:`reset_stats`."""
     with _LOCK:
         compiles = tuple(tally.snapshot() for tally in _TALLIES)
-    return total(compiles)
+    found = total(compiles)
+    faults = {f"worked around a fault of fuseplan's own, {fault}": count for fault, count in OWN_FAULTS.counts.items()}
+    return replace(found, notes=MappingProxyType({**found.notes, **faults}))
 
 
 def total(compiles: tuple[CompileStats, ...]) -> Stats:
@@ -219,3 +222,4 @@ def reset_stats() -> None:
     """Forget every count."""
     with _LOCK:
         _TALLIES.clear()
+    OWN_FAULTS.counts.clear()

@@ -17,8 +17,14 @@ import torch
 from fuseplan.costmodel.device import CallTimes
 from fuseplan.costmodel.identity import DeviceIdentity
 from fuseplan.costmodel.probe.fit import RateTiming, StreamTiming
-from fuseplan.costmodel.probe.measurements import Measurements, Progress, stream_sizes, time_host_calls, time_streams
-from fuseplan.costmodel.probe.timing import Call, CallTimer, HostCallTimer, TimeBudget, Timing, time_calls
+from fuseplan.costmodel.probe.measurements import (
+    Measurements,
+    ProbeListener,
+    stream_sizes,
+    time_host_calls,
+    time_streams,
+)
+from fuseplan.costmodel.probe.timing import CallTimer, HostCallTimer, TimeBudget, TimedCall, Timing, time_calls
 from fuseplan.costmodel.probe.yardstick import processor_yardstick
 
 _aten = torch.ops.aten
@@ -45,7 +51,7 @@ _SPECIAL_FLOPS: dict[Callable[..., torch.Tensor], float] = {
 
 
 def measure_cpu(
-    identity: DeviceIdentity, quick: bool, progress: Progress, kernel_call: Call | None, budget: TimeBudget
+    identity: DeviceIdentity, quick: bool, progress: ProbeListener, kernel_call: TimedCall | None, budget: TimeBudget
 ) -> Measurements:
     """Time everything a CPU spec needs, with all of PyTorch's threads (and once with one).
 
@@ -148,7 +154,7 @@ def _matmul(dtype: torch.dtype, enough_us: float, repeats: int, budget: TimeBudg
     return 2.0 * size**3, timing
 
 
-def _quickest_us(call: Call, budget: TimeBudget) -> float:
+def _quickest_us(call: TimedCall, budget: TimeBudget) -> float:
     """The shortest of three calls, or of as many as there is time for."""
     times: list[float] = []
     while not times or (len(times) < 3 and budget.left_us() > 0):
@@ -173,7 +179,7 @@ def time_aten_calls(timer: CallTimer, cores: int, budget: TimeBudget) -> dict[st
     return {name: CallTimes(tuple(own)) for name, own in points.items()}
 
 
-def _calls(elements: int, dtype: torch.dtype) -> dict[str, Call]:
+def _calls(elements: int, dtype: torch.dtype) -> dict[str, TimedCall]:
     cols = min(elements, _COLS)
     rows = elements // cols
     x = (torch.rand(rows, cols) + 0.5).to(dtype)
@@ -204,7 +210,7 @@ def _calls(elements: int, dtype: torch.dtype) -> dict[str, Call]:
         partial(_aten.zeros.default, [rows, cols], dtype=dtype),
     ]
     type_name = str(dtype).removeprefix("torch.")
-    typed: dict[str, Call] = {
+    typed: dict[str, TimedCall] = {
         f"{call.func}.{type_name}{'.number' if isinstance(call.args[-1], float) else ''}": call for call in own
     }
     typed[f"aten.contiguous.default.{type_name}"] = partial(_aten.clone.default, x)

@@ -10,8 +10,14 @@ import torch
 
 from fuseplan.costmodel.identity import DeviceIdentity
 from fuseplan.costmodel.probe.fit import RateTiming
-from fuseplan.costmodel.probe.measurements import Measurements, Progress, stream_sizes, time_host_calls, time_streams
-from fuseplan.costmodel.probe.timing import Call, GraphTimer, HostCallTimer, TimeBudget, time_calls
+from fuseplan.costmodel.probe.measurements import (
+    Measurements,
+    ProbeListener,
+    stream_sizes,
+    time_host_calls,
+    time_streams,
+)
+from fuseplan.costmodel.probe.timing import GraphTimer, HostCallTimer, TimeBudget, TimedCall, time_calls
 
 _GIB = 2**30
 _DEVICE = "cuda"
@@ -29,7 +35,7 @@ _FIRST_OVERLAPPING = (9, 0)
 
 
 def measure_cuda(
-    identity: DeviceIdentity, quick: bool, progress: Progress, kernel_call: Call | None, budget: TimeBudget
+    identity: DeviceIdentity, quick: bool, progress: ProbeListener, kernel_call: TimedCall | None, budget: TimeBudget
 ) -> Measurements:
     """Time everything a CUDA spec needs. Allocates up to 1 GiB (or an eighth of the memory)."""
     graph_timer = GraphTimer(sample_us=1000.0 if quick else 4000.0, repeats=7 if quick else 25)
@@ -52,20 +58,20 @@ def measure_cuda(
     )
 
 
-def _node_calls() -> dict[str, Call]:
+def _node_calls() -> dict[str, TimedCall]:
     """Kernels that do next to nothing; some whose launch overlaps the one before, where the device can."""
     from fuseplan.costmodel.probe.kernels import nothing, only_wait, wait_and_negate  # imports Triton
 
     x = torch.rand(_BLOCK, device=_DEVICE)
     y = torch.empty_like(x)
-    calls: dict[str, Call] = {"empty": lambda: nothing[(1,)](x)}
+    calls: dict[str, TimedCall] = {"empty": lambda: nothing[(1,)](x)}
     if torch.cuda.get_device_capability() >= _FIRST_OVERLAPPING:
         calls["waiting"] = lambda: only_wait[(1,)](x, launch_pdl=True)
         calls["negating"] = lambda: wait_and_negate[(1,)](x, y, block=_BLOCK, launch_pdl=True)
     return calls
 
 
-def _arithmetic_calls(identity: DeviceIdentity) -> dict[str, tuple[float, Call]]:
+def _arithmetic_calls(identity: DeviceIdentity) -> dict[str, tuple[float, TimedCall]]:
     """Elementwise units: operations of one call, and the call."""
     from fuseplan.costmodel.probe.kernels import exp2_chain, fma_chain  # imports Triton
 
@@ -78,15 +84,15 @@ def _arithmetic_calls(identity: DeviceIdentity) -> dict[str, tuple[float, Call]]
     }
 
 
-def _chain(kernel: Any, blocks: int, dtype: torch.dtype) -> Call:
+def _chain(kernel: Any, blocks: int, dtype: torch.dtype) -> TimedCall:
     x = torch.rand(blocks * _BLOCK, device=_DEVICE, dtype=dtype)
     return partial(kernel[(blocks,)], x, torch.empty_like(x), _STEPS, block=_BLOCK, num_warps=4)
 
 
-def _matmul_calls(size: int) -> dict[str, tuple[float, Call]]:
+def _matmul_calls(size: int) -> dict[str, tuple[float, TimedCall]]:
     """Square matmuls under the caller's precision settings: operations of one call, and the call."""
     flops = 2.0 * size**3
-    calls: dict[str, tuple[float, Call]] = {}
+    calls: dict[str, tuple[float, TimedCall]] = {}
     for unit, dtype in _MATMUL_UNITS.items():
         a = torch.randn(size, size, device=_DEVICE, dtype=dtype)
         b, out = torch.randn_like(a), torch.empty_like(a)

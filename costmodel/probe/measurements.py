@@ -11,7 +11,7 @@ import torch
 
 from fuseplan.costmodel.device import CallTimes
 from fuseplan.costmodel.probe.fit import RateTiming, StreamTiming
-from fuseplan.costmodel.probe.timing import UNLIMITED, Call, CallTimer, TimeBudget, Timing, time_calls
+from fuseplan.costmodel.probe.timing import UNLIMITED, CallTimer, TimeBudget, TimedCall, Timing, time_calls
 
 #: Bytes that the eager calls touch.
 _EAGER_BYTES = (256, 1024, 4096, 8192, 16_384)
@@ -31,7 +31,7 @@ _PATTERN_PARTS = {"copy": 2, "neg": 2, "add": 3, "read": 1}
 #: nothing.
 _TYPICAL = ("neg", "add")
 #: Receives the fraction done (0 to 1) and what is being measured.
-Progress = Callable[[float, str], None]
+ProbeListener = Callable[[float, str], None]
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,14 @@ class Measurements:
 
 
 def time_host_calls(
-    device: str, timer: CallTimer, kernel_call: Call | None, progress: Callable[[float], None], budget: TimeBudget
+    device: str, timer: CallTimer, kernel_call: TimedCall | None, progress: Callable[[float], None], budget: TimeBudget
 ) -> tuple[dict[int, Timing], Timing | None, Timing]:
     """What :class:`Measurements` calls ``eager``, ``kernel`` and ``view``."""
     arrays = {size: torch.rand(size // 12, device=device) for size in _EAGER_BYTES}
     eager = {size: partial(torch.ops.aten.add.Tensor, x, torch.rand_like(x)) for size, x in arrays.items()}
     timings = time_calls(eager, timer, progress, budget.part(0.6))
-    others: dict[str, Call] = {"view": partial(torch.ops.aten.transpose.int, torch.zeros(4, 4, device=device), 0, 1)}
+    view = partial(torch.ops.aten.transpose.int, torch.zeros(4, 4, device=device), 0, 1)
+    others: dict[str, TimedCall] = {"view": view}
     if kernel_call is not None:
         others["kernel"] = kernel_call
     found = time_calls(others, timer, budget=budget)
@@ -104,7 +105,7 @@ def time_streams(
     return [StreamTiming(pattern, size, timing, pattern in _TYPICAL) for (pattern, size), timing in timings.items()]
 
 
-def _stream_call(pattern: str, footprint_bytes: int, buffer: torch.Tensor, total: torch.Tensor) -> Call:
+def _stream_call(pattern: str, footprint_bytes: int, buffer: torch.Tensor, total: torch.Tensor) -> TimedCall:
     parts = _PATTERN_PARTS[pattern]
     length = footprint_bytes // _ITEM_BYTES // parts
     pitch = -(-length // _ALIGN) * _ALIGN

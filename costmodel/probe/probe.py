@@ -14,8 +14,8 @@ from fuseplan.costmodel.device import DeviceSpec, Latency, LinearFit, Mode
 from fuseplan.costmodel.devices import ByDevice, is_gpu
 from fuseplan.costmodel.identity import DeviceIdentity, current_identity, current_versions
 from fuseplan.costmodel.probe.fit import bandwidth_curve, fit_launches, fit_linear, memory_fit, peaks
-from fuseplan.costmodel.probe.measurements import Measurements, Progress
-from fuseplan.costmodel.probe.timing import Call, TimeBudget
+from fuseplan.costmodel.probe.measurements import Measurements, ProbeListener
+from fuseplan.costmodel.probe.timing import TimeBudget, TimedCall
 
 #: Processes for each core, in the mean of a minute, from which on times are doubtful. One of them may be ours.
 _BUSY = 1.25
@@ -86,7 +86,7 @@ def losses(new: DeviceSpec, old: DeviceSpec) -> list[str]:
 
 
 def probe(
-    device_type: str, quick: bool = True, progress: Progress | None = None, kernel_call: Call | None = None,
+    device_type: str, quick: bool = True, progress: ProbeListener | None = None, kernel_call: TimedCall | None = None,
     load: Callable[[], MachineLoad] = machine_load, budget: TimeBudget | None = None,
 ) -> DeviceSpec:
     """Measure the processor, or the current CUDA device.

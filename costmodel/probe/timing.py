@@ -14,9 +14,9 @@ from typing import TypeAlias, TypeVar
 import torch
 
 #: Something to time: launches work and returns nothing of interest.
-Call = Callable[[], object]
+TimedCall = Callable[[], object]
 #: Gives one batch of samples, in microseconds per call: at least one, and no more once so many microseconds are over.
-Sampler = Callable[[float], list[float]]
+BatchSampler = Callable[[float], list[float]]
 _Key = TypeVar("_Key")
 #: How many times its even share of what is left one of several jobs may take: what short ones leave, long ones use.
 _GENEROUS = 3.0
@@ -121,7 +121,7 @@ class HostCallTimer:
     max_calls: int = 10_000
     steady: Callable[[float], bool] = lambda limit_us: True
 
-    def prepare(self, call: Call, limit_us: float = math.inf) -> Sampler:
+    def prepare(self, call: TimedCall, limit_us: float = math.inf) -> BatchSampler:
         """Warm ``call`` up, decide how often to repeat it, and return its sampler. Brief once ``limit_us`` are over."""
         began_ns = time.perf_counter_ns()
         call_us = self._run(call, 2)
@@ -130,7 +130,7 @@ class HostCallTimer:
         calls = _count(self.sample_us, call_us, self.max_calls)
         return lambda limit_us: self._batch(call, calls, limit_us)
 
-    def _batch(self, call: Call, calls: int, limit_us: float) -> list[float]:
+    def _batch(self, call: TimedCall, calls: int, limit_us: float) -> list[float]:
         """``repeats`` steady samples; fewer, but at least three, where they take much longer than planned. Once
         ``limit_us`` are over, one is enough: on a busy machine asking whether it is steady takes most of the time.
         """
@@ -153,7 +153,7 @@ class HostCallTimer:
     def _steady(self, limit_us: float) -> bool:
         return limit_us > 0 and self.steady(limit_us)
 
-    def _run(self, call: Call, calls: int) -> float:
+    def _run(self, call: TimedCall, calls: int) -> float:
         self.finish()
         start = time.perf_counter_ns()
         for _ in range(calls):
@@ -170,7 +170,7 @@ def cuda_graph(stream: torch.cuda.Stream | None = None) -> Iterator[torch.cuda.C
         yield graph
 
 
-def record_calls(calls: Iterable[Call], stream: torch.cuda.Stream | None = None) -> torch.cuda.CUDAGraph:
+def record_calls(calls: Iterable[TimedCall], stream: torch.cuda.Stream | None = None) -> torch.cuda.CUDAGraph:
     """A CUDA graph of some calls, replayed once."""
     with cuda_graph(stream) as graph:
         for call in calls:
@@ -204,7 +204,7 @@ class GraphTimer:
     sample_us: float
     repeats: int
 
-    def prepare(self, call: Call, limit_us: float = math.inf) -> Sampler:
+    def prepare(self, call: TimedCall, limit_us: float = math.inf) -> BatchSampler:
         """As :meth:`HostCallTimer.prepare`."""
         # Capture forbids lazy initialisation, so the first calls happen outside it, on a stream of their own.
         stream = torch.cuda.Stream()
@@ -231,7 +231,7 @@ CallTimer: TypeAlias = HostCallTimer | GraphTimer
 
 
 def time_calls(
-    calls: Mapping[_Key, Call], timer: CallTimer, progress: Callable[[float], None] | None = None,
+    calls: Mapping[_Key, TimedCall], timer: CallTimer, progress: Callable[[float], None] | None = None,
     budget: TimeBudget = UNLIMITED, least: int | None = None,
 ) -> dict[_Key, Timing]:
     """Time every call in two passes over all of them, and the disturbed ones in up to three passes more.
@@ -241,7 +241,7 @@ def time_calls(
     are timed, with one sample each); it is noted then. ``progress`` receives what is done of the first two passes.
     """
     warm_up = budget.part(_WARM_UP)
-    samplers: dict[_Key, Sampler] = {}
+    samplers: dict[_Key, BatchSampler] = {}
     for number, (key, call) in enumerate(calls.items()):
         if least is not None and number >= least and warm_up.left_us() <= 0:
             break

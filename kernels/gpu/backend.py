@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from fuseplan.kernels.gpu.build import KernelSpec, ModuleStore, compile_kernel
-from fuseplan.kernels.gpu.direct import Layout, find_launcher
+from fuseplan.kernels.gpu.direct import OutputLayout, find_launcher
 from fuseplan.kernels.gpu.launch import (
     Geometry,
     GpuKernel,
@@ -150,7 +150,7 @@ class GpuBackend(Backend, WritesInPlace):
         inputs, symbols, reuse = len(ir.inputs), ir.symbols, {**reuse, **ir.overwritten}
 
         @functools.lru_cache(maxsize=1024)
-        def layout(sizes: tuple[int, ...]) -> tuple[Layout, ...]:
+        def layout(sizes: tuple[int, ...]) -> tuple[OutputLayout, ...]:
             outputs = enumerate(ir.bind(dict(zip(symbols, sizes, strict=True))).outputs)
             made = [output for number, output in outputs if number not in reuse]
             return tuple((output.shape, output.strides, torch_dtype(output.dtype)) for output in made)

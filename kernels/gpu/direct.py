@@ -38,7 +38,7 @@ NOTHING: Mapping[int, int] = MappingProxyType({})
 #: Addresses of the driver's ``cuLaunchKernel``, ``cuCtxGetCurrent``, ``cuGetErrorString`` and ``cuLaunchKernelEx``.
 Driver: TypeAlias = tuple[int, int, int, int]
 #: ``(shape, strides, dtype)`` of one output.
-Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+OutputLayout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 class Entry(NamedTuple):

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from fuseplan.kernels.gpu.build import POINTER_TYPES, KernelSpec, compile_kernel
-from fuseplan.kernels.gpu.direct import Layout, find_launcher
+from fuseplan.kernels.gpu.direct import OutputLayout, find_launcher
 from fuseplan.kernels.gpu.launch import (
     Geometry,
     GpuKernel,
@@ -56,7 +56,7 @@ class FixedFunction:
         return compile_kernel(self.function, spec, target)
 
     def call(
-        self, places: Sequence[int], inputs: int, layout: Layout, scratch: tuple[int, int], target: Target
+        self, places: Sequence[int], inputs: int, layout: OutputLayout, scratch: tuple[int, int], target: Target
     ) -> Callable[..., torch.Tensor]:
         """``call(*inputs)``, which allocates its one output and, for each call, float32 numbers of the kernel's own.
 

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from fuseplan.kernels.gpu.direct import NOTHING, Entry, Launcher, Layout, entry_of
+from fuseplan.kernels.gpu.direct import NOTHING, Entry, Launcher, OutputLayout, entry_of
 from fuseplan.kernels.ir.backend import BuildError, CompiledKernel, Resources
 
 logger = logging.getLogger(__name__)
 
 
 #: Dynamic sizes -> layout of each output.
-Layouts: TypeAlias = Callable[[tuple[int, ...]], tuple[Layout, ...]]
+Layouts: TypeAlias = Callable[[tuple[int, ...]], tuple[OutputLayout, ...]]
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ class Function:
 
 
 @dataclass(frozen=True)
-class Call:
+class OperandCall:
     name: str
     #: Folds of the side that the function is given.
     folded: tuple[int, ...]
@@ -87,7 +87,7 @@ class Left(Side):
         body = self.segment.body
         return ancestors(body, values, lambda value: not isinstance(body[value], Reduce))
 
-    def function(self, values: Sequence[int], name: str, functions: list[Function]) -> Call:
+    def function(self, values: Sequence[int], name: str, functions: list[Function]) -> OperandCall:
         """A function that computes values, and operands of folds, at some rows and columns."""
         body = self.segment.body
         folds = [value for value in values if isinstance(body[value], Reduce)]
@@ -103,7 +103,7 @@ class Left(Side):
         self.done, self.loaded = set(), set()
         parameters = (*self.parameters(), *(self.name(value) for value in given))
         functions.append(Function(name, parameters, tuple(lines)))
-        return Call(name, given)
+        return OperandCall(name, given)
 
     def accumulator(self, value: int) -> str:
         dtype = self.fold_type(value)

@@ -21,10 +21,12 @@ from fuseplan.planner.models.workload import LARGEST, Workload, parse_workloads,
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _DTYPES = {name: name for name in _SHORT.values()} | _SHORT
 #: Entries of a Hugging Face config.json.
-Config: TypeAlias = Mapping[str, Any]
+ConfigEntries: TypeAlias = Mapping[str, Any]
 
 
-def _llama3(rope_factor: float, hidden: int, intermediate: int, layers: int, heads: int, tied: bool = False) -> Config:
+def _llama3(
+    rope_factor: float, hidden: int, intermediate: int, layers: int, heads: int, tied: bool = False
+) -> ConfigEntries:
     """A Llama 3.1 or 3.2 config."""
     return {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "hidden_act": "silu",
@@ -40,7 +42,7 @@ def _llama3(rope_factor: float, hidden: int, intermediate: int, layers: int, hea
 
 
 #: Preset name to config.json entries.
-PRESETS: Mapping[str, Config] = {
+PRESETS: Mapping[str, ConfigEntries] = {
     "llama-3.2-1b": _llama3(32.0, hidden=2048, intermediate=8192, layers=16, heads=32, tied=True),
     "llama-3.1-8b": _llama3(8.0, hidden=4096, intermediate=14336, layers=32, heads=32),
     "llama-3.1-70b": _llama3(8.0, hidden=8192, intermediate=28672, layers=80, heads=64),
@@ -149,7 +151,7 @@ _SIZES = (
 )
 
 
-def _check_numbers(entries: Config, name: str) -> None:
+def _check_numbers(entries: ConfigEntries, name: str) -> None:
     """Refuse numbers that no model has, before libraries count up to them."""
     for key, value in entries.items():
         most = _MOST_LAYERS if re.search(r"layers?$", key) else LARGEST

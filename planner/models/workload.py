@@ -13,7 +13,7 @@ from fuseplan.planner.errors import Argument, ShapeError
 #: decode: one new token per sequence against a static KV cache. prefill: whole sequences, no cache.
 #: forward: the example inputs that the user's own module came with.
 #: generate: the calls that Hugging Face's ``generate()`` makes of a prompt, with masks and caches of its own.
-Regime: TypeAlias = Literal["decode", "prefill", "forward", "generate"]
+Stage: TypeAlias = Literal["decode", "prefill", "forward", "generate"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Workload:
         masked: Whether the call has an attention mask, as a tokenizer makes one.
     """
 
-    regime: Regime
+    regime: Stage
     batch: int = 1
     seq: int = 1
     kv_len: int = 0

@@ -132,7 +132,7 @@ class Contestant:
 
 
 @dataclass(frozen=True)
-class LibraryOp:
+class PeerOp:
     """How one op of a library computes a pattern.
 
     ``build``'s contestant takes ``inputs`` in this order; ``dtypes`` are those that the op takes, by default all.

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fuseplan.planner.peers.contestant import Case, Contestant, LibraryOp, library_function
+from fuseplan.planner.peers.contestant import Case, Contestant, PeerOp, library_function
 
 #: What the patterns have.
 _RMS_EPSILON, _LAYER_NORM_EPSILON = 1e-6, 1e-5
@@ -72,18 +72,18 @@ def _rope(case: Case) -> Contestant:
 
 
 #: Liger's, by pattern.
-LIGER_OPS: Mapping[str, LibraryOp] = MappingProxyType({
-    "swiglu": LibraryOp(_GATED, _called(2, "swiglu", "swiglu_forward")),
-    "geglu_tanh": LibraryOp(_GATED, _called(2, "geglu", "geglu_forward")),
-    "rms_norm": LibraryOp(_NORMED, _rms_norm(0.0, "llama")),
-    "rms_norm_gemma": LibraryOp(_NORMED, _rms_norm(1.0, "gemma")),
-    "add_rms_norm": LibraryOp(_ADDED, _add_rms_norm(0.0, "llama")),
-    "add_rms_norm_gemma": LibraryOp(_ADDED, _add_rms_norm(1.0, "gemma")),
-    "layer_norm": LibraryOp(
+LIGER_OPS: Mapping[str, PeerOp] = MappingProxyType({
+    "swiglu": PeerOp(_GATED, _called(2, "swiglu", "swiglu_forward")),
+    "geglu_tanh": PeerOp(_GATED, _called(2, "geglu", "geglu_forward")),
+    "rms_norm": PeerOp(_NORMED, _rms_norm(0.0, "llama")),
+    "rms_norm_gemma": PeerOp(_NORMED, _rms_norm(1.0, "gemma")),
+    "add_rms_norm": PeerOp(_ADDED, _add_rms_norm(0.0, "llama")),
+    "add_rms_norm_gemma": PeerOp(_ADDED, _add_rms_norm(1.0, "gemma")),
+    "layer_norm": PeerOp(
         ("x", "weight", "bias"), _called(0, "layer_norm", "layer_norm_forward", eps=_LAYER_NORM_EPSILON)
     ),
-    "softmax": LibraryOp(("x",), _called(0, "softmax", "_softmax_forward")),
-    "rope": LibraryOp(_ROTARY, _rope),
+    "softmax": PeerOp(("x",), _called(0, "softmax", "_softmax_forward")),
+    "rope": PeerOp(_ROTARY, _rope),
 })
 
 
@@ -171,19 +171,19 @@ def _token_rope(case: Case, is_neox: bool = True) -> Contestant:
 
 
 #: FlashInfer's, by pattern.
-FLASHINFER_OPS: Mapping[str, LibraryOp] = MappingProxyType({
-    "swiglu": LibraryOp(_GATED, partial(_act_and_mul, name="silu_and_mul"), _HALF),
-    "geglu": LibraryOp(_GATED, partial(_act_and_mul, name="gelu_and_mul"), _HALF),
-    "geglu_tanh": LibraryOp(_GATED, partial(_act_and_mul, name="gelu_tanh_and_mul"), _HALF),
-    "rms_norm": LibraryOp(_NORMED, partial(_flat_rms_norm, name="rmsnorm"), _HALF),
-    "rms_norm_gemma": LibraryOp(_NORMED, partial(_flat_rms_norm, name="gemma_rmsnorm"), _HALF),
-    "add_rms_norm": LibraryOp(_ADDED, partial(_flat_add_rms_norm, name="fused_add_rmsnorm"), _HALF),
-    "add_rms_norm_gemma": LibraryOp(_ADDED, partial(_flat_add_rms_norm, name="gemma_fused_add_rmsnorm"), _HALF),
-    "layer_norm": LibraryOp(("x", "weight", "bias"), _layer_norm, ("bfloat16",)),
-    "softmax": LibraryOp(("x",), _softmax),
-    "sampling_softmax": LibraryOp(("logits", "temperature"), _softmax),
-    "rope": LibraryOp(_ROTARY, _token_rope, _HALF),
-    "rope_partial": LibraryOp(_ROTARY, _token_rope, _HALF),
-    "rope_interleaved": LibraryOp(_ROTARY, partial(_token_rope, is_neox=False), _HALF),
-    "rope_partial_interleaved": LibraryOp(_ROTARY, partial(_token_rope, is_neox=False), _HALF),
+FLASHINFER_OPS: Mapping[str, PeerOp] = MappingProxyType({
+    "swiglu": PeerOp(_GATED, partial(_act_and_mul, name="silu_and_mul"), _HALF),
+    "geglu": PeerOp(_GATED, partial(_act_and_mul, name="gelu_and_mul"), _HALF),
+    "geglu_tanh": PeerOp(_GATED, partial(_act_and_mul, name="gelu_tanh_and_mul"), _HALF),
+    "rms_norm": PeerOp(_NORMED, partial(_flat_rms_norm, name="rmsnorm"), _HALF),
+    "rms_norm_gemma": PeerOp(_NORMED, partial(_flat_rms_norm, name="gemma_rmsnorm"), _HALF),
+    "add_rms_norm": PeerOp(_ADDED, partial(_flat_add_rms_norm, name="fused_add_rmsnorm"), _HALF),
+    "add_rms_norm_gemma": PeerOp(_ADDED, partial(_flat_add_rms_norm, name="gemma_fused_add_rmsnorm"), _HALF),
+    "layer_norm": PeerOp(("x", "weight", "bias"), _layer_norm, ("bfloat16",)),
+    "softmax": PeerOp(("x",), _softmax),
+    "sampling_softmax": PeerOp(("logits", "temperature"), _softmax),
+    "rope": PeerOp(_ROTARY, _token_rope, _HALF),
+    "rope_partial": PeerOp(_ROTARY, _token_rope, _HALF),
+    "rope_interleaved": PeerOp(_ROTARY, partial(_token_rope, is_neox=False), _HALF),
+    "rope_partial_interleaved": PeerOp(_ROTARY, partial(_token_rope, is_neox=False), _HALF),
 })

@@ -23,7 +23,7 @@ from fuseplan.costmodel.devices import is_cpu, is_gpu
 from fuseplan.kernels.gpu.overlap import plainly
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import Argument, ConfigError, nearest
-from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, Case, Contestant, LibraryOp, PeerError
+from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, Case, Contestant, PeerError, PeerOp
 from fuseplan.planner.peers.libraries import FLASHINFER_OPS, LIGER_OPS
 from fuseplan.planner.runtime.executor import executable
 from fuseplan.planner.runtime.fallback import GroupPlan
@@ -142,7 +142,7 @@ def _default(case: Case, name: str) -> Contestant:
     return fused(case, groups)
 
 
-def _library(case: Case, name: str, ops: Mapping[str, LibraryOp]) -> Contestant:
+def _library(case: Case, name: str, ops: Mapping[str, PeerOp]) -> Contestant:
     """A library of hand-written kernels, called through its ``ops`` by pattern."""
     found = ops.get(case.cell.pattern)
     if found is None:

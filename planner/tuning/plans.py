@@ -8,7 +8,7 @@ from typing import Literal
 from fuseplan.planner.graph.dataflow import Region
 from fuseplan.search.store.record import GroupChoice, PlanRecord
 
-Source = Literal["database", "tuned", "model"]
+PlanSource = Literal["database", "tuned", "model"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class RegionPlan:
 
     region: Region
     record: PlanRecord
-    source: Source
+    source: PlanSource
     shipped: bool = False
     decided: tuple[PlanRecord, ...] = ()
 

@@ -23,7 +23,7 @@ from fuseplan.planner.errors import CompilerMissingError, DeviceError
 from fuseplan.planner.tuning.planner import Planner, PlanSettings
 from fuseplan.planner.work.group_work import launch_mode
 from fuseplan.search.errors import RecordError
-from fuseplan.search.store.database import Database, Mode, reservations
+from fuseplan.search.store.database import Database, OpenMode, reservations
 from fuseplan.search.store.layered import LayeredDatabase, shipped_files
 from fuseplan.search.store.record import TuningRecord, Versions
 from fuseplan.search.store.rows import device_spec
@@ -173,8 +173,8 @@ def record_samples(record: TuningRecord, backend: Backend) -> list[Sample]:
 
 
 def open_session(
-    device_type: str, database: str | Path | None = None, settings: PlanSettings | None = None, mode: Mode = "write",
-    patient: bool = True,
+    device_type: str, database: str | Path | None = None, settings: PlanSettings | None = None,
+    mode: OpenMode = "write", patient: bool = True,
 ) -> Session:
     """Open the database and recognise the device; nothing is measured.
 

@@ -28,7 +28,7 @@ from fuseplan.search.store.rows import R
 from fuseplan.search.store.snapshot import instead_of
 
 T = TypeVar("T")
-Mode = Literal["write", "inspect", "read"]
+OpenMode = Literal["write", "inspect", "read"]
 #: Servers and locked files that dispatch has said it goes on without, and until when no graph that is compiled asks for
 #: one again.
 _AWAY: dict[URL, float] = {}
@@ -101,7 +101,7 @@ class Database:
     """
 
     def __init__(
-        self, location: str | Path | None = None, mode: Mode = "write", versions: Versions | None = None,
+        self, location: str | Path | None = None, mode: OpenMode = "write", versions: Versions | None = None,
         patient: bool = True,
     ) -> None:
         self.mode = mode

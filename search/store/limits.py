@@ -55,7 +55,7 @@ Amount: TypeAlias = Annotated[float, _AMOUNT]
 #: A time that was measured: nothing takes none.
 Measured: TypeAlias = Annotated[float, between(1e-9, _MOST)]
 #: A part of a whole; below it by what rounding makes of none.
-Share: TypeAlias = Annotated[float, between(-1e-9, 1.0)]
+Fraction: TypeAlias = Annotated[float, between(-1e-9, 1.0)]
 #: A relative gain or a difference: may be negative.
 Signed: TypeAlias = Annotated[float, between(-_MOST, _MOST)]
 Count: TypeAlias = Annotated[int, between(0, 2**62)]
@@ -64,13 +64,13 @@ Word: TypeAlias = Annotated[str, form(r"[A-Za-z0-9_.+-]{0,64}", "a word")]
 #: A workload or a device, as keys have them (a hash of the one, a slug with a hash of the other).
 Key: TypeAlias = Annotated[str, form(r"[A-Za-z0-9_.+-]{1,255}", "a key")]
 OptionalKey: TypeAlias = Annotated[str, form(r"[A-Za-z0-9_.+-]{0,255}", "a key")]
-Regime: TypeAlias = Annotated[str, form("eager|graph", "a regime")]
-Numerics: TypeAlias = Annotated[str, form("fp32|eager", "one of the numerics")]
+RegimeName: TypeAlias = Annotated[str, form("eager|graph", "a regime")]
+NumericsName: TypeAlias = Annotated[str, form("fp32|eager", "one of the numerics")]
 Time: TypeAlias = Annotated[str, form(r"[0-9T:.+Z-]{0,40}", "a time")]
 Seed: TypeAlias = Annotated[int, between(-(2**63), 2**64)]
 #: What people read, made from names of ops and sizes.
 Label: TypeAlias = Annotated[str, _short_line]
-Parameter: TypeAlias = Annotated[int, between(-(2**31), 2**31 - 1)]
+ParameterValue: TypeAlias = Annotated[int, between(-(2**31), 2**31 - 1)]
 #: Positions of ops in a region.
 Positions: TypeAlias = Annotated[tuple[int, ...], _positions]
 

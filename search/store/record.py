@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, TypeAlias
 
 from fuseplan.costmodel.devices import is_gpu
 from fuseplan.costmodel.work import Work
@@ -23,12 +23,12 @@ from fuseplan.search.store import limits
 from fuseplan.search.store.limits import (
     Amount,
     Count,
+    Fraction,
     Label,
     Measured,
     OptionalKey,
-    Parameter,
+    ParameterValue,
     Positions,
-    Share,
     Signed,
     Word,
 )
@@ -42,10 +42,8 @@ _CLOCKS_S = 300.0
 ATEN = "aten"
 #: How the reason of a trial begins that failed before it was a kernel.
 DOES_NOT_COMPILE = "does not compile"
-#: Dispatch regimes a time may be measured in: host launch included, or replayed from a CUDA graph.
-Regime = Literal["eager", "graph"]
 #: A configuration by parameter name.
-_Config: TypeAlias = Mapping[Word, Parameter | Word]
+_Config: TypeAlias = Mapping[Word, ParameterValue | Word]
 
 
 def now() -> str:
@@ -77,8 +75,8 @@ class RecordKey:
 
     workload: limits.Key
     device: limits.Key
-    regime: limits.Regime = "eager"
-    numerics: limits.Numerics = "fp32"
+    regime: limits.RegimeName = "eager"
+    numerics: limits.NumericsName = "fp32"
 
 
 @dataclass(frozen=True)
@@ -135,7 +133,7 @@ class Measurement:
     spread_us: Amount
     samples: Count
     rounds: Count
-    regime: limits.Regime
+    regime: limits.RegimeName
     noise: Amount = 0.0
 
 
@@ -345,7 +343,7 @@ class PlanRecord:
     rejected: tuple[Alternative, ...]
     enumerated: Count
     measured: Count
-    gap: Share
+    gap: Fraction
     peak_bytes: Count
     unfused_peak_bytes: Count
     evidence: Evidence

@@ -27,7 +27,7 @@ _GUARD_VALUE = 0xA5
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CheckResult:
     """Whether a kernel may be used, and why not.
 
     ``error`` is the largest normwise relative one of its outputs, against float64, ``eager_error`` the unfused chain's.
@@ -124,7 +124,7 @@ def errors(value: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:
     return (distance / norm if norm > 0 else (0.0 if distance == 0 else math.inf)), float(difference.max())
 
 
-def check_result(kernel: CompiledKernel, subject: Subject, oracle: Oracle, device: str) -> Verdict:
+def check_result(kernel: CompiledKernel, subject: Subject, oracle: Oracle, device: str) -> CheckResult:
     """Run ``kernel`` once on the oracle's inputs and judge everything it wrote.
 
     It passes when, for every output, its normwise error and its largest error exceed those of the unfused chain by no
@@ -151,21 +151,21 @@ def check_result(kernel: CompiledKernel, subject: Subject, oracle: Oracle, devic
     return _verdict([(guarded.view, guarded.unwritten()) for guarded in outputs], oracle, strays)
 
 
-def check_call(run: Callable[..., Sequence[torch.Tensor]], oracle: Oracle) -> Verdict:
+def check_call(run: Callable[..., Sequence[torch.Tensor]], oracle: Oracle) -> CheckResult:
     """Judge what a library's call returns, as :func:`check_result` judges a kernel; its memory is its own business."""
     results = run(*oracle.inputs)
     goes_on()
     return _verdict([(value, 0) for value in results], oracle, [])
 
 
-def _verdict(results: Sequence[tuple[torch.Tensor, int]], oracle: Oracle, reasons: list[str]) -> Verdict:
+def _verdict(results: Sequence[tuple[torch.Tensor, int]], oracle: Oracle, reasons: list[str]) -> CheckResult:
     """Of results, each with how many of its elements are known to be unwritten; the first of the ``reasons`` counts."""
     worst = 0.0
     for number, ((value, unwritten), expected) in enumerate(zip(results, oracle.expected, strict=True)):
         error, complaint = _judge(value, unwritten, expected)
         worst = max(worst, error)
         reasons += [f"output {number}: {complaint}"] if complaint else []
-    return Verdict(not reasons, next(iter(reasons), ""), worst, oracle.eager_error)
+    return CheckResult(not reasons, next(iter(reasons), ""), worst, oracle.eager_error)
 
 
 def _judge(value: torch.Tensor, unwritten: int, expected: _Expected) -> tuple[float, str]:

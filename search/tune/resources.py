@@ -23,7 +23,7 @@ from fuseplan.search.workers import jobs
 from fuseplan.search.workers.worker import Outcome, WorkerPool
 
 _T = TypeVar("_T")
-Phase = Literal["open", "compile", "screen", "decide", "done", "play off", "step"]
+TunePhase = Literal["open", "compile", "screen", "decide", "done", "play off", "step"]
 #: Arguments of :func:`fuseplan.search.workers.jobs.prepare`.
 Compilation: TypeAlias = tuple[Backend, KernelIR, Config, Target]
 #: Name of a back end, and what its kernels that are alike have in common.
@@ -90,7 +90,7 @@ class ProgressEvent:
     trial: int
     of: int
     best_us: float
-    phase: Phase
+    phase: TunePhase
 
 
 @dataclass(frozen=True)

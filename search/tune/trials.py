@@ -20,8 +20,8 @@ from fuseplan.search.tune.resources import (
     OPENING,
     SCREENING,
     Compilation,
-    Phase,
     ProgressEvent,
+    TunePhase,
     TuningResources,
 )
 from fuseplan.search.tune.space import Space
@@ -235,7 +235,7 @@ class SubjectRun:
         entries = [(name, self._entries[number], position) for name, (number, position, _) in listed]
         return [jobs.Entrant(name, entry.backend, entry.space.configs[position]) for name, entry, position in entries]
 
-    def _event(self, phase: Phase) -> None:
+    def _event(self, phase: TunePhase) -> None:
         of = sum(entry.strategy.limit for entry in self._entries)
         if self._resources.progress is not None:
             self._resources.progress(ProgressEvent(self._subject.label, len(self._trials), of, self._best_us, phase))

@@ -28,7 +28,7 @@ from fuseplan.search.timing.measure import cache_bytes, rotating_operands, scree
 from fuseplan.search.timing.sequence import Part, SharedOperands, sequence
 from fuseplan.search.timing.subject import Subject
 from fuseplan.search.timing.timers import Operands, Run, Timer
-from fuseplan.search.timing.verify import Oracle, Verdict, check_call, check_result, make_oracle
+from fuseplan.search.timing.verify import CheckResult, Oracle, check_call, check_result, make_oracle
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -71,7 +71,7 @@ class Bench:
 class Screened:
     """A checked configuration, and its times when it is right: in the regime, and on the device if asked for."""
 
-    verdict: Verdict
+    verdict: CheckResult
     time: Measurement | None
     device: Measurement | None = None
 

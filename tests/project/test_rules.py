@@ -1,9 +1,10 @@
-"""Rules about the source of the four packages: what a wide ``except`` does, and where decisions stand."""
+"""Rules about the source of the four packages: what a wide ``except`` does, where decisions stand, public names."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -126,3 +127,29 @@ def test_policy_gives_a_reason_for_each_number() -> None:
     lines = (ROOT / "search" / "policy.py").read_text().splitlines()
     bare = [line for before, line in pairwise(lines) if re.match(r"[A-Z_, ]+ = ", line) and not before.startswith("#:")]
     assert not bare
+
+
+#: Names that still stand for two things: this list only gets shorter.
+TWICE = {"Graphs", "Numerics", "Planned", "Regime", "Sizes", "Specs", "Wanted"}
+
+
+def public_types(tree: ast.Module) -> Iterator[str]:
+    """Classes and type aliases at the top of a module, but for type variables of one letter."""
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        names = [node.name] if isinstance(node, ast.ClassDef) else [getattr(one, "id", "_") for one in targets]
+        yield from (name for name in names if name[0].isupper() and not name.isupper())
+
+
+def test_a_public_type_is_defined_once() -> None:
+    modules = defaultdict[str, list[str]](list)
+    for path, tree in trees():
+        for name in public_types(tree):
+            modules[name].append(str(path.relative_to(ROOT)))
+    twice = {name: places for name, places in modules.items() if len(places) > 1 and name not in TWICE}
+    assert not twice, twice
+
+
+def test_the_check_of_public_types_sees_what_it_should() -> None:
+    source = "class Op: pass\nclass _B: pass\nCall: TypeAlias = int\nShape = int\nT = TypeVar('T')\nLIMIT = 1\nx = 2\n"
+    assert list(public_types(ast.parse(source))) == ["Op", "Call", "Shape"]

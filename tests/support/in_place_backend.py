@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from reference_backend import ReferenceBackend
 
-from fuseplan.kernels.gpu.direct import Layout
+from fuseplan.kernels.gpu.direct import OutputLayout
 from fuseplan.kernels.gpu.launch import allocating
 from fuseplan.kernels.ir.backend import CompiledKernel, Config, Target
 from fuseplan.kernels.ir.in_place import Execution, Reuse, WritesInPlace
@@ -26,7 +26,7 @@ class InPlaceBackend(ReferenceBackend, WritesInPlace):
         return (Execution(looped=False, replicated=False),) * len(ir.segments)
 
     def call(self, kernel: CompiledKernel, ir: KernelIR, target: Target, reuse: Reuse) -> Callable[..., Any]:
-        def layout(sizes: tuple[int, ...]) -> tuple[Layout, ...]:
+        def layout(sizes: tuple[int, ...]) -> tuple[OutputLayout, ...]:
             outputs = ir.bind(dict(zip(ir.symbols, sizes, strict=True))).outputs
             return tuple(
                 (one.shape, one.strides, getattr(torch, one.dtype))

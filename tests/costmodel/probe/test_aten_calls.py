@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from fuseplan.costmodel.probe.cpu import _calls, time_aten_calls
-from fuseplan.costmodel.probe.timing import UNLIMITED, Call, TimeBudget
+from fuseplan.costmodel.probe.timing import UNLIMITED, TimeBudget, TimedCall
 
 
 class SizeTimer:
     """Runs each call once, and claims a microsecond for every element of its result."""
 
-    def prepare(self, call: Call, limit_us: float):  # type: ignore[no-untyped-def]
+    def prepare(self, call: TimedCall, limit_us: float):  # type: ignore[no-untyped-def]
         result = call()
         assert isinstance(result, torch.Tensor)
         return lambda limit_us: [float(result.numel())]
@@ -36,7 +36,7 @@ def test_without_time_large_sizes_are_left_out() -> None:
     now_s = 0.0
 
     class SlowTimer(SizeTimer):
-        def prepare(self, call: Call, limit_us: float):  # type: ignore[no-untyped-def]
+        def prepare(self, call: TimedCall, limit_us: float):  # type: ignore[no-untyped-def]
             nonlocal now_s
             now_s += 1.0
             return super().prepare(call, limit_us)

@@ -19,7 +19,7 @@ from sqlalchemy import Engine, event
 from fuseplan.planner.cli import main
 from fuseplan.search.errors import CorruptDatabaseError, DatabaseError, ForeignDatabaseError, SchemaVersionError
 from fuseplan.search.store import location, maintenance, tables
-from fuseplan.search.store.database import Database, Mode
+from fuseplan.search.store.database import Database, OpenMode
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_who_finds_a_fresh_database_in_a_corrupt_ones_place_leaves_it(path: Path
 
 @pytest.mark.parametrize("mode", ["write", "read", "inspect"])
 def test_no_file_is_set_aside_while_another_process_opens_it(
-    path: Path, mode: Mode, monkeypatch: pytest.MonkeyPatch
+    path: Path, mode: OpenMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SQLite opens the log of a file by its name: it would find the log of the file that takes its place."""
     with Database(path) as made:

@@ -146,10 +146,10 @@ def test_a_kernel_that_is_many_times_faster_is_fused_whatever_the_noise(db: Data
 
 
 def test_a_kernel_that_is_wrong_on_fresh_inputs_loses_its_place(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fuseplan.search.timing.verify import Verdict, check_result
+    from fuseplan.search.timing.verify import CheckResult, check_result
     from fuseplan.search.workers import jobs
 
-    def only_first_seed(kernel: Any, subject: Any, oracle: Any, device: str) -> Verdict:
+    def only_first_seed(kernel: Any, subject: Any, oracle: Any, device: str) -> CheckResult:
         verdict = check_result(kernel, subject, oracle, device)
         fresh = oracle.inputs[0][0, 0] != subject.make_inputs(0, device)[0][0, 0]
         return replace(verdict, ok=False, reason="differs") if fresh and kernel._us == 10.0 else verdict

@@ -19,27 +19,15 @@ import torch
 from torch import fx
 
 from fuseplan.costmodel.devices import for_gpu
-from fuseplan.planner.graph.decode_attention import DECODE_ATTENTION
 from fuseplan.planner.rewrites.grouped_queries import shared_heads
 from fuseplan.planner.rewrites.paged_cache import (
     GatheredPages,
+    decode_instead,
     fits_scores,
     gathered_pages,
     has_same_table,
-    in_order,
-    viewed,
 )
-from fuseplan.planner.rewrites.trace_edit import (
-    ancestors,
-    erase_unused,
-    follow,
-    insert_call,
-    may_write,
-    set_values,
-    static_sizes,
-    trace_device,
-    value_of,
-)
+from fuseplan.planner.rewrites.trace_edit import may_write, static_sizes, trace_device, value_of
 
 _aten = torch.ops.aten
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -88,7 +76,7 @@ def cap_scores(module: fx.GraphModule, wanted: bool | None = None) -> int:
     for node in list(module.graph.find_nodes(op="call_function", target=_aten.matmul.default)):
         if wanted or (wanted is None and for_gpu(trace_device(node))):
             chain = _chain(node)
-            found += chain is not None and _replace(module.graph, chain)
+            found += chain is not None and _replace(chain)
     return found
 
 
@@ -152,7 +140,7 @@ def _factor(node: fx.Node | None) -> float | None:
     return float(number) if node.target is _aten.mul.Tensor else 1.0 / number
 
 
-def _replace(graph: fx.Graph, chain: _Chain) -> bool:
+def _replace(chain: _Chain) -> bool:
     last, (query, whole) = chain.nodes[-1], (static_sizes(chain.query), static_sizes(chain.keys))
     across = chain.keys
     if query is None or whole is None or len(query) != 4 or len(whole) != 4 or query[2] != 1 or 0 in whole:
@@ -173,7 +161,9 @@ def _replace(graph: fx.Graph, chain: _Chain) -> bool:
     key, value = _cache(across.args[0], across), _cache(chain.value, last)
     if key is None or value is None or key.heads != value.heads or not _is_unchanged(chain, key, value):
         return False
-    return _put(graph, chain, key, value, batch, length)
+    numbers = {"scale": chain.scale, "cap": chain.cap}
+    return decode_instead(
+        last, chain.query, key.pages or key.held, value.pages or value.held, chain.mask, numbers, chain.nodes)
 
 
 def _cache(node: Any, reader: fx.Node) -> _Cache | None:
@@ -209,30 +199,3 @@ def _since(starts: Collection[fx.Node], last: fx.Node) -> Iterator[fx.Node]:
         begun = begun or node in starts
         if begun:
             yield node
-
-
-def _put(graph: fx.Graph, chain: _Chain, key: _Cache, value: _Cache, batch: int, length: int) -> bool:
-    """Put the op in the place of the chain; whether it could be done."""
-    last = chain.nodes[-1]
-    with graph.inserting_before(last):
-        if key.pages is None or value.pages is None:
-            given: list[fx.Node | None] = [key.held, value.held, None]
-        else:
-            table = viewed(graph, key.pages.table, (batch, length // key.pages.sizes[1]))
-            given = [in_order(graph, key.pages), in_order(graph, value.pages), table]
-        made = None
-        if None not in given[: 2 if key.pages is None else 3]:
-            args = chain.query, *given, chain.mask
-            numbers = {"scale": chain.scale, "cap": chain.cap}
-            numbers |= {"wraps": False} if key.pages is not None and not key.pages.wraps else {}
-            made = insert_call(graph, DECODE_ATTENTION, args, numbers, chain.nodes)
-    after = follow(last, made.meta["val"]) if made is not None else None
-    if after is None or made is None:
-        unused: Collection[Any] = [made, *given]
-    else:
-        set_values(after)
-        last.replace_all_uses_with(made)
-        unused = [last]
-    for one in reversed([one for one in graph.nodes if one in unused]):
-        erase_unused(graph, ancestors(one))
-    return after is not None

@@ -33,10 +33,9 @@ from fuseplan.planner.rewrites.trace_edit import (
     between,
     change_arguments,
     erase_unused,
-    follow,
     insert_call,
     may_write,
-    set_values,
+    put_in_place,
     shares_memory,
     sizes_of,
     trace_device,
@@ -135,13 +134,9 @@ def _fold(graph: fx.Graph, node: fx.Node) -> bool:
         scale = {"scale": call["scale"]} if call["scale"] is not None else {}
         together = insert_call(graph, ATTENTION, (folded, key, value, mask), scale, [node])
         apart = insert_call(graph, _aten.reshape.default, (together, result), replaces=[node])
-    values = follow(node, apart.meta["val"])
-    if values is None:
+    if not put_in_place(apart, node):
         erase_unused(graph, (folded, together, apart))
         return False
-    set_values(values)
-    node.replace_all_uses_with(apart)
-    graph.erase_node(node)
     for user in list(apart.users):
         if user.target is _aten.reshape.default and _is_merely_read(apart):  # of a reshape: one does
             change_arguments(user, (together, *user.args[1:]), dict(user.kwargs))

@@ -12,7 +12,7 @@ from is worked out, and compared with where it should come from
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
@@ -30,11 +30,10 @@ from fuseplan.planner.rewrites.trace_edit import (
     between,
     erase_unused,
     fake_result,
-    follow,
     insert_call,
     is_pure,
     may_write,
-    set_values,
+    put_in_place,
     static_sizes,
     trace_device,
     value_of,
@@ -75,11 +74,11 @@ def read_pages(module: fx.GraphModule, wanted: bool | None = None) -> int:
     found = 0
     for node in list(module.graph.find_nodes(op="call_function", target=ATTENTION)):
         if wanted or (wanted is None and for_gpu(trace_device(node))):
-            found += _read(module.graph, node)
+            found += _read(node)
     return found
 
 
-def _read(graph: fx.Graph, node: fx.Node) -> bool:
+def _read(node: fx.Node) -> bool:
     call = arguments_of(node)
     query, mask = static_sizes(call["query"]), call["attn_mask"]
     if query is None or len(query) != 4 or query[2] != 1 or call["dropout_p"] != 0.0 or call["is_causal"]:
@@ -87,7 +86,7 @@ def _read(graph: fx.Graph, node: fx.Node) -> bool:
     key, value = gathered_pages(call["key"], node), gathered_pages(call["value"], node)
     if key is None or value is None or not has_same_table(key, value):
         return False
-    sizes, rows = static_sizes(call["key"]), key.sizes[1]
+    sizes = static_sizes(call["key"])
     assert sizes is not None
     batch, heads, length, width = sizes
     if static_sizes(call["value"]) != sizes or (query[0], query[3]) != (batch, width):
@@ -99,26 +98,34 @@ def _read(graph: fx.Graph, node: fx.Node) -> bool:
         return False
     if _is_written(key, value, node):
         return False
+    numbers = {} if call["scale"] is None else {"scale": call["scale"]}
+    return decode_instead(node, call["query"], key, value, mask, numbers, [node])
+
+
+def decode_instead(
+    node: fx.Node, query: Any, key: GatheredPages | fx.Node, value: GatheredPages | fx.Node, mask: Any,
+    numbers: Mapping[str, float], replaces: Sequence[fx.Node],
+) -> bool:
+    """Put attention of one query position in the place of ``node``, the last of the calls that it ``replaces``, if the
+    program stays the same. Keys and values are both in pages, or neither is.
+    """
+    graph, read = node.graph, node.all_input_nodes
+    given: list[fx.Node | None] = []
+    made = None
     with graph.inserting_before(node):
-        table = viewed(graph, key.table, (batch, length // rows))
-        keys, values = in_order(graph, key), in_order(graph, value)
-        made = [one for one in (keys, values, table) if one is not None]
-        if len(made) == 3:
-            numbers = {} if call["scale"] is None else {"scale": call["scale"]}
-            numbers |= {} if key.wraps else {"wraps": False}
-            args = call["query"], keys, values, table, mask
-            made.append(insert_call(graph, DECODE_ATTENTION, args, numbers, [node]))
-    after = follow(node, made[-1].meta["val"]) if len(made) == 4 else None
-    if after is None:
-        unused = made
-    else:
-        set_values(after)
-        node.replace_all_uses_with(made[-1])
-        graph.erase_node(node)
-        unused = [call["key"], call["value"]]
-    for one in reversed([one for one in graph.nodes if one in unused]):
+        if isinstance(key, GatheredPages) and isinstance(value, GatheredPages):
+            batch, _, length, _ = static_sizes(key.path[-1]) or ()
+            table = viewed(graph, key.table, (batch, length // key.sizes[1]))
+            given = [in_order(graph, key), in_order(graph, value), table]
+            numbers = numbers if key.wraps else {**numbers, "wraps": False}
+        if None not in given:
+            args = query, *(given or (key, value, None)), mask
+            made = insert_call(graph, DECODE_ATTENTION, args, dict(numbers), replaces)
+    done = made is not None and put_in_place(made, node)
+    unread = read if done else [made, *given]
+    for one in reversed([one for one in graph.nodes if one in unread]):
         erase_unused(graph, ancestors(one))
-    return after is not None
+    return done
 
 
 def gathered_pages(node: Any, reader: fx.Node) -> GatheredPages | None:

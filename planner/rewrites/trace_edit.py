@@ -164,6 +164,17 @@ def follow(
     return values
 
 
+def put_in_place(made: fx.Node, node: fx.Node) -> bool:
+    """Let a call stand in the place of another one, if the program stays the same (see :func:`follow`)."""
+    values = follow(node, made.meta["val"])
+    if values is None:
+        return False
+    set_values(values)
+    node.replace_all_uses_with(made)
+    node.graph.erase_node(node)
+    return True
+
+
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 

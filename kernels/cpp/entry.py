@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from fuseplan.kernels.cpp.types import cpp_size, indent
 from fuseplan.kernels.ir.gathers import value_axes
-from fuseplan.kernels.ir.ir import Buffer, KernelIR, Reduce, Segment, ancestors, renamed
+from fuseplan.kernels.ir.ir import Buffer, KernelIR, Reduce, Segment
+from fuseplan.kernels.ir.rewrite import needed
 
 #: Rows up to this many columns are never cut into column tiles: their trip count stays a constant.
 UNTILED_COLS = 1024
@@ -50,16 +51,13 @@ class Checks(Segment):
 
 def checks_alone(segment: Segment) -> Checks:
     """The checks of a segment, along no more axes than they depend on."""
-    body = segment.body
-    live = ancestors(body, segment.checks)
-    places = {old: new for new, old in enumerate(live)}
+    made, places = needed(segment.body, segment.checks)
     found = value_axes(segment)
-    axes = frozenset[int]().union(*(found[value] for value in live))
-    made = [renamed(body[old], places.__getitem__) for old in live]
+    axes = frozenset[int]().union(*(found[value] for value in places))
     rows = tuple(extent if axis in axes else 1 for axis, extent in enumerate(segment.rows))
     along = segment.col_axis in axes or any(isinstance(instr, Reduce) for instr in made)
     return Checks(
-        rows, segment.cols if along else 1, tuple(made), (), wanted=tuple(places[value] for value in segment.checks))
+        rows, segment.cols if along else 1, made, (), wanted=tuple(places[value] for value in segment.checks))
 
 
 def outside_flag(buffers: Sequence[Buffer]) -> str:

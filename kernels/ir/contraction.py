@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from fuseplan.kernels.ir.index import Index, Size, as_size
-from fuseplan.kernels.ir.ir import Apply, Const, Dot, Instr, Segment, ancestors, renamed
+from fuseplan.kernels.ir.ir import Apply, Const, Dot, Instr, Segment
+from fuseplan.kernels.ir.rewrite import needed
 
 
 def with_weight_columns(segment: Segment) -> Segment:
@@ -64,16 +65,8 @@ def factored(side: Segment, value: int) -> tuple[Segment, int, tuple[int, ...]]:
     """
     splitter = _Splitter(side)
     rest, factors = splitter.split(value)
-    split, (kept, *places) = needed(replace(side, body=tuple(splitter.body)), [rest, *factors])
-    return split, kept, tuple(places)
-
-
-def needed(side: Segment, values: Sequence[int]) -> tuple[Segment, list[int]]:
-    """A side of a product with no more than some values are made of, and these there."""
-    kept = ancestors(side.body, values)
-    place = {old: new for new, old in enumerate(kept)}
-    body = tuple(renamed(side.body[old], place.__getitem__) for old in kept)
-    return replace(side, body=body), [place[one] for one in values]
+    body, places = needed(splitter.body, [rest, *factors])
+    return replace(side, body=body), places[rest], tuple(places[one] for one in factors)
 
 
 class _Splitter:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from fuseplan.kernels.ir.ir import LARGEST, Apply, Buffer, Const, Instr, Round, Segment, ancestors, operands, renamed
@@ -139,12 +139,15 @@ class _Maker:
         return self.emit(Apply(tanh.dtype, "mul", (curve, two)))
 
 
+def needed(body: Sequence[Instr], values: Iterable[int]) -> tuple[tuple[Instr, ...], dict[int, int]]:
+    """The part of a body that some values are made of, and where each value kept is there."""
+    kept = ancestors(body, values)
+    places = {old: new for new, old in enumerate(kept)}
+    return tuple(renamed(body[old], places.__getitem__) for old in kept), places
+
+
 def _without_unused(segment: Segment) -> Segment:
     """The segment without the values that no store needs."""
-    places = [-1] * len(segment.body)
-    body: list[Instr] = []
-    for value in ancestors(segment.body, (value for store in segment.stores for value in store.values)):
-        places[value] = len(body)
-        body.append(renamed(segment.body[value], places.__getitem__))
+    body, places = needed(segment.body, (value for store in segment.stores for value in store.values))
     stores = tuple(store.with_values(places.__getitem__) for store in segment.stores)
-    return replace(segment, body=tuple(body), stores=stores)
+    return replace(segment, body=body, stores=stores)

@@ -20,7 +20,7 @@ from fuseplan.kernels.gpu.build import POINTER_TYPES, KernelSpec, ModuleStore, d
 from fuseplan.kernels.gpu.launch import Variant
 from fuseplan.kernels.gpu.overlap import OVERLAP, OVERLAP_IMPORT, is_overlapped, overlap_of, overlapped
 from fuseplan.kernels.gpu.tile import needs_int64, next_power_of_2, segment_programs, tile_of
-from fuseplan.kernels.ir.backend import BuildError, Config, Target, Tunable
+from fuseplan.kernels.ir.backend import SM90, BuildError, Config, Target, Tunable
 from fuseplan.kernels.ir.gathers import may_fail
 from fuseplan.kernels.ir.ir import ITEMSIZE, KernelIR
 from fuseplan.kernels.ir.kernel_name import kernel_name
@@ -187,7 +187,7 @@ def _overlapped_module(text: str, name: str, config: Config) -> str:
 
 
 #: Stands for a GPU's driver while ninetoothed generates source: it asks for limits that a fixed config never uses.
-_LIMITS = {"max_num_regs": 65536, "max_shared_mem": 232_448}
+_LIMITS = {"max_num_regs": SM90.gpu.register_file, "max_shared_mem": SM90.gpu.shared_bytes}
 _NO_DEVICE = SimpleNamespace(
     get_current_device=lambda: 0, utils=SimpleNamespace(get_device_properties=lambda device: _LIMITS)
 )

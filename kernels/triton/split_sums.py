@@ -29,10 +29,14 @@ class Share:
     first_number: int = 0
 
 
+def _programs(ir: KernelIR, config: Config) -> list[int]:
+    """Programs of each segment with products; 0 for the others."""
+    return [segment_programs(segment, config, {}) if segment.products else 0 for segment in ir.segments]
+
+
 def shares(ir: KernelIR, config: Config) -> list[Share]:
     """For each segment its share of a kernel's tiles."""
-    programs = [segment_programs(segment, config, {}) if segment.products else 0 for segment in ir.segments]
-    splits = [splits_of(segment, config) for segment in ir.segments]
+    programs, splits = _programs(ir, config), [splits_of(segment, config) for segment in ir.segments]
     tiles = accumulate((count // each for count, each in zip(programs, splits, strict=True)), initial=0)
     numbers = accumulate(
         (count * numbers_each(segment, config) for count, segment in zip(programs, ir.segments, strict=True)), initial=0
@@ -44,10 +48,8 @@ def scratch(ir: KernelIR, config: Config) -> tuple[int, int]:
     """Numbers and counters that a kernel needs; (0, 0) without splits."""
     if all(splits_of(segment, config) == 1 for segment in ir.segments):
         return 0, 0
-    programs = [segment_programs(segment, config, {}) if segment.products else 0 for segment in ir.segments]
-    numbers = sum(
-        count * numbers_each(segment, config) for count, segment in zip(programs, ir.segments, strict=True)
-    )
+    programs = _programs(ir, config)
+    numbers = sum(count * numbers_each(one, config) for count, one in zip(programs, ir.segments, strict=True))
     return numbers, sum(programs) // max(splits_of(segment, config) for segment in ir.segments)
 
 

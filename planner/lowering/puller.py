@@ -9,7 +9,7 @@ from functools import reduce as fold
 
 import torch
 
-from fuseplan.kernels.ir.contraction import factored, needed
+from fuseplan.kernels.ir.contraction import factored
 from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.index import Coord, Index, Size, flatten
 from fuseplan.kernels.ir.ir import (
@@ -30,6 +30,7 @@ from fuseplan.kernels.ir.ir import (
     register_type,
     renamed,
 )
+from fuseplan.kernels.ir.rewrite import needed
 from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
 from fuseplan.planner.ops.builder import BodyBuilder, Group, IterationSpace
@@ -214,8 +215,8 @@ class Puller(BodyBuilder):
         (activations, multiplied, ones), (other, rest, others) = sides
         if other.has_reduction():
             raise NotLowerable(f"{node.op} ({node.name}): rows of its weights are folded")
-        weights, (weight,) = needed(other, [rest])
-        product = Product(activations, multiplied, weights, weight, dtype)
+        body, places = needed(other.body, [rest])
+        product = Product(activations, multiplied, replace(other, body=body), places[rest], dtype)
         if product not in space.products:
             space.products.append(product)
         number, wide = space.products.index(product), register_type(self.specs[node.outputs[0]].dtype)

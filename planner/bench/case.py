@@ -17,15 +17,15 @@ from fuseplan.planner.dispatch_stats import CompileStats, Tally
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.groups.regions import find_regions, region_parts
-from fuseplan.planner.implementations.aten_op import UNFUSED
+from fuseplan.planner.implementations.aten import UNFUSED
 from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.implementation import PlannedGroup
 from fuseplan.planner.implementations.subject import reference_results
 from fuseplan.planner.lowering.lower import Lowered, lower
 from fuseplan.planner.ops.table import kind_of
 from fuseplan.planner.patterns.cells import Cell
 from fuseplan.planner.peers.contestant import Case, make_case
-from fuseplan.planner.runtime.fallback import GroupPlan
-from fuseplan.planner.runtime.resolve import resolve
+from fuseplan.planner.runtime.lookup import look_up
 from fuseplan.planner.tuning.session import Session
 from fuseplan.planner.work.group_work import hot_inputs, kernel_work, launch_mode, op_work
 from fuseplan.search.timing.measure import CACHE_MULTIPLE, rotating_operands, span_bytes
@@ -39,8 +39,9 @@ def plan_case(session: Session, cell: Cell) -> tuple[Case, CompileStats]:
     """The case with the plan that dispatch would find for it, and what finding it was like."""
     case = make_case(cell, session.target, session.backends, session.settings.numerics)
     tally = Tally(f"bench {cell.key}")
-    groups = resolve(session, case.traced.graph, "model", tally).groups
-    return replace(case, groups=groups), tally.snapshot()
+    groups = look_up(session, case.traced.graph, "model", tally).groups
+    kernels = tuple(group for group in groups if group.implementation.backends)
+    return replace(case, groups=kernels), tally.snapshot()
 
 
 def plan_facts(case: Case) -> dict[str, Any]:
@@ -53,7 +54,7 @@ def plan_facts(case: Case) -> dict[str, Any]:
     kernels = [case.kernel(group.ops).ir for group in case.groups]
     unfused = unfused_ops(graph, case.groups)
     registers = [
-        group.backend.prepare(ir, group.config, case.target).registers
+        group.implementation.backends[0].prepare(ir, group.config, case.target).registers
         for group, ir in zip(case.groups, kernels, strict=True)
     ]
     whole = len(kernels) == 1 and not unfused
@@ -62,12 +63,14 @@ def plan_facts(case: Case) -> dict[str, Any]:
             sum(graph.specs[name].nbytes() for name in {*graph.inputs, *graph.outputs})
         ),
         "kernels": len(kernels) + len(unfused),
-        "config": "; ".join(f"{group.backend.name} {config_key(group.config)}" for group in case.groups),
+        "config": "; ".join(
+            f"{group.implementation.backends[0].name} {config_key(group.config)}" for group in case.groups
+        ),
         "registers": "; ".join(str(count) for count in registers if count is not None),
     }
 
 
-def unfused_ops(graph: DataflowGraph, groups: Sequence[GroupPlan]) -> list[str]:
+def unfused_ops(graph: DataflowGraph, groups: Sequence[PlannedGroup]) -> list[str]:
     """The ops, besides views, that no group has."""
     fused = {op for group in groups for op in group.ops}
     return [node.name for node in graph if kind_of(node, graph.specs) != "view" and node.name not in fused]
@@ -82,7 +85,7 @@ def plan_note(case: Case, seen: CompileStats) -> str:
 
 
 def predicted_us(
-    graph: DataflowGraph, groups: Sequence[GroupPlan], spec: DeviceSpec | None, regime: str, numerics: str = "fp32"
+    graph: DataflowGraph, groups: Sequence[PlannedGroup], spec: DeviceSpec | None, regime: str, numerics: str = "fp32"
 ) -> float | None:
     """Microseconds that the cost model predicts for a plan of a static graph, launch after launch.
 
@@ -104,12 +107,12 @@ def predicted_us(
 
 
 def _launches(
-    graph: DataflowGraph, groups: Sequence[GroupPlan], regime: str, numerics: str
+    graph: DataflowGraph, groups: Sequence[PlannedGroup], regime: str, numerics: str
 ) -> Iterator[tuple[Lowered, Work, Mode, str]]:
     for group in groups:
         lowered = lower_group(graph, group.ops, numerics)
         work = kernel_work(lowered.ir, hot_inputs(graph, lowered.inputs))
-        yield lowered, work, launch_mode(group.config, regime), group.backend.name
+        yield lowered, work, launch_mode(group.config, regime), group.implementation.backends[0].name
     for name in unfused_ops(graph, groups):
         lowered = lower(graph, (name,), numerics, graph.op(name).outputs)
         yield lowered, op_work(graph, name), "graph" if regime == "graph" else "eager", UNFUSED

@@ -19,9 +19,9 @@ from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import find_regions, region_parts, unique_regions
 from fuseplan.planner.implementations.choices import Choice
 from fuseplan.planner.implementations.group_book import GroupBook
-from fuseplan.planner.implementations.implementations import Implementation
+from fuseplan.planner.implementations.implementation import Implementation
 from fuseplan.search import policy
-from fuseplan.search.store.record import ATEN, TuningRecord
+from fuseplan.search.store.record import TuningRecord
 from fuseplan.search.timing.contest import Contest
 from fuseplan.search.tune.tuner import Tuner
 from fuseplan.search.workers.jobs import UNFUSED, Calls
@@ -80,16 +80,12 @@ class ModelPrices:
                 work, self.spec, way.mode, kernel)
         return self._delays_us[choice]
 
-    def is_plain(self, choice: Choice) -> bool:
-        """Whether ATen's own op runs it."""
-        return choice.implementation.name == ATEN
-
     def nominal_s(self, choice: Choice) -> float:
         """The price on the nominal device, which no measurement sways; infinite for what cannot run here."""
         way = choice.implementation
         if way.refuse(self.book, choice.group) is not None:
             return math.inf
-        return nominal_us(way.work(self.book, choice.group), self.book.device_type, way.searches) * 1e-6
+        return nominal_us(way.work(self.book, choice.group), self.book.device_type, bool(way.backends)) * 1e-6
 
     def bound_s(self, choice: Choice) -> float:
         """No measurement of the choice comes out lower."""
@@ -161,7 +157,7 @@ class MeasuredPrices(ModelPrices):
 
     def untuned(self, choice: Choice) -> bool:
         """Whether there are configurations that were not searched."""
-        return choice.implementation.searches and choice.group.ops not in self.records
+        return bool(choice.implementation.backends) and choice.group.ops not in self.records
 
     def tuned(self, group: Candidate) -> TuningRecord:
         """The group's record; its time replaces the one it was ranked by."""
@@ -173,12 +169,12 @@ class MeasuredPrices(ModelPrices):
 
     def record(self, choice: Choice) -> TuningRecord | None:
         """The tuning record that a choice rests on, if it has one."""
-        return self.records.get(choice.group.ops) if choice.implementation.searches else None
+        return self.records.get(choice.group.ops) if choice.implementation.backends else None
 
     def plain_us(self, choice: Choice) -> float:
         """Time of the ops of a choice that was measured, as ATen runs them."""
         ops = set(choice.group.ops)
-        plain = ((one, time_s) for one, time_s in self._screened_s.items() if self.is_plain(one))
+        plain = ((one, time_s) for one, time_s in self._screened_s.items() if one.is_plain)
         return math.fsum(time_s * 1e6 for one, time_s in plain if ops.issuperset(one.group.ops))
 
     def _measure_s(self, choice: Choice) -> float:
@@ -204,7 +200,7 @@ class MeasuredPrices(ModelPrices):
         if self.book.is_anchor(choice.group):  # few ops, each of many sizes: others of these sizes say too much of it
             family = subject.label
         sample = Sample(way.work(self.book, choice.group), way.mode, time_us, family=family)
-        same = subject.key if way.searches or self.is_plain(choice) else f"{subject.key} {way.name}"
+        same = subject.key if way.backends or choice.is_plain else f"{subject.key} {way.name}"
         self.samples[choice] = ChoiceSample(
             (), way.name, name, subject.label, sample.family, same, sample.mode, sample.work,
             sample.measured_us, self.delay_us(choice),

@@ -1,21 +1,58 @@
-"""A group as the ATen ops it replaced, called like its kernel and no slower than in eager mode."""
+"""A group as the ATen ops that eager runs: an implementation of single ops, and what takes over from any other one."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from fuseplan.costmodel.device import Mode
+from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.graph.layouts import laid_out, layout_of
+from fuseplan.planner.groups.candidates import Candidate
 from fuseplan.planner.implementations.direct_calls import bind_calls, fill_namespace
+from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.implementation import Implementation, Screening
 from fuseplan.planner.implementations.subject import Fused, chain_module
 from fuseplan.planner.libraries.library_call import OpGroup
 from fuseplan.planner.lowering.lower import Lowered, group_nodes
+from fuseplan.search.store.record import ATEN
+from fuseplan.search.tune.tuner import Tuner
+
+#: Calibrations of ATen ops that a kernel could absorb, and of matmuls and attention by whatever call: attention is far
+#: from the peak of matmuls. In each, calls differ by name (``Work.call``). Kernels go by the name of their back end.
+UNFUSED, MATMUL, ATTENTION = "unfused", "matmul", "attention"
+
+
+def anchor_calibration(book: GroupBook, group: Candidate) -> str:
+    """Name of the calibration of a matmul or attention, whoever runs it."""
+    return ATTENTION if any("attention" in book.graph.op(op).op for op in group.ops) else MATMUL
+
+
+@dataclass(frozen=True)
+class AtenOp(Implementation):
+    """ATen's own op, as eager runs it: what every other way to run an op is measured against."""
+
+    mode: Mode = "eager"
+    name: str = ATEN
+
+    def refuse(self, book: GroupBook, group: Candidate) -> str | None:
+        return None if len(group.ops) == 1 else "ATen runs one op after another"
+
+    def work(self, book: GroupBook, group: Candidate) -> Work:
+        return book.unfused_work(group.ops[0])
+
+    def calibration(self, book: GroupBook, group: Candidate) -> str:
+        return anchor_calibration(book, group) if book.is_anchor(group) else UNFUSED
+
+    def screen(self, book: GroupBook, group: Candidate, tuner: Tuner) -> Screening:
+        return Screening(tuner.time_unfused(book.subject(group)).median_us)
 
 
 def run_unfused(traced: Traced, lowered: Lowered, device_type: str, args: Sequence[Any]) -> tuple[Any, Fused]:

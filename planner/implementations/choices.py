@@ -11,7 +11,9 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import Candidate, Enumeration, region_dependencies, single_candidates
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations.group_book import GroupBook
-from fuseplan.planner.implementations.implementations import Implementation, Implementations
+from fuseplan.planner.implementations.implementation import Implementation
+from fuseplan.planner.implementations.implementations import Implementations
+from fuseplan.search.store.record import ATEN
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,11 @@ class Choice:
 
     group: Candidate
     implementation: Implementation
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether ATen's own op runs it."""
+        return self.implementation.name == ATEN
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ fail this in any way are called as before.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,8 +17,6 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fuseplan.kernels.ir.in_place import ReuseOptions
-from fuseplan.kernels.ir.ir import Buffer
 from fuseplan.planner.graph.merged_linear import MERGED, MergedLinear
 from fuseplan.planner.rewrites.packing import pack_operands
 from fuseplan.planner.rewrites.trace_edit import fake_value, is_written
@@ -35,33 +32,6 @@ class Direct:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
-
-
-@dataclass(eq=False)
-class GroupCall:
-    """Stands for the call of a group of ops in an FX graph: ``call(*inputs, *symbols)``.
-
-    Attributes:
-        ops, inputs, outputs: Names of ops and values.
-        symbols: The dynamic sizes that it takes.
-        buffers: How the results lie.
-        reuse_options: Inputs whose memory the outputs could take, if nothing needs them.
-    """
-
-    name: str
-    ops: tuple[str, ...]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    symbols: tuple[str, ...] = ()
-    buffers: Sequence[Buffer] = ()
-    reuse_options: ReuseOptions = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.__name__ = self.__qualname__ = self.name
-        self.__module__ = "fuseplan"
-
-    def __call__(self, *args: Any) -> Any:
-        raise AssertionError(f"{self.name} was never filled")
 
 
 def fill_namespace(namespace: dict[str, Any]) -> None:

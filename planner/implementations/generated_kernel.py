@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+
+import torch
 
 from fuseplan.costmodel.device import Mode
 from fuseplan.costmodel.devices import is_cpu
 from fuseplan.costmodel.work import Work
-from fuseplan.kernels.ir.backend import Backend, Config, Target
+from fuseplan.kernels.ir.backend import Backend, BuildError, Config, Target, config_key
+from fuseplan.kernels.ir.gathers import may_fail
+from fuseplan.kernels.ir.in_place import ReuseOptions, WritesInPlace
+from fuseplan.kernels.ir.ir import KernelIR
+from fuseplan.planner.capture.traced import Traced
+from fuseplan.planner.dispatch_stats import Tally
+from fuseplan.planner.errors import RefusedError
 from fuseplan.planner.groups.candidates import Candidate
-from fuseplan.planner.implementations.group_book import GroupBook, Screening
+from fuseplan.planner.groups.compute_graph import lower_group
+from fuseplan.planner.implementations.aten import run_chain, run_unfused
+from fuseplan.planner.implementations.first_call import Calling, FirstCall
+from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.implementation import Implementation, PlannedGroup, Screening
+from fuseplan.planner.lowering.lower import NotLowerable
+from fuseplan.search.store.record import TuningRecord
 from fuseplan.search.timing.sequence import Part
 from fuseplan.search.tune.tuner import Tuner
+
+logger = logging.getLogger(__name__)
 
 #: Calibration of kernels with a matmul inside: theirs are bytes of weights, and tiles of tensor cores.
 CONTRACTION = "contraction"
@@ -22,18 +41,22 @@ def _contracts(book: GroupBook, group: Candidate) -> bool:
 
 
 @dataclass(frozen=True)
-class GeneratedKernel:
+class GeneratedKernel(Implementation):
     """A kernel for what lowers, compiled for ``target`` by one of ``backends``, in order of preference."""
 
     backends: tuple[Backend, ...] = field(default=(), compare=False, repr=False)
-    target: Target | None = field(default=None, compare=False, repr=False)
+    target: Target = field(default=Target("cpu", "native", 1), compare=False, repr=False)
     mode: Mode = "kernel"
     name: str = "kernel"
-    searches: bool = True
+
+    def by(self, backend: str) -> GeneratedKernel:
+        """The same with the back end of this name before the others; KeyError without such a one."""
+        if all(one.name != backend for one in self.backends):
+            raise KeyError(backend)
+        return replace(self, backends=tuple(sorted(self.backends, key=lambda one: one.name != backend)))
 
     def backend_for(self, book: GroupBook, group: Candidate) -> Backend | None:
         """The first back end that is here and can express the group."""
-        assert self.target is not None
         return book.backend_for(group, self.backends, self.target)
 
     def refuse(self, book: GroupBook, group: Candidate) -> str | None:
@@ -56,5 +79,111 @@ class GeneratedKernel:
 
     def part(self, book: GroupBook, group: Candidate, backend: str, config: Config) -> Part:
         subject = book.subject(group)
-        maker = next(one for one in self.backends if one.name == backend)
-        return Part(subject, maker, config, subject.operands, subject.outputs)
+        return Part(subject, self._named(backend), config, subject.operands, subject.outputs)
+
+    def run_by(self, book: GroupBook, group: Candidate) -> str:
+        return self.calibration(book, group) or self.name
+
+    def recorded(self, book: GroupBook, group: Candidate, tuning: TuningRecord | None) -> tuple[str, Config, str]:
+        key = book.subject(group).key
+        if tuning is not None:
+            return tuning.backend, dict(tuning.config), key
+        backend = self._named(self.calibration(book, group))
+        return backend.name, dict(backend.default_config(book.lowered(group).ir, self.target)), key
+
+    def _named(self, backend: str) -> Backend:
+        return next(one for one in self.backends if one.name == backend)
+
+    def refuse_record(self, book: GroupBook, group: Candidate, config: Config) -> str | None:
+        backend = self.backends[0]
+        try:
+            ir = book.lowered(group).ir
+        except NotLowerable as error:
+            return f"a group cannot be one kernel: {error}"
+        reason = backend.refuse_config(ir, config, self.target)
+        return reason and f"{backend.name} could not have chosen a group's configuration: {reason}"
+
+    def reuse(self, book: GroupBook, group: Candidate, config: Config) -> Mapping[str, tuple[str, ...]]:
+        backend, lowered = self.backends[0], book.lowered(group)
+        options = backend.reuse_options(lowered.ir, config) if isinstance(backend, WritesInPlace) else {}
+        return {
+            lowered.outputs[output]: tuple(lowered.inputs[source] for source in sources)
+            for output, sources in options.items()
+        }
+
+    # -- at run time ------------------------------------------------------------------------------------------
+
+    def is_writable(self, book: GroupBook, ops: tuple[str, ...], config: Config) -> bool:
+        """As at run time: where the first back end cannot, another one does with its default configuration."""
+        if book.legal(ops) is not None:
+            return False
+        ir = book.lowered(Candidate(ops, (), ())).ir
+        for backend in self.backends:
+            if backend.unavailable() is None and backend.refuse(ir, self.target) is None:
+                given = config if backend is self.backends[0] else backend.default_config(ir, self.target)
+                try:
+                    backend.source(ir, given)
+                except BuildError:
+                    continue
+                return True
+        return False
+
+    def prepare(self, book: GroupBook, traced: Traced, group: PlannedGroup) -> FirstCall:
+        if reason := self.backends[0].unavailable():
+            raise RefusedError(f"{self.backends[0].name}: {reason}")
+        lowered, device_type = lower_group(traced.graph, group.ops, book.numerics), self.target.device_type
+        for value in (*lowered.inputs, *lowered.outputs):
+            node = traced.node_of.get(value)
+            fake = node.meta.get("val") if node is not None else None
+            # A CPU scalar tensor in a CUDA graph stays with its ATen op.
+            if isinstance(fake, torch.Tensor) and fake.device.type != device_type:
+                raise RefusedError(f"the group reads a {fake.device.type} tensor; the kernel runs on {device_type}")
+        ir = lowered.ir
+        if any(extent == 0 for buffer in ir.outputs for extent in buffer.shape):
+            raise RefusedError("a result of the group is empty")
+        backend, config = self._expressible(ir, group.config)
+        fails = backend.raises_outside and may_fail(ir)
+        return FirstCall(
+            group.label, group.ops, lowered.inputs, lowered.outputs, ir.symbols, ir.outputs, label=group.label, ir=ir,
+            build=partial(_build, backend, ir, config, self.target), source=partial(backend.source, ir, config),
+            key=(backend.name, ir.fingerprint(), config_key(config)),
+            unfused=partial(run_unfused, traced, lowered, device_type),
+            outside=partial(run_chain, traced.graph, lowered, device_type) if fails else None,
+        )
+
+    def _expressible(self, ir: KernelIR, config: Config) -> tuple[Backend, Config]:
+        """The first back end with ``config``, or another one with its default where that cannot express the kernel.
+
+        Raises:
+            RefusedError: None can.
+        """
+        first, *others = self.backends
+        if (refusal := first.refuse(ir, self.target)) is None:
+            return first, config
+        for other in others:
+            if other.unavailable() is None and other.refuse(ir, self.target) is None:
+                return other, other.default_config(ir, self.target)
+        raise RefusedError(f"{first.name}: {refusal}")
+
+    def count(self, group: PlannedGroup, tally: Tally) -> None:
+        tally.fused(group.source)
+
+    def leave_out(self, group: PlannedGroup, tally: Tally, reason: str) -> None:
+        tally.fall_back(reason, paths=group.paths)
+        logger.info("group %s runs unfused: %s", group.where, reason)
+
+    def give_up(self, group: PlannedGroup, tally: Tally, reason: str) -> None:
+        tally.fall_back(reason, group.source, group.paths)
+        logger.warning("group %s runs unfused from now on: %s", group.where, reason)
+
+
+def _build(
+    backend: Backend, ir: KernelIR, config: Config, target: Target, in_place: bool
+) -> tuple[Calling, ReuseOptions]:
+    if in_place and isinstance(backend, WritesInPlace) and (options := backend.reuse_options(ir, config)):
+        call = partial(backend.call, backend.load(ir, config, target), ir, target)
+        calling = cache(lambda reuse: call(dict(reuse)))
+        calling(())  # what fails here costs this group alone
+        return calling, options
+    made = backend.fused_callable(ir, config, target)
+    return lambda reuse: made, {}

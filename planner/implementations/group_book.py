@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from fuseplan.costmodel.work import Work
-from fuseplan.kernels.ir.backend import Backend, BuildError, Config, Target
+from fuseplan.kernels.ir.backend import Backend, Target
 from fuseplan.planner.errors import failure_reason
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import Candidate, CandidateLimits, Enumeration, enumerate_candidates, group_key
@@ -16,21 +16,6 @@ from fuseplan.planner.libraries.library_call import LibraryCall, OpGroup
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable
 from fuseplan.planner.work.group_work import hot_inputs, kernel_work, op_work
 from fuseplan.planner.work.library_work import library_work
-
-
-@dataclass(frozen=True)
-class Screening:
-    """A short timing of an implementation by itself.
-
-    Attributes:
-        time_us: Microseconds of a call; None where it failed.
-        reason: Why it failed.
-        backend: The calibration that it is a sample of, where the back end is one of several.
-    """
-
-    time_us: float | None
-    reason: str = ""
-    backend: str = ""
 
 
 class GroupBook:
@@ -108,22 +93,6 @@ class GroupBook:
             willing = (b for b in backends if b.unavailable() is None and b.refuse(ir, target) is None)
             self._backends[group.ops] = next(willing, None)
         return self._backends[group.ops]
-
-    def unwritable(self, ops: Sequence[str], backend: Backend, config: Config | None, target: Target) -> str | None:
-        """Why ``backend`` cannot write ``ops`` as one kernel with a configuration, None where it can.
-
-        Without a configuration it is the default one.
-        """
-        if (reason := self.legal(ops) or backend.unavailable()) is not None:
-            return reason
-        ir = self._lowered[tuple(ops)].ir
-        if (reason := backend.refuse(ir, target)) is not None:
-            return reason
-        try:
-            backend.source(ir, backend.default_config(ir, target) if config is None else config)
-        except BuildError as error:
-            return str(error)
-        return None
 
     def unfused_work(self, op: str) -> Work:
         """Work of one ATen op by itself."""

@@ -3,33 +3,41 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from fuseplan.costmodel.device import Mode
 from fuseplan.costmodel.work import Work
-from fuseplan.kernels.ir.backend import Config
+from fuseplan.kernels.ir.in_place import ReuseOptions
+from fuseplan.kernels.ir.ir import Buffer
+from fuseplan.planner.capture.traced import Traced
+from fuseplan.planner.errors import RefusedError
 from fuseplan.planner.groups.candidates import Candidate
-from fuseplan.planner.implementations.aten_op import anchor_calibration
-from fuseplan.planner.implementations.group_book import GroupBook, Screening
+from fuseplan.planner.groups.compute_graph import compute_graph_of
+from fuseplan.planner.implementations.aten import anchor_calibration, run_op
+from fuseplan.planner.implementations.first_call import Calling, FirstCall
+from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.implementation import Implementation, PlannedGroup, Screening
+from fuseplan.planner.implementations.subject import GroupSubject
 from fuseplan.planner.libraries.library_call import LibraryCall
-from fuseplan.search.timing.sequence import Part
 from fuseplan.search.tune.tuner import Tuner
 
 
 @dataclass(frozen=True)
-class LibraryOp:
+class LibraryOp(Implementation):
     """A library's call in the place of an anchor."""
 
     call: LibraryCall = field(compare=False, repr=False)
     name: str
     mode: Mode = "eager"
-    searches: bool = False
 
     def refuse(self, book: GroupBook, group: Candidate) -> str | None:
-        operands = book.graph.op(group.ops[0]).inputs
-        if len(set(operands)) < len(operands):
+        node = book.graph.op(group.ops[0])
+        if len(set(node.inputs)) < len(node.inputs):
             return "an operand is given twice"
-        if book.numerics == "eager" and book.graph.op(group.ops[0]).attrs.get("cap") is not None:
+        if book.numerics == "eager" and node.attrs.get("cap") is not None:
             return "it does not round where the ops that cap scores do"
+        if not all(book.graph.specs[value].is_static for value in (*node.inputs, *node.outputs)):
+            return "sizes are dynamic"
         return self.call.refuse(book.op_group(group))
 
     def work(self, book: GroupBook, group: Candidate) -> Work:
@@ -38,12 +46,28 @@ class LibraryOp:
     def calibration(self, book: GroupBook, group: Candidate) -> str:
         return anchor_calibration(book, group)
 
+    def subject(self, book: GroupBook, group: Candidate) -> GroupSubject:
+        return book.call_subject(group, self.call)
+
     def screen(self, book: GroupBook, group: Candidate, tuner: Tuner) -> Screening:
-        found = tuner.contest_calls(book.subject(group), {self.name: book.call_subject(group, self.call)})()
+        found = tuner.contest_calls(book.subject(group), {self.name: self.subject(book, group)})()
         if found is None or self.name in found.failed:
             return Screening(None, "its run failed" if found is None else found.failed[self.name])
         return Screening(found.contest.time(self.name).median_us)
 
-    def part(self, book: GroupBook, group: Candidate, backend: str, config: Config) -> Part:
-        subject = book.call_subject(group, self.call)
-        return Part(subject, reads=subject.operands, makes=subject.outputs)
+    def prepare(self, book: GroupBook, traced: Traced, group: PlannedGroup) -> FirstCall:
+        candidate = Candidate(group.ops, (), compute_graph_of(book.graph).outputs_of(group.ops))
+        if (reason := self.refuse(book, candidate)) is not None:
+            raise RefusedError(reason)
+        op = book.op_group(candidate)
+        outputs = [(value, op.specs[value]) for value in op.outputs]
+
+        def build(in_place: bool) -> tuple[Calling, ReuseOptions]:
+            call = self.call.build(op)
+            return lambda reuse: call, {}
+
+        return FirstCall(
+            f"{self.name} {group.label}", group.ops, op.inputs, op.outputs,
+            buffers=[Buffer(value, one.dtype, one.shape, one.strides, is_output=True) for value, one in outputs],
+            label=group.label, build=build, unfused=partial(run_op, op), key=(self.name, group.ops),
+        )

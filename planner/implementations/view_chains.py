@@ -23,7 +23,8 @@ from torch import fx
 from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.ir import Buffer
 from fuseplan.planner.capture.normalise import MODE_SWITCHES
-from fuseplan.planner.implementations.direct_calls import Direct, FakeValues, GroupCall
+from fuseplan.planner.implementations.direct_calls import Direct, FakeValues
+from fuseplan.planner.implementations.first_call import GroupCall
 from fuseplan.planner.ops.table import op_of
 from fuseplan.planner.rewrites.trace_edit import is_pure, is_written, operands_where
 from fuseplan.search.errors import OWN_FAULTS

@@ -50,32 +50,29 @@ class JointProblems:
         self, book: GroupBook, region: Region, plans: Sequence[tuple[Region, PlanRecord]]
     ) -> RegionProblem | None:
         """The choices of a region whose parts have plans; None where no kernel can hold a matmul."""
-        chosen: list[tuple[Candidate, str]] = []
+        chosen: list[Choice] = []
         for part, record in plans:
             groups = placed_candidates(book.graph, part, [group.ops for group in record.groups])
-            chosen += zip(groups, (group.implementation for group in record.groups), strict=True)
+            ways = (self._ways.named(group.implementation) for group in record.groups)
+            chosen += map(Choice, groups, ways)
         return self._problem(book, region, chosen)
 
     def nominal(self, book: GroupBook, region: Region) -> RegionProblem | None:
         """The choices should the plans of its islands be their nominal covers, and ATen run the rest."""
-        chosen: list[tuple[Candidate, str]] = []
+        chosen: list[Choice] = []
         for part in (part for part in region_parts(book.graph, region) if not is_anchor(book.graph, part)):
             problem = region_problem(book.graph, part, book.enumerated(part, self._limits), self._ways, book)
-            cover = predicted_partition(problem, ModelPrices(book, None, part).nominal_s).chosen
-            chosen += [(one.choice.group, one.choice.implementation.name) for one in cover]
+            cover = predicted_partition(problem, ModelPrices(book, None, part).nominal_s)
+            chosen += [one.choice for one in cover.chosen]
         return self._problem(book, region, chosen)
 
-    def _problem(
-        self, book: GroupBook, region: Region, chosen: Sequence[tuple[Candidate, str]]
-    ) -> RegionProblem | None:
-        """``chosen`` are the groups of its parts' plans with the names of what runs them."""
+    def _problem(self, book: GroupBook, region: Region, chosen: Sequence[Choice]) -> RegionProblem | None:
+        """``chosen`` are those of its parts' plans."""
         graph, ways, (enumerated, anchored) = book.graph, self._ways, self._groups_around(book, region)
         if not anchored:
             return None
-        kernels = [group for group, name in chosen if len(group.ops) > 1 or not _is_call(ways, name)]
-        libraries = [
-            Choice(group, ways.named(name)) for group, name in chosen if group not in kernels and name != ways.aten.name
-        ]
+        kernels = [one.group for one in chosen if one.implementation.backends]
+        libraries = [one for one in chosen if not one.implementation.backends and not one.is_plain]
         singles = single_candidates(graph, region)
         wanted = [*kernels, *_left_over(kernels, anchored, enumerated), *anchored]
         choices = (
@@ -124,10 +121,6 @@ def plan_across_anchors(
         return None
     reason = f"{record.evidence.reason}; gains {gain:.1%} on the plans of its parts"
     return replace(record, evidence=replace(record.evidence, reason=reason))
-
-
-def _is_call(ways: Implementations, name: str) -> bool:
-    return not ways.named(name).searches
 
 
 def _left_over(

@@ -222,7 +222,7 @@ class MeasuredRegion:
 
     def _part(self, choice: Choice) -> Part:
         way, book = choice.implementation, self.prices.book
-        if not way.searches:
+        if not way.backends:
             return way.part(book, choice.group, "", {})
         record = self.prices.tuned(choice.group)
         return way.part(book, choice.group, record.backend, record.config)

@@ -12,16 +12,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fuseplan.kernels.ir.backend import Backend, Target
 from fuseplan.planner.graph.dataflow import Region
 from fuseplan.planner.groups.candidates import Candidate, region_candidates, region_dependencies
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.convex import Dependencies
 from fuseplan.planner.groups.cycles import short_cycles
 from fuseplan.planner.implementations.group_book import GroupBook
-from fuseplan.planner.implementations.implementations import Implementation
+from fuseplan.planner.implementations.implementations import Implementations
 from fuseplan.planner.implementations.subject import group_label
-from fuseplan.planner.lowering.lower import NotLowerable
 from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.search.store.record import GroupChoice, PlanRecord
 
@@ -32,15 +30,10 @@ class RefusedPlanError(Exception):
 
 @dataclass(frozen=True)
 class PlanCheck:
-    """Checks the plans of a static graph's regions.
-
-    ``libraries`` are the library calls that there are.
-    """
+    """Checks the plans of a static graph's regions."""
 
     book: GroupBook
-    backends: Sequence[Backend]
-    target: Target
-    libraries: Sequence[Implementation] = ()
+    ways: Implementations
 
     def accepted(self, region: Region, record: PlanRecord) -> PlanRecord:
         """The plan with labels of its own, and without alternatives of ops that the region does not have.
@@ -71,30 +64,14 @@ class PlanCheck:
         return {place: numbers[at] for place, at in places if at in numbers}
 
     def _accepted_group(self, choice: GroupChoice, group: Candidate) -> GroupChoice:
-        if not choice.is_plain:
-            self._refuse(choice, group)
-        return replace(choice, label=group_label(self.book.graph, group.ops, group.outputs))
-
-    def _refuse(self, choice: GroupChoice, group: Candidate) -> None:
-        backend = next((one for one in self.backends if one.name == choice.implementation), None)
-        if backend is not None:
-            return self._refuse_kernel(backend, choice, group)
-        library = next((one for one in self.libraries if one.name == choice.implementation), None)
-        if library is None:
-            raise RefusedPlanError(f"it names an implementation that is none for {self.target.device_type}")
-        if len(group.ops) > 1 or choice.config:
-            raise RefusedPlanError("a library call has several ops, or a configuration")
-        if reason := library.refuse(self.book, group):
-            raise RefusedPlanError(f"{library.name} cannot run an op: {reason}")
-        return None
-
-    def _refuse_kernel(self, backend: Backend, choice: GroupChoice, group: Candidate) -> None:
         try:
-            ir = self.book.lowered(group).ir
-        except NotLowerable as error:
-            raise RefusedPlanError(f"a group cannot be one kernel: {error}") from None
-        if reason := backend.refuse_config(ir, choice.config, self.target):
-            raise RefusedPlanError(f"{backend.name} could not have chosen a group's configuration: {reason}")
+            way = self.ways.named(choice.implementation)
+        except KeyError:
+            raise RefusedPlanError(
+                f"it names an implementation that is none for {self.book.device_type}") from None
+        if reason := way.refuse_record(self.book, group, choice.config):
+            raise RefusedPlanError(reason)
+        return replace(choice, label=group_label(self.book.graph, group.ops, group.outputs))
 
 
 def refuse_cover(groups: Sequence[GroupChoice], members: Mapping[int, int] | None = None) -> None:

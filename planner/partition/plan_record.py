@@ -9,8 +9,6 @@ from typing import TypeVar
 
 import networkx as nx
 
-from fuseplan.kernels.ir.backend import Backend, Target
-from fuseplan.kernels.ir.in_place import WritesInPlace
 from fuseplan.planner.cost.prices import MeasuredPrices, ModelPrices
 from fuseplan.planner.errors import PlanError
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
@@ -18,10 +16,10 @@ from fuseplan.planner.groups.candidates import Candidate, placed_candidates, reg
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations.choices import Choice
 from fuseplan.planner.implementations.group_book import GroupBook
-from fuseplan.planner.implementations.implementations import Implementation
+from fuseplan.planner.implementations.implementations import Implementations
 from fuseplan.planner.implementations.subject import group_label
 from fuseplan.planner.partition.guided_loop import GuidedResult, Priced
-from fuseplan.planner.partition.peak_memory import NamedReuse, peak_bytes
+from fuseplan.planner.partition.peak_memory import peak_bytes
 from fuseplan.search.store.record import (
     ATEN,
     Alternative,
@@ -46,15 +44,14 @@ class PlanWriter:
     """
 
     def __init__(
-        self, key: RecordKey, book: GroupBook, region: Region, backends: Sequence[Backend], target: Target, seed: int,
-        alternatives: int, run: str = "",
+        self, key: RecordKey, book: GroupBook, region: Region, ways: Implementations, seed: int, alternatives: int,
+        run: str = "",
     ) -> None:
         self.key = key
         self.book = book
         self.graph = book.graph
         self.region = region
-        self.backends = {backend.name: backend for backend in backends}
-        self.target = target
+        self.ways = ways
         self.seed = seed
         self.alternatives = alternatives
         self.run = run
@@ -101,7 +98,7 @@ class PlanWriter:
             any(one.undecided for one in records),
         )
 
-    def plain(self, record: PlanRecord, prices: ModelPrices, aten: Implementation) -> PlanRecord:
+    def plain(self, record: PlanRecord, prices: ModelPrices) -> PlanRecord:
         """The record with every op run by ATen, for a region that is faster so."""
         lost = [
             Alternative(
@@ -113,7 +110,7 @@ class PlanWriter:
         known: list[GroupChoice | Alternative] = [*record.groups, *record.rejected]
         lost += [one for one in record.rejected if one.implementation != ATEN]
         times_us = {one.ops: one.measured_us for one in known if one.implementation == ATEN}
-        priced = (Priced(Choice(one, aten), 0.0, False) for one in single_candidates(self.graph, self.region))
+        priced = (Priced(Choice(one, self.ways.aten), 0.0, False) for one in single_candidates(self.graph, self.region))
         groups = (self._group(one, prices) for one in priced)
         found = replace(
             record, groups=tuple(replace(group, measured_us=times_us.get(group.ops)) for group in groups),
@@ -129,6 +126,10 @@ class PlanWriter:
     ) -> PlanRecord:
         ordered = in_running_order(self.graph, self.region, chosen)
         groups = tuple(chosen[one] for one in ordered)
+        reuse = [
+            self.ways.named(group.implementation).reuse(self.book, one, group.config)
+            for one, group in zip(ordered, groups, strict=True)
+        ]
         return PlanRecord(
             key=self.key,
             label=region_label(self.graph, self.region),
@@ -142,13 +143,13 @@ class PlanWriter:
             measured=measured,
             gap=gap,
             peak_bytes=peak_bytes(
-                self.graph, ordered, self.region.outputs, [self._reuse(one, chosen[one]) for one in ordered]
+                self.graph, ordered, self.region.outputs, reuse
             ),
             unfused_peak_bytes=peak_bytes(
                 self.graph, single_candidates(self.graph, self.region), self.region.outputs
             ),
             evidence=Evidence(
-                now(), Versions.current(self.target.device_type), self.seed, round(elapsed_s, 3), reason=reason,
+                now(), Versions.current(self.book.device_type), self.seed, round(elapsed_s, 3), reason=reason,
                 run=self.run,
             ),
             undecided=undecided,
@@ -173,23 +174,9 @@ class PlanWriter:
     def _label(self, choice: Choice) -> str:
         return group_label(self.graph, choice.group.ops, choice.group.outputs)
 
-    def _name(self, choice: Choice) -> str:
-        """What runs a choice: a back end, where there are several to search."""
-        way = choice.implementation
-        return (way.calibration(self.book, choice.group) if way.searches else "") or way.name
-
     def _group(self, priced: Priced, prices: ModelPrices) -> GroupChoice:
-        choice, way = priced.choice, priced.choice.implementation
-        tuning = _tuning(choice, prices)
-        name, config, workload = way.name, {}, ""
-        if way.searches:
-            workload = self.book.subject(choice.group).key
-            if tuning is not None:
-                name, config = tuning.backend, dict(tuning.config)
-            else:
-                backend = self.backends[self._name(choice)]
-                name = backend.name
-                config = dict(backend.default_config(self.book.lowered(choice.group).ir, self.target))
+        choice = priced.choice
+        name, config, workload = choice.implementation.recorded(self.book, choice.group, _tuning(choice, prices))
         return GroupChoice(
             self._places(choice.group.ops),
             name,
@@ -202,23 +189,11 @@ class PlanWriter:
             delay_us=prices.delay_us(choice),
         )
 
-    def _reuse(self, candidate: Candidate, group: GroupChoice) -> NamedReuse:
-        """Which outputs of a group may take which inputs' memory."""
-        backend = self.backends.get(group.implementation)
-        if not isinstance(backend, WritesInPlace):
-            return {}
-        lowered = self.book.lowered(candidate)
-        options = backend.reuse_options(lowered.ir, group.config)
-        return {
-            lowered.outputs[output]: tuple(lowered.inputs[source] for source in sources)
-            for output, sources in options.items()
-        }
-
     def _rejected(self, prices: ModelPrices, result: GuidedResult) -> tuple[Alternative, ...]:
         """The measured choices that lost: groups and library calls, cheapest first, then ATen's ops."""
         lost = sorted(result.rejected, key=lambda priced: priced.cost_s)
-        plain = [priced for priced in lost if prices.is_plain(priced.choice)]
-        others = [priced for priced in lost if not prices.is_plain(priced.choice)]
+        plain = [priced for priced in lost if priced.choice.is_plain]
+        others = [priced for priced in lost if not priced.choice.is_plain]
         return tuple(self._alternative(priced, prices) for priced in (*others[: self.alternatives], *plain))
 
     def _alternative(self, priced: Priced, prices: ModelPrices) -> Alternative:
@@ -240,7 +215,7 @@ class PlanWriter:
             reason,
             _predicted_us(choice, prices) if prices.spec is not None else None,
             measured_us,
-            tuning.backend if tuning is not None and tuning.backend else self._name(choice),
+            (tuning.backend if tuning is not None else "") or choice.implementation.run_by(self.book, choice.group),
             tuning.key.workload if tuning is not None else "",
             prices.delay_us(choice),
         )

@@ -13,11 +13,11 @@ from fuseplan.kernels.ir.backend import Backend, Target
 from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.graph.dataflow import TensorSpec
 from fuseplan.planner.groups.compute_graph import lower_group
+from fuseplan.planner.implementations.implementation import PlannedGroup
 from fuseplan.planner.implementations.sample_inputs import needs_positive_inputs, random_tensor
 from fuseplan.planner.lowering.lower import Lowered
 from fuseplan.planner.patterns.cells import Cell
 from fuseplan.planner.patterns.table import trace_pattern
-from fuseplan.planner.runtime.fallback import GroupPlan
 from fuseplan.search.timing.timers import Run
 
 #: Contestants by the names that tables use.
@@ -52,7 +52,7 @@ class Case:
     names: tuple[str, ...]
     inputs: tuple[torch.Tensor, ...]
     target: Target
-    groups: tuple[GroupPlan, ...] = ()
+    groups: tuple[PlannedGroup, ...] = ()
     backends: tuple[Backend, ...] = ()
     numerics: str = "fp32"
 

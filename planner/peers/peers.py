@@ -11,7 +11,7 @@ import copy
 import io
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -23,10 +23,11 @@ from fuseplan.costmodel.devices import is_cpu, is_gpu
 from fuseplan.kernels.gpu.overlap import plainly
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import Argument, ConfigError, nearest
+from fuseplan.planner.implementations.generated_kernel import GeneratedKernel
+from fuseplan.planner.implementations.implementation import PlannedGroup
 from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, Case, Contestant, PeerError, PeerOp
 from fuseplan.planner.peers.libraries import FLASHINFER_OPS, LIGER_OPS
 from fuseplan.planner.runtime.executor import executable
-from fuseplan.planner.runtime.fallback import GroupPlan
 
 LIGER, FLASHINFER = "liger", "flashinfer"
 #: Options of ``torch.compile``'s max-autotune mode without its CUDA graphs, which the bench adds itself.
@@ -44,7 +45,7 @@ class Peer:
     runs_on: Callable[[str], bool] = lambda device_type: True
 
 
-def fused(case: Case, groups: Sequence[GroupPlan], in_place: bool = False) -> Contestant:
+def fused(case: Case, groups: Sequence[PlannedGroup], in_place: bool = False) -> Contestant:
     """The whole pattern with ``groups`` as kernels, called as dispatch runs it.
 
     With ``in_place`` its activations are given away, as intermediates are that die in a group: results may lie in them.
@@ -138,7 +139,7 @@ def _default(case: Case, name: str) -> Contestant:
         if refusal := backend.refuse(ir, case.target):
             raise PeerError(refusal)
         config = plainly(backend.default_config(ir, case.target))  # overlapped with nothing
-        groups.append(GroupPlan(group.ops, backend, config, group.source, group.label))
+        groups.append(replace(group, implementation=GeneratedKernel((backend,), case.target), config=config))
     return fused(case, groups)
 
 

@@ -27,8 +27,8 @@ from fuseplan.planner.rewrites.packing import pack
 from fuseplan.planner.runtime.cuda_graphs import graphed
 from fuseplan.planner.runtime.executor import SHARED_MEMORY, executable, guarded_call
 from fuseplan.planner.runtime.logs import show_plans, warn_once
+from fuseplan.planner.runtime.lookup import look_up
 from fuseplan.planner.runtime.options import DispatchOptions, parse_options
-from fuseplan.planner.runtime.resolve import resolve
 from fuseplan.planner.tuning.planner import PlanSettings
 from fuseplan.planner.tuning.session import Session, open_session
 from fuseplan.search.errors import DatabaseError
@@ -90,14 +90,14 @@ def compile_graph(
     session = _open(device_type, options)
     session.database.keeps_misses = options.log_misses
     try:
-        resolved = resolve(session, traced.graph, options.on_miss, tally)
+        lookup = look_up(session, traced.graph, options.on_miss, tally)
     finally:
         session.database.close()
     call = executable(
-        traced, resolved.groups, session.target, tally, options.numerics, options.debug, options.in_place,
-        parameters=parameter_positions(example_inputs), calls=resolved.calls,
+        traced, lookup.groups, session.target, tally, options.numerics, options.debug, options.in_place,
+        parameters=parameter_positions(example_inputs),
     )
-    show_plans(resolved.regions, tally, options.debug, traced.graph)
+    show_plans(lookup.plans, tally, options.debug, traced.graph)
     if options.cuda_graphs:
         stationary = traced.written | _stationary(gm, example_inputs)
         call = graphed(call, module, stationary, device_type, tally, options.cuda_graphs_copy_outputs)

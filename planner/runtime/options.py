@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from fuseplan.costmodel.devices import is_gpu
 from fuseplan.planner.errors import ConfigError, nearest
-from fuseplan.planner.runtime.resolve import OnMiss
+from fuseplan.planner.runtime.lookup import OnMiss
 
 Numerics = Literal["fp32", "eager"]
 Regime = Literal["eager", "graph"]

@@ -29,11 +29,11 @@ from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.dispatch_stats import Stats, Tally, new_tally, total
 from fuseplan.planner.errors import ConfigError, FuseplanError, GraphError, ShapeError, UnknownOpError, failure_reason
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
+from fuseplan.planner.implementations.implementation import PlannedGroup
 from fuseplan.planner.ops.table import mutates
 from fuseplan.planner.runtime.executor import executable, guarded_call
-from fuseplan.planner.runtime.fallback import GroupPlan
 from fuseplan.planner.runtime.logs import describe, show_plans
-from fuseplan.planner.runtime.resolve import Resolved, resolve
+from fuseplan.planner.runtime.lookup import GraphLookup, look_up
 from fuseplan.planner.tuning.plans import RegionPlan
 from fuseplan.planner.tuning.session import Session, open_session
 from fuseplan.search.store.record import GroupChoice
@@ -121,17 +121,14 @@ class FusionScheduler:
         tensors = _checked(graph, inputs)
         if not self.config.enable_fusion:
             return "fusion is off (FusionConfig.enable_fusion)"
-        traced, _, resolved = self._plan(graph, tensors, Tally("explain"))
-        kept = self._kept(traced.graph, resolved)
+        traced, _, found = self._plan(graph, tensors, Tally("explain"))
+        small = [set(group.ops) for group in found.groups if group not in self._kept(traced.graph, found)]
 
         def too_small(plan: RegionPlan, choice: GroupChoice) -> str:
-            ops = set(plan.group_ops(choice))
-            called = any(ops == set(one.ops) for one in resolved.calls)
-            if choice.is_plain or called or any(ops >= set(group.ops) for group in kept):
-                return ""
-            return "unfused: smaller than FusionConfig asks for"
+            is_small = any(set(plan.group_ops(choice)) >= ops for ops in small)
+            return "unfused: smaller than FusionConfig asks for" if is_small else ""
 
-        lines = describe(resolved.regions, too_small)
+        lines = describe(found.plans, too_small)
         return "\n".join(lines) or "nothing to fuse: no two ops of the graph can share a kernel"
 
     def _compile(self, graph: SubGraph, tensors: list[torch.Tensor]) -> Callable[..., Any]:
@@ -141,12 +138,12 @@ class FusionScheduler:
         tally = new_tally(f"subgraph {len(self._tallies)}")
         self._tallies.append(tally)
         try:
-            traced, session, resolved = self._plan(graph, tensors, tally)
+            traced, session, found = self._plan(graph, tensors, tally)
             call = executable(
-                traced, self._kept(traced.graph, resolved), session.target, tally, session.settings.numerics,
-                self.config.debug_mode, calls=resolved.calls,
+                traced, self._kept(traced.graph, found), session.target, tally, session.settings.numerics,
+                self.config.debug_mode,
             )
-            show_plans(resolved.regions, tally, self.config.debug_mode)
+            show_plans(found.plans, tally, self.config.debug_mode)
             return guarded_call(call, unfused, traced, tally)
         except Exception as error:
             # What is wrong with the graph itself would fail unfused as well.
@@ -158,22 +155,22 @@ class FusionScheduler:
         logger.warning("graph of %d ops runs unfused: %s", len(graph.nodes), reason)
         return unfused
 
-    def _plan(self, graph: SubGraph, tensors: list[torch.Tensor], tally: Tally) -> tuple[Traced, Session, Resolved]:
+    def _plan(self, graph: SubGraph, tensors: list[torch.Tensor], tally: Tally) -> tuple[Traced, Session, GraphLookup]:
         specs = {name: spec_of(tensor) for name, tensor in zip(graph.input_names, tensors, strict=True)}
         device_type = tensors[0].device.type if tensors else "cpu"
         traced = trace_subgraph(graph, specs, device_type)
         session = open_session(device_type, self._database, mode="read")
         try:
-            return traced, session, resolve(session, traced.graph, "model", tally)
+            return traced, session, look_up(session, traced.graph, "model", tally)
         finally:
             session.database.close()
 
-    def _kept(self, graph: DataflowGraph, resolved: Resolved) -> list[GroupPlan]:
-        """The groups that are large enough for the configuration."""
+    def _kept(self, graph: DataflowGraph, found: GraphLookup) -> list[PlannedGroup]:
+        """The kernels that are large enough for the configuration, and library calls."""
         return [
-            group for group in resolved.groups
-            if len(group.ops) >= self.config.min_nodes_for_fusion
-            and _largest_tensor(graph, group.ops) >= self.config.min_tensor_elements
+            group for group in found.groups if not group.implementation.backends
+            or (len(group.ops) >= self.config.min_nodes_for_fusion
+                and _largest_tensor(graph, group.ops) >= self.config.min_tensor_elements)
         ]
 
 

@@ -123,7 +123,7 @@ class Lookahead:
         problem = self._make_joint(book, region)
         if problem is not None:
             self._wanted[region] = self._compile_cover(problem, book, self._make_prices(book, None))
-            groups = sorted((one.group for one in problem.choices if one.implementation.searches),
+            groups = sorted((one.group for one in problem.choices if one.implementation.backends),
                             key=lambda group: -len(group.ops))
             self._tuner.prefetch_default(map(book.subject, groups))
 
@@ -142,7 +142,7 @@ class Lookahead:
         cover = predicted_partition(problem, prices.nominal_s)
         if self._stop.is_set():  # in the meantime
             return []
-        kernels = [book.subject(one.choice.group) for one in cover.chosen if one.choice.implementation.searches]
+        kernels = [book.subject(one.choice.group) for one in cover.chosen if one.choice.implementation.backends]
         self._tuner.prefetch(kernels, minor, spare=True)
         return kernels
 
@@ -158,5 +158,5 @@ class _Rehearsal:
         return self._prices.bound_s(choice)
 
     def measure_s(self, choices: Sequence[Choice]) -> list[float]:
-        self.asked += [choice for choice in choices if choice.implementation.searches]
+        self.asked += [choice for choice in choices if choice.implementation.backends]
         return [self._prices.predict_s(choice) for choice in choices]

@@ -71,8 +71,7 @@ class Planner:
         self.unmeasured = replace(self.implementations, libraries=())
         #: What is stored; why plans are not used although they were found, and which versions differ, by region key.
         self.stored = StoredPlans(
-            store, RecordKey("", device, regime, self.settings.numerics), self.backends, target,
-            self.implementations.libraries)
+            store, RecordKey("", device, regime, self.settings.numerics), self.implementations)
         self.refused, self.outdated = self.stored.refused, self.stored.outdated
         #: What was measured by this planner, by key: a part is decided once for all regions that have it.
         self._decided: dict[str, PlanRecord] = {}
@@ -331,8 +330,7 @@ class Planner:
         """The plan of a region of several parts after its run beside plain ATen; stored."""
         reason = "; ".join(dict.fromkeys(record.evidence.reason for _, record in plans)) + verdict.words
         if not verdict.keeps:
-            aten = self.implementations.aten
-            plans = [(part, self._writer(book, part).plain(record, ModelPrices(book, self.spec, part), aten))
+            plans = [(part, self._writer(book, part).plain(record, ModelPrices(book, self.spec, part)))
                      for part, record in plans]
         record = self._joined(book, region, plans, time.monotonic() - began, reason)
         with tuner.account.spend("storing"):
@@ -383,7 +381,7 @@ class Planner:
     def _writer(self, book: GroupBook, region: Region) -> PlanWriter:
         seed, run = (self.tuner.seed, self.tuner.run) if self.tuner is not None else (0, "")
         return PlanWriter(
-            self.key(region.key), book, region, self.backends, self.target, seed, self.settings.alternatives, run
+            self.key(region.key), book, region, self.implementations, seed, self.settings.alternatives, run
         )
 
 

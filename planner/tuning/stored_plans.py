@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import fields, replace
 
-from fuseplan.kernels.ir.backend import Backend, Target
 from fuseplan.planner.graph.dataflow import Region
 from fuseplan.planner.implementations.group_book import GroupBook
-from fuseplan.planner.implementations.implementations import Implementation
+from fuseplan.planner.implementations.implementations import Implementations
 from fuseplan.planner.partition.plan_check import PlanCheck, RefusedPlanError
 from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.search.errors import OWN_FAULTS
@@ -30,12 +29,11 @@ class StoredPlans:
     """
 
     def __init__(
-        self, store: Database | LayeredDatabase, context: RecordKey, backends: Sequence[Backend], target: Target,
-        libraries: Sequence[Implementation],
+        self, store: Database | LayeredDatabase, context: RecordKey, implementations: Implementations
     ) -> None:
         self._store = store
         self._context = context
-        self._check = backends, target, libraries
+        self._implementations = implementations
         self.refused: dict[str, str] = {}
         self.outdated: dict[str, tuple[str, ...]] = {}
         #: Plans that were checked, and what was accepted of them, by region key.
@@ -78,8 +76,7 @@ class StoredPlans:
         if stored == lookup.hit:
             return replace(lookup, record=accepted)
         try:
-            check = PlanCheck(book, *self._check)
-            accepted = check.accepted(region, lookup.hit)
+            accepted = PlanCheck(book, self._implementations).accepted(region, lookup.hit)
             self._sound[region.key] = lookup.hit, accepted
             return replace(lookup, record=accepted)
         except Exception as error:  # whatever else the check trips over: it costs this region alone

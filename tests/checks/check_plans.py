@@ -151,7 +151,7 @@ def loss_of(chosen: Sequence[Choice], best: Sequence[Choice], problem: RegionPro
     if set(best) == set(chosen):
         return 0.0, 0.0
     for one in chosen:
-        if one.implementation.searches:
+        if one.implementation.backends:
             prices.tuned(one.group)
     contest = MeasuredRegion(problem, prices, 0.0, 0.0, len(problem.choices)).play_off(best, chosen)
     if contest is None:
@@ -275,7 +275,7 @@ def check_all(
     checked: list[bool] = []
     with session.tuner(replace(budget, screen_s=_SCREEN_S)) as tuner:
         for one in listed:  # every kernel that will be measured, compiled in the order in which it will be
-            kernels = (choice for choice in one.problem.choices if choice.implementation.searches)
+            kernels = (choice for choice in one.problem.choices if choice.implementation.backends)
             tuner.prefetch_default(one.book.subject(choice.group) for choice in kernels)
         for one in listed:
             if args.minutes is not None and time.monotonic() - start > 60 * args.minutes:

@@ -21,14 +21,15 @@ from fuseplan.planner.cost.prices import shared_cache
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.groups.regions import find_regions
+from fuseplan.planner.implementations.generated_kernel import GeneratedKernel
 from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.implementation import PlannedGroup
 from fuseplan.planner.implementations.implementations import kernel_mode
 from fuseplan.planner.lowering.lower import Lowered
 from fuseplan.planner.ops.table import kind_of
 from fuseplan.planner.patterns.cells import Cell
 from fuseplan.planner.peers.contestant import make_case
 from fuseplan.planner.peers.peers import fused
-from fuseplan.planner.runtime.fallback import GroupPlan
 from fuseplan.planner.tuning.planner import PlanSettings
 from fuseplan.planner.tuning.session import Session, open_session
 from fuseplan.planner.work.group_work import hot_inputs, kernel_work
@@ -54,13 +55,13 @@ def ancestors(graph: DataflowGraph, value: str) -> set[str]:
 
 def kernels(
     graph: DataflowGraph, divisions: Sequence[Sequence[str]], session: Session
-) -> list[tuple[Lowered, GroupPlan]]:
+) -> list[tuple[Lowered, PlannedGroup]]:
     """Each group lowered, with its default configuration."""
     backend, made = session.backends[0], []
     for ops in divisions:
         lowered = lower_group(graph, ops, session.settings.numerics)
         config = backend.default_config(lowered.ir, session.target)
-        made.append((lowered, GroupPlan(tuple(ops), backend, config, "model")))
+        made.append((lowered, PlannedGroup(tuple(ops), GeneratedKernel((backend,), session.target), config)))
     return made
 
 
@@ -88,7 +89,7 @@ def check(cell: Cell, session: Session, seconds: float) -> str:
         lowered = [one for one, _ in found]
         if side == "two":
             for one, plan in found:
-                run = plan.backend.fused_callable(one.ir, plan.config, session.target)
+                run = plan.implementation.backends[0].fused_callable(one.ir, plan.config, session.target)
                 operands = [tuple(given[name] for name in one.inputs)]
                 alone_us += contest(timer, {"alone": run}, operands, seconds / 2).time("alone").median_us
     together = contest(timer, runs, [inputs], seconds)

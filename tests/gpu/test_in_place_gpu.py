@@ -20,11 +20,12 @@ from fuseplan.kernels.ir.backend import Config
 from fuseplan.kernels.ninetoothed.backend import NinetoothedBackend
 from fuseplan.kernels.registry import local_target
 from fuseplan.kernels.triton.backend import TritonBackend
+from fuseplan.planner.implementations.generated_kernel import GeneratedKernel
+from fuseplan.planner.implementations.implementation import PlannedGroup
 from fuseplan.planner.ops.table import kind_of
 from fuseplan.planner.patterns.cells import cell
 from fuseplan.planner.peers.contestant import make_case
 from fuseplan.planner.peers.peers import fused
-from fuseplan.planner.runtime.fallback import GroupPlan
 
 pytestmark = [
     pytest.mark.gpu,
@@ -127,7 +128,7 @@ def test_the_bench_times_what_dispatch_runs(backend: GpuBackend) -> None:
     graph = case.traced.graph
     ops = tuple(node.name for node in graph if kind_of(node, graph.specs) == "compute")
     config = backend.default_config(case.kernel(ops).ir, target)
-    case = replace(case, groups=(GroupPlan(ops, backend, config, "model"),))
+    case = replace(case, groups=(PlannedGroup(ops, GeneratedKernel((backend,), target), config),))
     plain, over = fused(case, case.groups), fused(case, case.groups, in_place=True)
     operands = over.operands(case.inputs)
     wanted = plain.outputs(plain.run(*case.inputs), case.inputs)

@@ -27,7 +27,7 @@ from paths import ROOT
 from postgres_server import Server, binaries
 
 import fuseplan.planner
-from fuseplan.planner.runtime import resolve
+from fuseplan.planner.runtime import lookup
 from fuseplan.search.store.location import default_path
 
 pytestmark = pytest.mark.no_cover
@@ -66,8 +66,8 @@ def fresh() -> Iterator[None]:
     """Nothing compiled or counted yet."""
     torch._dynamo.reset()
     fuseplan.planner.reset_stats()
-    resolve._LOGGED.clear()
-    resolve._WARNED.clear()
+    lookup._LOGGED.clear()
+    lookup._WARNED.clear()
     yield
     torch._dynamo.reset()
 

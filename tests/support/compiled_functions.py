@@ -13,8 +13,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fuseplan.planner.capture.normalise import normalise
 from fuseplan.planner.dispatch_stats import Tally
+from fuseplan.planner.implementations.generated_kernel import GeneratedKernel
+from fuseplan.planner.implementations.implementation import PlannedGroup
 from fuseplan.planner.runtime.executor import executable
-from fuseplan.planner.runtime.fallback import GroupPlan
 from fuseplan.planner.tuning.planner import Planner
 
 
@@ -27,7 +28,7 @@ def compiled(
     traced = normalise(module)
     planner = Planner(NothingStored(), None, "test", CPU, (kernels,))
     plans = [
-        GroupPlan(plan.group_ops(choice), kernels, choice.config, "model")
+        PlannedGroup(plan.group_ops(choice), GeneratedKernel((kernels,), CPU), choice.config)
         for plan in planner.plan_graph(traced.graph).regions
         for choice in plan.record.groups
         if choice.is_kernel

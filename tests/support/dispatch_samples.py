@@ -14,7 +14,7 @@ import fuseplan.planner
 from fuseplan.planner.capture.normalise import normalise
 from fuseplan.planner.capture.trace import trace_predispatch
 from fuseplan.planner.graph.dataflow import bind_graph
-from fuseplan.planner.runtime import logs, resolve
+from fuseplan.planner.runtime import logs, lookup
 from fuseplan.planner.tuning.session import open_session
 
 
@@ -22,8 +22,8 @@ def fresh_start() -> Iterator[None]:
     """The body of a fixture: nothing compiled, counted or logged yet, seeded, no gradients."""
     torch._dynamo.reset()
     fuseplan.planner.reset_stats()
-    resolve._LOGGED.clear()
-    resolve._WARNED.clear()
+    lookup._LOGGED.clear()
+    lookup._WARNED.clear()
     logs._SAID.clear()
     torch.manual_seed(0)
     with torch.no_grad():

@@ -16,8 +16,8 @@ from op_coverage import Coverage, coverage
 import fuseplan.planner
 from fuseplan.planner.dispatch_stats import Stats
 from fuseplan.planner.errors import failure_reason
+from fuseplan.planner.implementations.first_call import FirstCall
 from fuseplan.planner.runtime import dispatch
-from fuseplan.planner.runtime.fallback import FirstCall
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -38,7 +38,7 @@ def watching() -> Iterator[list[Coverage]]:
     def watched(traced: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         call: Any = executable(traced, *args, **kwargs)
         slots = [slot for slot in call.__globals__.values() if isinstance(slot, FirstCall) and slot.ir is not None]
-        found.append(coverage(traced.graph, {name for slot in slots for name in slot.plan.ops}))
+        found.append(coverage(traced.graph, {name for slot in slots for name in slot.ops}))
         return call  # type: ignore[no-any-return]
 
     dispatch.executable = watched

@@ -20,12 +20,12 @@ from fuseplan.planner.bench.case import plan_case
 from fuseplan.planner.bench.rows import failure
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import PlanError
+from fuseplan.planner.implementations.implementation import PlannedGroup
 from fuseplan.planner.implementations.subject import group_subject
 from fuseplan.planner.patterns.cells import Cell
 from fuseplan.planner.peers.contestant import Case, trace_cell
 from fuseplan.planner.peers.peers import fused
-from fuseplan.planner.runtime.fallback import GroupPlan
-from fuseplan.planner.runtime.resolve import resolve
+from fuseplan.planner.runtime.lookup import look_up
 from fuseplan.planner.tuning.session import Session
 from fuseplan.search import policy
 from fuseplan.search.timing.measure import no_collection
@@ -85,7 +85,7 @@ def bench_lookup(session: Session, cell: Cell) -> LookupRow:
         tally = Tally(cell.key)
         # A compilation starts with a new graph, of which no regions are remembered.
         graph = copy.copy(traced)
-        resolve(session, graph, "unfused", tally)
+        look_up(session, graph, "unfused", tally)
         seen = tally.snapshot()
         regions = max(1, seen.regions)
         planning.append(seen.lookup_s * 1e6 / regions)
@@ -125,9 +125,9 @@ def _callables(case: Case) -> Iterator[tuple[str, str, Callable[[], Call]]]:
     device = case.target.device_type
     subject = group_subject(case.traced.graph, group.ops, case.cell.key, case.numerics, device)
     inputs, outputs = subject.make_inputs(0, device), subject.allocate_outputs(device)
-    kernel = (subject.ir, group.config, case.target)
-    yield GROUP, "allocated", lambda: partial(group.backend.fused_callable(*kernel), *inputs)
-    yield GROUP, "given", lambda: partial(group.backend.load(*kernel), *inputs, *outputs)
+    kernel, backend = (subject.ir, group.config, case.target), group.implementation.backends[0]
+    yield GROUP, "allocated", lambda: partial(backend.fused_callable(*kernel), *inputs)
+    yield GROUP, "given", lambda: partial(backend.load(*kernel), *inputs, *outputs)
     yield PLAN, "allocated", lambda: partial(fused(case, case.groups).run, *case.inputs)
     if is_gpu(device):
         yield TRITON, "given", lambda: _triton_launcher(case, group, subject.ir, [*inputs, *outputs])
@@ -136,14 +136,15 @@ def _callables(case: Case) -> Iterator[tuple[str, str, Callable[[], Call]]]:
     yield ADD, "given", lambda: lambda: torch.add(x, x, out=y)
 
 
-def _triton_launcher(case: Case, group: GroupPlan, ir: KernelIR, arguments: Sequence[torch.Tensor]) -> Call:
+def _triton_launcher(case: Case, group: PlannedGroup, ir: KernelIR, arguments: Sequence[torch.Tensor]) -> Call:
     """The same kernel through ``kernel[grid](...)``: what a hand-written Triton kernel pays per call."""
     from fuseplan.kernels.gpu.tile import programs
     from fuseplan.kernels.ir.kernel_name import kernel_name
     from fuseplan.kernels.triton.backend import TritonBackend
 
-    backend = group.backend if isinstance(group.backend, TritonBackend) else TritonBackend()
-    config = group.config if backend is group.backend else backend.default_config(ir, case.target)
+    own = group.implementation.backends[0]
+    backend = own if isinstance(own, TritonBackend) else TritonBackend()
+    config = group.config if backend is own else backend.default_config(ir, case.target)
     kernel = getattr(backend.store.load(backend.source(ir, config)), kernel_name(ir))
     options = {"num_warps": int(config["num_warps"]), "num_stages": int(config.get("num_stages", 1))}
     grid = (programs(ir, config, {}),)

@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 import fuseplan.planner
 from fuseplan.planner.capture.traced import Traced
-from fuseplan.planner.implementations.direct_calls import GroupCall
+from fuseplan.planner.implementations.first_call import GroupCall
 from fuseplan.planner.runtime import executor
 from fuseplan.planner.runtime.dispatch import fuseplan as backend
 from fuseplan.planner.runtime.placement import fused_graph

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from fuseplan.planner.implementations.aten_op import AtenOp
+from reference_backend import ReferenceBackend
+
+from fuseplan.planner.implementations.aten import AtenOp
 from fuseplan.planner.implementations.generated_kernel import GeneratedKernel
 from fuseplan.planner.implementations.implementations import Implementations
 
-WAYS = Implementations(AtenOp(), GeneratedKernel())
+WAYS = Implementations(AtenOp(), GeneratedKernel((ReferenceBackend(),)))

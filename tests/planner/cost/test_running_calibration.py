@@ -11,7 +11,7 @@ from fuseplan.costmodel.calibrate import Sample
 from fuseplan.costmodel.roofline import predict
 from fuseplan.costmodel.work import Work
 from fuseplan.planner.cost.running_calibration import RunningCalibration
-from fuseplan.planner.implementations.aten_op import ATTENTION, UNFUSED
+from fuseplan.planner.implementations.aten import ATTENTION, UNFUSED
 
 
 def samples(scale: float, count: int) -> list[Sample]:

@@ -30,12 +30,13 @@ from fuseplan.planner.groups.candidates import enumerate_candidates
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations.choices import Choice, RegionProblem, region_problem
+from fuseplan.planner.implementations.generated_kernel import GeneratedKernel
 from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.implementation import PlannedGroup
 from fuseplan.planner.implementations.implementations import implementations_for
 from fuseplan.planner.lowering.lower import Lowered, lower
 from fuseplan.planner.ops.table import kind_of
 from fuseplan.planner.partition.guided_loop import predicted_partition
-from fuseplan.planner.runtime.fallback import GroupPlan
 from fuseplan.planner.tuning.planner import Planner, PlanSettings
 from fuseplan.planner.work.group_work import hot_inputs, kernel_work, op_work
 from fuseplan.search.store.database import Database
@@ -181,7 +182,7 @@ def prices_of(rows: int, among: bool) -> tuple[RegionProblem, ModelPrices]:
 
 
 def fused(problem: RegionProblem, size: int) -> Choice:
-    return next(one for one in problem.choices if one.implementation.searches and len(one.group.ops) == size)
+    return next(one for one in problem.choices if one.implementation.backends and len(one.group.ops) == size)
 
 
 def test_two_kernels_are_no_better_off_in_a_cache_than_one() -> None:
@@ -216,7 +217,7 @@ def test_the_bench_predicts_a_plan_as_the_planner_does() -> None:
     graph, _ = two_scaled(4000)
     names = [node.name for node in graph]
     apart, together = (
-        [GroupPlan(tuple(ops), TritonBackend(), {"overlap": "none"}, "model") for ops in divided]
+        [PlannedGroup(tuple(ops), GeneratedKernel((TritonBackend(),)), {"overlap": "none"}) for ops in divided]
         for divided in ([names[:1], names[1:]], [names])
     )
     alone_us = predict(kernel_work(lower_group(graph, names[:1]).ir), KNEE, "graph").time_us

@@ -18,7 +18,7 @@ from fuseplan.planner.groups.candidates import enumerate_candidates, single_cand
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations import subject as subject_module
-from fuseplan.planner.implementations.aten_op import ATTENTION, MATMUL, UNFUSED, AtenOp
+from fuseplan.planner.implementations.aten import ATTENTION, MATMUL, UNFUSED, AtenOp
 from fuseplan.planner.implementations.generated_kernel import GeneratedKernel
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.implementations.subject import group_subject, op_group, op_subject

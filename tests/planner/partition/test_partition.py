@@ -138,7 +138,7 @@ class FakeTimes:
             growth = len(choice.group.ops) ** rng.choice([0.4, 0.7, 1.1])
             self.true[choice] = rng.uniform(0.8, 1.2) * 1e-6 * growth
             self.low[choice] = self.true[choice] * rng.uniform(looseness, 1.0)
-            if choice.implementation.searches and rng.random() < failing:
+            if choice.implementation.backends and rng.random() < failing:
                 self.true[choice] = rng.choice([math.inf, math.nan])
 
     def bound_s(self, choice: Choice) -> float:
@@ -178,7 +178,7 @@ def test_guided_loop_ends_near_the_true_optimum(seed: int, size: int, tolerance:
         assert sorted(op for priced in result.chosen for op in priced.choice.group.ops) == sorted(problem.ops)
         assert result.cost_s == pytest.approx(math.fsum(priced.cost_s for priced in result.chosen))
         assert all(priced.cost_s == times.true[priced.choice] for priced in result.chosen)
-        unfused = [times.true[choice] for choice in problem.choices if not choice.implementation.searches]
+        unfused = [times.true[choice] for choice in problem.choices if not choice.implementation.backends]
         assert result.unfused_s == pytest.approx(math.fsum(unfused))
         assert result.cost_s <= result.unfused_s
         assert {p.choice for p in (*result.chosen, *result.rejected)} == set(times.measured)
@@ -226,7 +226,7 @@ class Flat:
         self.fused_s, self.unfused_s, self.tightness = fused_s, unfused_s, tightness
 
     def time_s(self, choice: Choice) -> float:
-        return self.fused_s if choice.implementation.searches else self.unfused_s
+        return self.fused_s if choice.implementation.backends else self.unfused_s
 
     def bound_s(self, choice: Choice) -> float:
         return self.time_s(choice) * self.tightness
@@ -242,13 +242,13 @@ def test_most_groups_are_never_measured() -> None:
     assert [len(priced.choice.group.ops) for priced in result.chosen] == [8]
     assert (result.measured, result.enumerated, result.optimal) == (9, 44, True)
     assert result.unfused_s == 8.0
-    assert [priced.choice.implementation.searches for priced in result.rejected] == [False] * 8
+    assert [bool(priced.choice.implementation.backends) for priced in result.rejected] == [False] * 8
 
 
 def test_not_fusing_is_an_answer() -> None:
     _, problem = chain(3)
     result = guided_partition(problem, Flat(fused_s=3.5))
-    assert [priced.choice.implementation.searches for priced in result.chosen] == [False] * 3
+    assert [bool(priced.choice.implementation.backends) for priced in result.chosen] == [False] * 3
     assert result.optimal
 
 
@@ -264,9 +264,9 @@ def test_measurement_budget_leaves_a_stated_gap() -> None:
 def test_noise_margin_prefers_one_launch_but_never_above_unfused() -> None:
     _, problem = chain(2)
     fused = guided_partition(problem, Flat(1.0, unfused_s=0.505), tolerance=0.0, margin=0.02)
-    assert [priced.choice.implementation.searches for priced in fused.chosen] == [True]
+    assert [bool(priced.choice.implementation.backends) for priced in fused.chosen] == [True]
     slower = guided_partition(problem, Flat(1.01, unfused_s=0.5, tightness=0.9), tolerance=0.0, margin=0.02)
-    assert [priced.choice.implementation.searches for priced in slower.chosen] == [False, False]
+    assert [bool(priced.choice.implementation.backends) for priced in slower.chosen] == [False, False]
 
 
 def test_failing_unfused_measurement_names_the_op() -> None:

@@ -16,6 +16,7 @@ from dispatch_samples import Block, compiled, fresh_start, store_plans, swiglu
 from graphs import Builder
 from reference_backend import ReferenceBackend, use
 from scripted_tuner import TARGET
+from ways import WAYS
 
 import fuseplan.planner
 from fuseplan.kernels.cpp.backend import CppBackend
@@ -53,7 +54,7 @@ def partitions(items: Sequence[int]) -> Iterator[list[tuple[int, ...]]]:
 def planned(graph: DataflowGraph) -> tuple[PlanCheck, Any, PlanRecord]:
     database = Database("sqlite://", versions=Versions.current("cpu"))
     plan = Planner(database, None, "dev", TARGET, (ReferenceBackend(),)).plan_graph(graph).regions[0]
-    return PlanCheck(GroupBook(graph, "fp32", "cpu"), (ReferenceBackend(),), TARGET), plan.region, plan.record
+    return PlanCheck(GroupBook(graph, "fp32", "cpu"), WAYS), plan.region, plan.record
 
 
 def choice(ops: Sequence[int], **fields: Any) -> GroupChoice:
@@ -139,7 +140,7 @@ def test_a_group_that_does_not_lower_is_refused() -> None:
     assert book.legal(region.ops) is not None
     record = replace(planned(fork())[2], groups=(choice(range(len(region.ops))),))
     with pytest.raises(RefusedPlanError, match="cannot be one kernel"):
-        PlanCheck(book, (ReferenceBackend(),), TARGET).accepted(region, record)
+        PlanCheck(book, WAYS).accepted(region, record)
 
 
 def test_labels_are_made_anew() -> None:

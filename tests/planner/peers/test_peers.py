@@ -18,12 +18,13 @@ from fuseplan.kernels.ir.backend import BuildError
 from fuseplan.kernels.registry import backends_for, local_target
 from fuseplan.planner.bench.case import reference_outputs
 from fuseplan.planner.errors import ConfigError
+from fuseplan.planner.implementations.generated_kernel import GeneratedKernel
+from fuseplan.planner.implementations.implementation import PlannedGroup
 from fuseplan.planner.ops.table import kind_of
 from fuseplan.planner.patterns.cells import cell
 from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, Case, Contestant, PeerError, make_case
 from fuseplan.planner.peers.libraries import FLASHINFER_OPS, LIGER_OPS
 from fuseplan.planner.peers.peers import FLASHINFER, LIGER, PEERS, _same, fused, peer_names, without_chatter
-from fuseplan.planner.runtime.fallback import GroupPlan
 from fuseplan.search.timing.verify import errors
 
 SHAPES = {
@@ -40,7 +41,7 @@ def case_of(name: str, shape: str, dtype: str = "float32") -> Case:
     case = make_case(cell(name, shape, dtype), local_target("cpu"), (backend,))
     graph = case.traced.graph
     ops = tuple(node.name for node in graph if kind_of(node, graph.specs) == "compute")
-    return replace(case, groups=(GroupPlan(ops, backend, {}, "model"),))
+    return replace(case, groups=(PlannedGroup(ops, GeneratedKernel((backend,), case.target)),))
 
 
 def results(case: Case, contestant: Contestant) -> list[torch.Tensor]:
@@ -119,7 +120,7 @@ def test_ours_in_place_works_on_copies_and_gives_the_same_bits() -> None:
     for name, taken in (("add_rms_norm", 2), ("swiglu", 1)):
         case = case_of(name, "3x16", "bfloat16")
         (group,) = case.groups
-        case = replace(case, groups=(replace(group, backend=InPlaceBackend()),))
+        case = replace(case, groups=(replace(group, implementation=GeneratedKernel((InPlaceBackend(),), case.target)),))
         plain, over = fused(case, case.groups), fused(case, case.groups, in_place=True)
         assert over.in_place and not plain.in_place and over.note.startswith(f"writes {taken} of its results")
         assert over.operands(case.inputs)[0] is not case.inputs[0]
@@ -134,7 +135,8 @@ def test_ours_in_place_works_on_copies_and_gives_the_same_bits() -> None:
 def test_ours_is_not_in_place_where_nothing_can_be() -> None:
     case = case_of("rope", "1x2x3x8")
     with pytest.raises(PeerError, match="no result can lie"):
-        fused(case, (replace(case.groups[0], backend=InPlaceBackend()),), in_place=True)
+        kernels = GeneratedKernel((InPlaceBackend(),), case.target)
+        fused(case, (replace(case.groups[0], implementation=kernels),), in_place=True)
 
 
 # -- libraries --------------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from reference_backend import ReferenceBackend, use
 import fuseplan.planner
 from fuseplan.planner.errors import ConfigError
 from fuseplan.planner.runtime.dispatch import fuseplan as backend
+from fuseplan.planner.runtime.lookup import GraphLookup
 from fuseplan.planner.runtime.options import parse_options
-from fuseplan.planner.runtime.resolve import Resolved
 
 
 @pytest.fixture(autouse=True)
@@ -243,22 +243,22 @@ def test_modes_of_torch_compile_are_understood(
     mode: str, cuda_graphs: bool, on_miss: str, own_folder: None, kernels: ReferenceBackend,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    resolved: list[Any] = []
+    looked_up: list[Any] = []
     graphed: list[Any] = []
 
-    def resolve(session: Any, graph: Any, on_miss: Any, tally: Any) -> Resolved:
-        resolved.append(on_miss)
-        return Resolved((), ())
+    def look_up(session: Any, graph: Any, on_miss: Any, tally: Any) -> GraphLookup:
+        looked_up.append(on_miss)
+        return GraphLookup()
 
     def keep(call: Any, *args: Any) -> Any:
         graphed.append(args)
         return call
 
-    monkeypatch.setattr("fuseplan.planner.runtime.dispatch.resolve", resolve)
+    monkeypatch.setattr("fuseplan.planner.runtime.dispatch.look_up", look_up)
     monkeypatch.setattr("fuseplan.planner.runtime.dispatch.graphed", keep)
     x = torch.randn(3, 8)
     torch.testing.assert_close(torch.compile(swiglu, backend="fuseplan", mode=mode)(x, x), swiglu(x, x))
-    assert (len(graphed), resolved) == (cuda_graphs, [on_miss])
+    assert (len(graphed), looked_up) == (cuda_graphs, [on_miss])
 
 
 def test_options_win_over_the_mode() -> None:

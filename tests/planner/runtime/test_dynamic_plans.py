@@ -15,7 +15,7 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec, b
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.implementations.group_book import GroupBook
 from fuseplan.planner.lowering.lower import NotLowerable
-from fuseplan.planner.runtime.resolve import Resolved, _with_configs, resolve
+from fuseplan.planner.runtime.lookup import GraphLookup, look_up, with_configs
 from fuseplan.planner.tuning import session as sessions
 from fuseplan.planner.tuning.session import open_session
 
@@ -40,8 +40,8 @@ def graph() -> DataflowGraph:
 def resolved(graph: DataflowGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(sessions, "backends_for", lambda device_type: (ReferenceBackend(),))
 
-    def run(on_miss: Any) -> Resolved:
-        return resolve(open_session("cpu", tmp_path / "t.db", mode="read"), graph, on_miss, Tally())
+    def run(on_miss: Any) -> GraphLookup:
+        return look_up(open_session("cpu", tmp_path / "t.db", mode="read"), graph, on_miss, Tally())
 
     return run
 
@@ -57,10 +57,10 @@ def test_a_group_for_the_sizes_seen_is_split_where_it_is_no_kernel(graph: Datafl
 
 
 def test_groups_that_stay_keep_their_configuration(resolved: Any) -> None:
-    (plan,) = resolved("model").regions
+    (plan,) = resolved("model").plans
     first, *others = plan.record.groups
     tuned = replace(plan, record=replace(plan.record, groups=(replace(first, config={"tuned": 1}),)))
-    assert _with_configs(plan, tuned).record.groups == (replace(first, config={"tuned": 1}), *others)
+    assert with_configs(plan, tuned).record.groups == (replace(first, config={"tuned": 1}), *others)
 
 
 def test_a_failure_leaves_the_plan_for_the_sizes_seen(resolved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,4 +75,5 @@ def test_a_failure_leaves_the_plan_for_the_sizes_seen(resolved: Any, monkeypatch
 
 
 def test_nothing_is_planned_anew_where_nothing_is_to_be_planned(resolved: Any) -> None:
-    assert resolved("unfused") == Resolved((), ())
+    found = resolved("unfused")
+    assert (found.plans, found.groups) == ([], ())

@@ -24,10 +24,12 @@ from fuseplan.planner.errors import RefusedError, failure_reason
 from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.implementations.aten import run_op
-from fuseplan.planner.implementations.direct_calls import GroupCall
+from fuseplan.planner.implementations.first_call import FirstCall, check_layouts
+from fuseplan.planner.implementations.generated_kernel import GeneratedKernel
+from fuseplan.planner.implementations.implementation import PlannedGroup
+from fuseplan.planner.implementations.library_op import LibraryOp
 from fuseplan.planner.libraries.matmul_calls import MergedCall
 from fuseplan.planner.runtime.executor import executable
-from fuseplan.planner.runtime.fallback import CallPlan, FirstCall, GroupPlan, check_layouts
 from fuseplan.planner.tuning.planner import Planner
 
 
@@ -49,8 +51,9 @@ def fused(
         module = make_fx(function, pre_dispatch=True)(*fakes)
     traced = normalise(module)
     planner = Planner(NothingStored(), None, "test", CPU, (ReferenceBackend(),))
+    kernels = GeneratedKernel((backend or ReferenceBackend(), *others), CPU)
     plans = [
-        GroupPlan(plan.group_ops(choice), backend or ReferenceBackend(), choice.config, "model", others=others)
+        PlannedGroup(plan.group_ops(choice), kernels, choice.config)
         for plan in planner.plan_graph(traced.graph).regions
         for choice in plan.record.groups
         if choice.is_kernel
@@ -127,10 +130,18 @@ def test_atens_op_takes_over_from_a_library_call_that_fails() -> None:
         calls.append(len(inputs))
         raise RuntimeError("no such kernel image")
 
-    tally, namespace = Tally(), {}
-    plan = CallPlan(("y",), MergedCall("merged.one", True))
-    slot = GroupCall("call", plan.ops, made.group.inputs, made.group.outputs)
-    FirstCall(plan, slot, lambda reuse: failing, partial(run_op, made.group), tally).bind(namespace, "call", {})
+    def calling(reuse: object) -> Callable[..., torch.Tensor]:
+        return failing
+
+    tally, namespace = Tally(), dict[str, Any]()
+    group = PlannedGroup(("y",), LibraryOp(MergedCall("merged.one", True), "merged.one"))
+    call = FirstCall(
+        "call", group.ops, made.group.inputs, made.group.outputs, label="", build=lambda in_place: (calling, {}),
+        unfused=partial(run_op, made.group), key="y",
+    )
+    call.calling, call.reuse_options = call.build(True)
+    call.bind(namespace, "call", {}, partial(group.implementation.give_up, group, tally))
+    group.implementation.count(group, tally)
     assert tally.snapshot().library_calls == 1
     for _ in range(2):
         torch.testing.assert_close(namespace["call"](*made.operands), made.eager())

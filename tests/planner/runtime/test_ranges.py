@@ -90,7 +90,7 @@ def test_without_a_profiler_no_range_is_made(
 def test_a_kernel_that_fails_in_a_profile_is_replaced_for_good(
     tmp_path: Path, kernels: ReferenceBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fuseplan.planner.runtime.fallback.check_layouts", lambda *given: 1 / 0)
+    monkeypatch.setattr("fuseplan.planner.implementations.first_call.check_layouts", lambda *given: 1 / 0)
     given: list[str] = []
     monkeypatch.setattr(Tally, "fall_back", lambda self, reason, *where: given.append(reason))
     x = torch.randn(3, 8)

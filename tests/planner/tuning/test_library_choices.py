@@ -56,8 +56,7 @@ CALLS: list[str] = []
 def library(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Doubled:
     """The only library call there is."""
     call = Doubled(broken=getattr(request, "param", False))
-    for module in ("planner.runtime.resolve", "planner.implementations.implementations"):
-        monkeypatch.setattr(f"fuseplan.{module}.LIBRARY_CALLS", (call,))
+    monkeypatch.setattr("fuseplan.planner.implementations.implementations.LIBRARY_CALLS", (call,))
     CALLS.clear()
     return call
 

@@ -14,6 +14,7 @@ import torch
 from graphs import Builder
 from reference_backend import ReferenceBackend
 from scripted_tuner import TARGET, ScriptedTuner, compute_nodes
+from ways import WAYS
 
 from fuseplan.costmodel.roofline import nominal_us
 from fuseplan.kernels.ir.ir import KernelIR
@@ -187,7 +188,7 @@ def test_a_region_s_record_is_that_of_its_parts(database: Database) -> None:
         assert record.planned_us == pytest.approx(11.0 + 4.0 * (islands - 1) + 10.0 * (islands - 1))
         assert record.unfused_us == pytest.approx(10.0 * (3 + 2 * (islands - 1) + islands - 1))
         assert record.gap == pytest.approx(0.0) and not record.undecided
-        check = PlanCheck(GroupBook(graph, "fp32", "cpu"), (ReferenceBackend(),), TARGET)
+        check = PlanCheck(GroupBook(graph, "fp32", "cpu"), WAYS)
         assert check.accepted(plan.region, record) == record
         for lost in record.rejected:  # positions are the region's: the label is made of the ops there
             ops = [plan.region.ops[at] for at in lost.ops]

@@ -1,0 +1,157 @@
+"""What each way to run a group answers, when a plan is made and when it is run.
+
+An implementation is one class in one file. The partition, the prices, contests, records and dispatch ask it the
+questions of :class:`Implementation`, and never which kind it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fuseplan.costmodel.device import Mode
+from fuseplan.costmodel.work import Work
+from fuseplan.kernels.ir.backend import Backend, Config
+from fuseplan.planner.capture.traced import Traced
+from fuseplan.planner.dispatch_stats import Source, Tally
+from fuseplan.planner.groups.candidates import Candidate
+from fuseplan.planner.implementations.first_call import FirstCall
+from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.subject import GroupSubject
+from fuseplan.planner.module_paths import Paths, located, place
+from fuseplan.search.store.record import TuningRecord
+from fuseplan.search.timing.sequence import Part
+from fuseplan.search.tune.tuner import Tuner
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Screening:
+    """A short timing of an implementation by itself.
+
+    Attributes:
+        time_us: Microseconds of a call; None where it failed.
+        reason: Why it failed.
+        backend: The calibration that it is a sample of, where the back end is one of several.
+    """
+
+    time_us: float | None
+    reason: str = ""
+    backend: str = ""
+
+
+class Implementation(ABC):
+    """A way to run groups of a graph on this device, in this regime.
+
+    Attributes:
+        name: Unique among the implementations of a session: ``"aten"``, ``"kernel"``, ``"sdpa.cudnn"``.
+        mode: How its calls are launched.
+        backends: Whose configurations there are to search; () where there is one way to call it.
+    """
+
+    name: str
+    mode: Mode
+    backends: tuple[Backend, ...] = ()
+
+    @abstractmethod
+    def refuse(self, book: GroupBook, group: Candidate) -> str | None:
+        """Why it cannot run the group here; None when it can."""
+
+    @abstractmethod
+    def work(self, book: GroupBook, group: Candidate) -> Work:
+        """What one call moves and computes."""
+
+    @abstractmethod
+    def calibration(self, book: GroupBook, group: Candidate) -> str:
+        """Name of the calibration that predicts it."""
+
+    @abstractmethod
+    def screen(self, book: GroupBook, group: Candidate, tuner: Tuner) -> Screening:
+        """Time it shortly, checked where it is not ATen itself."""
+
+    def subject(self, book: GroupBook, group: Candidate) -> GroupSubject:
+        """The group as the search sees it when this runs it."""
+        return book.subject(group)
+
+    def part(self, book: GroupBook, group: Candidate, backend: str, config: Config) -> Part:
+        """The group as a part of a sequence; what searches runs it by this back end's kernel in this configuration."""
+        subject = self.subject(book, group)
+        return Part(subject, reads=subject.operands, makes=subject.outputs)
+
+    def run_by(self, book: GroupBook, group: Candidate) -> str:
+        """What a record calls it where it was not tuned."""
+        return self.name
+
+    # -- what a record says of it -----------------------------------------------------------------------------
+
+    def recorded(self, book: GroupBook, group: Candidate, tuning: TuningRecord | None) -> tuple[str, Config, str]:
+        """How a plan's record names it: who runs the group, in which configuration, and the tuning's workload key."""
+        return self.name, {}, ""
+
+    def refuse_record(self, book: GroupBook, group: Candidate, config: Config) -> str | None:
+        """Why a record that names it for a group cannot have been written here; None when it can."""
+        if config or len(group.ops) > 1:
+            return "a library call has several ops, or a configuration"
+        reason = self.refuse(book, group)
+        return None if reason is None else f"{self.name} cannot run an op: {reason}"
+
+    def reuse(self, book: GroupBook, group: Candidate, config: Config) -> Mapping[str, tuple[str, ...]]:
+        """Which outputs may take which inputs' memory, by the names of values."""
+        return {}
+
+    # -- at run time ------------------------------------------------------------------------------------------
+
+    def is_writable(self, book: GroupBook, ops: tuple[str, ...], config: Config) -> bool:
+        """Whether it runs a group of a graph whose sizes may be dynamic, as its record says or nearly so."""
+        return True
+
+    def prepare(self, book: GroupBook, traced: Traced, group: PlannedGroup) -> FirstCall | None:
+        """The call of a group of ``traced``, whose groups are those of ``book``; None leaves its ops as they are.
+
+        Whatever it raises is the reason why the group runs unfused.
+        """
+        return None
+
+    def count(self, group: PlannedGroup, tally: Tally) -> None:
+        """Count a call of it that is in a compiled graph."""
+        tally.count("library_calls")
+
+    def leave_out(self, group: PlannedGroup, tally: Tally, reason: str) -> None:
+        """Count and log that there is no such call: ATen's ops run the group."""
+        tally.note(f"{self.name} is not called: {reason}", paths=group.paths)
+
+    def give_up(self, group: PlannedGroup, tally: Tally, reason: str) -> None:
+        """Count and log that a call, which was counted, does not work."""
+        tally.count("library_calls", -1)
+        tally.note(f"{self.name}: {reason}", paths=group.paths)
+        logger.warning("%s runs as ATen's op from now on: %s", group.where, f"{self.name}: {reason}")
+
+
+@dataclass(frozen=True)
+class PlannedGroup:
+    """A group of a plan, to run in a graph.
+
+    Attributes:
+        ops: Names of its ops in the dataflow graph, views left out.
+        implementation: What runs it; of its back ends the first one compiles it. A plan tuned for fixed sizes also
+            serves dynamic ones, which not every back end can express: then one of the others does.
+        config: With which configuration.
+        source: Where the decision came from.
+        label: Short name for people.
+        paths: Of the modules that its ops are of.
+    """
+
+    ops: tuple[str, ...]
+    implementation: Implementation
+    config: Config = field(default_factory=dict)
+    source: Source = "model"
+    label: str = ""
+    paths: Paths = ()
+
+    @property
+    def where(self) -> str:
+        """For people: the label, and the place in the model."""
+        return located(self.label or self.ops[0], place([self.paths]))

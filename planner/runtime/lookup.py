@@ -1,0 +1,312 @@
+"""From a captured graph to the groups that dispatch runs: look-ups, neighbouring sizes, and what to do on a miss.
+
+Each region, or part of one, has a :class:`RegionLookup`. Passes over their list find plans: in the database, of
+neighbouring sizes, of the parts of a region, by the cost model or a tune, and for dynamic sizes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from fuseplan.planner.dispatch_stats import Tally
+from fuseplan.planner.errors import failure_reason
+from fuseplan.planner.graph.dataflow import DataflowGraph, Region, bind_graph
+from fuseplan.planner.groups.places import paths_of, place_of
+from fuseplan.planner.groups.regions import find_regions, region_parts, unique_regions
+from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.implementation import PlannedGroup
+from fuseplan.planner.module_paths import located, place
+from fuseplan.planner.ops.table import kind_of
+from fuseplan.planner.partition.plan_record import region_label
+from fuseplan.planner.runtime.logs import warn_once
+from fuseplan.planner.tuning.misses import log_missed
+from fuseplan.planner.tuning.planner import RegionPlan
+from fuseplan.planner.tuning.session import Session
+from fuseplan.search import policy
+from fuseplan.search.store.record import GroupChoice
+from fuseplan.search.tune.tuner import Budget
+
+#: What happens to a region that the database does not know: the cost model's plan with default configurations,
+#: nothing, or a tune here and now.
+OnMiss = Literal["model", "unfused", "tune"]
+
+logger = logging.getLogger(__name__)
+_LOGGED: set[tuple[str, str]] = set()
+_WARNED: set[str] = set()
+
+
+@dataclass(frozen=True)
+class RegionLookup:
+    """What became of a region, or of a part of one.
+
+    ``status`` says where its plan is from: the database, the database for a neighbouring size, or a planner. Without a
+    plan it was not found (``"missed"``), or has a stored plan that is unsound or could not be planned (``"refused"``,
+    with the ``reason``): then it runs unfused. One that is ``"apart"`` is looked up part by part.
+    """
+
+    region: Region
+    status: Literal["stored", "neighbour", "planned", "missed", "refused", "apart"] = "missed"
+    plan: RegionPlan | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class GraphLookup:
+    """The look-ups of a graph's regions and parts, and the groups of their plans that ATen does not run."""
+
+    regions: tuple[RegionLookup, ...] = ()
+    groups: tuple[PlannedGroup, ...] = ()
+
+    @property
+    def plans(self) -> list[RegionPlan]:
+        """Of those that have one."""
+        return [one.plan for one in self.regions if one.plan is not None]
+
+
+def look_up(session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tally) -> GraphLookup:
+    """Plan ``graph``, whose sizes may be dynamic (they are looked up by their hints, then by neighbouring sizes).
+
+    Never raises for lack of a plan: what cannot be planned stays unfused and is counted in ``tally``. Where no kernel
+    can be built at all nothing is looked up: the graph is refused, and the first one warns.
+    """
+    if (reason := session.unusable()) is not None:
+        tally.refuse(reason)
+        message = f"fuseplan fuses nothing here: {reason}"
+        logger.info(message)
+        if message not in _WARNED:  # a process compiles hundreds of graphs
+            _WARNED.add(message)
+            warnings.warn(message, stacklevel=2)
+        return GraphLookup()
+    start = time.perf_counter()
+    passes = _Passes(session, graph, on_miss, tally)
+    regions = find_regions(passes.static)
+    tally.count("regions", len(regions))
+    found = passes.in_database(regions)
+    parts = [part for one in found if one.status == "apart" for part in passes.parts(one.region)]
+    found = [one for one in found if one.status != "apart"] + passes.in_database(parts)
+    found = passes.fit_dynamic(passes.planned(found))
+    for reason in passes.planner.refused.values():
+        tally.quarantine(f"a stored plan is not used: {reason}")
+    for names in passes.planner.outdated.values():
+        tally.note(f"a stored plan is of another version of {' and '.join(names)}: plan tune measures it again")
+    groups: list[PlannedGroup] = []
+    for plan in (one.plan for one in found if one.plan is not None):
+        fused = list(passes.groups(plan))
+        tally.count("planned_unfused", not fused)
+        groups += fused
+    tally.count("lookup_s", time.perf_counter() - start)
+    return GraphLookup(tuple(found), tuple(groups))
+
+
+class _Passes:
+    """Fills in look-ups of the regions of a graph, and of its parts; ``static`` is the graph with its hints for sizes.
+    """
+
+    def __init__(self, session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tally) -> None:
+        self.session, self.planner = session, session.planner()
+        self.graph, self.static = graph, bind_graph(graph)
+        self.on_miss, self.tally = on_miss, tally
+        self._unfit: dict[str, bool] = {}
+
+    def parts(self, region: Region) -> tuple[Region, ...]:
+        return self.planner.parts_to_plan(self.static, region, ())
+
+    def in_database(self, regions: Sequence[Region]) -> list[RegionLookup]:
+        """What is stored for these sizes, else for neighbouring ones. Misses are reported."""
+        distinct = (occurrences[0] for occurrences in unique_regions(regions).values())
+        stored, refused = self.planner.look_up_all(self.static, distinct), self.planner.refused
+        found = []
+        for region in regions:
+            if region.key in stored:
+                plan = RegionPlan(region, stored[region.key], "database")
+                found.append(RegionLookup(region, "stored", plan))
+            elif region.key in refused and self.on_miss != "tune":  # a tune replaces it by something measured
+                found.append(RegionLookup(region, "refused", reason=refused[region.key]))
+            else:
+                found.append(RegionLookup(region))
+        near = self._neighbouring_plans([one.region for one in found if one.status == "missed"])
+        found = [
+            replace(one, status="neighbour", plan=near[one.region]) if one.region in near and one.plan is None else one
+            for one in found
+        ]
+        is_tuned = self.on_miss == "tune"
+        self._report_misses([
+            one.region for one in found if one.status == "neighbour"
+            # Without a tune it depends on the parts of a region.
+            or (one.status == "missed" and (is_tuned or region_parts(self.static, one.region) == (one.region,)))
+        ])
+        found = [replace(one, status="apart", plan=None) if self._is_apart(one) else one for one in found]
+        self.tally.count("bucketed", sum(one.status == "neighbour" for one in found))
+        return found
+
+    def _is_apart(self, one: RegionLookup) -> bool:
+        """Whether the parts of a region are looked up instead of it.
+
+        Groups around matmuls, say, which only a plan of a whole region has, are no kernels where sizes are dynamic.
+        """
+        if one.status == "refused" or len(region_parts(self.static, one.region)) == 1:
+            return False
+        return self.on_miss != "tune" if one.plan is None else self._is_unfit(one.plan)
+
+    def _is_unfit(self, plan: RegionPlan) -> bool:
+        """Whether a group of a plan is a kernel for the sizes seen and none for dynamic ones, as far as that can be
+        told.
+        """
+        if not self.graph.symbols:
+            return False
+        if plan.region.key not in self._unfit:
+            settings, device_type = self.planner.settings, self.planner.target.device_type
+            dynamic, static = (GroupBook(graph, settings.numerics, device_type) for graph in (self.graph, self.static))
+            try:
+                self._unfit[plan.region.key] = any(
+                    not one.implementation.is_writable(dynamic, one.ops, one.config)
+                    and one.implementation.is_writable(static, one.ops, one.config) for one in self.groups(plan)
+                )
+            except Exception as error:  # such groups run unfused
+                self._unfit[plan.region.key] = False
+                label, reason = plan.record.label, failure_reason(error)
+                logger.warning("%s may be no kernels with dynamic sizes: %s", label, reason)
+        return self._unfit[plan.region.key]
+
+    def _report_misses(self, regions: Iterable[Region]) -> None:
+        """Count each distinct miss, store it with its graph for the next tune, and log it once per process."""
+        planner, missed = self.planner, []
+        for region, *others in unique_regions(regions).values():
+            self.tally.count("misses")
+            where = place([paths_of(self.static, one.ops) for one in (region, *others)])
+            key = planner.key(region.key)
+            missed.append((key, region, where))
+            if (key.workload, key.device) not in _LOGGED:
+                _LOGGED.add((key.workload, key.device))
+                named = located(region_label(self.static, region), where)
+                logger.info("no tuned plan for %s; `plan tune --misses` stores one", named)
+        if not missed:
+            return
+        log_missed(planner.store, self.static, missed)
+        if self.on_miss != "tune" and any(len(region.ops) > 1 for _, region, _ in missed):  # there is something to fuse
+            how = "unfused" if self.on_miss == "unfused" else "as the cost model says, with default configurations"
+            advice = "`plan tune --misses` tunes all that were missed" if planner.store.logs_misses else (
+                "run `plan tune` for the model, since `plan tune --misses` needs a database that can be written")
+            warn_once("misses", "regions of graph %s have no tuned plan and run %s; %s", self.tally.compile_id, how,
+                      advice)
+
+    def _neighbouring_plans(self, regions: Sequence[Region]) -> dict[Region, RegionPlan]:
+        """Plans tuned for the same regions with another value of one dynamic size.
+
+        A plan is used only between two tuned sizes, neither more than ``policy.MAX_SIZE_RATIO`` away: the nearer
+        one serves.
+        """
+        for name, hint in self.graph.symbols.items() if regions else ():
+            if name in self.graph.derived or not isinstance(hint, int):
+                continue
+            powers = [2**power for power in range(1, hint.bit_length() + 3)]
+            smaller = [size for size in reversed(powers) if size < hint <= size * policy.MAX_SIZE_RATIO]
+            larger = [size for size in powers if hint < size <= hint * policy.MAX_SIZE_RATIO]
+            below = self._tuned(name, smaller, regions)
+            above = self._tuned(name, larger, regions) if below else {}
+            if both := below.keys() & above.keys():
+                nearer = {ops: below[ops] if hint / below[ops][0] <= above[ops][0] / hint else above[ops]
+                          for ops in both}
+                return {one: nearer[ops][1] for one in regions if (ops := frozenset(one.ops)) in both}
+        return {}
+
+    def _tuned(
+        self, name: str, sizes: Iterable[int], regions: Iterable[Region]
+    ) -> dict[frozenset[str], tuple[int, RegionPlan]]:
+        """For the ops of each region: the first of ``sizes`` that a plan was tuned for, and that plan."""
+        wanted = {frozenset(region.ops) for region in regions}
+        found: dict[frozenset[str], tuple[int, RegionPlan]] = {}
+        for size in sizes:
+            if wanted <= found.keys():
+                break
+            bound = bind_graph(self.graph, {name: size})
+            there = (one for region in find_regions(bound) for one in {region, *region_parts(bound, region)})
+            asked = [region for region in there if (ops := frozenset(region.ops)) in wanted and ops not in found]
+            stored = self.planner.look_up_all(bound, asked)
+            for region in asked:
+                if region.key in stored:
+                    found[frozenset(region.ops)] = (size, RegionPlan(region, stored[region.key], "database"))
+        return found
+
+    def planned(self, found: Sequence[RegionLookup]) -> list[RegionLookup]:
+        """With plans for what was missed, as ``on_miss`` says."""
+        missed, session = [one.region for one in found if one.status == "missed"], self.session
+        if not missed or self.on_miss == "unfused":
+            return list(found)
+        if session.spec is None and self.on_miss == "model":
+            logger.info(
+                "this device has not been probed, so the plan with the fewest launches is used; run `plan probe`")
+        failed: dict[str, str] = {}
+
+        def drop(region: Region, error: Exception) -> None:  # a plan is a bonus: without one the ops run as they are
+            reason = failed[region.key] = f"planning failed: {failure_reason(error)}"
+            self.tally.refuse(reason, paths_of(self.static, region.ops))
+            named = located(region_label(self.static, region), place_of(self.static, region.ops))
+            logger.warning("%s runs unfused: %s", named, reason)
+
+        tuning = session.tuner(Budget.on(session.target.device_type)) if self.on_miss == "tune" else nullcontext()
+        try:
+            with tuning as tuner:
+                made = session.planner(tuner).plan_graph(self.static, on_failure=drop, regions=missed).regions
+        except Exception as error:  # there is no tuner, or it cannot be shut down
+            reason = f"planning failed: {failure_reason(error)}"
+            self.tally.refuse(reason)
+            logger.warning("%d regions run unfused: %s", len(missed), reason)
+            return list(found)
+        plans = {plan.region: plan for plan in made}
+        return [
+            one if one.status != "missed"
+            else RegionLookup(one.region, "planned", plans[one.region]) if one.region in plans
+            else RegionLookup(one.region, "refused", reason=failed.get(one.region.key, ""))
+            for one in found
+        ]
+
+    def fit_dynamic(self, found: Sequence[RegionLookup]) -> list[RegionLookup]:
+        """The cost model's plan where a group of one for these sizes is no kernel when they are dynamic.
+
+        Sizes of one, say, join what a symbol keeps apart.
+        """
+        if not self.graph.symbols or self.on_miss == "unfused":
+            return list(found)
+        try:
+            old = {one.region: one.plan for one in found if one.plan is not None and self._is_unfit(one.plan)}
+            wanted = [(region, self._kernels(plan)) for region, plan in old.items()]
+            new = self.planner.plan_dynamic(self.static, self.graph, wanted)
+        except Exception as error:  # groups that are no kernels run unfused
+            logger.warning("regions with dynamic sizes cannot be planned: %s", failure_reason(error))
+            return list(found)
+        made = {one.region: with_configs(one, old[one.region]) for one in new}
+        return [replace(one, plan=made.get(one.region, one.plan)) for one in found]
+
+    def _kernels(self, plan: RegionPlan) -> list[tuple[str, ...]]:
+        """The ops of each group that a generated kernel runs."""
+        return [group.ops for group in self.groups(plan) if group.implementation.backends]
+
+    def groups(self, plan: RegionPlan) -> Iterator[PlannedGroup]:
+        """The groups of a plan that ATen does not run."""
+        for choice in plan.record.groups:
+            if not choice.is_plain:
+                names = (self.graph.op(name) for name in plan.group_ops(choice))
+                ops = tuple(node.name for node in names if kind_of(node, self.graph.specs) != "view")
+                implementation = self.planner.implementations.named(choice.implementation)
+                paths = paths_of(self.graph, ops)
+                yield PlannedGroup(ops, implementation, choice.config, plan.source, choice.label, paths)
+
+
+def with_configs(plan: RegionPlan, tuned: RegionPlan) -> RegionPlan:
+    """The plan, with the configurations of another for groups that are in both."""
+    known = {frozenset(tuned.group_ops(choice)): choice for choice in tuned.record.groups}
+
+    def configured(choice: GroupChoice) -> GroupChoice:
+        same = known.get(frozenset(plan.group_ops(choice)))
+        if same is None or same.is_plain != choice.is_plain:
+            return choice
+        return replace(choice, implementation=same.implementation, config=same.config)
+
+    return replace(plan, record=replace(plan.record, groups=tuple(map(configured, plan.record.groups))))

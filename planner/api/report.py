@@ -76,7 +76,7 @@ class Report:
     @property
     def misses(self) -> pd.DataFrame:
         """One row per look-up at run time that found no plan, most frequent first."""
-        return frames.miss_frame(self.data)
+        return frames.misses_frame(self.data.misses)
 
     @property
     def accuracy(self) -> pd.DataFrame:

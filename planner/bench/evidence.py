@@ -18,8 +18,8 @@ import pandas as pd
 
 from fuseplan.costmodel.devices import is_gpu
 from fuseplan.planner.bench.rows import comparison
+from fuseplan.planner.reports.document import table_of
 from fuseplan.planner.reports.drawing import templates
-from fuseplan.planner.reports.frames import markdown_table
 from fuseplan.planner.tuning.session import Session
 from fuseplan.search.store.record import now
 from fuseplan.search.workers.jobs import clocks_mhz
@@ -101,7 +101,7 @@ def write_results(
     together = "-".join((name, *frames))
     texts = {f"{name}-{part}.csv": frame.to_csv(index=False) for part, frame in frames.items()}
     shown = {part: comparison(frame) if "contestant" in frame else frame for part, frame in frames.items()}
-    parts = {part: markdown_table(frame) for part, frame in {**shown, **(tables or {})}.items()}
+    parts = {part: table_of(frame, part).markdown() for part, frame in {**shown, **(tables or {})}.items()}
     page = templates().get_template("results.md.j2")
     texts[f"{together}.md"] = page.render(name=name, facts=facts, words=words, parts=parts, legend=legend)
     texts[f"{together}.json"] = json.dumps(facts, indent=2, sort_keys=True) + "\n"

@@ -12,8 +12,8 @@ import typer
 
 from fuseplan.costmodel.devices import Kind
 from fuseplan.planner.cli.output.options import current
-from fuseplan.planner.cli.output.screen import Shown, Status
-from fuseplan.planner.cli.output.tables import Table, table_of
+from fuseplan.planner.cli.output.screen import Status
+from fuseplan.planner.reports.document import Shown, Table, table_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -82,8 +82,8 @@ def print_frame(
     frame: pd.DataFrame, title: str = "", digits: int = 2, spare: Sequence[str] = (), keep: Sequence[str] = (),
     name: str = "", shown: Shown = "always",
 ) -> None:
-    """A frame as a table of the answer (:class:`~fuseplan.planner.cli.output.tables.Table` says what it takes)."""
-    current().table(table_of(frame, name or "table", title, digits, spare, keep), shown)
+    """A frame as a table of the answer (:class:`~fuseplan.planner.reports.document.Table` says what it takes)."""
+    current().add(table_of(frame, name or "table", title, digits, spare, keep, shown))
 
 
 def print_rows(
@@ -91,8 +91,7 @@ def print_rows(
     keep: Sequence[str] = (),
 ) -> None:
     """The same of rows that are in no frame."""
-    table = Table(name, tuple(columns), tuple(map(tuple, rows)), title, spare=tuple(spare), keep=tuple(keep))
-    current().table(table)
+    current().add(Table(name, tuple(columns), tuple(map(tuple, rows)), title, spare=tuple(spare), keep=tuple(keep)))
 
 
 def print_text(text: str) -> None:

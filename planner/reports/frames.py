@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from fuseplan.planner.errors import PlanError, nearest
-from fuseplan.planner.markdown import markdown_text
 from fuseplan.planner.module_paths import joined_places
 from fuseplan.planner.tuning import summary as summaries
 from fuseplan.planner.tuning.miss_list import MISS_COLUMNS, Miss, logged_misses
@@ -288,17 +287,6 @@ def _coverage_row(data: ReportData, workload: WorkloadSummary) -> dict[str, Any]
     }
 
 
-def miss_frame(data: ReportData) -> pd.DataFrame:
-    """:func:`misses_frame` of a report."""
-    return misses_frame(data.misses)
-
-
 def misses_frame(misses: Iterable[Miss]) -> pd.DataFrame:
     """Look-ups at run time that found no plan, most frequent first. ``tunable`` is yes, or the reason why not."""
     return pd.DataFrame([one.row() for one in misses], columns=list(MISS_COLUMNS))
-
-
-def markdown_table(frame: pd.DataFrame) -> str:
-    """A GitHub-flavoured Markdown table; numbers to the right with three decimals, ``|`` escaped."""
-    numeric = [bool(pd.api.types.is_numeric_dtype(frame[name])) for name in frame.columns]
-    return markdown_text(map(str, frame.columns), frame.itertuples(index=False), numeric)

@@ -13,13 +13,12 @@ from markupsafe import Markup
 
 from fuseplan.planner.partition.plan_record import LOST
 from fuseplan.planner.reports import frames
-from fuseplan.planner.reports.accuracy import accuracy_text
+from fuseplan.planner.reports.accuracy import accuracy_text, rejected_groups
 from fuseplan.planner.reports.against import against_lines, groups_against
 from fuseplan.planner.reports.drawing import group_class, group_name, partition_svg, templates
 from fuseplan.planner.reports.frames import ReportData
 from fuseplan.planner.reports.log_plot import LogPlot
 from fuseplan.planner.reports.plots import Places, bandwidth_plot, roofline_plot, scatter_plot
-from fuseplan.planner.reports.rejected import rejected_groups
 from fuseplan.planner.reports.side_by_side import Planned, as_frame, side_by_side
 from fuseplan.planner.reports.step_words import answers, bars, time_text
 from fuseplan.planner.reports.steps import PARTS, Step, steps
@@ -82,7 +81,7 @@ def html_report(data: ReportData, other: ReportData | None = None) -> str:
             "coverage": table_html(coverage, "Coverage by workload", percent=("coverage",)) if len(coverage) else "",
             "groups": table_html(groups[[*_ANSWER, *others]], "Every group of the chosen partitions"),
             "regions": table_html(regions.drop(columns=["key", "regime"]), "Every region", percent=("gap",)),
-            "misses": table_html(frames.miss_frame(data).drop(columns=["key"]), "Look-ups without a plan"),
+            "misses": table_html(frames.misses_frame(data.misses).drop(columns=["key"]), "Look-ups without a plan"),
         },
         misses=len(data.misses),
         key=data.device,

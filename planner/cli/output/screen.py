@@ -1,31 +1,21 @@
-"""Where a command prints: tables and sentences as ``--format``, ``--out`` and ``--quiet`` say, and what it is doing."""
+"""Where a command prints: its document as ``--format``, ``--out`` and ``--quiet`` say, and what it is doing."""
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol
 
 import typer
 
 from fuseplan.planner.cli.output.progress_log import ProgressLog
-from fuseplan.planner.cli.output.tables import (
-    Table,
-    csv_text,
-    fitted,
-    json_rows,
-    json_value,
-    left_out_line,
-    shortened,
-    tab_lines,
-)
+from fuseplan.planner.cli.output.tables import fitted, left_out_line, shortened
 from fuseplan.planner.errors import ConfigError
+from fuseplan.planner.reports.document import Document, Facts, Part, Sentence, Shown, Table, apart
 from fuseplan.search.errors import plain
 
 if TYPE_CHECKING:
@@ -51,23 +41,8 @@ class PageFormat(StrEnum):
     HTML = "html"
 
 
-#: Where a part of an answer is: everywhere, not with ``--quiet`` in the terminal, or in files alone.
-Shown = Literal["always", "talk", "files"]
-
-
-@dataclass(frozen=True)
-class _Facts:
-    """Names and what they are."""
-
-    name: str
-    of: Mapping[str, object]
-
-
-_Part: TypeAlias = Table | _Facts | str
-
-
 class Screen:
-    """One command's output. Tables and sentences are printed at once, or written at the end as a file of one format.
+    """One command's output: a document whose parts are printed at once, or written at the end as a file of one format.
 
     Args:
         style: A value of :class:`PageFormat`.
@@ -83,9 +58,8 @@ class Screen:
     ) -> None:
         self.style, self.quiet = style, quiet
         self._out, self._terminal, self._log = out, terminal, log
-        self._parts: list[_Part] = []
-        self._page, self._title, self._main = "", "", ""
-        self._last: _Part | None = None
+        self._document, self._page = Document(), ""
+        self._last: Part | None = None
 
     @property
     def at_once(self) -> bool:
@@ -100,65 +74,56 @@ class Screen:
     @property
     def has_tables(self) -> bool:
         """Whether there is anything to write at the end that took time to find."""
-        return any(isinstance(part, Table) for part in self._parts)
+        return any(isinstance(part, Table) for part in self._document.parts)
 
     # -- what a command says
 
-    def table(self, table: Table, shown: Shown = "always") -> None:
-        """A table of the answer."""
+    def show(self, document: Document) -> None:
+        """A whole answer."""
+        self._document.title, self._document.main = document.title, document.main
+        for part in document.parts:
+            self.add(part)
+
+    def add(self, part: Part) -> None:
+        """A part of the answer."""
+        shown = "always" if isinstance(part, Facts) else part.shown
         if not self.at_once:
-            self._parts.append(table)
+            self._document.parts.append(part)
         elif shown == "always" or (shown == "talk" and not self.quiet):
-            self._print(table)
+            self._print(part)
 
     def facts(self, name: str, of: Mapping[str, object]) -> None:
         """A line for each name and what it is."""
-        facts = _Facts(name, of)
-        if self.at_once:
-            self._print(facts)
-        else:
-            self._parts.append(facts)
+        self.add(Facts(name, of))
 
     def tell(self, line: str, shown: Shown = "always", one_line: bool = False) -> None:
-        """A sentence of the answer; a terminal shows ``one_line`` without its end where it is too long."""
-        if not self.at_once:
-            self._parts.append(line)
-        elif shown == "always" or (shown == "talk" and not self.quiet):
-            if one_line and self._terminal is not None:
-                from rich.cells import cell_len, set_cell_size
-
-                line, width = plain(line), self._terminal.width
-                line = line if cell_len(line) <= width else f"{set_cell_size(line, width - 1).rstrip()}…"
-            self._print(line)
+        """A sentence of the answer."""
+        self.add(Sentence(line, shown, one_line))
 
     def say(self, line: str) -> None:
         """What else there is to say: not with ``--quiet``, and beside the answer where a program reads that."""
         if self.quiet:
             return
         if self.is_terminal:
-            self._print(line)
+            self._print(Sentence(line))
         else:
-            typer.echo("\n".join(_plain_lines(line)), err=self.style != "table" and self._out is None)
+            typer.echo("\n".join(Sentence(line).lines()), err=self.style != "table" and self._out is None)
 
     def code(self, text: str, language: str) -> None:
         """A program's text, highlighted on a terminal; files have it in a table."""
         if not self.at_once:
             return
         if self._terminal is None:
-            self._print(text)
+            self._print(Sentence(text))
             return
         from rich.syntax import Syntax
 
-        shown = "\n".join(_plain_lines(text))
+        shown = "\n".join(Sentence(text).lines())
         self._terminal.print(Syntax(shown, language, background_color="default", word_wrap=True))
 
     def page(self, text: str, otherwise: Path) -> None:
         """The whole answer as a page, which goes to the file, or to ``otherwise``."""
         self._page, self._out = text, self._out if self._out is not None else otherwise
-
-    def heading(self, title: str, main: str) -> None:
-        """The title of a Markdown file, and the table that CSV has; without one it is the first."""
-        self._title, self._main = title, main
 
     # -- what it is doing
 
@@ -179,96 +144,56 @@ class Screen:
         """Write what was not printed yet."""
         if self.at_once:
             return
-        text = self._page or self._text()
+        document = self._document
+        renderers = {"table": document.text, "csv": document.csv, "markdown": document.markdown, "json": document.json}
+        text = self._page or renderers[self.style]()
         if self._out is not None:
             write_text(self._out, text)
             self.say(f"written to {self._out}")
         elif text:
             # A pipe gets what is stored; a terminal would obey it.
             text = text.removesuffix("\n")
-            typer.echo(text if self._terminal is None else "\n".join(_plain_lines(text)))
+            typer.echo(text if self._terminal is None else "\n".join(Sentence(text).lines()))
 
-    def _text(self) -> str:
-        tables = [part for part in self._parts if isinstance(part, Table)]
-        if self.style == Format.CSV:
-            main = next((one for one in tables if one.name == self._main), tables[0] if tables else None)
-            facts = next((part for part in self._parts if isinstance(part, _Facts)), None)
-            if main is None and facts is not None:
-                main = Table(facts.name, ("name", "value"), tuple(facts.of.items()))
-            return csv_text(main) if main is not None else ""
-        if self.style == Format.JSON:
-            return json.dumps(self._as_json(), indent=2, allow_nan=False) + "\n"
-        if self.style == Format.MARKDOWN:
-            return "\n".join([f"# {self._title}\n"] * bool(self._title) + [*map(_markdown, self._parts), ""])
-        lines: list[str] = []
-        for before, part in zip([None, *self._parts], self._parts, strict=False):
-            lines += [""] * _apart(before, part) + _plain_lines(part)
-        return "\n".join([*lines, ""])
-
-    def _as_json(self) -> dict[str, Any]:
-        facts = {part.name: {name: json_value(value) for name, value in part.of.items()}
-                 for part in self._parts if isinstance(part, _Facts)}
-        tables = {part.name: json_rows(part) for part in self._parts if isinstance(part, Table)}
-        return {**facts, **tables, "sentences": [part for part in self._parts if isinstance(part, str) and part]}
-
-    def _print(self, part: _Part) -> None:
+    def _print(self, part: Part) -> None:
         if self._terminal is not None and isinstance(part, Table) and not part.rows:
             return
-        if _apart(self._last, part):
+        if apart(self._last, part):
             typer.echo("")
         self._last = part
-        if self._terminal is None or isinstance(part, _Facts):  # facts are for pasting: nothing wraps them
-            typer.echo("\n".join(_plain_lines(part)))
-        elif isinstance(part, str):
-            from rich.text import Text
-
-            self._terminal.print(Text("\n".join(_plain_lines(part))))
+        if self._terminal is None or isinstance(part, Facts):  # facts are for pasting: nothing wraps them
+            typer.echo("\n".join(part.lines()))
+        elif isinstance(part, Table):
+            _print_table(part, self._terminal)
         else:
-            self._print_table(part, self._terminal)
-
-    def _print_table(self, table: Table, terminal: Console) -> None:
-        from rich.text import Text
-
-        def line(text: str, style: str = "") -> None:
-            terminal.print(Text(text, style), no_wrap=True, overflow="ignore", crop=False)
-
-        shown = fitted(table, terminal.width)
-        if table.title:
-            line(shortened(plain(table.title), terminal.width), "italic")
-        line(shown.heading, "bold")
-        for row in shown.lines:
-            line(row)
-        if shown.left_out:
-            line(left_out_line(shown.left_out, terminal.width), "dim")
+            _print_sentence(part, self._terminal)
 
 
-def _apart(before: _Part | None, after: _Part) -> bool:
-    """Whether an empty line stands between two parts: around tables."""
-    return before is not None and (isinstance(before, Table) or isinstance(after, Table))
+def _print_sentence(part: Sentence, terminal: Console) -> None:
+    from rich.cells import cell_len, set_cell_size
+    from rich.text import Text
+
+    text, width = "\n".join(part.lines()), terminal.width
+    if part.one_line:
+        text = plain(part.text)
+        text = text if cell_len(text) <= width else f"{set_cell_size(text, width - 1).rstrip()}…"
+    terminal.print(Text(text))
 
 
-def _plain_lines(part: _Part) -> list[str]:
-    """For a pipe: a title where there is one, the header, and a line for each row."""
-    if isinstance(part, str):
-        return [plain(line) for line in part.split("\n")]
-    if isinstance(part, _Facts):
-        return [f"{name}: {plain(str(value))}" for name, value in part.of.items()]
-    lines = tab_lines(part)
-    return [plain(part.title), *lines] if part.title else lines
+def _print_table(table: Table, terminal: Console) -> None:
+    from rich.text import Text
 
+    def line(text: str, style: str = "") -> None:
+        terminal.print(Text(text, style), no_wrap=True, overflow="ignore", crop=False)
 
-def _markdown(part: _Part) -> str:
-    from fuseplan.planner.markdown import markdown_text
-
-    if isinstance(part, str):
-        return part
-    if isinstance(part, _Facts):
-        return "\n".join(f"* {name}: {plain(str(value))}" for name, value in part.of.items()) + "\n"
-    if not part.rows:
-        return ""
-    numeric = [part.numeric(at) for at in range(len(part.columns))]
-    text = markdown_text(part.columns, part.rows, numeric)
-    return f"## {plain(part.title)}\n\n{text}" if part.title else text
+    shown = fitted(table, terminal.width)
+    if table.title:
+        line(shortened(plain(table.title), terminal.width), "italic")
+    line(shown.heading, "bold")
+    for row in shown.lines:
+        line(row)
+    if shown.left_out:
+        line(left_out_line(shown.left_out, terminal.width), "dim")
 
 
 class Status(Protocol):

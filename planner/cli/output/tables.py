@@ -1,82 +1,17 @@
-"""A table, and how it is written: for a terminal of some width, a row a line for a pipe, or as a file."""
+"""A table in a terminal of some width: which columns are shown, and what of their texts."""
 
 from __future__ import annotations
 
-import csv
-import io
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-from fuseplan.search.errors import plain
-
-if TYPE_CHECKING:
-    import pandas as pd
+from fuseplan.planner.reports.document import Table, cell_text
 
 #: Characters of a text column where there is room, and the fewest to which it is cut before a column is left out.
 _WIDEST, _LEAST = 44, 16
 #: The fewest characters of a text that nothing else can make room for.
 _NARROWEST = 4
 _GAP = 2
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows under names.
-
-    Attributes:
-        name: In JSON.
-        title: Above it, where it is not the only one of its command.
-        digits: Decimals of numbers, except in CSV and JSON.
-        spare: Columns that a narrow terminal leaves out, in this order.
-        keep: Columns with the answer: never left out, and cut only where nothing else is left to give way. Without any,
-            the first and the last.
-    """
-
-    name: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[Any, ...], ...]
-    title: str = ""
-    digits: int = 2
-    spare: tuple[str, ...] = ()
-    keep: tuple[str, ...] = ()
-
-    def numeric(self, at: int) -> bool:
-        """Whether a column has numbers alone."""
-        values = [row[at] for row in self.rows if not missing(row[at])]
-        return bool(values) and all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in values)
-
-
-def table_of(
-    frame: pd.DataFrame, name: str, title: str = "", digits: int = 2, spare: Sequence[str] = (),
-    keep: Sequence[str] = (),
-) -> Table:
-    """A frame's columns and rows, without its index."""
-    rows = tuple(frame.itertuples(index=False, name=None))
-    return Table(name, tuple(map(str, frame.columns)), rows, title, digits, tuple(spare), tuple(keep))
-
-
-def missing(value: object) -> bool:
-    """Whether there is no value: None, or NaN."""
-    return value is None or (isinstance(value, float) and math.isnan(value))
-
-
-def cell_text(value: object, digits: int, comma: str = "") -> str:
-    """Numbers at ``digits`` decimals, nothing for a missing value, text without what a terminal obeys.
-
-    A number that would be all zeros keeps three digits.
-    """
-    if missing(value):
-        return ""
-    if not isinstance(value, float):
-        return plain(str(value))
-    if value and abs(value) < 0.5 * 10.0**-digits:
-        return f"{value:.3g}"
-    return f"{value:{comma}.{digits}f}"
-
-
-# -- a terminal -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -176,35 +111,3 @@ def left_out_line(columns: Sequence[str], width: int) -> str:
         if len(line) <= width:
             return line
     return f"{len(columns)} {'column' if len(columns) == 1 else 'columns'} left out (--format csv, or a wider window)"
-
-
-# -- pipes and files --------------------------------------------------------------------------------------------
-
-
-def tab_lines(table: Table) -> list[str]:
-    """The header and a line for each row, cells between tabs, nothing cut."""
-    rows = [[cell_text(value, table.digits) for value in row] for row in table.rows]
-    return ["\t".join(cells) for cells in [list(map(plain, table.columns)), *rows]]
-
-
-def csv_text(table: Table) -> str:
-    """As :meth:`pandas.DataFrame.to_csv` writes it: numbers in full, nothing for a missing value."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(table.columns)
-    writer.writerows(["" if missing(value) else value for value in row] for row in table.rows)
-    return out.getvalue()
-
-
-def json_rows(table: Table) -> list[dict[str, Any]]:
-    """Rows as objects: numbers in full, null for a missing value or an infinite one."""
-    return [dict(zip(table.columns, map(json_value, row), strict=True)) for row in table.rows]
-
-
-def json_value(value: Any) -> Any:
-    """A cell as JSON has it."""
-    item = getattr(value, "item", None)  # a numpy scalar
-    value = item() if item is not None else value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, (bool, int, str)) else str(value)

@@ -12,7 +12,7 @@ import report_samples as samples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuseplan.planner.reports.rejected import rejected_groups
+from fuseplan.planner.reports.accuracy import rejected_groups
 from fuseplan.planner.tuning.summary import RegionSummary
 from fuseplan.search.store.record import ATEN, Alternative, GroupChoice, PlanRecord
 

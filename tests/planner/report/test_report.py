@@ -18,6 +18,7 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.module_paths import RepeatedPaths
 from fuseplan.planner.reports import accuracy, frames, plots
+from fuseplan.planner.reports.document import table_of
 from fuseplan.planner.reports.frames import ReportData, load_report
 from fuseplan.planner.reports.html_page import html_report, table_html
 from fuseplan.planner.tuning import summary
@@ -108,7 +109,7 @@ def test_region_and_miss_frames(data: ReportData) -> None:
     regions = frames.region_frame(data)
     assert len(regions) == 5
     assert regions["speedup"].tolist() == pytest.approx([3.0, 4.5, 1.0, 3.0, 4.5])
-    misses = frames.miss_frame(data)
+    misses = frames.misses_frame(data.misses)
     assert misses[["label", "count"]].to_numpy().tolist() == [["gelu 7x13 float32", 1]]
 
 
@@ -166,7 +167,7 @@ def test_text_forms_keep_every_cell(data: ReportData) -> None:
     groups = frames.group_frame(data)
     read = pd.read_csv(StringIO(groups.to_csv(index=False)))
     assert read["fused_us"].tolist() == groups["fused_us"].tolist()
-    markdown = frames.markdown_table(groups).splitlines()
+    markdown = table_of(groups, "groups").markdown().splitlines()
     assert len(markdown) == 2 + len(groups)
     assert all(len(re.findall(r"(?<!\\)\|", line)) == len(groups.columns) + 1 for line in markdown)
     assert r"cat\|neg" in markdown[-1]

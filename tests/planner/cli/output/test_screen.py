@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,8 @@ from rich.console import Console
 
 from fuseplan.planner.cli.output.progress_log import EVERY_S, ProgressLog
 from fuseplan.planner.cli.output.screen import Screen, check_writable
-from fuseplan.planner.cli.output.tables import Table
 from fuseplan.planner.errors import ConfigError
+from fuseplan.planner.reports.document import Document, Sentence, Table
 
 TIMES = Table("times", ("workload", "time_us"), (("decode 1", 1.0 / 3.0),), "Times")
 OTHERS = Table("others", ("name",), (("x",),), "Others")
@@ -20,11 +21,8 @@ OTHERS = Table("others", ("name",), (("x",),), "Others")
 
 def answer(screen: Screen) -> None:
     """What commands do."""
-    screen.table(OTHERS)
-    screen.table(TIMES)
-    screen.tell("a third of a microsecond")
+    screen.show(Document("Report", "times", [OTHERS, TIMES, Sentence("a third of a microsecond")]))
     screen.say("stored somewhere")
-    screen.heading("Report", "times")
     screen.finish()
 
 
@@ -65,8 +63,8 @@ def test_csv_has_the_main_table_and_json_all_of_them(capsys: pytest.CaptureFixtu
 
 def test_quiet_leaves_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
     screen = Screen(quiet=True, log=ProgressLog(lambda line: pytest.fail(line)))
-    screen.table(TIMES, "talk")
-    screen.table(OTHERS)
+    screen.add(replace(TIMES, shown="talk"))
+    screen.add(OTHERS)
     screen.tell("seen")
     screen.tell("not seen", "talk")
     screen.say("not seen")
@@ -85,12 +83,12 @@ def terminal(width: int) -> tuple[Console, io.StringIO]:
 def test_a_terminal_is_told_which_columns_are_left_out() -> None:
     console, out = terminal(60)
     wide = Table("t", ("name", "place", "time"), (("a" * 40, "b" * 60, 1.0),), spare=("place",), keep=("name", "time"))
-    Screen(terminal=console).table(wide)
+    Screen(terminal=console).add(wide)
     lines = out.getvalue().splitlines()
     assert "a" * 40 in lines[1] and "b" not in lines[1]
     assert "left out: place" in lines[2] and "\x1b[2m" in lines[2]  # dim
     assert len(lines) == 3
-    Screen(terminal=console).table(Table("t", ("name",), (), "Nothing"))
+    Screen(terminal=console).add(Table("t", ("name",), (), "Nothing"))
     assert "Nothing" not in out.getvalue()
 
 
@@ -104,7 +102,7 @@ def test_a_line_that_is_too_long_for_a_terminal_loses_its_end() -> None:
 def test_a_terminal_obeys_no_stored_text() -> None:
     console, out = terminal(60)
     screen = Screen(terminal=console)
-    screen.table(Table("t", ("name",), (("\x1b]0;owned\x07[bold]x[/bold]",),)))
+    screen.add(Table("t", ("name",), (("\x1b]0;owned\x07[bold]x[/bold]",),)))
     screen.tell("\x1b[2J[red]y[/red]")
     screen.code("int x = 1; // \x1b[2J", "cpp")
     text = out.getvalue()

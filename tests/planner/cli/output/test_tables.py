@@ -14,17 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from fuseplan.planner.cli.output.tables import (
-    Table,
-    cell_text,
-    csv_text,
-    fitted,
-    json_rows,
-    left_out_line,
-    shortened,
-    tab_lines,
-    table_of,
-)
+from fuseplan.planner.cli.output.tables import fitted, left_out_line, shortened
+from fuseplan.planner.reports.document import Table, cell_text, table_of
 
 PLACE = "model.layers.0-31: self_attn.q_proj, self_attn.k_proj, self_attn.v_proj -> mlp.gate_proj"
 GROUPS = Table(
@@ -101,12 +92,12 @@ def test_the_line_below_names_columns_as_far_as_they_fit(width: int) -> None:
 
 
 def test_a_pipe_has_every_column_whole_on_one_line() -> None:
-    lines = tab_lines(GROUPS)
+    lines = GROUPS.lines()
     assert lines[0].split("\t") == list(GROUPS.columns) and len(lines) == 1 + len(GROUPS.rows)
     first = lines[1].split("\t")
     assert first[2] == PLACE and first[5] == "12345.68" and first[-1] == "f" * 64
     assert lines[2].split("\t")[4] == "" and len(lines[2].split("\t")) == len(GROUPS.columns)
-    odd = tab_lines(Table("t", ("text",), (("a\tb\nc\x1b[31m",),)))
+    odd = Table("t", ("text",), (("a\tb\nc\x1b[31m",),)).lines()
     assert len(odd) == 2 and "\t" not in odd[1] and odd[1].isprintable()
 
 
@@ -117,14 +108,14 @@ def test_a_number_that_would_be_zeros_keeps_its_digits() -> None:
 
 def test_csv_is_what_pandas_writes() -> None:
     frame = pd.DataFrame({"text": ['a,"b"', None, "c"], "time": [1.1, math.nan, 1e-9], "count": [1, 2, 3]})
-    assert csv_text(table_of(frame, "t")) == frame.to_csv(index=False)
-    assert next(csv.reader(io.StringIO(csv_text(GROUPS)))) == list(GROUPS.columns)
+    assert table_of(frame, "t").csv() == frame.to_csv(index=False)
+    assert next(csv.reader(io.StringIO(GROUPS.csv()))) == list(GROUPS.columns)
 
 
 def test_json_has_numbers_in_full_and_null() -> None:
     frame = pd.DataFrame({
         "time": [0.1 + 0.2, math.nan, math.inf], "count": np.array([1, 2, 3]), "ok": [True, False, True],
     })
-    rows = json.loads(json.dumps(json_rows(table_of(frame, "t")), allow_nan=False))
+    rows = json.loads(json.dumps(table_of(frame, "t").json(), allow_nan=False))
     assert rows[0] == {"time": 0.1 + 0.2, "count": 1, "ok": True}
     assert [row["time"] for row in rows[1:]] == [None, None]

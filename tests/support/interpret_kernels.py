@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from kernel_reference import run_reference
 
+from fuseplan.kernels.gpu.tile import next_power_of_2
 from fuseplan.kernels.ir.backend import SM90, Backend, Config
 from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.kernels.triton import values
@@ -49,15 +50,15 @@ def worst_error(ir: KernelIR, outputs: list[torch.Tensor], reference: list[torch
     return worst
 
 
-def configs(backend: Backend, ir: KernelIR) -> Iterator[Config]:
-    """The default, and corners: one narrow row, several narrow rows, a row in chunks, everything at once."""
+def configs(backend: Backend, ir: KernelIR, longest: int = 8192) -> Iterator[Config]:
+    """The default, and corners: one narrow row, several narrow rows, a row in chunks, the ``longest`` at once."""
     default = backend.default_config(ir, SM90)
     yield default
     if backend.name == "triton":
         yield {"block_rows": 1, "block_cols": 32, "num_warps": 1, "num_stages": 1, "loads": "early"}
         yield {"block_rows": 4, "block_cols": 16, "num_warps": 1, "num_stages": 2}
         yield {"block_rows": 1, "block_cols": 128, "num_warps": 1, "num_stages": 1}
-        yield {"block_rows": 2, "block_cols": 8192, "num_warps": 1, "loads": "early"}
+        yield {"block_rows": 2, "block_cols": next_power_of_2(longest), "num_warps": 1, "loads": "early"}
     else:
         yield {tunable.name: tunable.choices[0] for tunable in backend.tunables(ir, SM90)}
         yield {tunable.name: tunable.choices[-1] for tunable in backend.tunables(ir, SM90)}
@@ -126,7 +127,8 @@ def main(name: str, cache_dir: str) -> None:
             continue
         inputs = sample.inputs()
         reference = run_reference(sample.ir, inputs, sample.symbols)
-        for config in configs(backend, sample.ir):
+        longest = max(segment.extents()[-1] for segment in sample.ir.bind(sample.symbols).segments)
+        for config in configs(backend, sample.ir, longest):
             outputs = sample.outputs()
             kernel = backend.load(sample.ir, config, SM90)
             kernel(*inputs, *outputs, *(sample.symbols[name] for name in sample.ir.symbols))

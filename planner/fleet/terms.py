@@ -100,7 +100,7 @@ class RegionTask:
     Attributes:
         key: Its workload key.
         label: What it computes, and where it is, for people.
-        data: Its graph (:func:`~fuseplan.planner.work.region_data.region_data`).
+        data: Its graph (:func:`~fuseplan.planner.work.extract.region_data`).
         shares: Of the model's time, by the key of each of its parts.
         ops: Its compute ops and matmuls, those that are searched: what the time of its tune grows with.
         waits: Whether it waits for another tuner that is at work on it.

@@ -34,7 +34,7 @@ from fuseplan.planner.tuning.recheck import Rechecked, recheck
 from fuseplan.planner.tuning.session import Session, session_on
 from fuseplan.planner.tuning.tune import RegionFailure, TuneResult, WorkloadPlan
 from fuseplan.planner.tuning.whole_step import measure_step, step_problem
-from fuseplan.planner.work.region_data import region_data
+from fuseplan.planner.work.extract import region_data
 from fuseplan.search.errors import RecordError
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.leases import Leases

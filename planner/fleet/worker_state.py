@@ -34,7 +34,7 @@ from fuseplan.planner.fleet.terms import (
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.tuning.plans import RegionPlan
 from fuseplan.planner.tuning.session import Session, open_session
-from fuseplan.planner.work.region_data import region_graph
+from fuseplan.planner.work.extract import region_graph
 from fuseplan.search.errors import MachineFailureError
 from fuseplan.search.tune import tuner
 from fuseplan.search.tune.resources import Alike

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref, Region, TensorSpec
-from fuseplan.planner.groups.colouring import Colouring
+from fuseplan.planner.groups.canonical_order import Colouring
 
 #: Version of the canonical text. Change it whenever the text of any graph changes.
 SCHEMA = "fuseplan-canonical-1"

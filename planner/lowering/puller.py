@@ -42,7 +42,6 @@ from fuseplan.planner.ops.table import (
     op_of,
     why_refused,
     written_dim,
-    written_spec,
     written_value,
 )
 
@@ -72,9 +71,12 @@ def writer(group: Group, value: str) -> OpNode | None:
 
 
 def stored_spec(group: Group, value: str) -> TensorSpec:
-    """Layout of what is stored of an output: all of it, or what an op writes into it."""
+    """What is stored of an output: all of it, or what an op writes into it, with the strides in which that lies."""
     node, specs = writer(group, value), group.graph.specs
-    return specs[value] if node is None else written_spec(node, specs)
+    if node is None:
+        return specs[value]
+    target = specs[node.inputs[0]]
+    return target if written_dim(node, specs) is None else replace(target, shape=specs[node.inputs[-1]].shape)
 
 
 def _bases(group: Group, value: str) -> frozenset[str]:
@@ -127,7 +129,7 @@ class Puller(BodyBuilder):
         return self.cast(self._computed(node, value, position), register_type(dtype))
 
     def store(self, buffer: int, value: str, position: Position) -> Store:
-        """A store of ``value`` at a position of its :func:`~fuseplan.planner.ops.table.written_spec`."""
+        """A store of ``value`` at a position of its :func:`stored_spec`."""
         stored, strides, node = self.stored(value, position), self.specs[value].strides, self._member(value)
         dim = written_dim(node, self.specs) if node is not None else None
         if node is None or dim is None:

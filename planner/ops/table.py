@@ -15,7 +15,7 @@ import torch
 
 from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.index import row_major_strides
-from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
+from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.ops.activation import ACTIVATIONS
 from fuseplan.planner.ops.anchors import ANCHORS
 from fuseplan.planner.ops.lookup import LOOKUPS, WRITES
@@ -64,14 +64,6 @@ def written_dim(node: OpNode, specs: Specs) -> int | None:
     """The dimension of that operand along which another one says where to; None where all of it is written."""
     writes = op_of(node.op).writes
     return None if writes is None else writes(node, specs)
-
-
-def written_spec(node: OpNode, specs: Specs) -> TensorSpec:
-    """Shape of what such an op writes, and strides of the operand in which that lies."""
-    target = specs[node.inputs[0]]
-    if written_dim(node, specs) is None:
-        return target
-    return TensorSpec(specs[node.inputs[-1]].shape, target.dtype, target.strides)
 
 
 def is_address_map(node: OpNode, specs: Specs) -> bool:

@@ -6,7 +6,7 @@ from the pages where they lie (:mod:`~fuseplan.planner.graph.decode_attention`).
 
 What lies between the gather and attention may be any ops that only move elements: where each element of the keys comes
 from is worked out, and compared with where it should come from
-(:mod:`~fuseplan.planner.rewrites.element_map`).
+(:mod:`~fuseplan.planner.rewrites.view_algebra`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from fuseplan.costmodel.devices import for_gpu
 from fuseplan.planner.graph.decode_attention import DECODE_ATTENTION
 from fuseplan.planner.ops.table import op_of
 from fuseplan.planner.rewrites.attention_call import ATTENTION, arguments_of
-from fuseplan.planner.rewrites.element_map import Digit, ElementMap, moved_from
 from fuseplan.planner.rewrites.trace_edit import (
     ancestors,
     between,
@@ -38,6 +37,7 @@ from fuseplan.planner.rewrites.trace_edit import (
     trace_device,
     value_of,
 )
+from fuseplan.planner.rewrites.view_algebra import Digit, ElementMap, moved_from
 from fuseplan.search.errors import OWN_FAULTS
 
 _aten = torch.ops.aten

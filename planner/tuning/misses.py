@@ -16,12 +16,11 @@ from typing import Any, Protocol
 
 from fuseplan.planner.errors import PlanError
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
-from fuseplan.planner.groups.cut_out import find_region
 from fuseplan.planner.groups.regions import find_regions, region_parts
 from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.planner.tuning.miss_list import TUNED_SINCE, Miss, logged_misses, stored_text
 from fuseplan.planner.tuning.session import Session
-from fuseplan.planner.work.region_data import region_data, region_graph
+from fuseplan.planner.work.extract import find_region, region_data, region_graph
 from fuseplan.search.errors import OWN_FAULTS
 from fuseplan.search.store.database import Database, Missed
 from fuseplan.search.store.layered import LayeredDatabase

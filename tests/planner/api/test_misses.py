@@ -20,7 +20,7 @@ from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.cli import main
 from fuseplan.planner.errors import DeviceError
 from fuseplan.planner.tuning import misses as logged
-from fuseplan.planner.work import region_data
+from fuseplan.planner.work import extract
 from fuseplan.search.errors import ReadOnlyDatabaseError
 from fuseplan.search.store import connections, rows, tables
 from fuseplan.search.store.database import Database
@@ -234,7 +234,7 @@ def test_pruned_misses_leave_no_graphs(db: Path) -> None:
 
 
 @pytest.mark.parametrize(("where", "name", "error"), [
-    (region_data, "cut_out", MemoryError("no room")), (tables, "open_for_writing", ReadOnlyDatabaseError("read-only")),
+    (extract, "extract", MemoryError("no room")), (tables, "open_for_writing", ReadOnlyDatabaseError("read-only")),
     (tables, "upsert", sqlite3.OperationalError("disk is full")),
 ])
 def test_a_model_runs_whatever_becomes_of_its_misses(

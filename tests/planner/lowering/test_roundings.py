@@ -21,9 +21,9 @@ from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.graph.execute import run_node
 from fuseplan.planner.graph.serialize import graph_from_json, graph_to_json
 from fuseplan.planner.groups.candidates import Candidate, CandidateLimits
-from fuseplan.planner.groups.cut_out import cut_out
 from fuseplan.planner.groups.regions import find_regions, is_anchor, region_parts
 from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.work.extract import extract
 
 HALVES = (torch.bfloat16, torch.float16)
 Program = Callable[[torch.Tensor, torch.dtype], Any]
@@ -223,6 +223,6 @@ def test_a_region_that_is_sent_elsewhere_rounds_as_it_does_here() -> None:
     x = values(3, 64)
     graph = traced(lambda x: (torch.cumsum(x, 0), square(x)), x)
     region = next(one for one in find_regions(graph) if graph.outputs[1] in one.outputs)
-    alone = graph_from_json(graph_to_json(cut_out(graph, region)))
+    alone = graph_from_json(graph_to_json(extract(graph, region)))
     assert alone.rounds and alone.rounds == graph.rounds
     assert region.key not in {one.key for one in find_regions(traced(square, x))}

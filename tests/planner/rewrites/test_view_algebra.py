@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fuseplan.planner.rewrites.element_map import ElementMap, moved_from, walked
+from fuseplan.planner.rewrites.view_algebra import ElementMap, moved_from, walked
 
 _aten = torch.ops.aten
 

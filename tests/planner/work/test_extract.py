@@ -14,9 +14,9 @@ from random_graphs import random_graph
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.graph.serialize import graph_from_json, graph_to_json
 from fuseplan.planner.groups.candidates import CandidateLimits
-from fuseplan.planner.groups.cut_out import cut_out
 from fuseplan.planner.groups.regions import find_regions, region_parts
 from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.work.extract import extract
 
 pytestmark = pytest.mark.no_cover
 
@@ -37,7 +37,7 @@ def test_a_region_by_itself_has_its_key_and_computes_the_same(seed: int, size: i
     values = {**inputs, **dict(zip(whole.outputs, run_graph(whole, inputs), strict=True))}
     for region in find_regions(graph):
         for part in {region, *region_parts(graph, region)}:
-            alone = graph_from_json(json.loads(json.dumps(graph_to_json(cut_out(graph, part)))))
+            alone = graph_from_json(json.loads(json.dumps(graph_to_json(extract(graph, part)))))
             assert [one.key for one in find_regions(alone)] == [part.key]
             (again,) = find_regions(alone)
             assert set(again.ops) == set(part.ops) and set(alone.inputs) == set(part.inputs)
@@ -57,7 +57,7 @@ def test_what_lies_around_a_region_forbids_the_same_groups_without_it() -> None:
     for seed in range(60):
         graph = random_graph(seed, 16, order=3)
         for region in find_regions(graph):
-            alone = cut_out(graph, region)
+            alone = extract(graph, region)
             stand_ins += len(alone) - len(region.ops)
             assert legal_groups(alone, find_regions(alone)[0]) == legal_groups(graph, region)
     assert stand_ins, "no path left a region and came back"

@@ -1,25 +1,30 @@
-"""A region cut out of its graph: a graph that holds it alone, in which it has the same key."""
+"""A region by itself: a graph that holds it alone, in which it has the same key; the same as data."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Region, TensorSpec
+from fuseplan.planner.graph.serialize import graph_from_json, graph_to_json
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.convex import Dependencies, bits
 from fuseplan.planner.groups.regions import find_regions
+from fuseplan.planner.work.group_work import hot_inputs
 
 #: Stands for whatever op lies on a path that leaves the region and comes back. Nothing runs it.
 _OUTSIDE = "fuseplan.outside.default"
 
 
-def cut_out(graph: DataflowGraph, region: Region) -> DataflowGraph:
+def extract(graph: DataflowGraph, region: Region) -> DataflowGraph:
     """A static graph with the ops of ``region`` alone, under their names; what it reads are its inputs.
 
     Raises:
         ValueError: By itself it would not be the region that it is in ``graph``.
     """
-    alone = _cut(graph, region, [])
+    alone = _extract(graph, region, [])
     if apart := _detours(graph, region) - _detours(alone, region):
-        alone = _cut(graph, region, sorted(apart))
+        alone = _extract(graph, region, sorted(apart))
     if find_region(alone, region.key) is None:
         raise ValueError("its key depends on ops around it")
     return alone
@@ -30,7 +35,32 @@ def find_region(graph: DataflowGraph, key: str) -> Region | None:
     return next((one for one in find_regions(graph) if one.key == key), None)
 
 
-def _cut(graph: DataflowGraph, region: Region, detours: list[tuple[str, str]]) -> DataflowGraph:
+def region_data(graph: DataflowGraph, region: Region) -> dict[str, Any]:
+    """A region of a static graph by itself, as data that JSON has, with what planning it takes from its surroundings.
+
+    Raises:
+        ValueError: It depends on more of the graph, or an attribute cannot be written.
+    """
+    alone = extract(graph, region)
+    hot = zip(region.inputs, hot_inputs(graph, region.inputs), strict=True)
+    return {"graph": graph_to_json(alone), "fresh": [value for value, is_hot in hot if is_hot]}
+
+
+def region_graph(data: Mapping[str, Any], key: str) -> tuple[DataflowGraph, Region]:
+    """The graph of :func:`region_data`, and its region of that key.
+
+    Raises:
+        Exception: Data of another form, or of another region, where it says so.
+    """
+    graph = graph_from_json(data["graph"])
+    graph.fresh = frozenset(map(str, data["fresh"]))
+    region = find_region(graph, key)
+    if region is None:
+        raise ValueError("it is that of another region")
+    return graph, region
+
+
+def _extract(graph: DataflowGraph, region: Region, detours: list[tuple[str, str]]) -> DataflowGraph:
     inside = set(region.ops)
     nodes, order = [], [pair for pair in graph.orders() if inside.issuperset(pair)]
     specs = {value: graph.specs[value] for value in region.inputs}

@@ -153,9 +153,7 @@ class TuningResources:
         return [(backend, subject.ir, backend.default_config(subject.ir, self.target), self.target)]
 
     def searches(self, subject: Subject) -> bool:
-        """Whether it is known what a tune of a subject tries: not where it is alike another that was sent to the
-        compilers before it, and not searched yet.
-        """
+        """False while a similar kernel is being searched, because this one will start from that result."""
         for backend in self.backends:
             if (likeness := backend.likeness(subject.ir)) is not None:
                 alike = (backend.name, likeness)

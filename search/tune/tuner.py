@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from fuseplan.costmodel.devices import is_cpu, is_gpu
 from fuseplan.kernels.ir.backend import Backend, Config, Target
@@ -25,6 +26,7 @@ from fuseplan.search.timing.contest import Contest
 from fuseplan.search.timing.sequence import Part
 from fuseplan.search.timing.subject import Subject
 from fuseplan.search.timing.timers import Timer, timer_for
+from fuseplan.search.tune.group_search import GroupSearch, screened
 from fuseplan.search.tune.resources import (
     PLAYING_OFF,
     SCREENING,
@@ -38,7 +40,6 @@ from fuseplan.search.tune.resources import (
 )
 from fuseplan.search.tune.study import Studies
 from fuseplan.search.tune.time_account import TimeAccount
-from fuseplan.search.tune.trials import SubjectRun, screened
 from fuseplan.search.workers import jobs
 from fuseplan.search.workers.worker import Outcome, WorkerPool
 
@@ -154,7 +155,7 @@ class Tuner:
         hints = [*([stored] if stored is not None else []), *neighbours]
         if not minor:
             self._searched.add(key)
-        run = SubjectRun(self._resources_for(minor), subject, key, hints)
+        run = GroupSearch(self._resources_for(minor), subject, key, hints)
         record = self._resources.released(run.execute)
         with self.account.spend(STORING):
             self.database.put_record(record)
@@ -232,7 +233,7 @@ class Tuner:
         """
         key = self.key(subject)
         with self.leases.alone(key):
-            run = SubjectRun(self._resources, subject, key, (), whole=False)
+            run = GroupSearch(self._resources, subject, key, (), whole=False)
             return self._resources.released(run.screen_defaults)
 
     def time_again(self, kernels: Sequence[tuple[Subject, TuningRecord]]) -> list[Trial]:
@@ -261,25 +262,23 @@ class Tuner:
 
         ``sides`` name the parts that each runs, the incumbent first; ``kept`` are the values needed afterwards.
         """
-        self._tell_play_off(parts)
-        found: Contest | None = self._resources.call(
-            PLAYING_OFF, jobs.decide_sides, dict(parts), dict(sides), frozenset(kept), of=_called(parts, sides)
-        ).value
+        job = self._play_off(parts, sides, kept)
+        found: Contest | None = self._resources.call(*job, of=_called(parts, sides)).value
         return found
-
-    def _tell_play_off(self, parts: Mapping[str, Part]) -> None:
-        if self._resources.progress is not None and parts:
-            label = next(iter(parts.values())).subject.label
-            self._resources.progress(ProgressEvent(label, 0, len(parts), math.inf, "play off"))
 
     def play_off_later(
         self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str] = ()
     ) -> Callable[[], Contest | None]:
         """As :meth:`play_off`, when the measuring process has nothing else to do."""
-        self._tell_play_off(parts)
-        run = self._resources.later(
-            PLAYING_OFF, jobs.decide_sides, dict(parts), dict(sides), frozenset(kept), of=_called(parts, sides))
+        run = self._resources.later(*self._play_off(parts, sides, kept), of=_called(parts, sides))
         return lambda: run().value
+
+    def _play_off(self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str]) -> Any:
+        """The job, once a listener has been told of it."""
+        if self._resources.progress is not None and parts:
+            label = next(iter(parts.values())).subject.label
+            self._resources.progress(ProgressEvent(label, 0, len(parts), math.inf, "play off"))
+        return PLAYING_OFF, jobs.decide_sides, dict(parts), dict(sides), frozenset(kept)
 
     def time_sides(
         self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str], min_rounds: int
@@ -326,7 +325,7 @@ class Tuner:
             default = self._resources.default_of(subject)
             self._resources.compile_ahead(default, spare)  # at once: to enumerate the others takes a while
             if self._resources.searches(subject):
-                run = SubjectRun(self._resources_for(minor), subject, self.key(subject), ())
+                run = GroupSearch(self._resources_for(minor), subject, self.key(subject), ())
                 self._resources.compile_ahead([one for one in run.ahead() if one not in default], spare)
 
     def prefetch_default(self, subjects: Iterable[Subject]) -> None:

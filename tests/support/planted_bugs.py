@@ -118,7 +118,7 @@ BUGS = (
         "    line, status = describe(error)\n",
         '    line, status = describe(error)\n    typer.echo(f"plan: error: {line}", err=True)\n',
         fault("failing compiler")),
-    Bug("a compiler that fails is an answer: do not fuse", "search/tune/trials.py",
+    Bug("a compiler that fails is an answer: do not fuse", "search/tune/group_search.py",
         'raise NothingCompilesError(f"{self._subject.label}: nothing has compiled in this tune ({failed[0]})")', "pass",
         ("tests/planner/tuning/test_machine_failures.py", "-k", "nothing_compiles")),
 )

@@ -19,9 +19,9 @@ from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.search.errors import SubjectError
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import RecordKey, Versions
-from fuseplan.search.tune import trials
+from fuseplan.search.tune import group_search
 from fuseplan.search.tune import tuner as tuner_module
-from fuseplan.search.tune.trials import SubjectRun
+from fuseplan.search.tune.group_search import GroupSearch
 from fuseplan.search.tune.tuner import Budget, Tuner
 from fuseplan.search.workers.jobs import UNFUSED
 from fuseplan.search.workers.worker import Outcome
@@ -47,7 +47,7 @@ def test_a_tune_that_measures_anew_takes_what_it_wrote_alone(db: Database, tmp_p
     journal = tmp_path / "journal"
     backend = FakeBackend(journal=str(journal))
     with pytest.MonkeyPatch.context() as patch:
-        for module in (trials, tuner_module):
+        for module in (group_search, tuner_module):
             patch.setattr(module, "now", lambda: created)
         first = tuner(db, backend).tune(SUBJECT)
         other = FakeSubject(key="subject-2")
@@ -118,7 +118,7 @@ def test_of_kernels_alike_one_is_searched(db: Database, trials: int, measured: i
 
 
 def test_all_that_a_whole_search_tries_is_compiled_ahead(db: Database) -> None:
-    run = SubjectRun(tuner(db, Alike())._resources, SUBJECT, RecordKey("w", "cpu-test", "eager", "fp32"), ())
+    run = GroupSearch(tuner(db, Alike())._resources, SUBJECT, RecordKey("w", "cpu-test", "eager", "fp32"), ())
     configs = [config_key(config) for _, _, config, _ in run.ahead()]
     assert len(set(configs)) == len(configs) == 19
 

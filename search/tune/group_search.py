@@ -1,4 +1,4 @@
-"""One subject's tune: who takes part, what is tried, what each trial found, and what goes into the decision."""
+"""The search of one group: which back ends take part, what is tried, and what goes into the decision."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class _Entry:
     strategy: Strategy
 
 
-class SubjectRun:
-    """One subject's tune.
+class GroupSearch:
+    """The search of one group's configurations.
 
-    ``neighbours`` are records of similar groups. A run that is not ``whole`` knows the default configurations alone,
+    ``neighbours`` are records of similar groups. A search that is not ``whole`` knows the default configurations alone,
     which need no enumeration.
     """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pandas as pd
@@ -11,6 +11,7 @@ from fuseplan.planner.reports.drawing import templates
 from fuseplan.planner.reports.frames import ReportData
 from fuseplan.planner.reports.step_words import answers, bars, time_text
 from fuseplan.planner.reports.steps import PARTS, steps
+from fuseplan.search.errors import plain
 
 #: Rows of a table, and workloads, on a first screen.
 _ROWS, _WORKLOADS = 6, 4
@@ -44,3 +45,31 @@ def _cell(name: str, value: Any) -> str:
     if name.endswith("_us"):
         return time_text(value).replace(" ", "\N{NO-BREAK SPACE}")
     return f"{value:,.3g}{'x' * (name == 'speedup')}" if isinstance(value, float) else str(value)
+
+
+class TuneAnswer:
+    """What came of a tune, in words.
+
+    Attributes:
+        warnings: What makes an answer doubtful or is missing, one line each.
+        failure: Why it failed, where that is more than a region or some noise; "" where it did not.
+    """
+
+    warnings: tuple[str, ...]
+    failure: str
+
+    def course(self) -> Iterator[str]:
+        """How the tune went: what was measured, and where it is stored."""
+        raise NotImplementedError
+
+    def step_lines(self) -> Iterator[str]:
+        """What whole steps take."""
+        yield from ()
+
+    def lines(self) -> Iterator[str]:
+        """The answer in words, as the terminal has it below its tables."""
+        yield from self.course()
+        yield from self.step_lines()
+
+    def __str__(self) -> str:
+        return "\n".join(map(plain, (*self.lines(), *(f"warning: {one}" for one in self.warnings))))

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import pandas as pd
 
 from fuseplan.planner.api.answer import first_screen
-from fuseplan.planner.api.asked import Asked, Batches, ModelLike, Prefills, asked_for, plan_settings
 from fuseplan.planner.api.device import device_kind
-from fuseplan.planner.api.progress import SILENT, Progress
+from fuseplan.planner.api.request import Asked, Batches, ModelLike, Prefills, asked_for, python_arguments
 from fuseplan.planner.api.sources import KernelSource, kernel_sources
 from fuseplan.planner.errors import ConfigError, nearest, one_family
 from fuseplan.planner.graph.dataflow import DataflowGraph
@@ -22,8 +21,8 @@ from fuseplan.planner.module_paths import group_place
 from fuseplan.planner.reports import explain as words
 from fuseplan.planner.reports.frames import config_text, how_it_runs, time_of
 from fuseplan.planner.tuning.plans import GraphPlan
+from fuseplan.planner.tuning.progress import SILENT, Progress
 from fuseplan.planner.tuning.session import Session, open_session
-from fuseplan.planner.tuning.settings import PlanSettings
 from fuseplan.search.errors import plain
 
 if TYPE_CHECKING:
@@ -119,21 +118,19 @@ def explain(
     """
     with one_family():
         kind = device_kind(device)
-        asked = asked_for(
-            kind, model, inputs, pattern=pattern, shape=shape, decode=decode, kv_len=kv_len, prefill=prefill,
-            dtype=dtype, layers=layers, pack_weights=pack_weights,
-        )
-        planned = explained(asked, plan_settings(kind, numerics, regime), db, workload)
+        asked = asked_for(kind, python_arguments(
+            model, inputs, pattern=pattern, shape=shape, decode=decode, kv_len=kv_len, prefill=prefill, dtype=dtype,
+            layers=layers, calls=False, pack_weights=pack_weights, numerics=numerics, regime=regime))
+        planned = explained(asked, db, workload)
         return Explained(asked.label, tuple(planned))
 
 
 def explained(
-    asked: Asked, settings: PlanSettings, db: str | Path | None, workload: str | None = None,
-    progress: Progress = SILENT,
+    asked: Asked, db: str | Path | None, workload: str | None = None, progress: Progress = SILENT
 ) -> Iterator[Planned]:
-    """Each workload as soon as it is planned; errors in the words of the command line."""
+    """Each workload as soon as it is planned."""
     graphs = asked.graphs(progress)
-    session = open_session(asked.kind, db, settings, mode="inspect")
+    session = open_session(asked.kind, db, asked.settings, mode="inspect")
     chosen = [(name, graph) for name, graph in graphs if workload is None or workload in name]
     if not chosen:
         names = [name for name, _ in graphs]

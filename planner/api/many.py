@@ -6,40 +6,24 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import pandas as pd
 
-from fuseplan.costmodel.devices import Kind, is_gpu
-from fuseplan.costmodel.identity import current_identity
-from fuseplan.costmodel.probe import probe
-from fuseplan.planner.api.answer import first_screen
-from fuseplan.planner.api.job import HowToTune, complaints, keep_summary, outcome, ready
-from fuseplan.planner.api.progress import SILENT, Progress
-from fuseplan.planner.api.tune_job import (
-    CapturedModel,
-    Regions,
-    TuneJob,
-    captured_models,
-    distinct_regions,
-    manifest_job,
-)
+from fuseplan.planner.api.answer import TuneAnswer, first_screen
+from fuseplan.planner.api.regions import CapturedModel, Regions, captured_model, distinct_regions
+from fuseplan.planner.api.run import Ran, complaints, outcome
+from fuseplan.planner.api.tune_job import TuneJob
 from fuseplan.planner.errors import PlanError
 from fuseplan.planner.graph.dataflow import DataflowGraph
-from fuseplan.planner.models.manifest import read_manifest
 from fuseplan.planner.reports import frames
 from fuseplan.planner.reports.step_words import step_words
 from fuseplan.planner.reports.steps import step_frame, steps
-from fuseplan.planner.tuning import tune as offline
-from fuseplan.planner.tuning.session import Session, open_session
-from fuseplan.planner.tuning.settings import PlanSettings
-from fuseplan.planner.tuning.tune import TuneResult, WorkloadPlan
-from fuseplan.search.errors import plain
-from fuseplan.search.store.location import left_behind
-from fuseplan.search.tune import tuner
+from fuseplan.planner.tuning.plans import PlanSettings
+from fuseplan.planner.tuning.progress import Progress
+from fuseplan.planner.tuning.session import Session
+from fuseplan.planner.tuning.tune import Batch, TuneResult
 from fuseplan.search.tune.time_account import TimeAccount
-from fuseplan.search.workers.worker import WorkerPool
 
 MODEL_COLUMNS = (
     "model", "workloads", "regions", "shared", "stored", "measured", "failed", "capture_s", "tune_s", "step",
@@ -51,7 +35,7 @@ REGION_COLUMNS = ("region", "place", "models", "uses", "first_model", "stored", 
 
 
 @dataclass(frozen=True, eq=False)
-class TunedMany:
+class TunedMany(TuneAnswer):
     """What came of tuning several models together.
 
     Attributes:
@@ -65,8 +49,6 @@ class TunedMany:
         totals: The same numbers for all models together.
         data: What is stored of these models; ``steps`` is made of it.
         results: What was measured, for each way to launch and to round.
-        warnings: What makes an answer doubtful or is missing, one line each.
-        failure: Why it did not wholly succeed; "" where it did.
     """
 
     title: str
@@ -84,8 +66,12 @@ class TunedMany:
         """One row per workload of each model: a step unfused and as planned, its floor, and how it was measured."""
         return step_frame(self.data)
 
-    def lines(self) -> Iterator[str]:
-        """The answer in words, as the terminal has it below the table of models."""
+    @property
+    def total_frame(self) -> pd.DataFrame:
+        """``totals`` as a table of one row."""
+        return pd.DataFrame([self.totals])
+
+    def course(self) -> Iterator[str]:
         total = self.totals
         yield (
             f"{total['models']} model{'s' * (total['models'] != 1)}, {total['regions']} regions, {total['distinct']} "
@@ -96,142 +82,119 @@ class TunedMany:
             yield f"{what.regime}, {what.numerics}: {outcome(result)}" if len(self.results) > 1 else outcome(result)
         yield f"stored in {self.where}"
 
-    def __str__(self) -> str:
-        said = (*self.lines(), *self.step_lines(), *(f"warning: {one}" for one in self.warnings))
-        return "\n".join(plain(line) for line in said)
-
     def step_lines(self) -> Iterator[str]:
-        """In words: the step of each workload that was timed as a whole."""
         yield from (step_words(one) for one in steps(self.data) if one.times is not None)
 
     def _repr_html_(self) -> str:
-        lines = [*self.lines(), *(f"Warning: {one}" for one in self.warnings)]
+        lines = [*self.course(), *(f"Warning: {one}" for one in self.warnings)]
         columns = ("model", "regions", "shared", "stored", "measured", "tune_s", "step", "saved_us")
         return first_screen(f"{self.title} on {self.data.device}", lines, None, self.models, columns)
 
 
-def tune_manifest(
-    path: str | Path, kind: Kind, db: str | Path | None, how: HowToTune, progress: Progress = SILENT,
-    account: TimeAccount | None = None,
-) -> TunedMany:
-    """Tune the models of a manifest that are for this device; errors in the words of the command line."""
-    job = manifest_job(read_manifest(path), kind, current_identity(kind).key())
-    for name, why in job.left_out:
-        progress.note(f"{name} is left out: {why}")
-    return tune_job(job, db, how, progress, account)
+class Models:
+    """The models of a manifest on one device: a batch for each way to launch and to round."""
 
+    def __init__(self, job: TuneJob) -> None:
+        self.job = job
+        self.captured: tuple[CapturedModel, ...] = ()
+        self.regions = Regions((), 0)
+        #: By settings and name of a graph: its model, and its workload there.
+        self._of: dict[tuple[PlanSettings, str], tuple[CapturedModel, str]] = {}
 
-def tune_job(
-    job: TuneJob, db: str | Path | None, how: HowToTune, progress: Progress = SILENT, account: TimeAccount | None = None
-) -> TunedMany:
-    """Capture all models, say which regions they have between them, and tune each of these once.
-
-    What is stored is not measured again: after an interruption, or where others tuned it, the same job goes on.
-    """
-    account = account if account is not None else TimeAccount()
-    note, studies = left_behind() if db is None else "", how.studies()
-    with ExitStack() as stack:
-        pool = stack.enter_context(tuner.make_pool(job.kind))
+    def capture(self, stack: ExitStack, progress: Progress, account: TimeAccount) -> None:
+        for name, why in self.job.left_out:
+            progress.note(f"{name} is left out: {why}")
         with account.spend("capturing"):
-            captured = captured_models(job, progress)
-        session = how.of(open_session(job.kind, db), studies)
+            self.captured = tuple(captured_model(asked, progress) for asked in self.job.models)
+
+    def batches(self, session: Session, progress: Progress, account: TimeAccount) -> Sequence[Batch]:
         with account.spend("looking regions up"):
-            regions = distinct_regions(captured, session)
-        progress.note(str(regions))
-        if session.spec is None and is_gpu(job.kind):  # hardly anything is stored: the workers will be needed
-            pool.start()
-        load = probe.machine_load()
-        results: list[Together] = []
-        if regions.distinct:
-            session = ready(session, account, progress)
-        if note:
-            progress.note(note)
-        for settings in job.settings():
-            graphs = graphs_for(captured, settings)
-            if graphs:
-                together = _tuned_together(session.planning_for(settings), graphs, how, account, pool, progress)
-                results.append(together)
-                session = together.result.session
-    with account.spend("reporting"):
-        return answer(job, captured, regions, session, results, load)
+            self.regions = distinct_regions(self.captured, session)
+        progress.note(str(self.regions))
+        found = [self._batch(settings) for settings in dict.fromkeys(one.settings for one in self.job.models)]
+        return [batch for batch in found if batch.graphs]
 
+    def _batch(self, settings: PlanSettings) -> Batch:
+        graphs: dict[str, DataflowGraph] = {}
+        for one in self.captured:
+            for workload, graph in one.graphs if one.asked.settings == settings else ():
+                name = f"{one.asked.label}: {workload}"
+                graphs.setdefault(name, graph)
+                self._of.setdefault((settings, name), (one, workload))
 
-#: Graphs by names of their own: the first model that has it, the workload's name there, and the graph.
-Graphs: TypeAlias = dict[str, tuple[CapturedModel, str, DataflowGraph]]
+        def reported(name: str) -> tuple[str, str]:
+            one, workload = self._of[settings, name]
+            return one.asked.label, workload
 
+        def timed(name: str) -> bool:
+            one, workload = self._of[settings, name]
+            return one.asked.is_asked_for(workload)
 
-@dataclass(frozen=True, eq=False)
-class Together:
-    """The tune of models whose plans are made for the same."""
+        return Batch(list(graphs.items()), settings, reported, timed)
 
-    graphs: Graphs
-    result: TuneResult
-
-
-def graphs_for(captured: Sequence[CapturedModel], settings: PlanSettings) -> Graphs:
-    """What is planned for these settings."""
-    found: Graphs = {}
-    for one in captured:
-        if one.model.settings == settings:
-            for workload, graph in one.graphs:
-                found.setdefault(f"{one.label}: {workload}", (one, workload, graph))
-    return found
-
-
-def _tuned_together(
-    session: Session, graphs: Graphs, how: HowToTune, account: TimeAccount, pool: WorkerPool, progress: Progress
-) -> Together:
-    """The tune of some graphs, one after another; of each what reports say of it is stored once it is planned."""
-
-    def is_asked_for(name: str) -> bool:
-        one, workload, _ = graphs[name]
-        return one.model.asked.is_asked_for(workload)
-
-    def on_plan(planned: WorkloadPlan) -> None:
-        one, workload, _ = graphs[planned.workload]
-        keep_summary(session, one.label, workload, planned)
-
-    budget = how.budget(session.target.device_type)
-    with progress.tuning() as events:
-        result = offline.tune(
-            session, [(name, graph) for name, (_, _, graph) in graphs.items()], budget, how.seed, events.on_region,
-            events.on_trial, account, pool, events.on_graph, is_asked_for, on_plan=on_plan,
+    def answer(self, ran: Ran) -> TunedMany:
+        """What came of it, as frames and words."""
+        captured, distinct, data = self.captured, self.regions.distinct, _stored(self.captured, ran.session)
+        rows = [self._row(number, one, ran, data) for number, one in enumerate(captured)]
+        rows += [dict.fromkeys(_COUNTED, 0) | {"model": name, "outcome": f"left out: {why}"}
+                 for name, why in self.job.left_out]
+        models = pd.DataFrame(rows, columns=list(MODEL_COLUMNS))
+        sums = {name: round(sum(row[name] for row in rows), 2) for name in _COUNTED}
+        totals = {"models": len(captured), **sums, "distinct": len(distinct)}
+        found = [
+            (one.label, one.place, len(one.models), one.uses, captured[one.models[0]].asked.label, one.stored,
+             one.key.regime, one.key.numerics, one.key.workload) for one in distinct
+        ]
+        warnings = [one.failure for one in captured if one.failure]
+        why = [f"{len(warnings)} of {len(captured)} models cannot be captured"] if warnings else []
+        for _, result in ran.results:
+            more, failure = complaints(result, ran.load)
+            warnings += more
+            why += [failure] if failure else []
+        return TunedMany(
+            self.job.title, ran.session.database.where, models, pd.DataFrame(found, columns=list(REGION_COLUMNS)),
+            totals, data, tuple(result for _, result in ran.results), tuple(dict.fromkeys(warnings)),
+            "; ".join(dict.fromkeys(why)),
         )
-    return Together(graphs, result)
 
-
-def answer(
-    job: TuneJob, captured: Sequence[CapturedModel], regions: Regions, session: Session, results: Sequence[Together],
-    load: probe.MachineLoad,
-) -> TunedMany:
-    """What came of it, as frames and words."""
-    data = _stored(captured, session)
-    rows = [_row(number, one, regions, results, data) for number, one in enumerate(captured)]
-    rows += [dict.fromkeys(_COUNTED, 0) | {"model": name, "outcome": f"left out: {why}"} for name, why in job.left_out]
-    models = pd.DataFrame(rows, columns=list(MODEL_COLUMNS))
-    sums = {name: round(sum(row[name] for row in rows), 2) for name in _COUNTED}
-    totals = {"models": len(captured), **sums, "distinct": len(regions.distinct)}
-    found = [
-        (one.label, one.place, len(one.models), one.uses, captured[one.models[0]].label, one.stored, one.key.regime,
-         one.key.numerics, one.key.workload) for one in regions.distinct
-    ]
-    warnings = [one.failure for one in captured if one.failure]
-    why = [f"{len(warnings)} of {len(captured)} models cannot be captured"] if warnings else []
-    for together in results:
-        more, failure = complaints(together.result, load)
-        warnings += more
-        why += [failure] if failure else []
-    return TunedMany(
-        job.title, session.database.where, models, pd.DataFrame(found, columns=list(REGION_COLUMNS)), totals, data,
-        tuple(together.result for together in results), tuple(dict.fromkeys(warnings)), "; ".join(dict.fromkeys(why)),
-    )
+    def _row(self, number: int, one: CapturedModel, ran: Ran, data: frames.ReportData) -> dict[str, Any]:
+        """A model's row: what its regions came from, what it cost, and what its first workload gains."""
+        asked, settings = one.asked, one.asked.settings
+        row: dict[str, Any] = dict.fromkeys(_COUNTED, 0) | {
+            "model": asked.label, "workloads": len(one.graphs), "capture_s": round(one.seconds, 2),
+            "regime": settings.regime, "numerics": settings.numerics,
+            "dtype": asked.source.dtype if asked.source is not None else None,
+        }
+        if one.failure:
+            return row | {"outcome": "not captured"}
+        its = [region for region in self.regions.distinct if number in region.models]
+        own = {region.key.workload for region in its if region.models[0] == number}
+        row |= {"regions": len(its), "shared": len(its) - len(own)}
+        tuned = next((result for batch, result in ran.results if batch.settings == settings), None)
+        if tuned is None:  # it has no graph with a region in it
+            return row | {"outcome": "nothing to plan"}
+        came = Counter(plan.source for _, plan in tuned.distinct() if plan.region.key in own)
+        failed = len(own) - came.total()
+        words = f"{failed} regions failed" if failed else "tuned" if came["tuned"] else "nothing new"
+        took_s = sum(plan.elapsed_s for plan in tuned.plans if self._of[settings, plan.workload][0] is one)
+        row |= {"stored": came["database"], "measured": came["tuned"], "failed": failed, "outcome": words,
+                "tune_s": round(took_s, 2)}
+        first = next((name for name, _ in one.graphs if asked.is_asked_for(name)), None)
+        for step in steps(data):
+            of = step.workload
+            if (of.model, of.workload, of.regime, of.numerics) == (
+                asked.label, first, settings.regime, settings.numerics
+            ):
+                row |= {"step": first, "unfused_us": step.unfused_us, "planned_us": step.planned_us,
+                        "saved_us": step.unfused_us - step.planned_us}
+        return row
 
 
 def _stored(captured: Sequence[CapturedModel], session: Session) -> frames.ReportData:
     """What is stored of the workloads that were asked for."""
     wanted = {
-        (one.label, name, one.model.settings.regime, one.model.settings.numerics)
-        for one in captured for name, _ in one.graphs if one.model.asked.is_asked_for(name)
+        (one.asked.label, name, one.asked.settings.regime, one.asked.settings.numerics)
+        for one in captured for name, _ in one.graphs if one.asked.is_asked_for(name)
     }
     try:
         data = frames.load_report(replace(session, run="").store, session.device, session.spec)
@@ -239,37 +202,3 @@ def _stored(captured: Sequence[CapturedModel], session: Session) -> frames.Repor
         return frames.ReportData(session.device, "", session.spec, {}, {})
     chosen = [one for one in data.workloads if (one.model, one.workload, one.regime, one.numerics) in wanted]
     return replace(data, model="", workloads=tuple(chosen))
-
-
-def _row(
-    number: int, one: CapturedModel, regions: Regions, results: Sequence[Together], data: frames.ReportData
-) -> dict[str, Any]:
-    """A model's row: what its regions came from, what it cost, and what its first workload gains."""
-    settings, asked = one.model.settings, one.model.asked
-    row: dict[str, Any] = dict.fromkeys(_COUNTED, 0) | {
-        "model": one.label, "workloads": len(one.graphs), "capture_s": round(one.seconds, 2),
-        "regime": settings.regime, "numerics": settings.numerics,
-        "dtype": asked.source.dtype if asked.source is not None else None,
-    }
-    if one.failure:
-        return row | {"outcome": "not captured"}
-    its = [region for region in regions.distinct if number in region.models]
-    own = {region.key.workload for region in its if region.models[0] == number}
-    row |= {"regions": len(its), "shared": len(its) - len(own)}
-    tuned = next((found for found in results if found.result.session.settings == settings), None)
-    if tuned is None:  # it has no graph with a region in it
-        return row | {"outcome": "nothing to plan"}
-    came = Counter(plan.source for _, plan in tuned.result.distinct() if plan.region.key in own)
-    failed = len(own) - came.total()
-    words = f"{failed} regions failed" if failed else "tuned" if came["tuned"] else "nothing new"
-    row |= {
-        "stored": came["database"], "measured": came["tuned"], "failed": failed, "outcome": words,
-        "tune_s": round(sum(plan.elapsed_s for plan in tuned.result.plans if tuned.graphs[plan.workload][0] is one), 2),
-    }
-    first = next((name for name, _ in one.graphs if asked.is_asked_for(name)), None)
-    for step in steps(data):
-        of = step.workload
-        if (of.model, of.workload, of.regime, of.numerics) == (one.label, first, settings.regime, settings.numerics):
-            row |= {"step": first, "unfused_us": step.unfused_us, "planned_us": step.planned_us,
-                    "saved_us": step.unfused_us - step.planned_us}
-    return row

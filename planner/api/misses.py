@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -13,27 +13,22 @@ import pandas as pd
 
 from fuseplan.costmodel.devices import Kind, kind_of_key
 from fuseplan.costmodel.identity import current_identity
-from fuseplan.costmodel.probe import probe
-from fuseplan.planner.api.answer import first_screen
-from fuseplan.planner.api.asked import plan_settings
+from fuseplan.planner.api.answer import TuneAnswer, first_screen
 from fuseplan.planner.api.device import device_kind
-from fuseplan.planner.api.job import HowToTune, complaints, keep_summary, outcome, ready
-from fuseplan.planner.api.progress import SILENT, Progress
+from fuseplan.planner.api.request import plan_settings
+from fuseplan.planner.api.run import Ran, complaints, outcome
 from fuseplan.planner.errors import FuseplanError, one_family
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.reports.frames import misses_frame
 from fuseplan.planner.tuning import misses as logged
-from fuseplan.planner.tuning import tune as offline
 from fuseplan.planner.tuning.miss_list import logged_misses
 from fuseplan.planner.tuning.misses import MissedRegion
-from fuseplan.planner.tuning.session import Session, open_session
-from fuseplan.planner.tuning.tune import TuneResult, WorkloadPlan
-from fuseplan.search.errors import plain
+from fuseplan.planner.tuning.progress import Progress
+from fuseplan.planner.tuning.session import Session
+from fuseplan.planner.tuning.tune import Batch, TuneResult, WorkloadPlan
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.layered import LayeredDatabase, shipped_files
 from fuseplan.search.store.record import Versions
-from fuseplan.search.tune import tuner
-from fuseplan.search.tune.study import Studies
 from fuseplan.search.tune.time_account import TimeAccount
 
 TUNED_COLUMNS = (
@@ -42,7 +37,7 @@ TUNED_COLUMNS = (
 
 
 @dataclass(frozen=True, eq=False)
-class TunedMisses:
+class TunedMisses(TuneAnswer):
     """What came of tuning misses.
 
     Attributes:
@@ -52,8 +47,6 @@ class TunedMisses:
         forgotten: Misses that have a plan now, and are logged no more.
         most: Regions that were tuned at most.
         words: What was measured, one line for each way to launch and to round.
-        warnings: What makes an answer doubtful or is missing, one line each.
-        failure: Why all of it failed; "" where it did not.
     """
 
     where: str
@@ -65,8 +58,7 @@ class TunedMisses:
     warnings: tuple[str, ...] = ()
     failure: str = ""
 
-    def lines(self) -> Iterator[str]:
-        """The answer in words, as the terminal has it below the tables."""
+    def course(self) -> Iterator[str]:
         if self.regions.empty and self.left.empty and not self.forgotten:
             yield f"no misses are logged for this device in {self.where}"
             return
@@ -81,10 +73,6 @@ class TunedMisses:
             yield f"{waiting} misses can be tuned still; the same again tunes {self.most} more at most"
         if others := len(self.left) - waiting:
             yield f"{others} misses cannot be tuned by themselves; `plan db misses` says why"
-
-    def __str__(self) -> str:
-        return "\n".join(
-            plain(line) for line in (*self.lines(), *(f"warning: {one}" for one in self.warnings)))
 
     def _repr_html_(self) -> str:
         columns = ("label", "count", "place", "outcome", "unfused_us", "planned_us")
@@ -119,98 +107,78 @@ def listed(db: str | Path | None, kind: Kind, device_key: str | None = None) -> 
         return misses_frame(logged_misses(LayeredDatabase(database, shipped_files(key)), key))
 
 
-def tune_misses(
-    kind: Kind, db: str | Path | None, most: int, how: HowToTune, progress: Progress = SILENT,
-    account: TimeAccount | None = None, regime: str | None = None,
-) -> TunedMisses:
-    """Tune the regions that were missed most often, ``most`` at most; errors in the words of the command line.
+class LoggedMisses:
+    """The regions that were missed most often, a batch for each way to launch and to round.
 
-    Only those that were launched as ``regime`` says, where it is given; whatever is left is of any regime.
+    Only those that were launched as ``regime`` says, where it is given.
     """
-    if regime is not None:
-        plan_settings(kind, "fp32", regime)
-    account = account if account is not None else TimeAccount()
-    session, studies = open_session(kind, db), how.studies()
-    with account.spend("reading misses"):
-        listed = logged_misses(session.store, session.device)
-        chosen = logged.missed_regions(one for one in listed if regime in (None, one.key.regime))[:most]
-    rows: list[dict[str, Any]] = []
-    said: list[str] = []
-    warnings: list[str] = []
-    failure, load = "", probe.machine_load()
-    if chosen:
-        session = ready(session, account, progress)
-    chosen.sort(key=_launched)
-    with ExitStack() as stack:
-        pool = stack.enter_context(tuner.make_pool(kind))
-        for _, some in groupby(chosen, key=_launched):
-            tuning = _Tuning(session, tuple(some), how, studies)
-            if tuning.graphs:
-                with progress.tuning() as events:
-                    result = offline.tune(
-                        tuning.session, tuning.graphs, how.budget(kind), how.seed,
-                        events.on_region, events.on_trial, account, pool, events.on_graph,
-                        regions_of=lambda graph, tuning=tuning: tuning.regions[id(graph)],  # type: ignore[misc]
-                        on_plan=tuning.keep,
-                    )
-                said.append(outcome(result))
-                more, failed = complaints(result, load)
-                warnings += more
-                failure = failed or failure
-                session = tuning.back(result.session)
-                rows += tuning.rows(result)
-            rows += tuning.refused
-    forgotten = logged.forget_tuned(session.database, session.store, session.device)
-    regions = pd.DataFrame(rows, columns=list(TUNED_COLUMNS)).sort_values("count", ascending=False, kind="stable")
-    left = misses_frame(logged_misses(session.store, session.device))
-    return TunedMisses(
-        session.database.where, regions, left, forgotten, most, tuple(dict.fromkeys(said)),
-        tuple(dict.fromkeys(warnings)), failure,
-    )
 
-
-def _launched(missed: MissedRegion) -> tuple[str, str]:
-    return missed.regime, missed.numerics
-
-
-class _Tuning:
-    """Missed regions of one way to launch and to round, with their graphs by name, and what is planned of each."""
-
-    def __init__(
-        self, session: Session, missed: tuple[MissedRegion, ...], how: HowToTune, studies: Studies | None
-    ) -> None:
-        self._settings, self._target = session.settings, session.target
-        self.session = how.of(logged.settings_of(session, missed[0]), studies)
+    def __init__(self, regime: str | None, most: int) -> None:
+        self._regime, self._most = regime, most
         self.refused: list[dict[str, Any]] = []
-        self.graphs: list[tuple[str, DataflowGraph]] = []
-        self.regions: dict[int, list[Region]] = {}
-        self._missed: list[MissedRegion] = []
+        #: By the name of its graph.
+        self._missed: dict[str, MissedRegion] = {}
+
+    def capture(self, stack: ExitStack, progress: Progress, account: TimeAccount) -> None:
+        """Dispatch has written the graphs down."""
+
+    def batches(self, session: Session, progress: Progress, account: TimeAccount) -> Sequence[Batch]:
+        with account.spend("reading misses"):
+            listed = logged_misses(replace(session, run="", shipped=True).store, session.device)
+            of_regime = (one for one in listed if self._regime in (None, one.key.regime))
+            chosen = sorted(logged.missed_regions(of_regime)[: self._most], key=_launched)
+            found = [self._batch(session, list(some)) for _, some in groupby(chosen, key=_launched)]
+        return [batch for batch in found if batch.regions]
+
+    def _batch(self, session: Session, missed: Sequence[MissedRegion]) -> Batch:
+        settings = replace(session.settings, regime=missed[0].regime, numerics=missed[0].numerics)
+        session = session.planning_for(settings)
+        graphs: list[tuple[str, DataflowGraph]] = []
+        regions: dict[str, Sequence[Region]] = {}
         for one in missed:
             try:
                 plan_settings(kind_of_key(session.device), one.numerics, one.regime)
                 graph = logged.missed_graph(session.database, one)
-                self.regions[id(graph)] = logged.to_tune(self.session, one, graph)
+                name = f"miss {len(self._missed) + 1}"  # tells failures apart: equal labels may be of other strides
+                regions[name] = logged.to_tune(session, one, graph)
             except FuseplanError as error:
                 self.refused.append(_row(one, str(error)))
                 continue
-            self._missed.append(one)
-            # Names tell failures apart; equal labels may be of other strides.
-            self.graphs.append((f"miss {len(self.graphs) + 1}", graph))
+            self._missed[name] = one
+            graphs.append((name, graph))
+        return Batch(graphs, settings, self._reported, regions=regions)
 
-    def back(self, session: Session) -> Session:
-        """The session as it was before, with what was learnt of the device."""
-        return replace(session, settings=self._settings, target=self._target, run="", studies=None)
+    def _reported(self, name: str) -> tuple[str, str]:
+        """A workload of its own, of a model called ``misses``."""
+        one = self._missed[name]
+        return "misses", f"{one.label} ({one.region[:8]})"
 
-    def keep(self, planned: WorkloadPlan) -> None:
-        """Store what reports say of a missed region: a workload of its own, of a model called ``misses``."""
-        missed = next(one for one, (name, _) in zip(self._missed, self.graphs, strict=True) if name == planned.workload)
-        # Equal labels may be of other strides.
-        keep_summary(self.session, "misses", f"{missed.label} ({missed.region[:8]})", planned)
+    def answer(self, ran: Ran) -> TunedMisses:
+        """What came of it; misses that have a plan now are forgotten."""
+        rows, said, warnings, failure = self.refused, list[str](), list[str](), ""
+        for _, result in ran.results:
+            rows += self._rows(result)
+            said.append(outcome(result))
+            more, failed = complaints(result, ran.load)
+            warnings += more
+            failure = failed or failure
+        session = replace(ran.session, run="")
+        forgotten = logged.forget_tuned(session.database, session.store, session.device)
+        regions = pd.DataFrame(rows, columns=list(TUNED_COLUMNS)).sort_values("count", ascending=False, kind="stable")
+        left = misses_frame(logged_misses(session.store, session.device))
+        return TunedMisses(
+            session.database.where, regions, left, forgotten, self._most, tuple(dict.fromkeys(said)),
+            tuple(dict.fromkeys(warnings)), failure,
+        )
 
-    def rows(self, result: TuneResult) -> Iterator[dict[str, Any]]:
+    def _rows(self, result: TuneResult) -> Iterator[dict[str, Any]]:
         failed = {failure.workload: str(failure.error) for failure in result.failures}
-        for missed, planned in zip(self._missed, result.plans, strict=True):
-            yield _row(missed, failed.get(planned.workload, ""), planned)
+        for planned in result.plans:
+            yield _row(self._missed[planned.workload], failed.get(planned.workload, ""), planned)
+
+
+def _launched(missed: MissedRegion) -> tuple[str, str]:
+    return missed.regime, missed.numerics
 
 
 def _row(missed: MissedRegion, failure: str, planned: WorkloadPlan | None = None) -> dict[str, Any]:

@@ -7,33 +7,41 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import pandas as pd
 
 from fuseplan.costmodel.devices import is_gpu
-from fuseplan.costmodel.probe import probe
-from fuseplan.planner.api.answer import first_screen
-from fuseplan.planner.api.asked import Asked, Batches, ModelLike, Prefills, asked_for, plan_settings
+from fuseplan.costmodel.identity import current_identity
+from fuseplan.costmodel.probe.probe import MachineLoad
+from fuseplan.planner.api.answer import TuneAnswer, first_screen
 from fuseplan.planner.api.device import device_kind
-from fuseplan.planner.api.job import HowToTune, complaints, outcome, ready, run
-from fuseplan.planner.api.many import TunedMany, tune_manifest
-from fuseplan.planner.api.misses import TunedMisses, tune_misses
-from fuseplan.planner.api.progress import SILENT, Progress
+from fuseplan.planner.api.many import Models, TunedMany
+from fuseplan.planner.api.misses import LoggedMisses, TunedMisses
 from fuseplan.planner.api.report import Report
-from fuseplan.planner.errors import ConfigError, PlanError, one_family
+from fuseplan.planner.api.request import (
+    Asked,
+    Batches,
+    HowToTune,
+    ModelLike,
+    Prefills,
+    TuneRequest,
+    asked_for,
+    python_arguments,
+)
+from fuseplan.planner.api.run import Ran, Wanted, complaints, outcome, run
+from fuseplan.planner.api.tune_job import manifest_job
+from fuseplan.planner.errors import PlanError, one_family
 from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.models.manifest import read_manifest
+from fuseplan.planner.models.sources import hf_config
 from fuseplan.planner.reports import frames, step_words
 from fuseplan.planner.tuning.graph_stream import GraphStream
+from fuseplan.planner.tuning.progress import SILENT, Progress
 from fuseplan.planner.tuning.recheck import recheck_verdict
-from fuseplan.planner.tuning.session import open_session
-from fuseplan.planner.tuning.settings import PlanSettings
-from fuseplan.planner.tuning.tune import TuneResult
-from fuseplan.search import policy
-from fuseplan.search.errors import plain
-from fuseplan.search.store.location import left_behind
+from fuseplan.planner.tuning.session import Session
+from fuseplan.planner.tuning.tune import Batch, TuneResult
 from fuseplan.search.store.record import PlanRecord
-from fuseplan.search.tune import tuner
 from fuseplan.search.tune.time_account import TimeAccount
 
 if TYPE_CHECKING:
@@ -44,7 +52,7 @@ _GROUPS = ("group", "place", "answer", "fused_us", "unfused_us", "speedup", "wor
 
 
 @dataclass(frozen=True, eq=False)
-class Tuned(Report):
+class Tuned(TuneAnswer, Report):
     """What a tune did: a :class:`~fuseplan.planner.api.report.Report` of the sizes that were asked for.
 
     Attributes:
@@ -52,8 +60,6 @@ class Tuned(Report):
         result: The plans of each workload, and what was measured for them.
         decided: The groups of these plans, as :attr:`groups` gives them; those measured now say so in ``source``.
         known: All groups that are stored for it.
-        warnings: What makes an answer doubtful or is missing, one line each.
-        failure: Why it failed as a whole; "" where it did not.
         noises: Relative noise of each group that was measured now.
     """
 
@@ -70,14 +76,11 @@ class Tuned(Report):
         """One row per distinct group of the plans; ``source`` is ``measured``, ``stored`` or ``shipped``."""
         return self.decided if self.decided is not None else super().groups
 
-    def lines(self) -> Iterator[str]:
-        """The answer in words, as the terminal has it below the table of groups."""
-        yield from self.course()
+    def step_lines(self) -> Iterator[str]:
         if self.result is not None and self.result.distinct():
             yield from step_words.step_lines(self.data)
 
     def course(self) -> Iterator[str]:
-        """How the tune went: what is fused, what was measured for it, and where it is stored."""
         if self.result is None or not self.result.distinct():
             return
         yield frames.headline(self.known if self.known is not None else self.groups)
@@ -87,10 +90,6 @@ class Tuned(Report):
         if self.result.rechecked:
             yield recheck_verdict(self.result.rechecked)
         yield f"stored in {self.result.session.database.where}"
-
-    def __str__(self) -> str:
-        return "\n".join(
-            plain(line) for line in (*self.lines(), *(f"warning: {one}" for one in self.warnings)))
 
     def _repr_html_(self) -> str:
         lines = [outcome(self.result)] if self.result is not None and self.result.distinct() else []
@@ -165,75 +164,92 @@ def tune(
         numerics: ``"fp32"`` keeps a kernel's intermediates in fp32; ``"eager"`` rounds where PyTorch does.
         regime: ``"eager"`` for launches from Python (the default), ``"graph"`` for replay in a CUDA graph. Of misses
             only those that were launched so; without it all of them.
-        trials, seconds, seed, shipped, again, study, job_limit: See :class:`~fuseplan.planner.api.job.HowToTune`.
+        trials, seconds, seed, shipped, again, study, job_limit: See :class:`~fuseplan.planner.api.request.HowToTune`.
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
         db: The tuning database, a file or a SQLAlchemy URL; None for the user's own.
-        progress: Told what is done meanwhile (:class:`~fuseplan.planner.api.progress.Progress`); None for nobody.
+        progress: Told what is done meanwhile (:class:`~fuseplan.planner.tuning.progress.Progress`); None for nobody.
 
     Raises:
         FuseplanError: The arguments cannot be used, the model cannot be captured, the machine fails, or nothing of it
             could be planned. What was finished is stored.
     """
     with one_family():
-        kind, told = device_kind(device), progress if progress is not None else SILENT
-        how = HowToTune(trials, seconds, seed, shipped, again, study, job_limit)
-        if (trials is not None and trials < 1) or not seconds > 0 or most < 1:
-            raise ConfigError("trials and most are at least 1, and seconds are more than 0")
-        if job_limit is not None and not job_limit >= policy.LEAST_JOB_LIMIT_S:
-            raise ConfigError(f"job_limit is at least {policy.LEAST_JOB_LIMIT_S:g} seconds, not {job_limit}")
-        given = (model, inputs, pattern, shape, decode, kv_len, prefill, dtype, layers)
-        has_model = any(one is not None for one in given)
-        if manifest is not None:
-            if has_model or misses or (calls, pack_weights, numerics, regime) != (True, False, "fp32", None):
-                raise ConfigError("manifest names models with all that belongs to them; leave out a model's arguments")
-            return tune_manifest(manifest, kind, db, how, told)
-        if misses:
-            if has_model:
-                raise ConfigError("misses=True tunes what was missed; leave out the arguments of a model")
-            return tune_misses(kind, db, most, how, told, regime=regime)
-        asked = asked_for(
-            kind, model, inputs, pattern=pattern, shape=shape, decode=decode, kv_len=kv_len, prefill=prefill,
-            dtype=dtype, layers=layers, calls=calls, pack_weights=pack_weights,
-        )
-        found = tune_asked(asked, plan_settings(kind, numerics, regime or "eager"), db, how, told)
-        if found.failure:
+        request = TuneRequest(
+            device_kind(device),
+            python_arguments(
+                model, inputs, pattern=pattern, shape=shape, decode=decode, kv_len=kv_len, prefill=prefill, dtype=dtype,
+                layers=layers, calls=calls, pack_weights=pack_weights, numerics=numerics, regime=regime),
+            manifest, misses, most, HowToTune(trials, seconds, seed, shipped, again, study, job_limit), db)
+        (found,) = tune_request(request, progress if progress is not None else SILENT)
+        if isinstance(found, Tuned) and found.failure:
             raise PlanError("; ".join((found.failure, *found.warnings[:1])))
         return found
 
 
-def tune_asked(
-    asked: Asked, settings: PlanSettings, db: str | Path | None, how: HowToTune, progress: Progress = SILENT,
-    account: TimeAccount | None = None,
-) -> Tuned:
-    """:func:`tune`, with errors in the words of the command line; the time it takes is booked in ``account``."""
+#: Where a run is made: here, or by a fleet, once for each device.
+Runner: TypeAlias = Callable[[TuneRequest, Callable[[str], Wanted], Progress, TimeAccount], list[tuple[Wanted, Ran]]]
+
+
+def run_here(
+    request: TuneRequest, wanted_on: Callable[[str], Wanted], progress: Progress, account: TimeAccount
+) -> list[tuple[Wanted, Ran]]:
+    """A run on this device."""
+    wanted = wanted_on(current_identity(request.kind).key())
+    return [(wanted, run(request, wanted, progress, account))]
+
+
+def tune_request(
+    request: TuneRequest, progress: Progress = SILENT, account: TimeAccount | None = None, runner: Runner = run_here
+) -> list[Tuned] | list[TunedMany] | list[TunedMisses]:
+    """What came of a request on each device that tunes it; the time it takes is booked in ``account``."""
     account = account if account is not None else TimeAccount()
-    kind, studies = asked.kind, how.studies()
-    note = left_behind() if db is None else ""
-    with ExitStack() as stack:
-        pool = stack.enter_context(tuner.make_pool(kind))
-        graphs: Iterable[tuple[str, DataflowGraph]]
-        if is_gpu(kind) and asked.source is not None:  # captured by the host beside what is measured on the GPU
-            graphs = stack.enter_context(
-                GraphStream(asked.source, asked.workloads, kind, asked.pack_weights, progress.note))
+    manifest = read_manifest(request.manifest) if request.manifest is not None else None
+    asked = asked_for(request.kind, request.given) if manifest is None and not request.misses else None
+
+    def wanted_on(device: str) -> Wanted:
+        if manifest is not None:
+            return Models(manifest_job(manifest, request.kind, device))
+        return OneModel(asked) if asked is not None else LoggedMisses(request.given.regime, request.most)
+
+    ran = runner(request, wanted_on, progress, account)
+    with account.spend("reporting"):
+        return [wanted.answer(one) for wanted, one in ran]
+
+
+class OneModel:
+    """A model or a pattern: one batch, whose graphs come as they are captured where that disturbs nothing."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked = asked
+        self._graphs: Iterable[tuple[str, DataflowGraph]] = ()
+
+    def capture(self, stack: ExitStack, progress: Progress, account: TimeAccount) -> None:
+        asked = self.asked
+        if is_gpu(asked.kind) and asked.source is not None:  # by the host beside what is measured on the GPU
+            stream = GraphStream(asked.source, asked.workloads, asked.kind, asked.pack_weights, progress.note)
+            self._graphs = stack.enter_context(stream)
         else:
             with account.spend("capturing"):
-                graphs = asked.graphs(progress)
-        session = open_session(kind, db, settings)
-        if session.spec is None and is_gpu(kind):  # hardly anything is stored: the workers will be needed
-            pool.start()
-        session = ready(session, account, progress)
-        if note:
-            progress.note(note)
-        load = probe.machine_load()
-        result = run(
-            how.of(session, studies), asked.label, graphs, how.budget(kind), how.seed, account, pool,
-            asked.is_asked_for, progress,
-        )
-    with account.spend("reporting"):
-        return tuned(result, asked.label, asked.is_asked_for, load)
+                self._graphs = asked.graphs(progress)
+
+    def batch(self, graphs: Iterable[tuple[str, DataflowGraph]]) -> Batch:
+        """Graphs of it, as they are captured."""
+        label = self.asked.label
+        return Batch(graphs, self.asked.settings, lambda name: (label, name), self.asked.is_asked_for)
+
+    def batches(self, session: Session, progress: Progress, account: TimeAccount) -> Sequence[Batch]:
+        source = self.asked.source
+        if session.spec is None and source is not None and source.kind != "module":
+            hf_config(source)  # a faulty one is told before the device is probed
+        return [self.batch(self._graphs)]
+
+    def answer(self, ran: Ran) -> Tuned:
+        """What came of it, as a report."""
+        ((_, result),) = ran.results
+        return tuned(result, self.asked.label, self.asked.is_asked_for, ran.load)
 
 
-def tuned(result: TuneResult, name: str, is_asked_for: Callable[[str], bool], load: probe.MachineLoad) -> Tuned:
+def tuned(result: TuneResult, name: str, is_asked_for: Callable[[str], bool], load: MachineLoad) -> Tuned:
     """What came of a tune, as a report of it. ``load`` is how busy the machine was when it began."""
     session = result.session
     warnings, failure = complaints(result, load)

@@ -79,7 +79,7 @@ def probe(
 
 def warn_of_problems(spec: DeviceSpec) -> None:
     """Say what makes a probe's numbers doubtful."""
-    from fuseplan.planner.api.job import doubts
+    from fuseplan.planner.api.run import doubts
 
     for doubt in doubts(spec):
         typer.echo(f"plan: warning: {doubt}", err=True)

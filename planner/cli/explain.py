@@ -46,18 +46,19 @@ def explain(
     Last come tuned workloads side by side: what runs with each matmul and attention at how many rows, and where it
     turns. Uses the stored plan; what was never tuned is planned by the cost model. Nothing is measured.
     """
-    from fuseplan.planner.api.asked import plan_settings
     from fuseplan.planner.api.explain import Explained, explained, side_by_side
+    from fuseplan.planner.api.request import asked_for
     from fuseplan.planner.errors import ConfigError
+    from fuseplan.planner.models.manifest import ModelArguments
 
     if prelude and source is None:
         raise ConfigError("--prelude is of the code that --source prints; give --source GROUP, too")
     kind = device_type(device)
-    models, workloads = (model, config, module), (decode, kv_len, prefill)
-    asked = opt.named(kind, models, (pattern, shape), workloads, dtype, layers, pack_weights=pack_weights)
-    settings = plan_settings(kind, numerics.value, regime.value)
+    asked = asked_for(kind, ModelArguments(
+        model, config, module, pattern=pattern, shape=shape, decode=decode, kv_len=kv_len, prefill=prefill, dtype=dtype,
+        layers=layers, calls=False, pack_weights=pack_weights, numerics=numerics.value, regime=regime.value))
     planned: list[Planned] = []
-    for one in explained(asked, settings, db, workload, opt.Terminal()):
+    for one in explained(asked, db, workload, opt.Terminal()):
         planned.append(one)
         if source is None:
             for line in (*one.lines, ""):

@@ -86,27 +86,21 @@ def status(
     Of a model or a manifest, if one is named; else what torch.compile looked up in vain.
     """
     from fuseplan.costmodel.identity import current_identity
-    from fuseplan.planner.api.asked import plan_settings
-    from fuseplan.planner.errors import ConfigError
-    from fuseplan.planner.fleet.overview import Wanted, WantedFor, fleet_status, wanted_by, wanted_on
-    from fuseplan.planner.models.manifest import read_manifest
+    from fuseplan.planner.api.request import TuneRequest
+    from fuseplan.planner.fleet.overview import fleet_status, wanted_by
+    from fuseplan.planner.models.manifest import ModelArguments
 
     opt.use_tls(context, scheduler, tls_ca, tls_cert, tls_key)
-    wanted: WantedFor | None = None
-    has_model = any(
-        one is not None for one in (model, config, module, pattern, shape, decode, kv_len, prefill, dtype, layers))
-    if manifest is not None:
-        changed = (not calls, pack_weights, numerics is not opt.Numerics.FP32, regime is not opt.Regime.EAGER)
-        if has_model or any(changed):
-            raise ConfigError("--manifest names models with all that belongs to them; leave out the options of a model")
-        wanted = wanted_by(read_manifest(manifest), opt.Terminal())
-    elif has_model:
-        kind = common.device_type(device) if scheduler is None else opt.fleet_kind(scheduler, device.value)
-        settings = plan_settings(kind, numerics.value, regime.value)
-        what = opt.named(kind, (model, config, module), (pattern, shape), (decode, kv_len, prefill), dtype, layers,
-                         calls, pack_weights)
-        wanted = wanted_on(kind, [Wanted(what.label, settings, what.graphs(opt.Terminal()))])
-    here = current_identity(common.device_type(device)).key() if scheduler is None and wanted is not None else ""
+    given = ModelArguments(
+        model, config, module, pattern=pattern, shape=shape, decode=decode, kv_len=kv_len, prefill=prefill, dtype=dtype,
+        layers=layers, calls=calls, pack_weights=pack_weights, numerics=numerics.value,
+        regime=None if regime is opt.Regime.EAGER else regime.value)
+    wanted, here = None, ""
+    if given.given() or manifest is not None:
+        of_fleet = scheduler is not None and manifest is None
+        kind = opt.fleet_kind(str(scheduler), device.value) if of_fleet else common.device_type(device)
+        wanted = wanted_by(TuneRequest(kind, given, manifest, db=db), opt.Terminal())
+        here = current_identity(kind).key() if scheduler is None else ""
     found = fleet_status(scheduler, db, wanted, here)
     if found.devices is not None:
         common.print_frame(found.devices, "Devices", name="devices", keep=("device", "doing"))

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fuseplan.costmodel.devices import Kind
 from fuseplan.planner.cli import completion
 from fuseplan.planner.cli.common import whole
 from fuseplan.planner.cli.output.options import current
 from fuseplan.search.errors import plain
 
 if TYPE_CHECKING:
-    from fuseplan.planner.api.asked import Asked
-    from fuseplan.planner.api.progress import TuneEvents
+    from fuseplan.costmodel.devices import Kind
+    from fuseplan.planner.api.tune import Runner
+    from fuseplan.planner.tuning.progress import TuneEvents
 
 
 class Numerics(StrEnum):
@@ -97,34 +97,6 @@ TlsKeyOption = Annotated[Path | None, typer.Option(
     "--tls-key", metavar="FILE", help="For a tls:// scheduler: the private key of --tls-cert, if that has it not.")]
 
 
-def named(
-    kind: Kind, source: tuple[str | None, Path | None, str | None],
-    pattern: tuple[str | None, str | None], workloads: tuple[str | None, int | None, str | None], dtype: str | None,
-    layers: int | None, calls: bool = False, pack_weights: bool = False,
-) -> Asked:
-    """What the options mean; nothing is captured yet.
-
-    ``source`` is (``--model``, ``--config``, ``--module``), ``pattern`` (``--pattern``, ``--shape``), and ``workloads``
-    (``--decode``, ``--kv-len``, ``--prefill``).
-
-    Raises:
-        FuseplanError: The options contradict each other, or name nothing that exists.
-    """
-    from fuseplan.planner.api.asked import of_model, of_pattern
-    from fuseplan.planner.errors import ConfigError
-    from fuseplan.planner.models.sources import find_source
-
-    if pattern[0] is not None:
-        names = ("--model", "--config", "--module", "--decode", "--kv-len", "--prefill", "--layers")
-        given = [name for name, option in zip(names, (*source, *workloads, layers), strict=True) if option is not None]
-        if given := [*given, *(["--pack-weights"] if pack_weights else [])]:
-            raise ConfigError(f"--pattern takes --shape and --dtype only: leave out {' and '.join(given)}")
-        return of_pattern(kind, pattern[0], pattern[1], dtype)
-    if pattern[1] is not None:
-        raise ConfigError("--shape belongs to --pattern; a model's sizes are --decode, --kv-len and --prefill")
-    return of_model(kind, find_source(*source, kind, dtype, layers), *workloads, calls, pack_weights)
-
-
 def fleet_kind(workers: str, device: str) -> Kind:
     """The type of device that ``--workers`` tune for; :class:`ConfigError` where Dask is not installed."""
     from fuseplan.planner.fleet.terms import needs_dask
@@ -133,6 +105,17 @@ def fleet_kind(workers: str, device: str) -> Kind:
     from fuseplan.planner.fleet.asking import fleet_kind as kind_of
 
     return kind_of(workers, device)
+
+
+def runner(workers: str | None) -> Runner:
+    """Where a run is made: here, or by ``--workers``."""
+    if workers is None:
+        from fuseplan.planner.api.tune import run_here
+
+        return run_here
+    from fuseplan.planner.fleet.run import run_by
+
+    return run_by(workers)
 
 
 def use_tls(context: typer.Context, workers: str | None, ca: Path | None, cert: Path | None, key: Path | None) -> None:
@@ -157,7 +140,7 @@ def use_tls(context: typer.Context, workers: str | None, ca: Path | None, cert: 
 
 
 class Terminal:
-    """Shows on the standard error what a job is doing (:class:`~fuseplan.planner.api.progress.Progress`)."""
+    """Shows on the standard error what a job is doing (:class:`~fuseplan.planner.tuning.progress.Progress`)."""
 
     @contextmanager
     def status(self, what: str) -> Iterator[Callable[[str], None]]:

@@ -1,4 +1,4 @@
-"""Tuning by a fleet: the same answers as a tune here, of models that workers tune, each for every device they own."""
+"""A fleet that is asked: its workers, their devices, and the database that all of them reach."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import socket
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -14,18 +14,18 @@ from distributed import Client
 
 from fuseplan.costmodel.devices import Kind, kind_of_key
 from fuseplan.costmodel.probe.probe import MachineLoad
-from fuseplan.planner.api.asked import Asked
 from fuseplan.planner.api.device import device_kind
-from fuseplan.planner.api.job import HowToTune, doubts, keep_summary
-from fuseplan.planner.api.progress import SILENT, Progress
-from fuseplan.planner.api.tune import Tuned, tuned
+from fuseplan.planner.api.request import TuneRequest
+from fuseplan.planner.api.run import doubts
 from fuseplan.planner.errors import Argument, ConfigError, DeviceError
 from fuseplan.planner.fleet import received, work
 from fuseplan.planner.fleet.cluster import LOCAL, connected, device_workers, scheduler_client, workers_of
 from fuseplan.planner.fleet.terms import Terms, WorkerDevice
 from fuseplan.planner.fleet.tune import FleetTune, Order
 from fuseplan.planner.fleet.watch import ask_workers
-from fuseplan.planner.tuning.settings import PlanSettings
+from fuseplan.planner.tuning.plans import PlanSettings
+from fuseplan.planner.tuning.progress import Progress
+from fuseplan.planner.tuning.session import Session, session_on
 from fuseplan.planner.tuning.tune import TuneResult
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.location import location_name, resolve_url, sqlite_file
@@ -69,18 +69,29 @@ class Fleet:
     """Workers that are connected, their devices (each key once), and a database that all of them reach."""
 
     client: Client
-    kind: Kind
     devices: tuple[WorkerDevice, ...]
     location: str
+    request: TuneRequest
     progress: Progress
+
+    def terms(self) -> Terms:
+        """What every tune of this run is for, but for the settings."""
+        return Terms(uuid.uuid4().hex[:8], self.request.kind, self.location, PlanSettings(), self.request.how)
 
     @property
     def load(self) -> MachineLoad:
         """How busy the busiest machine was when it began."""
         return max((one.load for one in self.devices), key=lambda one: one.average / one.cores)
 
+    def session(self, device: WorkerDevice, terms: Terms) -> Session:
+        """A session to look plans up with."""
+        database = Database(self.location, versions=device.versions)
+        return terms.session(session_on(device.device, device.target, database))
+
     def tune(self, orders: Sequence[Order], account: TimeAccount) -> list[tuple[Order, TuneResult]]:
         """What came of each order on each device that it is for."""
+        if not orders:
+            return []
         with account.spend("tuning on workers"), self.progress.status(
             "capturing" if any(order.workloads for order in orders) else "tuning on workers"
         ) as say:
@@ -94,59 +105,20 @@ class Fleet:
 
 
 @contextmanager
-def fleet(
-    workers: str, kind: Kind, db: str | Path | None, progress: Progress, account: TimeAccount
-) -> Iterator[Fleet]:
-    """Connect to workers (``local``, or a scheduler's address) that own devices of this type.
+def fleet(workers: str, request: TuneRequest, progress: Progress, account: TimeAccount) -> Iterator[Fleet]:
+    """Connect to workers (``local``, or a scheduler's address) that own devices of a request's type.
 
     Raises:
         FuseplanError: There are none, they do not agree on the software, or one does not see the database.
         DatabaseError: The database cannot be opened for writing.
     """
-    location, file = shared_location(db)
+    location, file = shared_location(request.db)
     Database(location).close()  # a file is there before workers look for it
     with ExitStack() as stack:
         with account.spend("starting workers"), progress.status("waiting for workers"):
-            client = stack.enter_context(connected(workers, kind))
-            devices = _devices(client, kind, file, progress)
-        yield Fleet(client, kind, devices, location, progress)
-
-
-def terms_of(fleet: Fleet, how: HowToTune) -> Terms:
-    """What every tune of this run is for, but for the settings."""
-    return Terms(
-        uuid.uuid4().hex[:8], fleet.kind, fleet.location, PlanSettings(),
-        how.budget(fleet.kind), how.seed, how.shipped, how.again, how.study,
-    )
-
-
-def tune_by_fleet(
-    asked: Asked, settings: PlanSettings, workers: str, db: str | Path | None, how: HowToTune,
-    progress: Progress = SILENT, account: TimeAccount | None = None,
-) -> list[Tuned]:
-    """As :func:`~fuseplan.planner.api.tune.tune_asked`, on each kind of device that ``workers`` own.
-
-    Raises:
-        FuseplanError, SearchError: As of a tune here; what was finished is stored.
-    """
-    account = account if account is not None else TimeAccount()
-    with fleet(workers, asked.kind, db, progress, account) as found:
-        order = _order(asked, replace(terms_of(found, how), settings=settings), progress, account)
-        results = found.tune([order], account)
-        load = found.load
-    with account.spend("reporting"):
-        return [tuned(result, asked.label, asked.is_asked_for, load) for _, result in results]
-
-
-def _order(asked: Asked, terms: Terms, progress: Progress, account: TimeAccount) -> Order:
-    """What is asked for as workers get it. A user's own module is captured here: they may not have its code."""
-    order = Order(
-        asked.label, terms, times_step=asked.is_asked_for,
-        on_plan=lambda session, planned: keep_summary(session, asked.label, planned.workload, planned))
-    if asked.source is not None and asked.source.kind != "module":
-        return replace(order, source=asked.source, workloads=asked.workloads, pack_weights=asked.pack_weights)
-    with account.spend("capturing"):
-        return replace(order, graphs=tuple(asked.graphs(progress)))
+            client = stack.enter_context(connected(workers, request.kind))
+            devices = _devices(client, request.kind, file, progress)
+        yield Fleet(client, devices, location, request, progress)
 
 
 def described(client: Client, kind: str, file: str = "") -> list[WorkerDevice]:

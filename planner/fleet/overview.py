@@ -10,18 +10,18 @@ from typing import TypeAlias
 
 import pandas as pd
 
-from fuseplan.costmodel.devices import KINDS, Kind, kind_of_key
-from fuseplan.planner.api.progress import SILENT, Progress
-from fuseplan.planner.api.tune_job import CapturedModel, JobModel, captured_model, manifest_job
+from fuseplan.costmodel.devices import KINDS, kind_of_key
+from fuseplan.planner.api.regions import CapturedModel, captured_model
+from fuseplan.planner.api.request import Asked, TuneRequest, asked_for
+from fuseplan.planner.api.tune_job import manifest_job
 from fuseplan.planner.errors import NothingForDeviceError
 from fuseplan.planner.fleet.terms import needs_dask
-from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.places import place_of
 from fuseplan.planner.groups.regions import find_regions, unique_regions
-from fuseplan.planner.models.manifest import Manifest
+from fuseplan.planner.models.manifest import read_manifest
 from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.planner.tuning.miss_list import logged_misses
-from fuseplan.planner.tuning.settings import PlanSettings
+from fuseplan.planner.tuning.progress import SILENT, Progress
 from fuseplan.search.store import leases
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.layered import LayeredDatabase, shipped_files
@@ -32,35 +32,25 @@ LEASE_COLUMNS = ("label", "owner", "taken", "left_s", "device", "regime", "numer
 MISSING_COLUMNS = ("device", "label", "place", "workload", "count", "key")
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """A model's graphs by workload name, and what its plans are made for."""
-
-    label: str
-    settings: PlanSettings
-    graphs: Sequence[tuple[str, DataflowGraph]]
+#: The models that are wanted on a device, by its key; none on a device of a type that was not asked for.
+WantedOn: TypeAlias = Callable[[str], Sequence[CapturedModel]]
 
 
-#: What is wanted for a device, by its key; nothing for a device of a type that was not asked for.
-WantedFor: TypeAlias = Callable[[str], Sequence[Wanted]]
+def wanted_by(request: TuneRequest, progress: Progress = SILENT) -> WantedOn:
+    """What a request wants on each device. Each model is captured once, when a device first asks for it.
 
-
-def wanted_on(kind: Kind, models: Sequence[Wanted]) -> WantedFor:
-    """What is wanted for each device of a type, and nothing for others."""
-    return lambda device: models if device.startswith(f"{kind}-") else ()
-
-
-def wanted_by(manifest: Manifest, progress: Progress = SILENT) -> WantedFor:
-    """What a manifest's models want for each device. Each is captured once, when a device first asks for it.
-
-    A model that cannot be captured is told to ``progress``.
+    A manifest's model that cannot be captured is told to ``progress``.
     """
-    captured: dict[JobModel, CapturedModel] = {}
+    captured: dict[Asked, CapturedModel] = {}
+    if request.manifest is None:
+        asked = asked_for(request.kind, request.given)
+        captured[asked] = CapturedModel(asked, tuple(asked.graphs(progress)))
+        return lambda device: [captured[asked]] if device.startswith(f"{asked.kind}-") else ()
+    manifest = read_manifest(request.manifest)
 
-    def wanted(device: str) -> Sequence[Wanted]:
-        kind = kind_of_key(device)
+    def wanted(device: str) -> Sequence[CapturedModel]:
         try:
-            models = manifest_job(manifest, kind, device).models
+            models = manifest_job(manifest, kind_of_key(device), device).models
         except NothingForDeviceError:
             return ()
         for model in models:
@@ -68,7 +58,7 @@ def wanted_by(manifest: Manifest, progress: Progress = SILENT) -> WantedFor:
                 captured[model] = captured_model(model, progress)
                 if captured[model].failure:
                     progress.note(captured[model].failure)
-        return [Wanted(one.label, one.model.settings, one.graphs) for one in map(captured.__getitem__, models)]
+        return [captured[model] for model in models]
 
     return wanted
 
@@ -87,7 +77,7 @@ class FleetStatus:
 
 
 def fleet_status(
-    scheduler: str | None, db: str | Path | None, wanted: WantedFor | None = None, here: str = ""
+    scheduler: str | None, db: str | Path | None, wanted: WantedOn | None = None, here: str = ""
 ) -> FleetStatus:
     """What the fleet of a scheduler does, and what is done and missing in a database.
 
@@ -149,17 +139,17 @@ def _missed(store: LayeredDatabase, device: str) -> Iterator[tuple[str, str, str
 
 
 def _without_plan(
-    store: LayeredDatabase, device: str, wanted: Iterable[Wanted]
+    store: LayeredDatabase, device: str, wanted: Iterable[CapturedModel]
 ) -> Iterator[tuple[str, str, str, str, int, str]]:
     """Each region once, with the workload in which it occurs first, and how often it occurs there."""
     told: set[RecordKey] = set()
     for one in wanted:
         for name, graph in one.graphs:
-            distinct = {RecordKey(key, device, one.settings.regime, one.settings.numerics): found
+            distinct = {RecordKey(key, device, one.asked.settings.regime, one.asked.settings.numerics): found
                         for key, found in unique_regions(find_regions(graph)).items()}
             for key, lookup in store.get_plans(distinct.keys() - told).items():
                 told.add(key)
                 if lookup.hit is None:
                     region = distinct[key][0]
                     yield (device, region_label(graph, region), place_of(graph, region.ops),
-                           f"{one.label}: {name}", len(distinct[key]), key.workload)
+                           f"{one.asked.label}: {name}", len(distinct[key]), key.workload)

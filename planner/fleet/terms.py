@@ -9,12 +9,14 @@ from typing import Any, TypeAlias
 
 from fuseplan.costmodel.probe.probe import MachineLoad
 from fuseplan.kernels.ir.backend import Config, Target
+from fuseplan.planner.api.request import HowToTune
 from fuseplan.planner.errors import ConfigError, FuseplanError, PlanError, failure_reason
-from fuseplan.planner.tuning.settings import PlanSettings
+from fuseplan.planner.tuning.plans import PlanSettings
+from fuseplan.planner.tuning.session import Session
 from fuseplan.search.store.limits import Key, Label
 from fuseplan.search.store.record import Versions
 from fuseplan.search.tune.resources import Alike
-from fuseplan.search.tune.tuner import Budget
+from fuseplan.search.tune.study import Studies
 
 #: How the names of our resources begin: ``fuseplan <device key>`` is a device, for one measurement at a time.
 _PREFIX = "fuseplan"
@@ -70,27 +72,20 @@ class Terms:
 
     Attributes:
         run: Name of the tune: workers keep what they made for it until it ends.
-        again: Whether the tune measures anew what it has not written itself.
         kind: Type of the devices.
         db: The database as all workers reach it; it may hold a password.
         settings: What plans are made for.
-        budget, seed, shipped, study: As a :class:`~fuseplan.planner.tuning.session.Session` has them.
     """
 
     run: str
     kind: str
     db: str = field(repr=False)
     settings: PlanSettings
-    budget: Budget
-    seed: int = 0
-    shipped: bool = True
-    again: bool = False
-    study: str | None = field(default=None, repr=False)
+    how: HowToTune
 
-    @property
-    def session_run(self) -> str:
-        """The ``run`` of its sessions."""
-        return self.run if self.again else ""
+    def session(self, session: Session, studies: Studies | None = None) -> Session:
+        """A session as it is searched with."""
+        return self.how.of(session, studies, self.run)
 
 
 @dataclass(frozen=True)

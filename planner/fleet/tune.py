@@ -15,7 +15,7 @@ from fuseplan.planner.capture.cache import graphs_of_text
 from fuseplan.planner.cost.prices import part_shares
 from fuseplan.planner.errors import CaptureError, PlanError
 from fuseplan.planner.fleet import received, work
-from fuseplan.planner.fleet.spread import Spread, Tasks
+from fuseplan.planner.fleet.scheduler import RegionScheduler, Tasks
 from fuseplan.planner.fleet.terms import Captured, RegionOutcome, RegionTask, Terms, WorkerDevice
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.graph.serialize import graph_to_json
@@ -32,7 +32,7 @@ from fuseplan.planner.tuning.graph_stream import left_out, named_graphs
 from fuseplan.planner.tuning.plans import GraphPlan, RegionPlan
 from fuseplan.planner.tuning.recheck import Rechecked, recheck
 from fuseplan.planner.tuning.session import Session, session_on
-from fuseplan.planner.tuning.tune import RegionFailure, TuneResult, WorkloadPlan
+from fuseplan.planner.tuning.tune import Batch, RegionFailure, TuneResult, WorkloadPlan
 from fuseplan.planner.tuning.whole_step import measure_step, step_problem
 from fuseplan.planner.work.extract import region_data
 from fuseplan.search.errors import RecordError
@@ -49,28 +49,21 @@ _STEPS = 8
 _MINOR_OP = 0.1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Order:
-    """A model, or graphs that are there already, to be tuned.
+    """Graphs to be tuned: captured ones, and those of a model that workers capture.
 
     Attributes:
-        label: Its name.
         terms: What for.
         source, workloads, pack_weights: What workers capture; None and () for nothing.
-        graphs: Captured graphs by workload name.
-        times_step: Of which workloads whole steps are timed, by name.
-        on_plan: Told about each workload once it is planned for a device, with the session of that.
         devices: Keys of those that it is tuned for; None for all there are.
     """
 
-    label: str
     terms: Terms
+    batch: Batch
     source: ModelSource | None = None
     workloads: tuple[Workload, ...] = ()
     pack_weights: bool = False
-    graphs: tuple[tuple[str, DataflowGraph], ...] = ()
-    times_step: Callable[[str], bool] = lambda name: False
-    on_plan: Callable[[Session, WorkloadPlan], None] = lambda session, planned: None
     devices: frozenset[str] | None = None
 
     def is_for(self, device: str) -> bool:
@@ -84,7 +77,7 @@ class _Planned:
     ``untimed`` says why its whole step is not timed; "" where it is, or nobody asked for it.
     """
 
-    order: int
+    order: Order
     device: str
     place: int
     name: str
@@ -118,7 +111,7 @@ class FleetTune:
         self._orders = orders
         self._say, self._note = say, note
         self._kind = devices[0].target.device_type
-        self._spread = Spread(client, self._kind, orders[0].terms.run, tasks, self._tell, note)
+        self._scheduler = RegionScheduler(client, self._kind, orders[0].terms.run, tasks, self._tell, note)
         self._sessions: dict[tuple[str, Terms], Session] = {}
         self._planned: list[_Planned] = []
         self._waiting: dict[tuple[str, Terms, str], list[_Planned]] = {}
@@ -137,16 +130,16 @@ class FleetTune:
         began = time.monotonic()
         for device in self._devices:
             if self._session(device, self._orders[0].terms).spec is None:
-                self._spread.probe(device, self._orders[0].terms, then=partial(self._forget, device))
-        for number, order in enumerate(self._orders):
-            for place, (name, graph) in enumerate(order.graphs):
-                self._arrive(number, place, name, graph)
+                self._scheduler.probe(device, self._orders[0].terms, then=partial(self._forget, device))
+        for order in self._orders:
+            for place, (name, graph) in enumerate(order.batch.graphs):
+                self._arrive(order, place, name, graph)
             for place, workload in enumerate(order.workloads):
-                self._capture(number, place, workload)
+                self._capture(order, place, workload)
         # What is put together beside measurements on a CPU would disturb them.
         with ThreadPoolExecutor(1 if is_cpu(self._kind) else _STEPS, thread_name_prefix="steps") as self._timing:
             try:
-                self._spread.run()
+                self._scheduler.run()
                 if is_cpu(self._kind):
                     for planned in self._planned:
                         self._time_step(planned)
@@ -154,20 +147,20 @@ class FleetTune:
                 for step in self._steps:
                     step.result()
             except BaseException:
-                self._spread.cancel()
+                self._scheduler.cancel()
                 self._timing.shutdown(wait=False, cancel_futures=True)
                 raise
             finally:
                 for leases in self._leases.values():
                     leases.close()
-            return [(order, self._result(number, device, began)) for number, order in enumerate(self._orders)
+            return [(order, self._result(order, device, began)) for order in self._orders
                     for device in filter(order.is_for, self._devices)]
 
     def _session(self, device: str, terms: Terms) -> Session:
         """A session to look plans up with, and to time steps."""
         if (device, terms) not in self._sessions:
             found = session_on(device, self._devices[device].target, self._databases[device], terms.settings)
-            self._sessions[device, terms] = replace(found, shipped=terms.shipped, run=terms.session_run)
+            self._sessions[device, terms] = terms.session(found)
         return self._sessions[device, terms]
 
     def _forget(self, device: str, probed: None) -> None:
@@ -175,27 +168,24 @@ class FleetTune:
         for at in [one for one in self._sessions if one[0] == device]:
             del self._sessions[at]
 
-    def _capture(self, number: int, place: int, workload: Workload) -> None:
-        order = self._orders[number]
-
+    def _capture(self, order: Order, place: int, workload: Workload) -> None:
         def captured(found: Captured) -> None:
             for name, graph in graphs_of(workload, found, order.pack_weights, self._note):
-                self._arrive(number, place, name, graph)
+                self._arrive(order, place, name, graph)
 
-        self._spread.capture(order.source, workload, self._kind, order.pack_weights, then=captured)
+        self._scheduler.capture(order.source, workload, self._kind, order.pack_weights, then=captured)
 
-    def _arrive(self, number: int, place: int, name: str, graph: DataflowGraph) -> None:
+    def _arrive(self, order: Order, place: int, name: str, graph: DataflowGraph) -> None:
         """Ask for those regions of a graph that have no plan yet, and that nobody has asked for."""
-        terms = self._orders[number].terms
-        shares: Mapping[str, float] = {}
-        for device in filter(self._orders[number].is_for, self._devices):
-            planned = _Planned(number, device, place, name, graph)
+        terms, shares = order.terms, dict[str, float]()
+        for device in filter(order.is_for, self._devices):
+            planned = _Planned(order, device, place, name, graph)
             self._planned.append(planned)
             session = self._session(device, terms)
             for region in session.planner().undecided(graph):
                 asked = device, terms, region.key
                 if asked not in self._outcomes and asked not in self._waiting:
-                    shares = shares or _shares(session, graph)
+                    shares = shares or dict(_shares(session, graph))
                     self._ask(asked, graph, region, shares)
                 if asked not in self._outcomes:
                     planned.open.add(region.key)
@@ -212,7 +202,7 @@ class FleetTune:
             self._outcomes[asked] = RegionOutcome(failure=error)
             return
         self._waiting[asked] = []
-        self._spread.region(*asked[:2], task, lambda outcome: self._done(asked, outcome))
+        self._scheduler.region(*asked[:2], task, lambda outcome: self._done(asked, outcome))
 
     def _done(self, asked: tuple[str, Terms, str], outcome: RegionOutcome) -> None:
         waiting = self._waiting.pop(asked)
@@ -232,44 +222,41 @@ class FleetTune:
 
     def _complete(self, planned: _Planned) -> None:
         """All regions of a graph are done."""
-        terms = self._orders[planned.order].terms
-        regions = find_regions(planned.graph)
-        asked = {one.key: (planned.device, terms, one.key) for one in regions}
-        planner = self._session(planned.device, terms).planner()
+        session, regions = self._session(planned.device, planned.order.terms), find_regions(planned.graph)
+        asked = {one.key: (planned.device, planned.order.terms, one.key) for one in regions}
         known = [one for one in regions if asked[one.key] not in self._outcomes]
-        stored = planner.plan_graph(planned.graph, regions=known)
+        stored = session.planner().plan_graph(planned.graph, regions=known)
         plans = {one.region.key: one for one in stored.regions}
         plans |= {key: self._plans[one] for key, one in asked.items() if one in self._plans}
         planned.plan = GraphPlan(
             tuple(replace(plans[one.key], region=one) for one in regions if one.key in plans), stored.lookup_us)
-        self._orders[planned.order].on_plan(self._session(planned.device, terms), planned.done())
+        planned.order.batch.keep_summary(session, planned.done())
         if not is_cpu(self._kind):
             self._time_step(planned)
 
     def _time_step(self, planned: _Planned) -> None:
-        order, plan = self._orders[planned.order], planned.plan
-        if plan is not None and order.times_step(planned.name):
-            session = self._session(planned.device, order.terms)
-            self._steps.append(self._timing.submit(self._step_timed, session, planned, plan))
+        if planned.plan is not None and planned.order.batch.timed(planned.name):
+            session = self._session(planned.device, planned.order.terms)
+            self._steps.append(self._timing.submit(self._step_timed, session, planned, planned.plan))
 
     def _step_timed(self, session: Session, planned: _Planned, plan: GraphPlan) -> None:
-        began = time.monotonic()
-        limit_s = self._orders[planned.order].terms.budget.job_limit_s
-        found = measure_step(session, planned.graph, plan, self._remote(planned.device, planned.order), limit_s)
+        began, terms = time.monotonic(), planned.order.terms
+        limit_s = terms.how.budget(self._kind).job_limit_s
+        found = measure_step(session, planned.graph, plan, self._remote(planned.device, terms), limit_s)
         planned.untimed = step_problem(planned.name, found)
         planned.elapsed_s += time.monotonic() - began
 
-    def _remote(self, device: str, order: int) -> _RemoteTuner:
-        return _RemoteTuner(self._spread, device, self._orders[order].terms, self._leases[device])
+    def _remote(self, device: str, terms: Terms) -> _RemoteTuner:
+        return _RemoteTuner(self._scheduler, device, terms, self._leases[device])
 
-    def _result(self, number: int, device: str, began: float) -> TuneResult:
-        order, session = self._orders[number], self._session(device, self._orders[number].terms)
-        mine = [one for one in self._planned if one.order == number and one.device == device and one.plan is not None]
+    def _result(self, order: Order, device: str, began: float) -> TuneResult:
+        session = self._session(device, order.terms)
+        mine = [one for one in self._planned if one.order is order and one.device == device and one.plan is not None]
         mine.sort(key=lambda one: one.place)
         plans = tuple(one.done() for one in mine)
         rechecked: tuple[Rechecked, ...] = ()
         try:
-            rechecked = recheck(session, [(one.graph, one.plan) for one in plans], self._remote(device, number))
+            rechecked = recheck(session, [(one.graph, one.plan) for one in plans], self._remote(device, order.terms))
         except RecordError as error:
             self._note(f"whether shipped times hold on {device} is not known: {error}")
         result = TuneResult(
@@ -287,7 +274,7 @@ class FleetTune:
                     yield RegionFailure(planned.name, _label(planned.graph, region), outcome.failure)
 
     def _tell(self) -> None:
-        counts = self._spread.counts
+        counts = self._scheduler.counts
         left_s = counts.left_s()
         left = f", {_clock(left_s)} left" if left_s == left_s else ""
         devices = f"{counts.devices} device{'s' * (counts.devices != 1)}"
@@ -297,16 +284,16 @@ class FleetTune:
 class _RemoteTuner:
     """Times steps and kernels where the device is."""
 
-    def __init__(self, spread: Spread, device: str, terms: Terms, leases: Leases) -> None:
-        self.leases, self._spread, self._at = leases, spread, (device, terms)
+    def __init__(self, scheduler: RegionScheduler, device: str, terms: Terms, leases: Leases) -> None:
+        self.leases, self._scheduler, self._at = leases, scheduler, (device, terms)
 
     def time_sides(
         self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str], min_rounds: int
     ) -> Outcome:
-        return received.timed(self._spread.call(work.time_sides, *self._at, parts, sides, kept, min_rounds), sides)
+        return received.timed(self._scheduler.call(work.time_sides, *self._at, parts, sides, kept, min_rounds), sides)
 
     def time_again(self, kernels: Sequence[tuple[Subject, TuningRecord]]) -> list[Trial]:
-        found = self._spread.call(work.time_again, *self._at, kernels) if kernels else []
+        found = self._scheduler.call(work.time_again, *self._at, kernels) if kernels else []
         return received.trials(found, [record.key for _, record in kernels])
 
 

@@ -13,7 +13,7 @@ from distributed import Worker
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.costmodel.probe import probe
 from fuseplan.kernels.registry import local_target
-from fuseplan.planner.api.job import ready
+from fuseplan.planner.api.run import ready
 from fuseplan.planner.errors import FuseplanError
 from fuseplan.planner.fleet.terms import (
     Captured,

@@ -9,7 +9,6 @@ import signal
 import socket
 import threading
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import click
@@ -38,7 +37,6 @@ from fuseplan.planner.work.extract import region_graph
 from fuseplan.search.errors import MachineFailureError
 from fuseplan.search.tune import tuner
 from fuseplan.search.tune.resources import Alike
-from fuseplan.search.tune.study import Studies
 from fuseplan.search.workers.worker import WorkerPool, usable_cores
 
 _NAME = "fuseplan"
@@ -179,7 +177,7 @@ class RegionTuner:
         with ExitStack() as stack:
             session = opened(terms)
             stack.callback(session.database.close)
-            self.tuner = stack.enter_context(session.tuner(terms.budget, terms.seed, executor=pool))
+            self.tuner = stack.enter_context(session.tuner(terms.how.budget(terms.kind), terms.how.seed, executor=pool))
             self._planner = session.planner(self.tuner)
             self._lookahead = self._planner.lookahead()
             if self._lookahead is not None:
@@ -237,6 +235,5 @@ def _captured(*args: Any) -> str | Exception:
 
 def opened(terms: Terms) -> Session:
     """The session of this worker's device, for these terms."""
-    studies = None if terms.study is None else Studies(terms.study)
-    session = open_session(terms.kind, terms.db, terms.settings)
-    return replace(session, shipped=terms.shipped, run=terms.session_run, studies=studies)
+    studies = terms.how.studies()
+    return terms.session(open_session(terms.kind, terms.db, terms.settings), studies)

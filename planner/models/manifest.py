@@ -18,32 +18,54 @@ Sizes: TypeAlias = "int | str | tuple[int | str | tuple[int, ...], ...]"
 
 
 @dataclass(frozen=True)
-class ManifestModel:
-    """One model, or one pattern, for one dtype and one way to launch and to round.
+class ModelArguments:
+    """What says which model or pattern is planned, and what for: as the command line, Python or a manifest give it.
+
+    Attributes:
+        model, config, module, pattern: Which it is: a preset, a config.json, ``package.module:factory``, or a pattern.
+        at_hand: A module or a Hugging Face config instead; ``inputs`` are a module's.
+        regime: None for the default, ``"eager"``.
+    """
+
+    model: str | None = None
+    config: Path | None = None
+    module: str | None = None
+    at_hand: Any = None
+    inputs: Any = None
+    pattern: str | None = None
+    shape: Any = None
+    decode: Any = None
+    kv_len: int | None = None
+    prefill: Any = None
+    dtype: Any = None
+    layers: int | None = None
+    pack_weights: bool = False
+    calls: bool = True
+    regime: str | None = None
+    numerics: str = "fp32"
+
+    def given(self) -> list[str]:
+        """Names of what says which model it is, and at which sizes."""
+        return [name for name in _WHICH if getattr(self, name) is not None]
+
+
+_WHICH = ("model", "config", "module", "at_hand", "inputs", "pattern", "shape", "decode", "kv_len", "prefill", "dtype",
+          "layers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManifestModel(ModelArguments):
+    """One model, or one pattern, for one dtype and one way to launch and to round. A config's path is absolute.
 
     Attributes:
         where: Its table, as messages name it: ``models.toml: model 2 (qwen3)``.
         name: What tables and reports call it; "" for what its source is called.
-        model, config, module, pattern: Which it is; one of them is given. A config's path is absolute.
         devices: Kinds (``"cpu"``, ``"cuda"``) or parts of names (``"h100"``) of devices to tune it on; () for any.
     """
 
     where: str
     name: str = ""
-    model: str | None = None
-    config: Path | None = None
-    module: str | None = None
-    pattern: str | None = None
-    shape: str | None = None
-    decode: Sizes | None = None
-    kv_len: int | None = None
-    prefill: Sizes | None = None
-    dtype: str | None = None
-    layers: int | None = None
-    pack_weights: bool = False
-    calls: bool = True
     regime: str = "eager"
-    numerics: str = "fp32"
     devices: tuple[str, ...] = ()
 
     @property
@@ -113,7 +135,7 @@ def _models(path: Path, number: int, table: Mapping[str, Any], shared: Mapping[s
     several = [values.pop(key, (None,)) for key in _ALTERNATIVES]
     for chosen in product(*several):
         one = {key: value for key, value in zip(_ALTERNATIVES, chosen, strict=True) if value is not None}
-        yield ManifestModel(where, **values, **one)
+        yield ManifestModel(where=where, **values, **one)
 
 
 def _known(table: Mapping[str, Any], allowed: tuple[str, ...], where: str) -> None:

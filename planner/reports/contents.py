@@ -8,8 +8,9 @@ from fuseplan.planner.reports.document import Document
 from fuseplan.planner.reports.frames import ReportData
 
 #: Of the group table, what a narrow terminal leaves out, in this order.
-_SPARE = ("key", "doubt", "regime", "enumerated_configs", "measured_configs", "noise", "lower_bound_us", "predicted_us",
-          "config", "ops", "backend", "times", "source", "answer", "fused_us", "unfused_us", "place")
+GROUP_SPARE = (
+    "key", "doubt", "regime", "enumerated_configs", "measured_configs", "noise", "lower_bound_us", "predicted_us",
+    "config", "ops", "backend", "times", "source", "answer", "fused_us", "unfused_us", "place")
 #: By topic, the table that CSV has.
 _MAIN = {"groups": "groups", "steps": "saved", "accuracy": "samples"}
 
@@ -59,7 +60,8 @@ def _steps(document: Document, data: ReportData, topic: str, brief: bool) -> Non
 def _groups(document: Document, data: ReportData) -> None:
     groups = frames.group_frame(data)
     document.table(
-        groups, "groups", f"Fused against unfused, {data.device}", spare=_SPARE, keep=("workload", "group", "speedup"))
+        groups, "groups", f"Fused against unfused, {data.device}", spare=GROUP_SPARE,
+        keep=("workload", "group", "speedup"))
     document.table(frames.region_frame(data), "regions", "Regions", shown="files")
     if data.workloads:
         less = ("views", "ops", "planned_us", "unfused_us", "library_calls", "launches_unfused")

@@ -11,7 +11,7 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from fuseplan.planner.errors import PlanError
@@ -183,8 +183,3 @@ def forget_tuned(database: Database, store: LayeredDatabase, device: str) -> int
     unneeded = [name for name in database.capture_names(MISSED) if name.removeprefix(MISSED) not in left]
     database.forget_misses(tuned, unneeded)
     return len(tuned)
-
-
-def settings_of(session: Session, missed: MissedRegion) -> Session:
-    """The session, for what the region was looked up for."""
-    return session.planning_for(replace(session.settings, regime=missed.regime, numerics=missed.numerics))

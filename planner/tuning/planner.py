@@ -26,8 +26,7 @@ from fuseplan.planner.partition.guided_loop import Prices, guided_partition, pre
 from fuseplan.planner.partition.plan_record import PlanWriter, region_label
 from fuseplan.planner.partition.whole_region import Verdict, beats_plain
 from fuseplan.planner.tuning.lookahead import Lookahead
-from fuseplan.planner.tuning.plans import GraphPlan, RegionPlan
-from fuseplan.planner.tuning.settings import PlanSettings
+from fuseplan.planner.tuning.plans import GraphPlan, PlanSettings, RegionPlan
 from fuseplan.planner.tuning.stored_plans import StoredPlans
 from fuseplan.search import policy
 from fuseplan.search.errors import OWN_FAULTS

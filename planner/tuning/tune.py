@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
@@ -18,8 +18,11 @@ from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.planner.tuning.graph_stream import GraphStream
 from fuseplan.planner.tuning.lookahead import Lookahead
 from fuseplan.planner.tuning.planner import GraphPlan, Planner, RegionPlan
+from fuseplan.planner.tuning.plans import PlanSettings
+from fuseplan.planner.tuning.progress import SILENT, Progress
 from fuseplan.planner.tuning.recheck import Rechecked, recheck
 from fuseplan.planner.tuning.session import Session
+from fuseplan.planner.tuning.summary import store_summary, summarise
 from fuseplan.planner.tuning.whole_step import measure_step, step_problem
 from fuseplan.search.errors import DatabaseError, MachineFailureError
 from fuseplan.search.store.leases import POLL_S
@@ -28,10 +31,29 @@ from fuseplan.search.tune.time_account import TimeAccount
 from fuseplan.search.tune.tuner import Budget, ProgressEvent
 from fuseplan.search.workers.worker import WorkerPool
 
-#: Told about each distinct region: workload, region label, number, how many.
-OnRegion = Callable[[str, str, int, int], None]
-#: Told about each workload's graph when it arrives, and its distinct regions that have no stored plan.
-OnGraph = Callable[[DataflowGraph, Sequence[Region]], None]
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Static graphs that are planned for the same settings, each by its name.
+
+    Attributes:
+        graphs: Those of a :class:`~fuseplan.planner.tuning.graph_stream.GraphStream` are planned as they are captured.
+        reported: The model and the workload under which reports have a graph; None keeps it out of reports.
+        timed: Whether the whole step of a graph is timed.
+        regions: Regions, or parts of some, that are planned of a graph; all of those that are not named.
+    """
+
+    graphs: Iterable[tuple[str, DataflowGraph]]
+    settings: PlanSettings = field(default_factory=PlanSettings)
+    reported: Callable[[str], tuple[str, str] | None] = lambda name: None
+    timed: Callable[[str], bool] = lambda name: False
+    regions: Mapping[str, Sequence[Region]] = field(default_factory=dict)
+
+    def keep_summary(self, session: Session, planned: WorkloadPlan) -> None:
+        """Store what reports say of a planned workload."""
+        pairs = [(one.region, one.record) for one in planned.plan.regions]
+        if pairs and (names := self.reported(planned.workload)) is not None:
+            store_summary(session.database, summarise(*names, planned.graph, pairs))
 
 
 @dataclass(frozen=True)
@@ -103,12 +125,8 @@ class TuneResult:
 
 
 def tune(
-    session: Session, graphs: Iterable[tuple[str, DataflowGraph]], budget: Budget | None = None, seed: int = 0,
-    on_region: OnRegion | None = None, on_trial: Callable[[ProgressEvent], None] | None = None,
-    account: TimeAccount | None = None, executor: WorkerPool | None = None, on_graph: OnGraph | None = None,
-    times_step: Callable[[str], bool] | None = None,
-    regions_of: Callable[[DataflowGraph], Sequence[Region]] | None = None,
-    on_plan: Callable[[WorkloadPlan], None] | None = None,
+    session: Session, batch: Batch, budget: Budget | None = None, seed: int = 0, progress: Progress = SILENT,
+    account: TimeAccount | None = None, executor: WorkerPool | None = None,
 ) -> TuneResult:
     """Plan every graph, measuring what is not stored. Each group and each part is stored as soon as it is done,
     a region after the run beside plain ATen that the next region does not wait for.
@@ -118,12 +136,8 @@ def tune(
     database's. What another tuner on the database is at work on is left to it, and waited for when there is nothing
     else to do.
 
-    The session's device is probed; ``graphs`` are static, each with the name of its workload. Those of a
-    :class:`~fuseplan.planner.tuning.graph_stream.GraphStream` are planned as they come. What the tuner does not book in
-    ``account`` is planning: enumerating, pricing, solving. Jobs run in ``executor``, by default in worker processes of
-    its own. Whole steps are timed of the workloads that ``times_step`` says yes to, by name; of none without it.
-    ``regions_of`` says which regions, or parts of some, are planned of a graph; all regions without it. ``on_plan`` is
-    told about each workload once it is planned.
+    The session's device is probed. What the tuner does not book in ``account`` is planning: enumerating, pricing,
+    solving. Jobs run in ``executor``, by default in worker processes of its own.
 
     Raises:
         CaptureError: Of a stream: a workload cannot be captured; what was finished is stored.
@@ -137,8 +151,9 @@ def tune(
     failures: list[RegionFailure] = []
     learner = RunningCalibration(session.spec)
     with ExitStack() as stack:
+        told = stack.enter_context(progress.tuning())
         stack.enter_context(account.spend("planning"))
-        tuner = stack.enter_context(session.tuner(budget, seed, on_trial, account, executor))
+        tuner = stack.enter_context(session.tuner(budget, seed, told.on_trial, account, executor))
         planner = session.planner(tuner, learner=learner)
         lookahead = planner.lookahead()
         if lookahead is not None:
@@ -150,19 +165,19 @@ def tune(
         def arrive(found: Iterable[tuple[str, DataflowGraph]]) -> None:
             for workload, graph in found:
                 undecided = planner.undecided(graph)
-                if on_graph is not None:
-                    on_graph(graph, undecided)
+                told.on_graph(graph, undecided)
                 if lookahead is not None:
                     fresh = [region for region in undecided if region.key not in sent]
                     sent.update(region.key for region in fresh)
                     lookahead.send(graph, planner.undecided_parts(graph, fresh))
                     lookahead.send_whole(graph, fresh)
-                work.append(_Work(workload, graph, regions_of(graph) if regions_of else find_regions(graph)))
+                work.append(_Work(workload, graph, batch.regions[workload] if workload in batch.regions else
+                                  find_regions(graph)))
                 waiting.append(work[-1])
 
-        stream = graphs if isinstance(graphs, GraphStream) else None
+        stream = batch.graphs if isinstance(batch.graphs, GraphStream) else None
         if stream is None:
-            arrive(graphs)
+            arrive(batch.graphs)
         in_vain = 0
         while waiting or (stream is not None and stream.waiting):
             if in_vain >= len(waiting) and stream is not None and stream.waiting:
@@ -180,25 +195,23 @@ def tune(
             def at_region(label: str, number: int, total: int, workload: str = one.workload) -> None:
                 if stream is not None:
                     arrive(stream.ready())
-                if on_region is not None:
-                    on_region(workload, label, number, total)
+                told.on_region(workload, label, number, total)
 
             planner.on_region = at_region
             gains = one.plan(planner, lookahead, known, failures)
             in_vain = 0 if gains else in_vain + 1
             if one.left:  # everything else comes first
                 waiting.append(one)
-            elif on_plan is not None:
-                on_plan(one.planned(known))
+            else:
+                batch.keep_summary(session, one.planned(known))
         plans = [one.planned(known) for one in work]
-        asked = [at for at, done in enumerate(plans) if times_step is not None and times_step(done.workload)]
+        asked = [at for at, done in enumerate(plans) if batch.timed(done.workload)]
         untimed: list[str] = []
         for number, at in enumerate(asked, 1):
             done, began = plans[at], time.monotonic()
 
             def on_start(unfused_us: float, event: tuple[str, int, int] = (done.workload, number, len(asked))) -> None:
-                if on_trial is not None:
-                    on_trial(ProgressEvent(*event, unfused_us, "step"))
+                told.on_trial(ProgressEvent(*event, unfused_us, "step"))
 
             timed = measure_step(session, done.graph, done.plan, tuner, budget.job_limit_s, on_start)
             untimed += filter(None, [step_problem(done.workload, timed)])

@@ -25,8 +25,8 @@ from launch_costs import bench_launch, bench_lookup, launch_verdict
 from step_profile import device_step_us, host_step_us
 from synthetic_decoders import plan_scaling
 
-from fuseplan.planner.api.asked import plan_settings
-from fuseplan.planner.api.job import ready
+from fuseplan.planner.api.request import plan_settings
+from fuseplan.planner.api.run import ready
 from fuseplan.planner.bench.generate import dispatch_options, forget
 from fuseplan.planner.bench.generation import Generation, contestants, how_compiled
 from fuseplan.planner.bench.patterns import PatternBench

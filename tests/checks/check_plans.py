@@ -51,7 +51,7 @@ from fuseplan.planner.partition.by_measurement import MeasuredRegion
 from fuseplan.planner.partition.guided_loop import guided_partition
 from fuseplan.planner.tuning.planner import PlanSettings, RegionPlan
 from fuseplan.planner.tuning.session import Session, open_session
-from fuseplan.planner.tuning.tune import TuneResult, tune
+from fuseplan.planner.tuning.tune import Batch, TuneResult, tune
 from fuseplan.search.store.record import GroupChoice
 from fuseplan.search.tune.tuner import Budget, Tuner
 
@@ -217,7 +217,7 @@ def partitions(planned: TuneResult) -> dict[str, frozenset[tuple[tuple[int, ...]
 
 
 def tuned(session: Session, named: Sequence[tuple[str, DataflowGraph]], budget: Budget, words: str) -> TuneResult:
-    planned = tune(session, named, budget)
+    planned = tune(session, Batch(named), budget)
     share = planned.measured / max(1, planned.enumerated)
     say(
         f"{words}: {len(planned.distinct())} distinct regions in {planned.elapsed_s:.0f} s; {planned.measured} of "

@@ -153,3 +153,25 @@ def test_a_public_type_is_defined_once() -> None:
 def test_the_check_of_public_types_sees_what_it_should() -> None:
     source = "class Op: pass\nclass _B: pass\nCall: TypeAlias = int\nShape = int\nT = TypeVar('T')\nLIMIT = 1\nx = 2\n"
     assert list(public_types(ast.parse(source))) == ["Op", "Call", "Shape"]
+
+
+def callers(module: str, name: str) -> Iterator[str]:
+    """Functions that call ``name`` of a module: as an attribute of it, or imported from it."""
+    for path, tree in trees():
+        package, _, last = module.rpartition(".")
+        known = {(one.module, alias.name): alias.asname or alias.name for one in ast.walk(tree)
+                 if isinstance(one, ast.ImportFrom) for alias in one.names}
+        spelled = {f"{known[package, last]}.{name}" if (package, last) in known else "", known.get((module, name), "")}
+        for function in ast.walk(tree):
+            if isinstance(function, ast.FunctionDef):
+                calls = {ast.unparse(one.func) for one in ast.walk(function) if isinstance(one, ast.Call)}
+                if calls & (spelled - {""}):
+                    yield f"{path.relative_to(ROOT)}: {function.name}"
+
+
+def test_one_function_assembles_a_tune() -> None:
+    """Command line, Python, manifest, misses and patterns make requests; a bench tunes its cells in its own session."""
+    assert sorted(callers("fuseplan.planner.tuning.tune", "tune")) == [
+        "planner/api/run.py: run", "planner/cli/bench/patterns.py: tune_cells"]
+    assert sorted(callers("fuseplan.planner.api.run", "run")) == ["planner/api/tune.py: run_here"]
+    assert sorted(callers("fuseplan.planner.api.tune", "tune_request")) == ["planner/cli/tune.py: tune"]

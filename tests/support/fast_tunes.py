@@ -9,7 +9,7 @@ from inline_executor import InlineExecutor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuseplan.costmodel.probe import probe
-from fuseplan.planner.tuning.settings import PlanSettings
+from fuseplan.planner.tuning.plans import PlanSettings
 from fuseplan.search.timing.timers import CpuTimer, Operands, Run, Sampler
 from fuseplan.search.tune import tuner
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from distributed import Client, LocalCluster, get_worker
 
-from fuseplan.planner.fleet.spread import Spread, Tasks
+from fuseplan.planner.api.request import HowToTune
+from fuseplan.planner.fleet.scheduler import RegionScheduler, Tasks
 from fuseplan.planner.fleet.terms import (
     PLENTY,
     Prepared,
@@ -24,11 +25,10 @@ from fuseplan.planner.fleet.terms import (
     preparing,
     unit,
 )
-from fuseplan.planner.tuning.settings import PlanSettings
-from fuseplan.search.tune.tuner import Budget
+from fuseplan.planner.tuning.plans import PlanSettings
 
 DEVICE = "cpu-sample-0"
-TERMS = Terms("run", "cpu", "nowhere", PlanSettings(), Budget())
+TERMS = Terms("run", "cpu", "nowhere", PlanSettings(), HowToTune())
 
 
 @contextmanager
@@ -116,5 +116,5 @@ def capture(*args: object) -> object:
 TASKS = Tasks(capture=capture, probe=capture, prepare=prepare, measure=measure)
 
 
-def spread(client: Client, kind: str = "cpu") -> Spread:
-    return Spread(client, kind, "run", TASKS)
+def spread(client: Client, kind: str = "cpu") -> RegionScheduler:
+    return RegionScheduler(client, kind, "run", TASKS)

@@ -18,7 +18,7 @@ from fuseplan.kernels.ir.backend import Target
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.implementations.subject import GroupSubject
 from fuseplan.planner.tuning.planner import Planner, PlanSettings
-from fuseplan.planner.tuning.tune import TuneResult, tune
+from fuseplan.planner.tuning.tune import Batch, TuneResult, tune
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import Trial, TuningRecord, Versions
 
@@ -90,7 +90,8 @@ def session_on(where: Path | str, at_work: Callable[[], object] = lambda: None) 
 
 
 def tuned(session: Session, *graphs: DataflowGraph) -> TuneResult:
-    return tune(session, [(f"w{number}", graph) for number, graph in enumerate(graphs)])  # type: ignore[arg-type]
+    named = Batch([(f"w{number}", graph) for number, graph in enumerate(graphs)])
+    return tune(session, named)  # type: ignore[arg-type]
 
 
 def covers(result: TuneResult) -> list[list[list[tuple[str, ...]]]]:

@@ -142,8 +142,8 @@ def bench(
     everything is timed both launched from Python and replayed from a CUDA graph; patterns also with a cold cache. An
     interrupted bench keeps the cells, groups, models and batch sizes that it has finished.
     """
-    from fuseplan.planner.api.asked import full_dtype_name, plan_settings
-    from fuseplan.planner.api.job import ready
+    from fuseplan.planner.api.request import full_dtype_name, plan_settings
+    from fuseplan.planner.api.run import ready
     from fuseplan.planner.peers.contestant import INDUCTOR, MAX_AUTOTUNE
     from fuseplan.planner.tuning.session import open_session
 
@@ -219,7 +219,7 @@ def _groups(
     session: Session, source: ModelSource, workloads: tuple[Workload, ...], peers: Sequence[str],
     modes: Sequence[str], seconds: float,
 ) -> Iterator[list[BenchRow]]:
-    from fuseplan.planner.api.asked import capture_all
+    from fuseplan.planner.api.request import capture_all
     from fuseplan.planner.bench.model import bench_group, fused_groups
     from fuseplan.planner.errors import PlanError
     from fuseplan.planner.tuning.tune import RegionFailure, noting

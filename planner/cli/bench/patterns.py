@@ -140,9 +140,9 @@ def tune_cells(
 
     Returns the session with the calibration that the new records gave.
     """
-    from fuseplan.planner.api.job import run
     from fuseplan.planner.bench.rows import failure
     from fuseplan.planner.peers.contestant import trace_cell
+    from fuseplan.planner.tuning.tune import Batch, tune
 
     if budget is None:
         return session
@@ -157,8 +157,8 @@ def tune_cells(
             if session.planner().undecided(graph):
                 graphs.append((f"{cell.size} {cell.dtype}", graph))
         if graphs:
-            result = run(
-                session, f"pattern {pattern}", graphs, budget, executor=pool, progress=Terminal())
+            batch = Batch(graphs, reported=lambda name, pattern=pattern: (f"pattern {pattern}", name))  # type: ignore[misc]
+            result = tune(session, batch, budget, progress=Terminal(), executor=pool)
             said += [f"{pattern} {one}" for one in result.failures]
             session = result.session
     return session

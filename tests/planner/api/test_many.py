@@ -22,7 +22,8 @@ from model_samples import CONFIGS
 import fuseplan.planner
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.api.many import TunedMany
-from fuseplan.planner.api.tune_job import captured_models, manifest_job
+from fuseplan.planner.api.regions import captured_model
+from fuseplan.planner.api.tune_job import manifest_job
 from fuseplan.planner.cli import main
 from fuseplan.planner.errors import FuseplanError
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
@@ -114,8 +115,8 @@ def keys_of(manifest: Path) -> list[set[tuple[str, str]]]:
     """For each model the keys of its regions, with how their kernels round."""
     job = manifest_job(read_manifest(manifest), "cpu", HERE)
     return [
-        {(region.key, one.model.settings.numerics) for _, graph in one.graphs for region in find_regions(graph)}
-        for one in captured_models(job)
+        {(region.key, one.asked.settings.numerics) for _, graph in one.graphs for region in find_regions(graph)}
+        for one in map(captured_model, job.models)
     ]
 
 
@@ -132,7 +133,7 @@ def test_regions_are_measured_once_over_all_models(db: Path, tmp_path: Path, sto
     assert found.regions["key"].is_unique and not found.regions["stored"].any()
     assert set(zip(found.regions["key"], found.regions["numerics"], strict=True)) == first | second
     uses = Counter(
-        region.key for one in captured_models(manifest_job(read_manifest(manifest), "cpu", HERE))
+        region.key for one in map(captured_model, manifest_job(read_manifest(manifest), "cpu", HERE).models)
         for _, graph in one.graphs for region in find_regions(graph)
     )
     assert dict(zip(found.regions["key"], found.regions["uses"], strict=True)) == uses

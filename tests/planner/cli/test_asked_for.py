@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fuseplan.planner.api.asked import Asked
+from fuseplan.planner.api.request import Asked
 from fuseplan.planner.models.sources import ModelSource
 from fuseplan.planner.models.workload import Workload, decode, prefill, with_calls
 

@@ -14,24 +14,22 @@ import report_samples as samples
 from distributed import Client
 from model_samples import write_config
 
-from fuseplan.planner.api import many
-from fuseplan.planner.api.asked import Asked, of_model, of_pattern, plan_settings
-from fuseplan.planner.api.job import HowToTune
-from fuseplan.planner.api.tune import Tuned, tune_asked
+from fuseplan.planner.api.many import TunedMany
+from fuseplan.planner.api.request import TuneRequest
+from fuseplan.planner.api.tune import Tuned, run_here, tune_request
 from fuseplan.planner.cli import main
 from fuseplan.planner.fleet import cluster
-from fuseplan.planner.fleet.asking import tune_by_fleet
-from fuseplan.planner.fleet.many import tune_manifest_by_fleet
-from fuseplan.planner.fleet.overview import Wanted, fleet_status
+from fuseplan.planner.fleet.overview import fleet_status, wanted_by
+from fuseplan.planner.fleet.run import run_by
 from fuseplan.planner.fleet.worker_state import RegionTuner
-from fuseplan.planner.models.sources import find_source
+from fuseplan.planner.models.manifest import ModelArguments
 from fuseplan.planner.tuning.summary import load_summaries
 from fuseplan.search.errors import SubjectError
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.leases import Leases
 from fuseplan.search.store.record import PlanRecord, RecordKey
 
-SETTINGS = plan_settings("cpu", "fp32", "eager")
+SWIGLU = ModelArguments(pattern="swiglu", shape="3x8", dtype="float32")
 
 
 @pytest.fixture(autouse=True)
@@ -46,13 +44,12 @@ def db(tmp_path: Path) -> Path:
     return samples.known_machine(tmp_path / "fleet.db")
 
 
-def llama(tmp_path: Path, decode: str = "1", prefill: str | None = None) -> Asked:
-    source = find_source(config=write_config(tmp_path, "llama"), layers=2)
-    return of_model("cpu", source, decode, 16, prefill)
+def llama(tmp_path: Path, decode: str = "1") -> ModelArguments:
+    return ModelArguments(config=write_config(tmp_path, "llama"), layers=2, decode=decode, kv_len=16, calls=False)
 
 
-def by_fleet(db: Path, *asked: Asked, how: HowToTune | None = None) -> list[Tuned]:
-    return [found for one in asked for found in tune_by_fleet(one, SETTINGS, "local", db, how or HowToTune())]
+def by_fleet(db: Path, given: ModelArguments) -> list[Tuned]:
+    return tune_request(TuneRequest("cpu", given, db=db), runner=run_by("local"))  # type: ignore[return-value]
 
 
 def decided(db: Path) -> dict[RecordKey, list[tuple[Any, ...]]]:
@@ -67,9 +64,10 @@ def said(plan: PlanRecord) -> list[tuple[Any, ...]]:
 
 def test_a_fleet_ends_with_the_plans_of_a_tune_here(tmp_path: Path, db: Path) -> None:
     alone = samples.known_machine(tmp_path / "alone.db")
-    asked = llama(tmp_path, "1,2")
-    expected = tune_asked(asked, SETTINGS, alone, HowToTune())
-    (found,) = by_fleet(db, asked)
+    given = llama(tmp_path, "1,2")
+    (expected,) = tune_request(TuneRequest("cpu", given, db=alone))
+    assert isinstance(expected, Tuned)
+    (found,) = by_fleet(db, given)
     assert decided(db) == decided(alone) != {}
     assert expected.result is not None and found.result is not None
     assert [one.workload for one in found.result.plans] == [one.workload for one in expected.result.plans]
@@ -118,8 +116,10 @@ def test_models_of_a_manifest_share_regions_and_what_is_stored_is_not_measured(
         devices = ["cuda-of-nobody"]
     """)
     alone = samples.known_machine(tmp_path / "alone.db")
-    expected = many.tune_manifest(manifest, "cpu", alone, HowToTune())
-    (found,) = tune_manifest_by_fleet(manifest, "cpu", "local", db, HowToTune())
+    (expected,), (found,) = (
+        tune_request(TuneRequest("cpu", manifest=manifest, db=path), runner=runner)
+        for path, runner in ((alone, run_here), (db, run_by("local"))))
+    assert isinstance(expected, TunedMany) and isinstance(found, TunedMany)
     counts = ["model", "workloads", "regions", "shared", "stored", "measured", "failed", "step", "outcome"]
     assert found.models[counts].to_dict("records") == expected.models[counts].to_dict("records")
     assert found.regions["key"].tolist() == expected.regions["key"].tolist()
@@ -127,7 +127,8 @@ def test_models_of_a_manifest_share_regions_and_what_is_stored_is_not_measured(
     assert sorted(measured) == sorted(found.regions["key"]) and not found.failure
     assert found.steps["workload"].tolist() == expected.steps["workload"].tolist() != []
     measured.clear()
-    (again,) = tune_manifest_by_fleet(manifest, "cpu", "local", db, HowToTune())
+    (again,) = tune_request(TuneRequest("cpu", manifest=manifest, db=db), runner=run_by("local"))
+    assert isinstance(again, TunedMany)
     assert measured == [] and again.models["measured"].sum() == 0 and again.regions["stored"].all()
     assert main.run(f"tune --manifest {manifest} --db {db} --device cpu --workers local --again".split()) == 0
     assert sorted(measured) == sorted(found.regions["key"])
@@ -146,7 +147,7 @@ def missing(manifest: Path, db: Path, capsys: pytest.CaptureFixture[str]) -> lis
 def test_a_region_that_fails_costs_only_itself(
     tmp_path: Path, db: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, measure = llama(tmp_path), RegionTuner.measure
+    given, measure = llama(tmp_path), RegionTuner.measure
     failing: dict[str, str] = {}
 
     def fails(self: RegionTuner, task: Any) -> Any:
@@ -155,17 +156,16 @@ def test_a_region_that_fails_costs_only_itself(
         return measure(self, task)
 
     monkeypatch.setattr(RegionTuner, "measure", fails)
-    (found,) = by_fleet(db, asked)
+    (found,) = by_fleet(db, given)
     assert found.result is not None and len(found.result.failures) == 1 and found.result.distinct()
     assert any("its reference fails" in one and "runs unfused" in one for one in found.warnings)
     monkeypatch.undo()
-    missing = fleet_status(None, db, lambda device: [Wanted("llama", SETTINGS, asked.graphs())]).missing
+    missing = fleet_status(None, db, wanted_by(TuneRequest("cpu", given))).missing
     assert missing["key"].tolist() == [failing["first"]]
 
 
 def test_who_measures_what_is_told(db: Path) -> None:
-    asked = of_pattern("cpu", "swiglu", "3x8", "float32")
-    (found,) = by_fleet(db, asked)
+    (found,) = by_fleet(db, SWIGLU)
     assert found.result is not None
     (plan,) = found.result.decided()
     with Database(db) as database:
@@ -179,7 +179,7 @@ def test_who_measures_what_is_told(db: Path) -> None:
 
 
 def test_workers_need_no_model_of_whoever_has_a_module(db: Path) -> None:
-    (found,) = by_fleet(db, of_pattern("cpu", "swiglu", "3x8", "float32"))
+    (found,) = by_fleet(db, SWIGLU)
     assert found.result is not None and found.result.measured
     assert found.groups["group"].tolist() == ["silu+mul 3x8 float32"]
 

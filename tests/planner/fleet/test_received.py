@@ -16,14 +16,15 @@ import report_samples as samples
 
 from fuseplan.costmodel.probe.probe import MachineLoad
 from fuseplan.kernels.ir.backend import Target
-from fuseplan.planner.api.asked import of_pattern, plan_settings
-from fuseplan.planner.api.job import HowToTune
+from fuseplan.planner.api.request import TuneRequest
+from fuseplan.planner.api.tune import Tuned, tune_request
 from fuseplan.planner.errors import CaptureError, ConfigError
-from fuseplan.planner.fleet import received, spread
-from fuseplan.planner.fleet.asking import tune_by_fleet
+from fuseplan.planner.fleet import received, scheduler
+from fuseplan.planner.fleet.run import run_by
 from fuseplan.planner.fleet.terms import Captured, RegionOutcome, RegionTask, WorkerDevice
 from fuseplan.planner.fleet.tune import graphs_of
 from fuseplan.planner.fleet.worker_state import RegionTuner
+from fuseplan.planner.models.manifest import ModelArguments
 from fuseplan.planner.tuning.plans import RegionPlan
 from fuseplan.search.errors import RecordError
 from fuseplan.search.store.database import Database
@@ -44,6 +45,13 @@ def db(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     fleet_here.tune_quickly(monkeypatch)
     fleet_here.in_the_place_of_local(monkeypatch, 1)
     return samples.known_machine(tmp_path / "fleet.db")
+
+
+def tune_swiglu(db: Path) -> Tuned:
+    given = ModelArguments(pattern="swiglu", shape="3x8", dtype="float32")
+    (found,) = tune_request(TuneRequest("cpu", given, db=db), runner=run_by("local"))
+    assert isinstance(found, Tuned)
+    return found
 
 
 def without_its_ops(record: PlanRecord) -> PlanRecord:
@@ -86,8 +94,7 @@ def test_a_plan_that_cannot_be_the_region_s_is_refused_and_deleted(
         return found
 
     monkeypatch.setattr(RegionTuner, "measure", hostile)
-    (found,) = tune_by_fleet(
-        of_pattern("cpu", "swiglu", "3x8", "float32"), plan_settings("cpu", "fp32", "eager"), "local", db, HowToTune())
+    found = tune_swiglu(db)
     (told,) = found.warnings
     assert "refused" in told and "runs unfused" in told and told.isprintable() and "nosuch" not in told
     assert found.result is not None and not found.result.plans[0].plan.regions
@@ -109,9 +116,8 @@ ODD: dict[str, object] = {
 
 @pytest.mark.parametrize("how", ODD)
 def test_an_answer_of_another_form_costs_its_region(how: str, db: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spread, "Tasks", partial(spread.Tasks, measure=lambda *args: ODD[how]))
-    (found,) = tune_by_fleet(
-        of_pattern("cpu", "swiglu", "3x8", "float32"), plan_settings("cpu", "fp32", "eager"), "local", db, HowToTune())
+    monkeypatch.setattr(scheduler, "Tasks", partial(scheduler.Tasks, measure=lambda *args: ODD[how]))
+    found = tune_swiglu(db)
     (told,) = found.warnings
     assert "runs unfused" in told and told.isprintable()
     with Database(db) as database:

@@ -19,7 +19,7 @@ import pytest
 from distributed import Client, Worker
 from fleet_samples import DEVICE, TERMS, Log, fleet, region, resources
 
-from fuseplan.planner.fleet.spread import Spread
+from fuseplan.planner.fleet.scheduler import RegionScheduler
 from fuseplan.planner.fleet.status import device_statuses
 from fuseplan.planner.fleet.terms import RegionOutcome, RegionTask
 from fuseplan.planner.fleet.watch import Patience, Watch
@@ -36,8 +36,8 @@ def log() -> Log:
 
 def spread(
     client: Client, notes: list[str], patience: Patience = PATIENT, tell: Callable[[], object] = lambda: None
-) -> Spread:
-    return Spread(client, "cpu", "run", samples.TASKS, tell, notes.append, patience)
+) -> RegionScheduler:
+    return RegionScheduler(client, "cpu", "run", samples.TASKS, tell, notes.append, patience)
 
 
 def hang(client: Client, address: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from model_samples import write_config
 
-from fuseplan.planner.api.asked import capture_all
+from fuseplan.planner.api.request import capture_all
 from fuseplan.planner.capture.cache import cached_capture, capture_key
 from fuseplan.planner.capture.trace import Graphs
 from fuseplan.planner.cli.source import Terminal

@@ -10,6 +10,7 @@ import fleet_samples as samples
 import pytest
 from fleet_samples import DEVICE, TERMS, Log, fleet, region, spread
 
+from fuseplan.planner.api.request import HowToTune
 from fuseplan.planner.fleet.terms import RegionOutcome, RegionTask
 from fuseplan.search.errors import MachineFailureError
 
@@ -136,7 +137,7 @@ def test_an_interrupted_tune_measures_no_more(log: Log) -> None:
             raise KeyboardInterrupt
 
     with fleet(1) as client:
-        tune = samples.Spread(client, "cpu", "run", samples.TASKS, interrupt)
+        tune = samples.RegionScheduler(client, "cpu", "run", samples.TASKS, interrupt)
         for number in range(30):
             tune.region(DEVICE, TERMS, region(str(number)), lambda outcome: None)
         with pytest.raises(KeyboardInterrupt):
@@ -145,5 +146,5 @@ def test_an_interrupted_tune_measures_no_more(log: Log) -> None:
 
 
 def test_a_password_is_in_no_words_of_a_task() -> None:
-    terms = replace(TERMS, db="postgresql://me:geheim@host/db", study="postgresql://me:geheim@host/s")
+    terms = replace(TERMS, db="postgresql://me:geheim@host/db", how=HowToTune(study="postgresql://me:geheim@host/s"))
     assert "geheim" not in repr(terms)

@@ -1,4 +1,4 @@
-"""Spreads tasks over the workers of a fleet: each region to a worker that owns a device for it, the longest first.
+"""Gives tasks to the workers of a fleet: each region to a worker that owns a device for it, the longest first.
 
 Dask decides who does what. Here is only decided what is asked for next: few regions ahead, so that the longest of all
 that are known comes next whichever was captured first, and a worker that joins gets its share.
@@ -50,7 +50,7 @@ class Tasks:
 
 @dataclass
 class Counts:
-    """How far a spread is: regions, and the ops in them, by which the time left is estimated."""
+    """How far a tune is: regions, and the ops in them, by which the time left is estimated."""
 
     regions: int = 0
     regions_done: int = 0
@@ -70,7 +70,7 @@ class Counts:
         return (time.monotonic() - self.began) * (self.ops - self.ops_done) / self.ops_done
 
 
-class Spread:
+class RegionScheduler:
     """Tasks of one tune, whose results are told to whoever asked for them as they come.
 
     ``run`` names the tune; ``tell`` is called after each result, ``note`` of workers that do not answer.

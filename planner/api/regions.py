@@ -1,0 +1,115 @@
+"""What models are made of: their graphs, and the regions of all of them, each once, with or without a plan."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fuseplan.planner.api.request import Asked
+from fuseplan.planner.errors import FuseplanError
+from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+from fuseplan.planner.groups.places import place_of
+from fuseplan.planner.groups.regions import find_regions, unique_regions
+from fuseplan.planner.partition.plan_record import region_label
+from fuseplan.planner.tuning.progress import SILENT, Progress
+from fuseplan.planner.tuning.session import Session
+from fuseplan.search.store.record import RecordKey
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedModel:
+    """A model with the graphs of its workloads, by name; without any where it cannot be captured.
+
+    ``seconds`` is how long that took.
+    """
+
+    asked: Asked
+    graphs: tuple[tuple[str, DataflowGraph], ...] = ()
+    failure: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class DistinctRegion:
+    """A region that some graphs have between them: what is measured once.
+
+    Attributes:
+        key: Of its plan.
+        label, place: What it computes, and where in the first model that has it.
+        models: Numbers of the captured models that have it, in order.
+        graph, region: Where it occurs first: the number of a graph of the first of these models.
+        uses: How often it occurs, in all graphs.
+        stored: Whether it has a plan.
+    """
+
+    key: RecordKey
+    label: str
+    place: str
+    models: tuple[int, ...]
+    graph: int
+    region: Region
+    uses: int
+    stored: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Regions:
+    """The distinct regions of some models, in the order in which they are tuned.
+
+    ``listed`` counts each model's own distinct regions: what they would take one by one, each with an empty database.
+    """
+
+    distinct: tuple[DistinctRegion, ...]
+    listed: int
+
+    @property
+    def stored(self) -> int:
+        return sum(one.stored for one in self.distinct)
+
+    def __str__(self) -> str:
+        return (
+            f"regions: {self.listed} in all models, {len(self.distinct)} distinct, {self.stored} stored, "
+            f"{len(self.distinct) - self.stored} to measure"
+        )
+
+
+def captured_model(asked: Asked, progress: Progress = SILENT) -> CapturedModel:
+    """All graphs of a model, or why it has none: one that cannot be captured costs only itself."""
+    began = time.monotonic()
+    try:
+        graphs, failure = tuple(asked.graphs(progress)), ""
+    except FuseplanError as error:
+        graphs, failure = (), f"{asked.label} is left out: {error}"
+    return CapturedModel(asked, graphs, failure, time.monotonic() - began)
+
+
+def distinct_regions(captured: Sequence[CapturedModel], session: Session) -> Regions:
+    """The regions of all graphs, each once for each way to launch and to round, looked up in the session's database."""
+    first: dict[RecordKey, tuple[int, int, Region]] = {}
+    uses: Counter[RecordKey] = Counter()
+    models: defaultdict[RecordKey, dict[int, None]] = defaultdict(dict)
+    stored: set[RecordKey] = set()
+    for number, one in enumerate(captured):
+        planner = session.planning_for(one.asked.settings).planner()
+        for at, (_, graph) in enumerate(one.graphs):
+            new = []
+            for name, occurrences in unique_regions(find_regions(graph)).items():
+                key = planner.key(name)
+                if key not in first:
+                    first[key] = number, at, occurrences[0]
+                    new.append(occurrences[0])
+                uses[key] += len(occurrences)
+                models[key][number] = None
+            stored |= set(map(planner.key, planner.look_up_all(graph, new)))
+    distinct = []
+    for key, (number, at, region) in first.items():
+        graph = captured[number].graphs[at][1]
+        label, place = region_label(graph, region), place_of(graph, region.ops)
+        distinct.append(
+            DistinctRegion(key, label, place, tuple(models[key]), at, region, uses[key], key in stored))
+    # A session tunes what it plans for together.
+    order = list(dict.fromkeys((key.regime, key.numerics) for key in first))
+    distinct.sort(key=lambda one: order.index((one.key.regime, one.key.numerics)))
+    return Regions(tuple(distinct), sum(map(len, models.values())))

@@ -1,0 +1,278 @@
+"""What is asked for: models with their workloads, or a pattern, and how hard a tune of them searches."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import nn
+
+from fuseplan.costmodel.devices import Kind, is_cpu, is_gpu, local_kind
+from fuseplan.planner.errors import Argument, ConfigError, DeviceError, ShapeError, UnknownPatternError
+from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.models.build import twin
+from fuseplan.planner.models.manifest import ModelArguments
+from fuseplan.planner.models.sources import ModelSource, find_source, source_of, workloads_for
+from fuseplan.planner.models.workload import Workload
+from fuseplan.planner.tuning.graph_stream import GraphStream
+from fuseplan.planner.tuning.plans import PlanSettings
+from fuseplan.planner.tuning.progress import SILENT, Progress
+from fuseplan.planner.tuning.session import Session
+from fuseplan.search import policy
+from fuseplan.search.tune.study import Studies
+from fuseplan.search.tune.tuner import Budget
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+#: A preset's name, the path of a config.json, ``"package.module:factory"``, a Hugging Face config, or a module.
+ModelLike: TypeAlias = "str | Path | nn.Module | PretrainedConfig"
+#: Sizes: one, or several.
+Batches: TypeAlias = int | Sequence[int]
+#: Lengths, or pairs of batch and length.
+Prefills: TypeAlias = int | Sequence[int | tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is planned, and what for: its name, and either a model with its workloads or the one graph of a pattern."""
+
+    label: str
+    kind: Kind
+    source: ModelSource | None = None
+    workloads: tuple[Workload, ...] = ()
+    pack_weights: bool = False
+    pattern: tuple[tuple[str, DataflowGraph], ...] = ()
+    settings: PlanSettings = field(default_factory=PlanSettings)
+
+    def is_asked_for(self, graph: str) -> bool:
+        """Whether a model's graph, by its name, is of sizes that were given, not of what masks or ``generate()`` make
+        of them.
+        """
+        derived = [one.label for one in self.workloads if one.derived]
+        return self.source is not None and not any(
+            graph == label or graph.startswith(f"{label} part ") for label in derived)
+
+    def graphs(self, progress: Progress = SILENT) -> list[tuple[str, DataflowGraph]]:
+        """All graphs by workload name, captured now."""
+        if self.source is None:
+            return list(self.pattern)
+        return capture_all(self.source, self.workloads, self.kind, self.pack_weights, progress)
+
+
+@dataclass(frozen=True)
+class HowToTune:
+    """How hard to search, and what is taken from earlier searches.
+
+    Attributes:
+        trials: Configurations tried per group, over all back ends; None: 12 on CPUs, 8 on CUDA.
+        seconds: Search time per group.
+        job_limit: Seconds without a sign after which a job counts as hanging, beside what its calls should take; None:
+            60.
+        seed: That of the search and of the inputs.
+        shipped: Whether the records that come with fuseplan for this device count as stored.
+        again: Measure anew what is stored or shipped.
+        study: Where each search is kept as an Optuna study, too: a SQLAlchemy URL or the path of a journal file.
+    """
+
+    trials: int | None = None
+    seconds: float = 6.0
+    seed: int = 0
+    shipped: bool = True
+    again: bool = False
+    study: str | None = field(default=None, repr=False)
+    job_limit: float | None = None
+
+    def budget(self, device_type: str) -> Budget:
+        """What a group may cost on a device."""
+        return Budget.on(device_type, self.trials, self.seconds, self.job_limit)
+
+    def studies(self) -> Studies | None:
+        """Where studies are kept; :class:`StudyError` where that cannot be."""
+        return None if self.study is None else Studies(self.study)
+
+    def of(self, session: Session, studies: Studies | None, run: str) -> Session:
+        """The session as it is searched with; ``run`` names this tune."""
+        return replace(session, shipped=self.shipped, run=run if self.again else "", studies=studies)
+
+
+@dataclass(frozen=True)
+class TuneRequest:
+    """A tune that is asked for: of a model or a pattern, of a manifest's models, or of what was missed.
+
+    Attributes:
+        given: Which model or pattern it is; of ``misses`` only the regime counts.
+        manifest: The path of a manifest, instead.
+        most: Of ``misses``, so many regions.
+        db: The tuning database; None for the user's own.
+
+    Raises:
+        ConfigError: The arguments contradict each other.
+    """
+
+    kind: Kind
+    given: ModelArguments = field(default_factory=ModelArguments)
+    manifest: str | Path | None = None
+    misses: bool = False
+    most: int = 16
+    how: HowToTune = field(default_factory=HowToTune)
+    db: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        how = self.how
+        if (how.trials is not None and how.trials < 1) or not how.seconds > 0 or self.most < 1:
+            raise ConfigError("{} and {} are at least 1, and {} are more than 0",
+                              *map(Argument, ("trials", "most", "seconds")))
+        if how.job_limit is not None and not how.job_limit >= policy.LEAST_JOB_LIMIT_S:
+            raise ConfigError("{} is at least {:g} seconds, not {}", Argument("job_limit"), policy.LEAST_JOB_LIMIT_S,
+                              how.job_limit)
+        if self.manifest is not None and (self.misses or self.given != ModelArguments()):
+            raise ConfigError("{} names models with all that belongs to them; leave out what belongs to one model",
+                              Argument("manifest"))
+        if self.misses and self.given.given():
+            raise ConfigError("{} tunes what was missed; leave out what names a model", Argument("misses"))
+        if self.misses and self.given.regime is not None:
+            plan_settings(self.kind, "fp32", self.given.regime)
+
+
+def capture_all(
+    source: ModelSource, workloads: tuple[Workload, ...], kind: str, pack_weights: bool = False,
+    progress: Progress = SILENT,
+) -> list[tuple[str, DataflowGraph]]:
+    """Name and graph of each workload (:class:`~fuseplan.planner.tuning.graph_stream.GraphStream`), all captured."""
+    found = []
+    with (
+        progress.status(f"capturing {source.label}") as say,
+        GraphStream(source, workloads, kind, pack_weights, progress.note) as graphs,
+    ):
+        while graphs.waiting:
+            say(f"capturing {source.label}, {graphs.waiting}")
+            found += graphs.take()
+    return found
+
+
+def asked_for(kind: Kind, given: ModelArguments) -> Asked:
+    """What some arguments mean; nothing is captured yet.
+
+    Raises:
+        FuseplanError: They contradict each other, or name nothing that exists.
+    """
+    dtype = str(given.dtype).removeprefix("torch.") if given.dtype is not None else None
+    settings = plan_settings(kind, given.numerics, given.regime or "eager")
+    if given.pattern is not None:
+        more = [name for name in given.given() if name not in ("pattern", "shape", "dtype")]
+        if more := [*map(Argument, more), *([Argument("pack_weights")] if given.pack_weights else [])]:
+            raise ConfigError("{} takes {} and {} only: leave out " + " and ".join("{}" for _ in more),
+                              Argument("pattern"), Argument("shape"), Argument("dtype"), *more)
+        shape = given.shape if isinstance(given.shape, str | None) else "x".join(map(str, given.shape))
+        return replace(_of_pattern(kind, given.pattern, shape, full_dtype_name(dtype)), settings=settings)
+    if given.shape is not None:
+        raise ConfigError("{} belongs to {}; a model's sizes are {}, {} and {}",
+                          *map(Argument, ("shape", "pattern", "decode", "kv_len", "prefill")))
+    if given.at_hand is None and given.inputs is None:
+        source = find_source(given.model, given.config, given.module, kind, dtype, given.layers)
+    else:
+        source = _source_at_hand(kind, given, dtype)
+    sizes = _sizes_text("decode", given.decode), given.kv_len, _sizes_text("prefill", given.prefill)
+    workloads = workloads_for(source, kind, *sizes, given.calls)
+    return Asked(source.label, kind, source, workloads, given.pack_weights, settings=settings)
+
+
+def _of_pattern(kind: Kind, name: str, shape: str | None, dtype: str | None) -> Asked:
+    """A named pattern at one shape."""
+    from fuseplan.planner.patterns.listing import LISTING
+    from fuseplan.planner.patterns.table import PATTERNS, inputs_of, pattern_graph
+
+    if name not in PATTERNS:
+        raise UnknownPatternError(name, PATTERNS)
+    if shape is None:
+        found = LISTING[name]
+        raise ShapeError("{} {} needs {} ({}), such as {} {}", Argument("pattern"), name, Argument("shape"), found.dims,
+                         Argument("shape"), found.example)
+    needed = sum(spec.nbytes() for spec in inputs_of(name, shape, dtype)[2].values())
+    if needed > (there := memory_bytes(kind)):
+        raise ShapeError("{} {}: the inputs of {} take {:,.0f} GiB, and this device has {:,.0f} GiB; give a smaller "
+                         "one", Argument("shape"), shape, name, needed / 2**30, there / 2**30)
+    return Asked(f"pattern {name}", kind, pattern=((shape, pattern_graph(name, shape, dtype)),))
+
+
+def python_arguments(model: ModelLike | None, inputs: Any, **others: Any) -> ModelArguments:
+    """What ``model`` and ``inputs`` of Python's functions mean, beside other arguments."""
+    if not isinstance(model, str | Path):
+        return ModelArguments(at_hand=model, inputs=inputs, **others)
+    name, exists = str(model), Path(model).exists()
+    if isinstance(model, Path) or name.endswith(".json") or exists:
+        return ModelArguments(config=Path(model), inputs=inputs, **others)
+    if ":" in name:
+        return ModelArguments(module=name, inputs=inputs, **others)
+    return ModelArguments(model=name, inputs=inputs, **others)
+
+
+def _source_at_hand(kind: Kind, given: ModelArguments, dtype: str | None) -> ModelSource:
+    """The source of a module with inputs, or of a Hugging Face config object."""
+    model, inputs = given.at_hand, given.inputs
+    if isinstance(model, nn.Module):
+        if inputs is None:
+            raise ConfigError("a module needs inputs: a tensor, a tuple of arguments, or a dict of keywords")
+        if dtype is not None or given.layers is not None:
+            raise ConfigError("a module has a dtype and layers of its own; leave out dtype and layers")
+        own = getattr(model, "_orig_mod", model)  # what torch.compile made of it
+        return ModelSource("module", type(own).__name__, made=lambda: (twin(own), inputs))
+    if inputs is not None:
+        raise ConfigError("inputs are those of a module; the sizes of a config are decode, kv_len and prefill")
+    if callable(to_json := getattr(model, "to_json_string", None)):
+        name = str(getattr(model, "name_or_path", "") or getattr(model, "model_type", "config"))
+        checked = find_source(None, None, None, kind, dtype, given.layers)  # of the other arguments
+        return source_of(json.loads(to_json(use_diff=False)), name, checked.dtype if dtype else None, given.layers)
+    raise ConfigError(
+        f"model is a {type(model).__name__}; give an nn.Module with inputs, a preset's name, the path of a "
+        "config.json, or a Hugging Face config"
+    )
+
+
+def _sizes_text(name: str, sizes: Any) -> str | None:
+    """Sizes as the command line writes them: ``"1,8"``, ``"512,4x2048"``."""
+    if sizes is None or isinstance(sizes, str):
+        return sizes
+    listed = [sizes] if isinstance(sizes, int) else list(sizes)
+    texts = ["x".join(map(str, one)) if isinstance(one, tuple | list) else str(one) for one in listed]
+    if any(isinstance(one, bool | float) for one in listed) or not all(texts):
+        raise ShapeError(f"{name}={sizes!r}: sizes are whole numbers{' or (batch, length)' * (name == 'prefill')}")
+    return ",".join(texts)
+
+
+def plan_settings(kind: Kind, numerics: str, regime: str) -> PlanSettings:
+    """What plans are made for.
+
+    Raises:
+        ConfigError: There is no such regime, or no such numerics.
+        DeviceError: CUDA graphs on a CPU.
+    """
+    for name, value, known in (("numerics", numerics, ("fp32", "eager")), ("regime", regime, ("eager", "graph"))):
+        if value not in known:
+            raise ConfigError("{} {!r} is not one of {}", Argument(name), value, ", ".join(known))
+    if is_cpu(kind) and regime == "graph":
+        raise DeviceError("{} graph needs CUDA graphs, which a CPU does not have; leave it out on the CPU",
+                          Argument("regime"))
+    return PlanSettings(numerics=numerics, regime=regime)
+
+
+def memory_bytes(kind: str) -> int:
+    """Memory of the device; of this machine where there is no such device."""
+    if is_gpu(kind) and is_gpu(local_kind()):
+        return int(torch.cuda.get_device_properties().total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def full_dtype_name(text: str | None) -> str | None:
+    """A dtype as PyTorch names it; None stays None.
+
+    >>> full_dtype_name("bf16")
+    'bfloat16'
+    """
+    return {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(text, text) if text is not None else None

@@ -1,0 +1,139 @@
+"""A tune on this device, whatever is asked for: capture, a measured device, the tune itself, and what is doubtful."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from fuseplan.costmodel.device import DeviceSpec
+from fuseplan.costmodel.devices import is_gpu
+from fuseplan.costmodel.probe import probe
+from fuseplan.planner.api.request import TuneRequest
+from fuseplan.planner.tuning import tune as offline
+from fuseplan.planner.tuning.progress import SILENT, Progress
+from fuseplan.planner.tuning.session import Session, open_session
+from fuseplan.planner.tuning.tune import Batch, TuneResult
+from fuseplan.search.errors import NothingCompilesError
+from fuseplan.search.store.leases import Leases
+from fuseplan.search.store.location import left_behind
+from fuseplan.search.store.record import RecordKey
+from fuseplan.search.tune import tuner
+from fuseplan.search.tune.time_account import TimeAccount
+
+
+def doubts(spec: DeviceSpec) -> list[str]:
+    """What makes a probe's numbers doubtful."""
+    return [f"this probe is doubtful: {problem}; run `plan probe` when it is idle" for problem in spec.problems]
+
+
+def ready(session: Session, account: TimeAccount | None = None, progress: Progress = SILENT) -> Session:
+    """The session with a measured device: the stored one, else probed now, by one tuner for all on this database."""
+    if session.spec is None:
+        account = account if account is not None else TimeAccount()
+        with (
+            account.spend("probing"), progress.status("probing this device once") as say,
+            closing(Leases(session.database)) as leases,
+        ):
+            session = leases.once(
+                RecordKey("probe", session.device), session.with_stored_spec,
+                lambda: session.probed(lambda share, step: say(f"probing this device once: {step}, {share:.0%}")))
+    assert session.spec is not None
+    for doubt in doubts(session.spec):
+        progress.warn(doubt)
+    return session
+
+
+class Wanted(Protocol):
+    """What a run tunes on a device: a model, the models of a manifest, or what was missed."""
+
+    def capture(self, stack: ExitStack, progress: Progress, account: TimeAccount) -> None:
+        """Capture what needs no database; ``stack`` ends with the run."""
+
+    def batches(self, session: Session, progress: Progress, account: TimeAccount) -> Sequence[Batch]:
+        """What is planned together, in order; none where there is nothing to do.
+
+        Raises:
+            FuseplanError: A mistake that is found before the device is probed.
+        """
+
+    def answer(self, ran: Ran) -> Any:
+        """What came of it, for people."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ran:
+    """What came of each batch; ``load`` is how busy the machine was when the run began."""
+
+    results: tuple[tuple[Batch, TuneResult], ...]
+    session: Session
+    load: probe.MachineLoad
+
+
+def run(request: TuneRequest, wanted: Wanted, progress: Progress, account: TimeAccount) -> Ran:
+    """Tune what is wanted on this device; the time it takes is booked in ``account``.
+
+    What is stored is not measured again: after an interruption, or where others tuned it, the same run goes on.
+
+    Raises:
+        FuseplanError, SearchError: As :func:`~fuseplan.planner.tuning.tune.tune`; what was finished is stored.
+    """
+    kind, how = request.kind, request.how
+    note, studies = left_behind() if request.db is None else "", how.studies()
+    results: list[tuple[Batch, TuneResult]] = []
+    with ExitStack() as stack:
+        pool = stack.enter_context(tuner.make_pool(kind))
+        wanted.capture(stack, progress, account)
+        session = how.of(open_session(kind, request.db), studies, uuid.uuid4().hex)
+        batches = wanted.batches(session, progress, account)
+        if session.spec is None and is_gpu(kind) and batches:  # hardly anything is stored: they will be needed
+            pool.start()
+        load = probe.machine_load()
+        if batches:
+            session = ready(session, account, progress)
+        if note:
+            progress.note(note)
+        for batch in batches:
+            planning, budget = session.planning_for(batch.settings), how.budget(kind)
+            result = offline.tune(planning, batch, budget, how.seed, progress, account, pool)
+            session = result.session
+            results.append((batch, result))
+    return Ran(tuple(results), session, load)
+
+
+def complaints(result: TuneResult, load: probe.MachineLoad) -> tuple[tuple[str, ...], str]:
+    """What was not decided, or doubtfully; and why nothing was, where that is more than a region or some noise."""
+    found = [*map(str, result.failures), *result.untimed]
+    if result.measured and load.busy:
+        found.append(f"the machine was busy ({load}), so times are noisy; a tune with the option again measures anew")
+    if hidden := sum(plan.record.undecided for _, plan in result.distinct()):
+        found.append(
+            f"noise hides the answer in {hidden} regions: until a tune on a quieter machine they are "
+            "planned by the cost model"
+        )
+    why = ""
+    if any(isinstance(failure.error, NothingCompilesError) for failure in result.failures):
+        why = "nothing compiles here"
+    elif result.failures and not result.distinct():
+        why = "no region could be planned"
+    return tuple(found), f"{why}; nothing of that is stored, and the same command tries again" if why else ""
+
+
+def outcome(result: TuneResult) -> str:
+    """What was measured, in one sentence."""
+    distinct = result.distinct()
+    measured = sum(region.source == "tuned" for _, region in distinct)
+    shipped = sum(region.shipped for _, region in distinct)
+    stored = len(distinct) - measured - shipped
+    if not measured:
+        came = "came from the database"
+        if shipped:
+            came = f"come with fuseplan ({shipped}) or from the database ({stored})"
+        return f"nothing was measured: all {len(distinct)} distinct regions {came} ({result.elapsed_s:.1f} s)"
+    known = f"{stored} regions were stored already" + (f", {shipped} come with fuseplan" if shipped else "")
+    return (
+        f"measured {result.measured} of {result.enumerated} candidates in {measured} regions "
+        f"({known}); tuning took {result.elapsed_s:.1f} s"
+    )

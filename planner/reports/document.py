@@ -112,7 +112,7 @@ class Sentence:
         return self.text
 
 
-Part: TypeAlias = Table | Facts | Sentence
+DocumentPart: TypeAlias = Table | Facts | Sentence
 
 
 @dataclass
@@ -124,7 +124,7 @@ class Document:
 
     title: str = ""
     main: str = ""
-    parts: list[Part] = field(default_factory=list)
+    parts: list[DocumentPart] = field(default_factory=list)
 
     def tell(self, line: str, shown: Shown = "always", one_line: bool = False) -> None:
         """Add a sentence."""
@@ -159,7 +159,7 @@ class Document:
         return json.dumps(found, indent=2, allow_nan=False) + "\n"
 
 
-def apart(before: Part | None, after: Part) -> bool:
+def apart(before: DocumentPart | None, after: DocumentPart) -> bool:
     """Whether an empty line stands between two parts: around tables."""
     return before is not None and (isinstance(before, Table) or isinstance(after, Table))
 

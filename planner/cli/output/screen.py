@@ -15,7 +15,7 @@ import typer
 from fuseplan.planner.cli.output.progress_log import ProgressLog
 from fuseplan.planner.cli.output.tables import fitted, left_out_line, shortened
 from fuseplan.planner.errors import ConfigError
-from fuseplan.planner.reports.document import Document, Facts, Part, Sentence, Shown, Table, apart
+from fuseplan.planner.reports.document import Document, DocumentPart, Facts, Sentence, Shown, Table, apart
 from fuseplan.search.errors import plain
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Screen:
         self.style, self.quiet = style, quiet
         self._out, self._terminal, self._log = out, terminal, log
         self._document, self._page = Document(), ""
-        self._last: Part | None = None
+        self._last: DocumentPart | None = None
 
     @property
     def at_once(self) -> bool:
@@ -84,7 +84,7 @@ class Screen:
         for part in document.parts:
             self.add(part)
 
-    def add(self, part: Part) -> None:
+    def add(self, part: DocumentPart) -> None:
         """A part of the answer."""
         shown = "always" if isinstance(part, Facts) else part.shown
         if not self.at_once:
@@ -155,7 +155,7 @@ class Screen:
             text = text.removesuffix("\n")
             typer.echo(text if self._terminal is None else "\n".join(Sentence(text).lines()))
 
-    def _print(self, part: Part) -> None:
+    def _print(self, part: DocumentPart) -> None:
         if self._terminal is not None and isinstance(part, Table) and not part.rows:
             return
         if apart(self._last, part):

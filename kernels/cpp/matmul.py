@@ -11,6 +11,7 @@ from typing import Any
 from fuseplan.kernels.cpp.emitter import prelude
 from fuseplan.kernels.cpp.launch import RunSettings, load_kernel
 from fuseplan.kernels.cpp.types import STORAGE_TYPE
+from fuseplan.kernels.ir.index import row_major_strides
 from fuseplan.kernels.ir.ir import Buffer, KernelIR
 from fuseplan.kernels.native.build import build_library, default_cache_dir, required_compiler
 
@@ -51,11 +52,7 @@ class FewRows:
 
     def _buffers(self) -> KernelIR:
         def buffer(name: str, *shape: int, is_output: bool = False) -> Buffer:
-            strides, step = [], 1
-            for extent in reversed(shape):
-                strides.append(step)
-                step *= extent
-            return Buffer(name, self.dtype, shape, tuple(reversed(strides)), is_output)
+            return Buffer(name, self.dtype, shape, row_major_strides(shape), is_output)
 
         given = [buffer("x", self.rows, self.inner), buffer("w", self.cols, self.inner)]
         given += [buffer("bias", self.cols)] if self.bias else []

@@ -40,7 +40,7 @@ def test_versions_device_and_what_the_database_holds(
     assert facts["fuseplan"] == metadata.version("fuseplan") and facts["torch"] == metadata.version("torch")
     assert facts["device key"] == current_identity("cpu").key()
     assert facts["plans of this device"] == 0  # they are another device's
-    other = SimpleNamespace(name="a sample", cores=2, l2_bytes=2**20, key=lambda: samples.DEVICE)
+    other = SimpleNamespace(name="a sample", is_gpu=False, cores=2, l2_bytes=2**20, key=lambda: samples.DEVICE)
     monkeypatch.setattr("fuseplan.costmodel.identity.current_identity", lambda kind: other)
     facts = found("--db", path)
     assert (facts["plans of this device"], facts["records of this device"], facts["misses of this device"]) == (3, 3, 1)

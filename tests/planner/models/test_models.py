@@ -59,7 +59,7 @@ def test_tokens_are_rows() -> None:
         (("-1", None, None), "'-1'"),
         ((None, None, "4x"), "''"),
         ((None, None, "4x8x2"), "'8x2'"),
-        (("1", 1, None), "--kv-len 1"),
+        (("1", 1, None), "kv_len 1"),
         (("", None, ""), "nothing to plan"),
     ],
 )

@@ -17,6 +17,8 @@ from fuseplan.search.errors import OWN_FAULTS
 
 #: Seconds and name of each slow case, or of a function whose cases are slow; ``tests/checks/list_slow.py`` writes it.
 SLOW = Path(__file__).with_name("slow.txt")
+#: What takes longer runs without coverage, with which it would take twice as long: quicker tests cover the same code.
+MOST_COVERED_S = 2.0
 
 
 def pytest_configure() -> None:
@@ -30,12 +32,15 @@ def pytest_configure() -> None:
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark slow cases. A worker of pytest-xdist takes long files first, so that none runs alone at the end."""
-    slow, file_s = set(), Counter[str]()
-    for seconds, name in (line.split(maxsplit=1) for line in SLOW.read_text().splitlines()):
-        slow.add(name)
-        file_s[name.partition("::")[0]] += float(seconds)
+    rows = (line.split(maxsplit=1) for line in SLOW.read_text().splitlines())
+    slow_s, file_s = {name: float(seconds) for seconds, name in rows}, Counter[str]()
+    for name, seconds in slow_s.items():
+        file_s[name.partition("::")[0]] += seconds
     for item in items:
-        if {item.nodeid, item.nodeid.partition("[")[0]} & slow:
+        seconds = slow_s.get(item.nodeid) or slow_s.get(item.nodeid.partition("[")[0])
+        if seconds is not None:
             item.add_marker("slow")
+            if seconds > MOST_COVERED_S:
+                item.add_marker("no_cover")
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: -file_s[item.nodeid.partition("::")[0]])

@@ -100,8 +100,9 @@ def write_results(
     folder.mkdir(parents=True, exist_ok=True)
     together = "-".join((name, *frames))
     texts = {f"{name}-{part}.csv": frame.to_csv(index=False) for part, frame in frames.items()}
-    shown = {part: comparison(frame) if "contestant" in frame else frame for part, frame in frames.items()}
-    parts = {part: table_of(frame, part).markdown() for part, frame in {**shown, **(tables or {})}.items()}
+    shown = {part: comparison(frame) if "median_us" in frame and part not in (tables or {}) else frame
+             for part, frame in frames.items()} | dict(tables or {})
+    parts = {part: table_of(frame, part).markdown() for part, frame in shown.items()}
     page = templates().get_template("results.md.j2")
     texts[f"{together}.md"] = page.render(name=name, facts=facts, words=words, parts=parts, legend=legend)
     texts[f"{together}.json"] = json.dumps(facts, indent=2, sort_keys=True) + "\n"

@@ -32,7 +32,7 @@ from fuseplan.planner.bench.generation import Generation, contestants, how_compi
 from fuseplan.planner.bench.patterns import PatternBench
 from fuseplan.planner.bench.rows import bench_frame, failure
 from fuseplan.planner.bench.verdicts import notes, pattern_verdict
-from fuseplan.planner.cli.bench.generate import Wanted, sizes_of
+from fuseplan.planner.cli.bench.generate import results_name, sizes_of
 from fuseplan.planner.cli.bench.patterns import modes_of, publish, tune_cells
 from fuseplan.planner.models.build import build_model
 from fuseplan.planner.models.sources import find_source
@@ -119,8 +119,7 @@ def generate(session: Session, options: argparse.Namespace) -> None:
     state = "empty" if options.cold_caches else "as the processes before left them (--cold-caches empties them)"
     said = [f"fresh processes: compilers' caches on disk were {state}; building the model is not counted"]
     frames = {"steps": pd.DataFrame(rows), "starts": pd.DataFrame(starts)}
-    name = Wanted(source, sizes, names, 0.0, options.out).name
-    publish(session, name, frames, said, options.out, legend=(
+    publish(session, results_name(source, sizes), frames, said, options.out, legend=(
         "Of a step, in microseconds as a profiler sees them: `device_us` is the time in which the GPU was at work, "
         "`guards_us` what the host takes to find the compiled code and `call_us` to call it. `first_s`, `second_s` and "
         "`all_s` are seconds from the call to these tokens in a fresh process."))

@@ -185,7 +185,7 @@ def bench(
         named = find_source(model, config, None, kind, dtype, layers)
         names = [name for name in contestants(kind) if name not in without]
         sizes = generate.sizes_of(named, batch, prompt, new_tokens)
-        generate.measure(session, generate.Wanted(named, sizes, names, spend, out))
+        generate.measure(session, named, sizes, names, spend, out)
         return
     peers = [name for name in STANDARD_PEERS if name not in without]
     source = find_source(model, config, module, kind, dtype, layers or (None if module else _LAYERS))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,27 +22,10 @@ _BATCHES, _PROMPT, _NEW = "1,16", 512, 128
 SECONDS = 30.0
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What the options ask for; ``seconds`` are of rounds for each batch size."""
-
-    source: ModelSource
-    sizes: Sequence[Sizes]
-    contestants: Sequence[str]
-    seconds: float
-    out: Path | None
-
-    @property
-    def name(self) -> str:
-        """That of the results: other sizes do not take the place of a published result."""
-        sizes = sizes_text(self.sizes)
-        usual = f"{_BATCHES}x{_PROMPT}+{_NEW}"
-        return self.source.label if sizes == usual else f"{self.source.label} {sizes}"
-
-
-def sizes_text(sizes: Sequence[Sizes]) -> str:
-    """Sizes that differ in the batch alone: ``1,16x512+128``."""
-    return f"{','.join(str(one.batch) for one in sizes)}x{sizes[0].prompt}+{sizes[0].new}"
+def results_name(source: ModelSource, sizes: Sequence[Sizes]) -> str:
+    """Name of the results: other sizes do not take the place of a published result."""
+    text = f"{','.join(str(one.batch) for one in sizes)}x{sizes[0].prompt}+{sizes[0].new}"
+    return source.label if text == f"{_BATCHES}x{_PROMPT}+{_NEW}" else f"{source.label} {text}"
 
 
 def sizes_of(source: ModelSource, batches: str | None, prompt: int | None, new: int | None) -> list[Sizes]:
@@ -63,32 +45,37 @@ def sizes_of(source: ModelSource, batches: str | None, prompt: int | None, new: 
     return found
 
 
-def measure(session: Session, wanted: Wanted) -> None:
-    """Time everybody at each size, and publish what there is whatever happens."""
+def measure(
+    session: Session, source: ModelSource, sizes: Sequence[Sizes], names: Sequence[str], seconds: float,
+    out: Path | None,
+) -> None:
+    """Time the contestants at each size, ``seconds`` of rounds each, and publish what there is whatever happens."""
     from fuseplan.planner.bench.generate import bench_generate
     from fuseplan.planner.models.build import build_model
 
     rows: list[GenerateRow] = []
     try:
-        with common.status(f"building {wanted.source.label}") as status:
-            module = build_model(wanted.source, session.target.device_type).module
-            for sizes in wanted.sizes:
-                status.update(f"{wanted.source.label}, {sizes.label}: compiling and measuring every contestant")
-                rows += bench_generate(session, module, sizes, wanted.contestants, wanted.seconds)
+        with common.status(f"building {source.label}") as status:
+            module = build_model(source, session.target.device_type).module
+            for one in sizes:
+                status.update(f"{source.label}, {one.label}: compiling and measuring every contestant")
+                rows += bench_generate(session, module, one, names, seconds)
     finally:  # an interrupted bench keeps what it has measured
         if rows:
-            _publish(session, wanted, rows)
+            _publish(session, source, sizes, rows, out)
 
 
-def _publish(session: Session, wanted: Wanted, rows: Sequence[GenerateRow]) -> None:
+def _publish(
+    session: Session, source: ModelSource, sizes: Sequence[Sizes], rows: Sequence[GenerateRow], out: Path | None
+) -> None:
     from fuseplan.planner.bench.generate import LEGEND, generate_table, generate_verdict
     from fuseplan.planner.bench.rows import bench_frame
 
     frame = bench_frame(rows)
     table = generate_table(frame)
     common.print_frame(
-        table, title=f"{wanted.source.label}, generate(): ms a token", spare=("p20", "p80"),
-        name="generate", keep=("workload", "contestant", "ms_token", "vs_inductor"),
+        table, title=f"{source.label}, generate(): ms a token", spare=("p20", "p80"), name="generate",
+        keep=("workload", "contestant", "ms_token", "vs_inductor"),
     )
     said = generate_verdict(frame)
     if frame["floor_us"].isna().all():
@@ -97,18 +84,18 @@ def _publish(session: Session, wanted: Wanted, rows: Sequence[GenerateRow]) -> N
             "chooses its weights"
         )
     if any(" misses" in row.note for row in rows):
-        said.append(f"what was missed is tuned by: {tune_command(wanted, session.target.device_type)}")
-    patterns.publish(session, wanted.name, {"generate": frame}, said, wanted.out, {"generate": table}, LEGEND)
+        said.append(f"what was missed is tuned by: {tune_command(source, sizes, session.target.device_type)}")
+    name = results_name(source, sizes)
+    patterns.publish(session, name, {"generate": frame}, said, out, {"generate": table}, LEGEND)
 
 
-def tune_command(wanted: Wanted, device_type: str) -> str:
+def tune_command(source: ModelSource, sizes: Sequence[Sizes], device_type: str) -> str:
     """The ``plan tune`` of the very calls that were measured. A config is named by its file alone."""
-    source, first = wanted.source, wanted.sizes[0]
     named = f"--model {source.name}" if source.kind == "preset" else f"--config {Path(source.name).name}"
     words = [f"plan tune {named}"]
     words += [f"--layers {source.layers}"] if source.layers else []
     words += [f"--dtype {source.dtype}"] if source.dtype else []
-    batches = [sizes.batch for sizes in wanted.sizes]
+    first, batches = sizes[0], [one.batch for one in sizes]
     prefills = ",".join(f"{batch}x{first.prompt}" for batch in batches)
     words += [f"--decode {','.join(map(str, batches))} --kv-len {first.kv_len} --prefill {prefills}"]
     # CUDA graphs have plans of their own.

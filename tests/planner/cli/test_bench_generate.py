@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import model_samples
@@ -17,7 +16,7 @@ from fuseplan.planner.bench import generate as bench
 from fuseplan.planner.bench.generate import GenerateRow
 from fuseplan.planner.bench.generation import Sizes
 from fuseplan.planner.cli import main
-from fuseplan.planner.cli.bench.generate import Wanted, sizes_of, tune_command
+from fuseplan.planner.cli.bench.generate import results_name, sizes_of, tune_command
 from fuseplan.planner.models.sources import find_source
 from fuseplan.planner.peers.contestant import EAGER, OURS
 from fuseplan.planner.tuning import session as sessions
@@ -105,10 +104,10 @@ def test_an_interrupted_run_keeps_the_sizes_that_are_done(
 
 def test_the_whole_model_is_meant_unless_layers_are_given() -> None:
     source = find_source(model="llama-3.1-8b")
-    wanted = Wanted(source, sizes_of(source, None, None, None), (), 1.0, None)
-    assert [sizes.label for sizes in wanted.sizes] == ["generate 1x512 + 128", "generate 16x512 + 128"]
-    assert wanted.name == "llama-3.1-8b"
-    assert replace(wanted, sizes=wanted.sizes[1:]).name == "llama-3.1-8b 16x512+128"
-    sizes = "--decode 1,16 --kv-len 639 --prefill 1x512,16x512"
-    assert tune_command(wanted, "cpu") == f"plan tune --model llama-3.1-8b --dtype bfloat16 {sizes}"
-    assert tune_command(wanted, "cuda").endswith(f"{sizes} --regime graph, and the same without it")
+    sizes = sizes_of(source, None, None, None)
+    assert [one.label for one in sizes] == ["generate 1x512 + 128", "generate 16x512 + 128"]
+    assert results_name(source, sizes) == "llama-3.1-8b"
+    assert results_name(source, sizes[1:]) == "llama-3.1-8b 16x512+128"
+    options = "--decode 1,16 --kv-len 639 --prefill 1x512,16x512"
+    assert tune_command(source, sizes, "cpu") == f"plan tune --model llama-3.1-8b --dtype bfloat16 {options}"
+    assert tune_command(source, sizes, "cuda").endswith(f"{options} --regime graph, and the same without it")

@@ -22,9 +22,10 @@ from torch.nn.functional import pad
 
 from fuseplan.costmodel.devices import is_cpu, is_gpu
 from fuseplan.kernels.ir.dtypes import torch_dtype
+from fuseplan.planner.errors import RefusedError
 from fuseplan.planner.graph.execute import bind_call
 from fuseplan.planner.graph.layouts import laid_out
-from fuseplan.planner.libraries.library_call import Call, OpGroup
+from fuseplan.planner.libraries.library_call import Call, LibraryCall, OpGroup
 from fuseplan.planner.rewrites.attention_backends import BACKENDS, STEP, Attention, fake_call, whole_numbers
 from fuseplan.planner.rewrites.attention_call import masked_number
 
@@ -35,40 +36,30 @@ _Attend: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.T
 
 
 @dataclass(frozen=True)
-class AttentionCall:
-    """Attention by one of ``BACKENDS``, a :class:`~fuseplan.planner.libraries.library_call.LibraryCall`.
-
-    ``folded``: query heads of a group are positions of one head.
-    """
+class AttentionCall(LibraryCall):
+    """Attention by one of ``BACKENDS``. ``folded``: query heads of a group are positions of one head."""
 
     backend: str
     folded: bool = False
 
     @property
-    def name(self) -> str:
+    def name(self) -> str:  # type: ignore[override]
         return f"sdpa.{self.backend}" + (".folded" if self.folded else "")
 
-    def refuse(self, group: OpGroup) -> str | None:
+    def plan(self, group: OpGroup) -> Callable[[], Call]:
         if self.backend in ("efficient", "cudnn") and not is_gpu(group.device_type):
-            return "it runs on CUDA devices only"
+            raise RefusedError("it runs on CUDA devices only")
         call = parsed(group)
-        if isinstance(call, str):
-            return call
-        if not self.folded:
-            if self.backend == "flash" and is_cpu(group.device_type):  # sdp_utils_cpp.cpp
-                return "on CPUs it is what ATen's op calls"
-            return BACKENDS[self.backend](call)
-        return call.why_not_foldable() or BACKENDS[self.backend](call.folded())
+        if self.backend == "flash" and is_cpu(group.device_type) and not self.folded:  # sdp_utils_cpp.cpp
+            raise RefusedError("on CPUs it is what ATen's op calls")
+        reason = call.why_not_foldable() if self.folded else None
+        if reason := reason or BACKENDS[self.backend](call.folded() if self.folded else call):
+            raise RefusedError(reason)
+        return lambda: self.build(group)
 
     def build(self, group: OpGroup) -> Call:
-        """The call.
-
-        Raises:
-            ValueError: The group is none that it takes.
-        """
+        """The call; it is right on CPUs, too, where it is refused because ATen's op calls the same."""
         whole = parsed(group)
-        if isinstance(whole, str):
-            raise ValueError(f"{self.name} cannot run {group.outputs}: {whole}")
         call = whole.folded() if self.folded else whole
         attend, numbers = _BUILDERS[self.backend](call), _numbers(whole, call, self.backend)
         names = bind_call(group.node, group.node.inputs)[0][:4]  # query, key, value and mask
@@ -88,23 +79,24 @@ class AttentionCall:
         return run
 
 
-def parsed(group: OpGroup) -> Attention | str:
-    """The call that a group is, or why it is none that a back end could run."""
+def parsed(group: OpGroup) -> Attention:
+    """The call that a group is; RefusedError where it is none that a back end could run."""
     if group.node.op != _OP:
-        return "it is no call of attention"
-    specs = [group.specs[name] for name in (*group.inputs, *group.outputs)]
-    if not all(spec.is_static for spec in specs):
-        return "its sizes are not static"
+        raise RefusedError("it is no call of attention")
+    if not group.is_static:
+        raise RefusedError("its sizes are not static")
     args, kwargs = bind_call(group.node, group.node.inputs)
     query, key, value = (group.specs[name] for name in args[:3])
     mask = None if args[3] is None else group.specs[args[3]]
     dropout, causal, scale = args[4], bool(args[5]), kwargs.get("scale")
     if dropout != 0.0:
-        return "dropout draws random numbers"
+        raise RefusedError("dropout draws random numbers")
     if scale is not None and not (isinstance(scale, int | float) and 0 < scale < math.inf):
-        return "kernels multiply what is masked by a scale that is not positive"
+        raise RefusedError("kernels multiply what is masked by a scale that is not positive")
     call = Attention(query, key, value, mask, causal, scale, bool(kwargs.get("enable_gqa")), group.device_type)
-    return call.why_not_plain() or call
+    if reason := call.why_not_plain():
+        raise RefusedError(reason)
+    return call
 
 
 def _numbers(whole: Attention, call: Attention, backend: str) -> Callable[[torch.Tensor], torch.Tensor]:

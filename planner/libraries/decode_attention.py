@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from fuseplan.costmodel.devices import is_gpu, local_kind
@@ -14,10 +15,11 @@ from fuseplan.kernels.ir.backend import SM90, Target
 from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.ir import ITEMSIZE
 from fuseplan.kernels.registry import local_target
+from fuseplan.planner.errors import RefusedError
 from fuseplan.planner.graph.dataflow import TensorSpec
 from fuseplan.planner.graph.execute import bind_call
 from fuseplan.planner.libraries.attention_calls import parsed
-from fuseplan.planner.libraries.library_call import Call, OpGroup
+from fuseplan.planner.libraries.library_call import Call, LibraryCall, OpGroup
 from fuseplan.planner.rewrites.attention_backends import Attention, whole_numbers
 
 _OP = "fuseplan.decode_attention.default"
@@ -61,10 +63,8 @@ class Decode:
 
 
 @dataclass(frozen=True)
-class SplitAttention:
-    """Keys split among programs, as many as fill the device; a
-    :class:`~fuseplan.planner.libraries.library_call.LibraryCall`.
-    """
+class SplitAttention(LibraryCall):
+    """Keys split among programs, as many as fill the device."""
 
     name: str = "attention.split"
     #: Keys of a block, programs for each multiprocessor, warps of a program, and blocks on their way at most.
@@ -73,21 +73,16 @@ class SplitAttention:
     warps: int = 2
     stages: int = 4
 
-    def refuse(self, group: OpGroup) -> str | None:
+    def plan(self, group: OpGroup) -> Callable[[], Call]:
         if not is_gpu(group.device_type) and not interpreter_is_on():
-            return "it runs on CUDA devices only"
+            raise RefusedError("it runs on CUDA devices only")
         found = decode_of(group)
-        if isinstance(found, str):
-            return found
         if importlib.util.find_spec("triton") is None:
-            return "triton is not installed"
-        return _refused(found.call)
+            raise RefusedError("triton is not installed")
+        _check(found.call)
+        return lambda: self._built(group, found)
 
-    def build(self, group: OpGroup) -> Call:
-        """The call; ValueError where the group is none that it takes."""
-        found = decode_of(group)
-        if isinstance(found, str) or _refused(found.call):
-            raise ValueError(f"{self.name} cannot run {group.outputs}: {found}")
+    def _built(self, group: OpGroup, found: Decode) -> Call:
         names = _operands(group)
         at = [None if name is None else group.inputs.index(name) for name in names]
         result = group.specs[group.outputs[0]]
@@ -155,23 +150,22 @@ class SplitAttention:
         return 2 * splits if splits > 1 and 2 * splits <= blocks <= _FEW_BLOCKS * splits else splits
 
 
-def decode_of(group: OpGroup) -> Decode | str:
-    """What the kernel is to compute for a group, or why that is nothing of its own."""
+def decode_of(group: OpGroup) -> Decode:
+    """What the kernel is to compute for a group; RefusedError where that is nothing of its own."""
     if group.node.op != _OP:
-        call = parsed(group)
-        return call if isinstance(call, str) else Decode(call)
-    if not all(group.specs[name].is_static for name in (*group.inputs, *group.outputs)):
-        return "its sizes are not static"
+        return Decode(parsed(group))
+    if not group.is_static:
+        raise RefusedError("its sizes are not static")
     query, key, value, table, mask = (None if name is None else group.specs[name] for name in _operands(group))
     assert query is not None and key is not None and value is not None
     kwargs = bind_call(group.node, group.node.inputs)[1]
     scale, cap = kwargs.get("scale"), kwargs.get("cap")
     if not all(one is None or 0 < one < math.inf for one in (scale, cap)):
-        return "its scale or cap is not positive"
+        raise RefusedError("its scale or cap is not positive")
     pages = None
     if table is not None:
         if table.dtype not in ("int32", "int64") or key.shape != value.shape or len(key.shape) != 4:
-            return "its pages are not listed by integers, or differ in shape"
+            raise RefusedError("its pages are not listed by integers, or differ in shape")
         (batch, blocks), strides = whole_numbers(table.shape), whole_numbers(table.strides)
         count, rows = (int(key.shape[dim]) for dim in (0, 2))
         pages = Pages(count, rows, table.dtype, (strides[0], strides[1]), bool(kwargs.get("wraps", True)))
@@ -179,7 +173,9 @@ def decode_of(group: OpGroup) -> Decode | str:
         shape = batch, key.shape[1], blocks * rows, key.shape[3]
         key, value = (TensorSpec(shape, one.dtype, one.strides) for one in (key, value))
     call = Attention(query, key, value, mask, False, scale, True, group.device_type)
-    return call.why_not_plain() or Decode(call, pages, cap)
+    if reason := call.why_not_plain():
+        raise RefusedError(reason)
+    return Decode(call, pages, cap)
 
 
 def _operands(group: OpGroup) -> tuple[str | None, str | None, str | None, str | None, str | None]:
@@ -189,22 +185,22 @@ def _operands(group: OpGroup) -> tuple[str | None, str | None, str | None, str |
     return query, key, value, table, mask
 
 
-def _refused(call: Attention) -> str | None:
+def _check(call: Attention) -> None:
+    """Raises RefusedError for what the kernel cannot compute."""
     _, heads, positions, length = call.sizes
     if positions != 1:
-        return "there are several query positions"
+        raise RefusedError("there are several query positions")
     if call.causal and length > 1:
-        return "it is causal: only the first key is seen"
+        raise RefusedError("it is causal: only the first key is seen")
     width, shared = int(call.key.shape[3]), int(call.key.shape[1])
     if width not in _WIDTHS or int(call.value.shape[3]) != width:
-        return f"heads are not of {', '.join(map(str, _WIDTHS))} elements"
+        raise RefusedError(f"heads are not of {', '.join(map(str, _WIDTHS))} elements")
     if call.query.dtype == "float64" or (call.query.dtype == "float32" and width > _MOST_WIDE):
-        return f"it does not compute heads of {width} elements in {call.query.dtype}"
+        raise RefusedError(f"it does not compute heads of {width} elements in {call.query.dtype}")
     if any(whole_numbers(one.strides)[3] != 1 for one in (call.query, call.key, call.value)):
-        return "elements of a head are not next to each other"
+        raise RefusedError("elements of a head are not next to each other")
     if heads % shared:
-        return "heads do not share keys evenly"
-    return None
+        raise RefusedError("heads do not share keys evenly")
 
 
 def _mask_strides(call: Attention) -> tuple[int, int, int]:

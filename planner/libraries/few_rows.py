@@ -3,66 +3,49 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from fuseplan.costmodel.devices import is_cpu
 from fuseplan.kernels.cpp.matmul import MAX_ROWS, FewRows
 from fuseplan.kernels.ir.backend import BuildError
 from fuseplan.kernels.native.build import required_compiler
+from fuseplan.planner.errors import RefusedError
 from fuseplan.planner.graph.dataflow import TensorSpec
-from fuseplan.planner.libraries.library_call import Call, OpGroup
+from fuseplan.planner.libraries.library_call import Call, LibraryCall, OpGroup
 from fuseplan.planner.libraries.matmul_calls import LINEAR, Matmul, is_contiguous, read_matmul
 
 
 @dataclass(frozen=True)
-class FewRowsMatmul:
-    """Each row of the weights read once (:class:`~fuseplan.planner.libraries.library_call.LibraryCall`)."""
+class FewRowsMatmul(LibraryCall):
+    """Each row of the weights read once."""
 
     name: str = "matmul.rows"
 
-    def refuse(self, group: OpGroup) -> str | None:
-        found = _kernel(group)
-        if isinstance(found, str):
-            return found
+    def plan(self, group: OpGroup) -> Callable[[], Call]:
+        found = read_matmul(group)
+        if not is_cpu(found.device_type):
+            raise RefusedError("it runs on CPUs only")
+        rows = math.prod(map(int, found.left.shape[:-1]))
+        if rows > MAX_ROWS:
+            raise RefusedError(f"it has more than {MAX_ROWS} rows")
+        at = [number for number in found.at if number is not None]
+        weights, result = _rows_of_weights(found), group.specs[group.outputs[0]]
+        bias = [group.specs[group.inputs[number]] for number in at[2:]]
+        if weights is None or not all(map(is_contiguous, (found.left, result, *bias))):
+            raise RefusedError("what it multiplies does not lie row by row")
         try:
             required_compiler()
         except BuildError as error:
-            return str(error)
-        return None
+            raise RefusedError(str(error)) from None
+        cols, inner, stride = weights
+        kernel = FewRows(rows, cols, inner, stride, found.left.dtype, len(at) > 2, tuple(map(int, result.shape)))
 
-    def build(self, group: OpGroup) -> Call:
-        """The call; ValueError where the group is none that it takes."""
-        found = _kernel(group)
-        if isinstance(found, str):
-            raise ValueError(f"{self.name} cannot run {group.outputs}: {found}")
-        kernel, at = found
-        call = kernel.build()
+        def build() -> Call:
+            call = kernel.build()
+            return lambda *inputs: call(*(inputs[number] for number in at))
 
-        def run(*inputs: object) -> object:
-            return call(*(inputs[number] for number in at))
-
-        return run
-
-
-def _kernel(group: OpGroup) -> tuple[FewRows, Sequence[int]] | str:
-    """The kernel, and the numbers of its operands among the group's inputs; or why there is none."""
-    found = read_matmul(group)
-    if isinstance(found, str):
-        return found
-    if not is_cpu(found.device_type):
-        return "it runs on CPUs only"
-    rows = math.prod(map(int, found.left.shape[:-1]))
-    if rows > MAX_ROWS:
-        return f"it has more than {MAX_ROWS} rows"
-    weights = _rows_of_weights(found)
-    result = group.specs[group.outputs[0]]
-    given = [group.specs[group.inputs[number]] for number in found.at if number is not None]
-    if weights is None or not all(is_contiguous(one) for one in (found.left, result, *given[2:])):
-        return "what it multiplies does not lie row by row"
-    cols, inner, stride = weights
-    kernel = FewRows(rows, cols, inner, stride, found.left.dtype, len(given) > 2, tuple(map(int, result.shape)))
-    return kernel, [number for number in found.at if number is not None]
+        return build
 
 
 def _rows_of_weights(found: Matmul) -> tuple[int, int, int] | None:

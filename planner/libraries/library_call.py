@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
+from fuseplan.planner.errors import RefusedError
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
 
 #: ``call(*inputs)``: a tensor, or a tuple of tensors where the op has several outputs.
@@ -31,15 +33,36 @@ class OpGroup:
     device_type: str
 
 
-class LibraryCall(Protocol):
-    """A library's way to run an ATen op."""
-
     @property
-    def name(self) -> str:
-        """Unique among implementations, a word that records keep: ``"sdpa.cudnn"``."""
+    def is_static(self) -> bool:
+        return all(self.specs[name].is_static for name in (*self.inputs, *self.outputs))
+
+
+class LibraryCall(ABC):
+    """A library's way to run an ATen op.
+
+    Attributes:
+        name: Unique among implementations, a word that records keep: ``"sdpa.cudnn"``.
+    """
+
+    name: str
+
+    @abstractmethod
+    def plan(self, group: OpGroup) -> Callable[[], Call]:
+        """What builds the call, whose results have the layouts of ``group.specs``. Touches no device memory.
+
+        Raises:
+            RefusedError: It cannot run the group here, with the reason.
+        """
 
     def refuse(self, group: OpGroup) -> str | None:
-        """Why it cannot run the group here; None when it can. Touches no device memory."""
+        """Why it cannot run the group here; None when it can."""
+        try:
+            self.plan(group)
+        except RefusedError as error:
+            return str(error)
+        return None
 
     def build(self, group: OpGroup) -> Call:
-        """The call itself; its results have the layouts of ``group.specs``."""
+        """The call itself; RefusedError where it cannot run the group."""
+        return self.plan(group)()

@@ -24,11 +24,12 @@ from typing import Any, TypeAlias
 import torch
 
 from fuseplan.costmodel.devices import is_cpu, is_gpu
+from fuseplan.planner.errors import RefusedError
 from fuseplan.planner.graph.dataflow import TensorSpec
 from fuseplan.planner.graph.execute import bind_call, resolve_op
 from fuseplan.planner.graph.layouts import laid_out
 from fuseplan.planner.graph.merged_linear import MergedLinear, linear_apart
-from fuseplan.planner.libraries.library_call import Call, OpGroup
+from fuseplan.planner.libraries.library_call import Call, LibraryCall, OpGroup
 from fuseplan.planner.ops.table import op_of
 from fuseplan.planner.rewrites.packing import pack_operands
 
@@ -52,32 +53,20 @@ class Matmul:
     device_type: str
 
 
-#: Computes the result from left, right and bias, perhaps in another shape; or why it cannot.
-_Form: TypeAlias = Callable[[Matmul], Callable[[Any, Any, Any], torch.Tensor] | str]
+#: Computes the result from left, right and bias, perhaps in another shape.
+_Compute: TypeAlias = Callable[[Any, Any, Any], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class MatmulCall:
-    """A matmul in one of PyTorch's forms, a :class:`~fuseplan.planner.libraries.library_call.LibraryCall`."""
+class MatmulCall(LibraryCall):
+    """A matmul in one of PyTorch's forms, which raises RefusedError where it cannot compute one."""
 
     name: str
-    form: _Form
+    form: Callable[[Matmul], _Compute]
 
-    def refuse(self, group: OpGroup) -> str | None:
+    def plan(self, group: OpGroup) -> Callable[[], Call]:
         found = read_matmul(group)
-        compute = found if isinstance(found, str) else self.form(found)
-        return compute if isinstance(compute, str) else None
-
-    def build(self, group: OpGroup) -> Call:
-        """The call.
-
-        Raises:
-            ValueError: It refuses the group.
-        """
-        found = read_matmul(group)
-        compute = found if isinstance(found, str) else self.form(found)
-        if isinstance(found, str) or isinstance(compute, str):
-            raise ValueError(f"{self.name} cannot run {group.outputs}: {compute}")
+        compute = self.form(found)
         (left, right, bias), result = found.at, group.specs[group.outputs[0]]
         shape, strides = (tuple(int(size) for size in sizes) for sizes in (result.shape, result.strides))
 
@@ -86,29 +75,29 @@ class MatmulCall:
             return result if result.stride() == strides and result.shape == shape else laid_out(
                 result.reshape(shape), shape, strides)
 
-        return run
+        return lambda: run
 
 
-def read_matmul(group: OpGroup) -> Matmul | str:
-    """The matmul that a group is, or why it is none that a library could run."""
+def read_matmul(group: OpGroup) -> Matmul:
+    """The matmul that a group is; RefusedError where it is none that a library could run."""
     node = group.node
     if op_of(node.op).family != "matmul":
-        return "it is no matmul"
-    if not all(group.specs[name].is_static for name in (*group.inputs, *group.outputs)):
-        return "its sizes are not static"
+        raise RefusedError("it is no matmul")
+    if not group.is_static:
+        raise RefusedError("its sizes are not static")
     given = [group.specs[name] for name in node.inputs]
     if any(spec.numel == 0 for spec in given):
-        return "a tensor is empty"
+        raise RefusedError("a tensor is empty")
     if len({spec.dtype for spec in given}) != 1 or given[0].dtype not in _TYPES:
-        return "its operands are not all of one of " + ", ".join(_TYPES)
+        raise RefusedError("its operands are not all of one of " + ", ".join(_TYPES))
     if (node.attrs.get("beta", 1), node.attrs.get("alpha", 1)) != (1, 1):
-        return "it scales what it adds"
+        raise RefusedError("it scales what it adds")
     names = (*node.inputs[1:], node.inputs[0]) if _adds_first(node.op) else node.inputs
     left, right, *bias = (group.specs[name] for name in names)
     if bias and len(bias[0].shape) != 1:
-        return "its bias is not one row"
+        raise RefusedError("its bias is not one row")
     if len(left.shape) < 2 or len(right.shape) not in (2, 3):
-        return "an operand is a vector, or has too many dimensions"
+        raise RefusedError("an operand is a vector, or has too many dimensions")
     first, second, *third = (group.inputs.index(name) for name in names)
     return Matmul(node.op, left, right, (first, second, third[0] if third else None), group.device_type)
 
@@ -128,7 +117,7 @@ def is_contiguous(spec: TensorSpec) -> bool:
 _PREFERENCE = threading.Lock()
 
 
-def _preferred(library: str, found: Matmul) -> Callable[[Any, Any, Any], torch.Tensor] | str:
+def _preferred(library: str, found: Matmul) -> _Compute:
     """The op itself, with one of NVIDIA's libraries.
 
     PyTorch keeps its preference for all threads. It is set just around the call, which only launches kernels, and put
@@ -136,14 +125,14 @@ def _preferred(library: str, found: Matmul) -> Callable[[Any, Any, Any], torch.T
     too: its result is as right, its speed and its last bits may be the other's.
     """
     if not is_gpu(found.device_type):
-        return "it runs on CUDA devices only"
+        raise RefusedError("it runs on CUDA devices only")
     prefer, preferred = torch._C._set_blas_preferred_backend, torch._C._get_blas_preferred_backend
     kinds = torch._C._BlasBackend
     kind = getattr(kinds, library)
     with _PREFERENCE:
         now = preferred()
     if kind == (kinds.Cublas if now == kinds.Default else now):
-        return "PyTorch calls it anyway"
+        raise RefusedError("PyTorch calls it anyway")
     op, bias_first = resolve_op(found.op), _adds_first(found.op)
 
     def compute(left: Any, right: Any, bias: Any) -> Any:
@@ -159,41 +148,41 @@ def _preferred(library: str, found: Matmul) -> Callable[[Any, Any, Any], torch.T
     return compute
 
 
-def _addmm(found: Matmul) -> Callable[[Any, Any, Any], torch.Tensor] | str:
+def _addmm(found: Matmul) -> _Compute:
     shape = found.left.shape
     if found.op != LINEAR or found.at[2] is None:
-        return "it is no linear op with a bias"
+        raise RefusedError("it is no linear op with a bias")
     if len(shape) == 2 or (len(shape) == 3 and is_contiguous(found.left)):
-        return "PyTorch calls it anyway"
+        raise RefusedError("PyTorch calls it anyway")
     return lambda left, right, bias: torch.addmm(bias, left.reshape(-1, left.shape[-1]), right.t())
 
 
-def _onednn(found: Matmul) -> Callable[[Any, Any, Any], torch.Tensor] | str:
+def _onednn(found: Matmul) -> _Compute:
     """oneDNN's inner product, as TorchInductor calls it, on a weight that is not packed."""
     if found.op != LINEAR or not is_cpu(found.device_type):
-        return "it runs linear ops on CPUs only"
+        raise RefusedError("it runs linear ops on CPUs only")
     if found.left.dtype != "float32":
-        return "PyTorch calls it anyway"
+        raise RefusedError("PyTorch calls it anyway")
     if not torch.backends.mkldnn.is_available():
-        return "PyTorch was built without oneDNN"
+        raise RefusedError("PyTorch was built without oneDNN")
     if not is_contiguous(found.right):
-        return "the weight is not contiguous"
+        raise RefusedError("the weight is not contiguous")
     op = torch.ops.mkldnn._linear_pointwise.default
     return lambda left, right, bias: op(left, right, bias, "none", [], "")
 
 
-def _unbatched(found: Matmul) -> Callable[[Any, Any, Any], torch.Tensor] | str:
+def _unbatched(found: Matmul) -> _Compute:
     left, right = found.left, found.right
     if len(left.shape) != 3 or len(right.shape) != 3:
-        return "there is no batch"
+        raise RefusedError("there is no batch")
     if right.shape[0] != 1 and (right.strides[0] != 0 or right.shape[0] != left.shape[0]):
-        return "every matrix has its own right operand, or the left one is broadcast"
+        raise RefusedError("every matrix has its own right operand, or the left one is broadcast")
     return lambda left, right, _: torch.mm(left.reshape(-1, left.shape[-1]), right[0])
 
 
-def _gemv(found: Matmul) -> Callable[[Any, Any, Any], torch.Tensor] | str:
+def _gemv(found: Matmul) -> _Compute:
     if math.prod(found.left.shape[:-1]) != 1 or len(found.right.shape) != 2:
-        return "it has several rows, or a batch"
+        raise RefusedError("it has several rows, or a batch")
     transposed = found.op != LINEAR
 
     def compute(left: Any, right: Any, bias: Any) -> Any:
@@ -214,23 +203,18 @@ MATMUL_CALLS = (
 
 
 @dataclass(frozen=True)
-class MergedCall:
-    """A merged linear op (:class:`~fuseplan.planner.libraries.library_call.LibraryCall`), one product if ``joined``."""
+class MergedCall(LibraryCall):
+    """A merged linear op, one product if ``joined``."""
 
     name: str
     joined: bool
 
-    def refuse(self, group: OpGroup) -> str | None:
-        return None if group.node.op == "fuseplan.merged_linear.default" else "it is no merged linear op"
-
-    def build(self, group: OpGroup) -> Call:
+    def plan(self, group: OpGroup) -> Callable[[], Call]:
+        if group.node.op != "fuseplan.merged_linear.default":
+            raise RefusedError("it is no merged linear op")
         call = MergedLinear(pack_operands) if self.joined else linear_apart
         (x, weights, biases), _ = bind_call(group.node, [group.inputs.index(name) for name in group.node.inputs])
-
-        def run(*inputs: torch.Tensor) -> torch.Tensor:
-            return call(inputs[x], [inputs[at] for at in weights], [inputs[at] for at in biases])
-
-        return run
+        return lambda: lambda *inputs: call(inputs[x], [inputs[at] for at in weights], [inputs[at] for at in biases])
 
 
 MERGED_CALLS = (MergedCall("merged.one", True), MergedCall("merged.apart", False))

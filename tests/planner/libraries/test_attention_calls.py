@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from library_samples import MASKS, Sample, assert_as_good_as_eager, attention, heads, mask_of, run, sample
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fuseplan.planner.errors import RefusedError
 from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.libraries.attention_calls import ATTENTION_CALLS, AttentionCall
 from fuseplan.planner.libraries.library_call import OpGroup
@@ -228,7 +229,7 @@ def relu() -> Sample:
 
 
 def test_a_call_that_refuses_does_not_build() -> None:
-    with pytest.raises(ValueError, match="dropout"):
+    with pytest.raises(RefusedError, match="dropout"):
         AttentionCall("math").build(of(dropout_p=0.5).group)
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from library_samples import assert_as_good_as_eager, linear, on_cuda, product
 
 from fuseplan.kernels.cpp.matmul import MAX_ROWS
+from fuseplan.planner.errors import RefusedError
 from fuseplan.planner.libraries.few_rows import FewRowsMatmul
 
 CALL = FewRowsMatmul()
@@ -43,7 +44,7 @@ def test_what_is_refused() -> None:
         (product("mm", torch.randn(2, 7).double(), torch.randn(9, 7).double().t()), "float32"),
     ):
         assert word in (CALL.refuse(made.group) or ""), word
-        with pytest.raises(ValueError, match=word):
+        with pytest.raises(RefusedError, match=word):
             CALL.build(made.group)
 
 

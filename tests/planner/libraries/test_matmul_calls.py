@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from library_samples import Sample, assert_as_good_as_eager, linear, on_cuda, product, run, sample
 
+from fuseplan.planner.errors import RefusedError
 from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.libraries.library_calls import LIBRARY_CALLS
 from fuseplan.planner.libraries.matmul_calls import MATMUL_CALLS, MatmulCall
@@ -80,7 +81,7 @@ def test_whole_numbers_and_mixed_types_are_refused() -> None:
 
 def test_a_call_that_refuses_does_not_build() -> None:
     for made, word in ((linear(2, 7), "several rows"), (product("mm", torch.ones(1, 0), torch.ones(0, 9)), "empty")):
-        with pytest.raises(ValueError, match=word):
+        with pytest.raises(RefusedError, match=word):
             CALLS["matmul.gemv"].build(made.group)
 
 

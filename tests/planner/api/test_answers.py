@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -22,10 +24,15 @@ from toy_models import Gated, gated
 import fuseplan.planner
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.api.answer import first_screen
+from fuseplan.planner.api.request import asked_for
+from fuseplan.planner.api.tune import OneModel
 from fuseplan.planner.cli import main
-from fuseplan.planner.errors import FuseplanError
+from fuseplan.planner.errors import ConfigError, FuseplanError
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+from fuseplan.planner.models.manifest import ModelArguments
+from fuseplan.planner.tuning.progress import SILENT
 from fuseplan.search.tune import tuner
+from fuseplan.search.tune.time_account import TimeAccount
 from fuseplan.search.tune.tuner import ProgressEvent
 
 pytestmark = pytest.mark.no_cover
@@ -243,6 +250,15 @@ def test_mistakes_are_named_in_a_python_users_words(call: Any, words: list[str],
     assert "--" not in said and "`plan " not in said and len(said.splitlines()) == 1, said
     for word in words:
         assert word in said, said
+
+
+def test_a_faulty_config_is_told_before_a_device_is_probed(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.json"
+    path.write_text(json.dumps(CONFIGS["llama"] | {"hidden_size": "wide"}))
+    model = OneModel(asked_for("cuda", ModelArguments(config=path, decode=1, kv_len=16)))
+    unprobed: Any = SimpleNamespace(spec=None)
+    with pytest.raises(ConfigError, match="hidden_size"):
+        model.batches(unprobed, SILENT, TimeAccount())
 
 
 def test_the_names_load_nothing_before_they_are_used() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from bench_samples import cpu_session
 
+from fuseplan.costmodel.devices import is_gpu
 from fuseplan.planner.bench import patterns
 from fuseplan.planner.bench.patterns import OURS_IN_PLACE, PatternBench, copy_of
 from fuseplan.planner.patterns.cells import cell
@@ -50,7 +51,7 @@ def rivals(monkeypatch: pytest.MonkeyPatch) -> None:
         "short": lambda case: Contestant(lambda gate, up: _swiglu(gate, up)[:1]), "broken": broken, "absent": absent,
     }
     peers = {name: Peer(make) for name, make in makers.items()}
-    elsewhere = Peer(absent, devices=("cuda",))
+    elsewhere = Peer(absent, is_gpu)
     monkeypatch.setattr(patterns, "PEERS", {EAGER: PEERS[EAGER], **peers, "elsewhere": elsewhere})
 
 

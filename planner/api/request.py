@@ -206,10 +206,10 @@ def python_arguments(model: ModelLike | None, inputs: Any, **others: Any) -> Mod
     if not isinstance(model, str | Path):
         return ModelArguments(at_hand=model, inputs=inputs, **others)
     name, exists = str(model), Path(model).exists()
+    if ":" in name and not exists:
+        return ModelArguments(module=name, inputs=inputs, **others)
     if isinstance(model, Path) or name.endswith(".json") or exists:
         return ModelArguments(config=Path(model), inputs=inputs, **others)
-    if ":" in name:
-        return ModelArguments(module=name, inputs=inputs, **others)
     return ModelArguments(model=name, inputs=inputs, **others)
 
 

@@ -45,8 +45,8 @@ class ModelArguments:
     numerics: str = "fp32"
 
     def given(self) -> list[str]:
-        """Names of what says which model it is, and at which sizes."""
-        return [name for name in _WHICH if getattr(self, name) is not None]
+        """Names of what says which model it is, and at which sizes, as a user has them."""
+        return [{"at_hand": "model"}.get(name, name) for name in _WHICH if getattr(self, name) is not None]
 
 
 _WHICH = ("model", "config", "module", "at_hand", "inputs", "pattern", "shape", "decode", "kv_len", "prefill", "dtype",

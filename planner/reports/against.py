@@ -12,8 +12,8 @@ from fuseplan.planner.reports.frames import ReportData
 from fuseplan.planner.reports.step_words import time_text
 from fuseplan.planner.reports.steps import Step, steps
 
-STEP_COLUMNS = ("workload", "here_us", "there_us", "change_us", "here_measured", "there_measured", "regime")
-GROUP_COLUMNS = ("workload", "group", "here_us", "there_us", "change_us", "here", "there", "regime")
+_STEP_COLUMNS = ("workload", "here_us", "there_us", "change_us", "here_measured", "there_measured", "regime")
+_GROUP_COLUMNS = ("workload", "group", "here_us", "there_us", "change_us", "here", "there", "regime")
 #: Groups that are named in words.
 _SHOWN = 3
 #: Of a step: a group whose time differs by less is not named.
@@ -30,7 +30,7 @@ def steps_against(here: ReportData, there: ReportData) -> pd.DataFrame:
         }
         for one, other in _pairs(here, there)
     ]
-    return pd.DataFrame(rows, columns=list(STEP_COLUMNS))
+    return pd.DataFrame(rows, columns=list(_STEP_COLUMNS))
 
 
 def groups_against(here: ReportData, there: ReportData) -> pd.DataFrame:
@@ -50,7 +50,7 @@ def groups_against(here: ReportData, there: ReportData) -> pd.DataFrame:
                 "here": way, "there": other_way, "regime": one.workload.regime,
             })
     rows.sort(key=lambda row: -abs(row["change_us"] if row["change_us"] is not None else 0.0))
-    return pd.DataFrame(rows, columns=list(GROUP_COLUMNS))
+    return pd.DataFrame(rows, columns=list(_GROUP_COLUMNS))
 
 
 def against_lines(here: ReportData, there: ReportData) -> Iterator[str]:

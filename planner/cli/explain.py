@@ -29,8 +29,8 @@ def explain(
     dtype: opt.DtypeOption = None,
     layers: opt.LayersOption = None,
     pack_weights: opt.PackWeightsOption = False,
-    numerics: opt.NumericsOption = opt.Numerics.FP32,
-    regime: opt.RegimeOption = opt.Regime.EAGER,
+    numerics: opt.NumericsOption = opt.NumericsChoice.FP32,
+    regime: opt.RegimeOption = opt.RegimeChoice.EAGER,
     source: Annotated[str | None, Option(
         "--source", metavar="GROUP", help="Print the generated code of a group instead: its letter, or a part of its "
         "name or its place in the model; all for every one.",

@@ -73,8 +73,8 @@ def status(
         bool, typer.Option("--calls/--no-calls", help="With the calls that `plan tune` adds to these sizes.")
     ] = True,
     pack_weights: opt.PackWeightsOption = False,
-    numerics: opt.NumericsOption = opt.Numerics.FP32,
-    regime: opt.RegimeOption = opt.Regime.EAGER,
+    numerics: opt.NumericsOption = opt.NumericsChoice.FP32,
+    regime: opt.RegimeOption = opt.RegimeChoice.EAGER,
     tls_ca: opt.TlsCaOption = None,
     tls_cert: opt.TlsCertOption = None,
     tls_key: opt.TlsKeyOption = None,
@@ -94,7 +94,7 @@ def status(
     given = ModelArguments(
         model, config, module, pattern=pattern, shape=shape, decode=decode, kv_len=kv_len, prefill=prefill, dtype=dtype,
         layers=layers, calls=calls, pack_weights=pack_weights, numerics=numerics.value,
-        regime=None if regime is opt.Regime.EAGER else regime.value)
+        regime=None if regime is opt.RegimeChoice.EAGER else regime.value)
     wanted, here = None, ""
     if given.given() or manifest is not None:
         of_fleet = scheduler is not None and manifest is None

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from fuseplan.planner.tuning.progress import TuneEvents
 
 
-class Numerics(StrEnum):
+class NumericsChoice(StrEnum):
     """How intermediates inside a kernel are rounded."""
 
     FP32 = "fp32"
     EAGER = "eager"
 
 
-class Regime(StrEnum):
+class RegimeChoice(StrEnum):
     """How kernels are launched."""
 
     EAGER = "eager"
@@ -76,7 +76,8 @@ LayersOption = Annotated[
     int | None, typer.Option("--layers", parser=whole(1), metavar="N", help="Keep only the first N layers.")
 ]
 RegimeOption = Annotated[
-    Regime, typer.Option("--regime", help="eager: launched from Python. graph: replayed from a CUDA graph (CUDA only).")
+    RegimeChoice,
+    typer.Option("--regime", help="eager: launched from Python. graph: replayed from a CUDA graph (CUDA only)."),
 ]
 PackWeightsOption = Annotated[
     bool,
@@ -86,7 +87,7 @@ PackWeightsOption = Annotated[
     ),
 ]
 NumericsOption = Annotated[
-    Numerics,
+    NumericsChoice,
     typer.Option("--numerics", help="fp32 keeps a kernel's intermediates in fp32; eager rounds where PyTorch does."),
 ]
 TlsCaOption = Annotated[Path | None, typer.Option(

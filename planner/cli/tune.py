@@ -45,7 +45,7 @@ def tune(
         ),
     ] = True,
     pack_weights: opt.PackWeightsOption = False,
-    numerics: opt.NumericsOption = opt.Numerics.FP32,
+    numerics: opt.NumericsOption = opt.NumericsChoice.FP32,
     trials: Annotated[
         int | None,
         typer.Option(
@@ -103,7 +103,7 @@ def tune(
     tls_ca: opt.TlsCaOption = None,
     tls_cert: opt.TlsCertOption = None,
     tls_key: opt.TlsKeyOption = None,
-    regime: Annotated[opt.Regime | None, typer.Option(
+    regime: Annotated[opt.RegimeChoice | None, typer.Option(
         help="eager: launched from Python; the default. graph: replayed from a CUDA graph (CUDA only). With --misses: "
         "only what was missed so.",
     )] = None,

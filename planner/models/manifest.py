@@ -14,7 +14,7 @@ from fuseplan.costmodel.devices import KINDS
 from fuseplan.planner.errors import ConfigError, in_words, nearest
 
 #: Sizes as TOML has them: one, several, or text as the command line takes it; pairs are batch and length.
-Sizes: TypeAlias = "int | str | tuple[int | str | tuple[int, ...], ...]"
+TextOrSizes: TypeAlias = "int | str | tuple[int | str | tuple[int, ...], ...]"
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def _whole(least: int) -> Callable[[Any], int]:
     return read
 
 
-def _sizes(value: Any) -> Sizes:
+def _sizes(value: Any) -> TextOrSizes:
     def one(size: Any) -> int | str | tuple[int, ...]:
         if isinstance(size, list) and len(size) == 2:
             return tuple(map(_whole(1), size))

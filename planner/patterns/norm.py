@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fuseplan.planner.patterns.pattern import Pattern, Shape, Specs, dense, rows
+from fuseplan.planner.patterns.pattern import InputSpecs, Pattern, Shape, dense, rows
 
 
 def _normal(wide: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def _embedding_rms_norm(ids: Tensor, table: Tensor, weight: Tensor) -> tuple[Ten
     return hidden, rms_norm(hidden, weight)
 
 
-def _embedding_inputs(shape: Shape, dtype: str) -> Specs:
+def _embedding_inputs(shape: Shape, dtype: str) -> InputSpecs:
     tokens, vocabulary, columns = shape
     return {
         "ids": dense((1, tokens), "int64"), "table": dense((vocabulary, columns), dtype),

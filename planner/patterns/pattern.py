@@ -17,9 +17,9 @@ from torch import Tensor
 from fuseplan.planner.graph.dataflow import TensorSpec
 
 Shape: TypeAlias = tuple[int, ...]
-Specs: TypeAlias = dict[str, TensorSpec]
+InputSpecs: TypeAlias = dict[str, TensorSpec]
 #: ``inputs(shape, dtype)``: the layout of each argument by name.
-Inputs: TypeAlias = Callable[[Shape, str], Specs]
+Inputs: TypeAlias = Callable[[Shape, str], InputSpecs]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fuseplan.planner.errors import ShapeError
 from fuseplan.planner.patterns.norm import ADDED, NORMED, add_rms_norm, rms_norm
-from fuseplan.planner.patterns.pattern import GATED, Inputs, Pattern, Shape, Specs, dense, swiglu
+from fuseplan.planner.patterns.pattern import GATED, Inputs, InputSpecs, Pattern, Shape, dense, swiglu
 
 _AWQ_GROUP = 128
 #: int4 numbers in an int32 word.
@@ -67,7 +67,7 @@ def _dequantise_awq(weight: Tensor, zeros: Tensor, scales: Tensor) -> Tensor:
     return (unpacked(weight) - spread) * scales.repeat_interleave(_AWQ_GROUP, 0)
 
 
-def _awq_inputs(shape: Shape, dtype: str) -> Specs:
+def _awq_inputs(shape: Shape, dtype: str) -> InputSpecs:
     rows, columns = shape
     if columns % _PACKED or rows % _AWQ_GROUP:
         raise ShapeError(

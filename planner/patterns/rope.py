@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fuseplan.planner.errors import ShapeError
 from fuseplan.planner.patterns.norm import rms_norm
-from fuseplan.planner.patterns.pattern import Pattern, Shape, Specs, dense
+from fuseplan.planner.patterns.pattern import InputSpecs, Pattern, Shape, dense
 
 
 def _turned(x: Tensor, pairs: bool) -> Tensor:
@@ -48,7 +48,7 @@ def _qk_norm_rope(
     return _rope(rms_norm(q, q_weight), rms_norm(k, k_weight), cos, sin)
 
 
-def _inputs(shape: Shape, dtype: str, name: str, share: int = 1, pairs: bool = False) -> Specs:
+def _inputs(shape: Shape, dtype: str, name: str, share: int = 1, pairs: bool = False) -> InputSpecs:
     batch, heads, tokens, dim = shape
     if dim % (2 * share):
         multiple = "even" if share == 1 else f"a multiple of {2 * share}"
@@ -58,7 +58,7 @@ def _inputs(shape: Shape, dtype: str, name: str, share: int = 1, pairs: bool = F
     return {"q": projected, "k": projected, "cos": table, "sin": table}
 
 
-def _normed_inputs(shape: Shape, dtype: str) -> Specs:
+def _normed_inputs(shape: Shape, dtype: str) -> InputSpecs:
     weight = dense(shape[-1:], dtype)
     return {**_inputs(shape, dtype, "qk_norm_rope"), "q_weight": weight, "k_weight": weight}
 

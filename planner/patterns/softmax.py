@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fuseplan.planner.errors import ShapeError
-from fuseplan.planner.patterns.pattern import Pattern, Shape, Specs, dense, rows, soft_capped
+from fuseplan.planner.patterns.pattern import InputSpecs, Pattern, Shape, dense, rows, soft_capped
 
 
 def _softmax(x: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ def _masked_softmax(scores: Tensor) -> Tensor:
     return _softmax(scores.masked_fill(torch.logical_not(seen), float("-inf")))
 
 
-def _score_inputs(shape: Shape, dtype: str, name: str) -> Specs:
+def _score_inputs(shape: Shape, dtype: str, name: str) -> InputSpecs:
     queries, keys = shape[-2:]
     if keys < queries:
         raise ShapeError(f"pattern {name} needs at least as many keys as queries, not {queries}x{keys}")

@@ -25,7 +25,7 @@ from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.models.workload import read_size
 from fuseplan.planner.patterns.listing import LISTING
 from fuseplan.planner.patterns.norm import NORM_PATTERNS
-from fuseplan.planner.patterns.pattern import POINTWISE_PATTERNS, Pattern, Shape, Specs
+from fuseplan.planner.patterns.pattern import POINTWISE_PATTERNS, InputSpecs, Pattern, Shape
 from fuseplan.planner.patterns.quantisation import quantisation_patterns
 from fuseplan.planner.patterns.rope import ROPE_PATTERNS
 from fuseplan.planner.patterns.softmax import SOFTMAX_PATTERNS
@@ -49,7 +49,7 @@ def parse_shape(text: str, example: str = "32x4096") -> Shape:
     return tuple(read_size(number, f"shape {text[:60]!r}", example) for number in numbers)
 
 
-def inputs_of(name: str, shape: str | Sequence[int], dtype: str | None = None) -> tuple[Shape, str, Specs]:
+def inputs_of(name: str, shape: str | Sequence[int], dtype: str | None = None) -> tuple[Shape, str, InputSpecs]:
     """The shape and dtype that a pattern is built in, and the layout of each of its inputs.
 
     UnknownPatternError where no pattern has that name; ShapeError for a shape or a dtype that it does not take.
@@ -69,7 +69,7 @@ def inputs_of(name: str, shape: str | Sequence[int], dtype: str | None = None) -
     return sizes, dtype, found.inputs(sizes, dtype)
 
 
-def pattern(name: str, shape: str | Sequence[int], dtype: str | None = None) -> tuple[SubGraph, Specs]:
+def pattern(name: str, shape: str | Sequence[int], dtype: str | None = None) -> tuple[SubGraph, InputSpecs]:
     """A named pattern at one shape: the graph, and the layout of each of its inputs.
 
     ``shape`` is sizes, or their text; ``dtype`` is that of its activations, by default the pattern's own. Raises what
@@ -93,7 +93,7 @@ def pattern(name: str, shape: str | Sequence[int], dtype: str | None = None) -> 
 
 def trace_pattern(
     name: str, shape: str | Sequence[int], dtype: str | None = None, device_type: str = "cpu"
-) -> tuple[Traced, Specs]:
+) -> tuple[Traced, InputSpecs]:
     """A pattern as eager runs it, and the layout of its inputs; raises what :func:`inputs_of` does.
 
     Its graph knows which of its inputs are activations (``DataflowGraph.fresh``).

@@ -21,7 +21,7 @@ from fuseplan.planner.ops.table import kind_of, why_opaque
 from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.planner.reports.drawing import group_name
 from fuseplan.planner.reports.frames import config_text, floor_doubt, how_it_runs, time_of
-from fuseplan.planner.reports.side_by_side import Planned, in_words, side_by_side
+from fuseplan.planner.reports.side_by_side import PlannedRegion, in_words, side_by_side
 from fuseplan.planner.tuning.planner import GraphPlan, RegionPlan
 from fuseplan.planner.tuning.session import Session
 from fuseplan.planner.tuning.summary import summarise
@@ -53,7 +53,7 @@ def explain_plan(session: Session, workload: str, graph: DataflowGraph, plan: Gr
 
 def compare_plans(planned: Sequence[tuple[str, DataflowGraph, GraphPlan]]) -> Iterator[str]:
     """Lines that put the plans of several workloads side by side; none where they have nothing in common."""
-    found: list[Planned] = []
+    found: list[PlannedRegion] = []
     for workload, graph, plan in planned:
         records = {one.record.key.workload: one.record for one in plan.regions}
         if records:

@@ -19,7 +19,7 @@ from fuseplan.planner.reports.drawing import group_class, group_name, partition_
 from fuseplan.planner.reports.frames import ReportData
 from fuseplan.planner.reports.log_plot import LogPlot
 from fuseplan.planner.reports.plots import Places, bandwidth_plot, roofline_plot, scatter_plot
-from fuseplan.planner.reports.side_by_side import Planned, as_frame, side_by_side
+from fuseplan.planner.reports.side_by_side import PlannedRegion, as_frame, side_by_side
 from fuseplan.planner.reports.step_words import answers, bars, time_text
 from fuseplan.planner.reports.steps import PARTS, Step, steps
 from fuseplan.planner.tuning.summary import RegionSummary
@@ -202,7 +202,7 @@ def _longest(regions: pd.DataFrame) -> list[dict[str, Any]]:
 
 def _side_by_side(data: ReportData) -> list[Markup]:
     """A table for each model, regime and numerics: what runs with each matmul and attention at how many rows."""
-    found: dict[tuple[str, str, str], list[Planned]] = {}
+    found: dict[tuple[str, str, str], list[PlannedRegion]] = {}
     for workload, region, plan in data.planned():
         if workload is not None and region is not None:
             of = workload.model, workload.regime, workload.numerics

@@ -23,7 +23,7 @@ from fuseplan.planner.tuning.summary import RegionSummary
 from fuseplan.search.store.record import ATEN, GroupChoice, PlanRecord
 
 #: A workload by name with a region of it and the plan of that.
-Planned: TypeAlias = tuple[str, RegionSummary, PlanRecord]
+PlannedRegion: TypeAlias = tuple[str, RegionSummary, PlanRecord]
 
 _CASTS = frozenset({"to", "_to_copy"})
 
@@ -57,11 +57,11 @@ class _Place:
     columns: int
 
 
-def side_by_side(planned: Iterable[Planned]) -> list[Row]:
+def side_by_side(planned: Iterable[PlannedRegion]) -> list[Row]:
     """The matmuls and attention of the region that takes most of each workload's time: those that several workloads
     have, by op and then by rows.
     """
-    costliest: dict[str, Planned] = {}
+    costliest: dict[str, PlannedRegion] = {}
     for one in planned:
         known = costliest.get(one[0])
         if known is None or _cost_us(known) < _cost_us(one):
@@ -104,7 +104,7 @@ def in_words(rows: Sequence[Row]) -> Iterator[str]:
             yield f"    turns between {', and between '.join(between)}"
 
 
-def _cost_us(one: Planned) -> float:
+def _cost_us(one: PlannedRegion) -> float:
     _, region, plan = one
     return region.occurrences * plan.unfused_us
 

@@ -129,10 +129,6 @@ def test_policy_gives_a_reason_for_each_number() -> None:
     assert not bare
 
 
-#: Names that still stand for two things: this list only gets shorter.
-TWICE = {"Graphs", "Numerics", "Planned", "Regime", "Sizes", "Specs", "Wanted"}
-
-
 def public_types(tree: ast.Module) -> Iterator[str]:
     """Classes and type aliases at the top of a module, but for type variables of one letter."""
     for node in tree.body:
@@ -146,7 +142,7 @@ def test_a_public_type_is_defined_once() -> None:
     for path, tree in trees():
         for name in public_types(tree):
             modules[name].append(str(path.relative_to(ROOT)))
-    twice = {name: places for name, places in modules.items() if len(places) > 1 and name not in TWICE}
+    twice = {name: places for name, places in modules.items() if len(places) > 1}
     assert not twice, twice
 
 

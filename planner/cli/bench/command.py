@@ -71,8 +71,8 @@ def bench(
     prefill: opt.PrefillOption = None,
     dtype: opt.DtypeOption = None,
     layers: opt.LayersOption = None,
-    numerics: opt.NumericsOption = opt.Numerics.FP32,
-    regime: Annotated[opt.Regime | None, Option(
+    numerics: opt.NumericsOption = opt.NumericsChoice.FP32,
+    regime: Annotated[opt.RegimeChoice | None, Option(
         help="Plans tuned for launches from Python, or for CUDA graphs. Default: eager; "
         "graph for patterns on CUDA, where device time decides.",
     )] = None,
@@ -151,7 +151,7 @@ def bench(
     kind = common.device_type(device)
     if regime is None:
         in_graphs = topic in (BenchTopic.PATTERNS, BenchTopic.GENERATE) and is_gpu(kind)
-        regime = opt.Regime.GRAPH if in_graphs else opt.Regime.EAGER
+        regime = opt.RegimeChoice.GRAPH if in_graphs else opt.RegimeChoice.EAGER
     settings = plan_settings(kind, numerics.value, regime.value)
     if out is not None:  # before anything is measured
         check_writable(out / f"{topic}.csv", "--out")
@@ -165,7 +165,7 @@ def bench(
         from fuseplan.search.workers.worker import usable_cores
 
         processes = usable_cores() if is_gpu(kind) else 0
-        wanted = patterns.Wanted(
+        wanted = patterns.WantedCells(
             *patterns.cells_of(pattern or (), shape or (), rows, cols, full_dtype_name(dtype)),
             peer_names(rivals, kind, without), patterns.modes_of(modes, kind), spend,
             Budget(trials=trials, seconds=tune_seconds) if tune else None,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedCells:
     """What the options ask for.
 
     ``name`` is that of the results; ``left_out`` says what is not measured. ``seconds`` are of rounds for each mode of
@@ -48,7 +48,7 @@ class Wanted:
 def cells_of(
     patterns: Sequence[str], shapes: Sequence[str], rows: str | None, cols: str | None, dtype: str | None
 ) -> tuple[str, list[Cell], list[str]]:
-    """The cells that the options name, or all: the first fields of :class:`Wanted`."""
+    """The cells that the options name, or all: the first fields of :class:`WantedCells`."""
     from fuseplan.planner.errors import ConfigError
     from fuseplan.planner.patterns.cells import cell, parse_sizes, sweep_cells
 
@@ -84,7 +84,7 @@ def modes_of(text: str | None, kind: str) -> tuple[str, ...]:
     return tuple(mode for mode in known if mode in modes)
 
 
-def measure(session: Session, wanted: Wanted) -> None:
+def measure(session: Session, wanted: WantedCells) -> None:
     """Tune and time the cells, writing rows as they come, and publish what there is whatever happens."""
     from fuseplan.planner.bench import verdicts
     from fuseplan.planner.bench.patterns import RowLog
@@ -105,7 +105,7 @@ def measure(session: Session, wanted: Wanted) -> None:
             publish(session, wanted.name, {"cells": frame}, said, wanted.out, {"cells": table})
 
 
-def _fill(session: Session, wanted: Wanted, cells: Sequence[Cell], log: RowLog, said: list[str]) -> None:
+def _fill(session: Session, wanted: WantedCells, cells: Sequence[Cell], log: RowLog, said: list[str]) -> None:
     """Measure cells into the log; what else should be said goes to ``said``."""
     from fuseplan.planner.bench.patterns import PatternBench
     from fuseplan.planner.peers.compile_ahead import compile_ahead

@@ -9,7 +9,7 @@ import report_samples as samples
 
 from fuseplan.planner.reports.frames import ReportData
 from fuseplan.planner.reports.html_page import html_report
-from fuseplan.planner.reports.side_by_side import Planned, as_frame, in_words, side_by_side
+from fuseplan.planner.reports.side_by_side import PlannedRegion, as_frame, in_words, side_by_side
 from fuseplan.planner.tuning.summary import RegionSummary, WorkloadSummary
 from fuseplan.search.store.record import Alternative, GroupChoice, PlanRecord, RecordKey
 
@@ -43,13 +43,13 @@ def alternative(ops: tuple[int, ...], time_us: float | None, implementation: str
     return Alternative(ops, "x", "costs more", measured_us=time_us, implementation=implementation)
 
 
-def fused(rows: int, time_us: float = 5.0) -> Planned:
+def fused(rows: int, time_us: float = 5.0) -> PlannedRegion:
     groups = (group((0, 1, 2), time_us), group((3, 4, 5, 6), 9.0), group((7,), 3.0, "attention.split"))
     lost = (alternative((0,), 6.0, "aten"), alternative((0,), 7.5, "matmul.other"), alternative((7,), 4.0, "aten"))
     return f"decode {rows}", layer(rows), plan(groups, lost)
 
 
-def apart(rows: int, lost: tuple[Alternative, ...] = ()) -> Planned:
+def apart(rows: int, lost: tuple[Alternative, ...] = ()) -> PlannedRegion:
     groups = (group((0,), 10.0, "aten"), group((1, 2), 2.0), group((3,), 8.0, "aten"), group((4,), 1.0),
               group((5,), 8.5, "aten"), group((6,), 1.5), group((7,), 30.0, "aten"))
     return f"prefill {rows}", layer(rows), plan(groups, lost)
@@ -116,7 +116,7 @@ def test_what_runs_alike_everywhere_turns_nowhere() -> None:
 
 
 @pytest.mark.parametrize("planned", [[], [fused(1)], [fused(1), ("other", layer(8, (96, 32)), fused(8)[2])]])
-def test_what_one_workload_alone_has_is_not_listed(planned: list[Planned]) -> None:
+def test_what_one_workload_alone_has_is_not_listed(planned: list[PlannedRegion]) -> None:
     ops = {row.op for row in side_by_side(planned)}
     assert ops <= {"scaled_dot_product_attention to 16"}
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fuseplan.planner.errors import Argument, ConfigError, nearest
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.places import region_paths
-from fuseplan.planner.implementations.subject import group_subject
+from fuseplan.planner.implementations.tunable_group import group_subject
 from fuseplan.planner.module_paths import group_place
 from fuseplan.planner.reports.drawing import group_name
 from fuseplan.planner.tuning.plans import GraphPlan

@@ -18,9 +18,9 @@ from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.groups.regions import find_regions, region_parts
 from fuseplan.planner.implementations.aten import UNFUSED
-from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementation import PlannedGroup
-from fuseplan.planner.implementations.subject import reference_results
+from fuseplan.planner.implementations.tunable_group import reference_results
 from fuseplan.planner.lowering.lower import Lowered, lower
 from fuseplan.planner.ops.table import kind_of
 from fuseplan.planner.patterns.cells import Cell
@@ -95,9 +95,9 @@ def predicted_us(
         return None
     around: list[tuple[frozenset[str], Any]] = []
     if spec.identity.is_gpu:
-        book = GroupBook(graph, numerics, "cuda")
+        table = GroupTable(graph, numerics, "cuda")
         parts = [part for region in find_regions(graph) for part in region_parts(graph, region)]
-        around = [(frozenset(part.ops), shared_cache(book, part)) for part in parts]
+        around = [(frozenset(part.ops), shared_cache(table, part)) for part in parts]
     total_us = 0.0
     for lowered, work, mode, backend in _launches(graph, groups, regime, numerics):
         total_us += predict(work, spec, mode, backend=backend).time_us

@@ -20,7 +20,7 @@ from fuseplan.costmodel.probe.timing import cuda_graph
 from fuseplan.planner.bench.rows import BenchRow, Race
 from fuseplan.planner.dispatch_stats import CompileStats, reset_stats, stats
 from fuseplan.planner.graph.dataflow import DataflowGraph
-from fuseplan.planner.implementations.subject import GroupSubject, group_subject
+from fuseplan.planner.implementations.tunable_group import TunableGroup, group_subject
 from fuseplan.planner.models.build import Model, cache_name, rewind
 from fuseplan.planner.models.workload import Workload
 from fuseplan.planner.peers.contestant import EAGER, MAX_AUTOTUNE, OURS, tensors_of
@@ -184,7 +184,7 @@ class BenchGroup:
 
     workload: str
     choice: GroupChoice
-    subject: GroupSubject
+    subject: TunableGroup
 
 
 def fused_groups(session: Session, planned: Sequence[tuple[str, DataflowGraph, GraphPlan]]) -> list[BenchGroup]:

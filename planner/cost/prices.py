@@ -18,7 +18,7 @@ from fuseplan.planner.groups.candidates import Candidate, single_candidates
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import find_regions, region_parts, unique_regions
 from fuseplan.planner.implementations.choices import Choice
-from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementation import Implementation
 from fuseplan.search import policy
 from fuseplan.search.store.record import TuningRecord
@@ -27,13 +27,13 @@ from fuseplan.search.tune.tuner import Tuner
 from fuseplan.search.workers.jobs import UNFUSED, Calls
 
 
-def shared_cache(book: GroupBook, part: Region) -> SharedCache:
+def shared_cache(table: GroupTable, part: Region) -> SharedCache:
     """What shares the cache while the compute ops of a region, or of a part of one, run."""
-    flow = compute_graph_of(book.graph)
-    singles = single_candidates(book.graph, part)
+    flow = compute_graph_of(table.graph)
+    singles = single_candidates(table.graph, part)
     compute = [one for one in singles if flow.kinds[flow.position[one.ops[0]]] == "compute"]
-    kernels = ((one.ops[0], book.kernel(one)) for one in compute)
-    return SharedCache(book.graph, tuple((name, kernel) for name, kernel in kernels if kernel is not None))
+    kernels = ((one.ops[0], table.kernel(one)) for one in compute)
+    return SharedCache(table.graph, tuple((name, kernel) for name, kernel in kernels if kernel is not None))
 
 
 class ModelPrices:
@@ -44,8 +44,8 @@ class ModelPrices:
     (:mod:`fuseplan.planner.cost.shared_cache`).
     """
 
-    def __init__(self, book: GroupBook, spec: DeviceSpec | None, part: Region | None = None) -> None:
-        self.book = book
+    def __init__(self, table: GroupTable, spec: DeviceSpec | None, part: Region | None = None) -> None:
+        self.table = table
         self.spec = spec
         self.part = part
         self._shared_cache: SharedCache | None = None
@@ -58,24 +58,24 @@ class ModelPrices:
     def predict_alone_s(self, choice: Choice) -> float:
         """The price of running a choice again and again by itself."""
         way = choice.implementation
-        if way.refuse(self.book, choice.group) is not None:
+        if way.refuse(self.table, choice.group) is not None:
             return math.inf
         if self.spec is None:
             return 1.0
-        name = way.calibration(self.book, choice.group)
-        return predict(way.work(self.book, choice.group), self.spec, way.mode, backend=name).time_us * 1e-6
+        name = way.calibration(self.table, choice.group)
+        return predict(way.work(self.table, choice.group), self.spec, way.mode, backend=name).time_us * 1e-6
 
     def delay_us(self, choice: Choice) -> float:
         """How much longer a choice takes in its region than by itself; 0 on CPUs, and for library calls."""
         if self.spec is None or self.part is None or not self.spec.identity.is_gpu:
             return 0.0
-        if self.book.is_anchor(choice.group):
+        if self.table.is_anchor(choice.group):
             return 0.0
         if choice not in self._delays_us:
             if self._shared_cache is None:
-                self._shared_cache = shared_cache(self.book, self.part)
+                self._shared_cache = shared_cache(self.table, self.part)
             way = choice.implementation
-            work, kernel = way.work(self.book, choice.group), self.book.kernel(choice.group)
+            work, kernel = way.work(self.table, choice.group), self.table.kernel(choice.group)
             self._delays_us[choice] = 0.0 if kernel is None else self._shared_cache.delay_us(
                 work, self.spec, way.mode, kernel)
         return self._delays_us[choice]
@@ -83,20 +83,20 @@ class ModelPrices:
     def nominal_s(self, choice: Choice) -> float:
         """The price on the nominal device, which no measurement sways; infinite for what cannot run here."""
         way = choice.implementation
-        if way.refuse(self.book, choice.group) is not None:
+        if way.refuse(self.table, choice.group) is not None:
             return math.inf
-        return nominal_us(way.work(self.book, choice.group), self.book.device_type, bool(way.backends)) * 1e-6
+        return nominal_us(way.work(self.table, choice.group), self.table.device_type, bool(way.backends)) * 1e-6
 
     def bound_s(self, choice: Choice) -> float:
         """No measurement of the choice comes out lower."""
-        if choice.implementation.refuse(self.book, choice.group) is not None:
+        if choice.implementation.refuse(self.table, choice.group) is not None:
             return math.inf
         return self.bound_us(choice) * 1e-6
 
     def bound_us(self, choice: Choice) -> float:
         """What the choice cannot beat on this device; 0 where it was not probed."""
         way = choice.implementation
-        return 0.0 if self.spec is None else lower_bound(way.work(self.book, choice.group), self.spec, way.mode)
+        return 0.0 if self.spec is None else lower_bound(way.work(self.table, choice.group), self.spec, way.mode)
 
 
 class MeasuredPrices(ModelPrices):
@@ -106,9 +106,9 @@ class MeasuredPrices(ModelPrices):
     the groups that a cover uses, with little effort where the part is ``minor``.
     """
 
-    def __init__(self, book: GroupBook, spec: DeviceSpec | None, tuner: Tuner,
+    def __init__(self, table: GroupTable, spec: DeviceSpec | None, tuner: Tuner,
                  learner: RunningCalibration | None = None, part: Region | None = None, minor: bool = False) -> None:
-        super().__init__(book, spec, part)
+        super().__init__(table, spec, part)
         self.tuner = tuner
         self.minor = minor
         self.learner = learner
@@ -120,7 +120,7 @@ class MeasuredPrices(ModelPrices):
 
     def measure_s(self, choices: Sequence[Choice]) -> list[float]:
         new = [choice.group for choice in choices if self.untuned(choice)]
-        self.tuner.precompile(self.book.subject(group) for group in new)
+        self.tuner.precompile(self.table.subject(group) for group in new)
         return [self._measure_s(choice) for choice in choices]
 
     def contest(self, plain: Choice, calls: Sequence[Choice]) -> Callable[[], Contest | None]:
@@ -129,9 +129,9 @@ class MeasuredPrices(ModelPrices):
         The run is made when the measuring process has nothing else to do, and waited for by what is returned. Their
         times are measured then; a call that is wrong has none.
         """
-        parts = {one.implementation.name: one.implementation.part(self.book, one.group, "", {}) for one in calls}
+        parts = {one.implementation.name: one.implementation.part(self.table, one.group, "", {}) for one in calls}
         run = self.tuner.contest_calls(
-            self.book.subject(plain.group), {name: part.subject for name, part in parts.items()}
+            self.table.subject(plain.group), {name: part.subject for name, part in parts.items()}
         )
 
         def result() -> Contest | None:
@@ -163,7 +163,7 @@ class MeasuredPrices(ModelPrices):
         """The group's record; its time replaces the one it was ranked by."""
         if group.ops not in self.records:
             neighbours = tuple(self.records.values())
-            subject = self.book.subject(group)
+            subject = self.table.subject(group)
             self.records[group.ops] = self.tuner.tune(subject, neighbours=neighbours, minor=self.minor)
         return self.records[group.ops]
 
@@ -181,12 +181,12 @@ class MeasuredPrices(ModelPrices):
         record = self.record(choice)
         if record is None and choice not in self._screened_s:
             self._screened_s[choice] = self._screen_s(choice)
-        least = policy.ONE_OP_GAIN.on(self.book.device_type) if len(choice.group.ops) == 1 else -math.inf
+        least = policy.ONE_OP_GAIN.on(self.table.device_type) if len(choice.group.ops) == 1 else -math.inf
         alone_s = self._screened_s[choice] if record is None else _kernel_s(record, least)
         return alone_s + self.delay_us(choice) * 1e-6
 
     def _screen_s(self, choice: Choice) -> float:
-        found = choice.implementation.screen(self.book, choice.group, self.tuner)
+        found = choice.implementation.screen(self.table, choice.group, self.tuner)
         if found.time_us is None:
             self.failures[choice] = found.reason
             return math.inf
@@ -194,12 +194,12 @@ class MeasuredPrices(ModelPrices):
         return found.time_us * 1e-6
 
     def _learn(self, choice: Choice, backend: str, time_us: float) -> None:
-        way, subject = choice.implementation, self.book.subject(choice.group)
-        name = backend or way.calibration(self.book, choice.group)
-        family = "+".join(sorted({self.book.graph.op(op).op for op in choice.group.ops}))
-        if self.book.is_anchor(choice.group):  # few ops, each of many sizes: others of these sizes say too much of it
+        way, subject = choice.implementation, self.table.subject(choice.group)
+        name = backend or way.calibration(self.table, choice.group)
+        family = "+".join(sorted({self.table.graph.op(op).op for op in choice.group.ops}))
+        if self.table.is_anchor(choice.group):  # few ops, each of many sizes: others of these sizes say too much of it
             family = subject.label
-        sample = Sample(way.work(self.book, choice.group), way.mode, time_us, family=family)
+        sample = Sample(way.work(self.table, choice.group), way.mode, time_us, family=family)
         same = subject.key if way.backends or choice.is_plain else f"{subject.key} {way.name}"
         self.samples[choice] = ChoiceSample(
             (), way.name, name, subject.label, sample.family, same, sample.mode, sample.work,
@@ -216,18 +216,18 @@ def _kernel_s(record: TuningRecord, least: float) -> float:
     return record.fused.median_us * 1e-6
 
 
-def part_shares(book: GroupBook, aten: Implementation) -> Mapping[str, float]:
+def part_shares(table: GroupTable, aten: Implementation) -> Mapping[str, float]:
     """By the key of each part of a region: its share of the graph's time, all occurrences together.
 
     Times are those of ATen's ops on the nominal device, so that two tunes of a model search the same parts. A graph
     that was cut out of another one has the shares of that.
     """
-    if book.graph.shares:
-        return book.graph.shares
-    prices, seconds = ModelPrices(book, None), defaultdict[str, float](float)
-    for occurrences in unique_regions(find_regions(book.graph)).values():
-        for part in region_parts(book.graph, occurrences[0]):
-            singles = single_candidates(book.graph, part)
+    if table.graph.shares:
+        return table.graph.shares
+    prices, seconds = ModelPrices(table, None), defaultdict[str, float](float)
+    for occurrences in unique_regions(find_regions(table.graph)).values():
+        for part in region_parts(table.graph, occurrences[0]):
+            singles = single_candidates(table.graph, part)
             once_s = math.fsum(prices.nominal_s(Choice(one, aten)) for one in singles)
             seconds[part.key] += len(occurrences) * once_s
     total_s = math.fsum(seconds.values())

@@ -16,7 +16,7 @@ from fuseplan.planner.errors import CaptureError, ConfigError, FuseplanError, Pl
 from fuseplan.planner.fleet.terms import Captured, RegionOutcome, WorkerDevice
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.regions import region_parts
-from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.tuning.plans import RegionPlan
 from fuseplan.planner.tuning.session import Session
 from fuseplan.search.errors import RecordError, plain
@@ -76,8 +76,8 @@ def stored_plan(session: Session, graph: DataflowGraph, region: Region, found: R
     """
     planner = session.planner()
     wanted = [region, *(part for part in region_parts(graph, region) if part.key in found.decided)]
-    book = GroupBook(graph, session.settings.numerics, session.target.device_type)
-    there = planner.stored.just_written(book, wanted)
+    table = GroupTable(graph, session.settings.numerics, session.target.device_type)
+    there = planner.stored.just_written(table, wanted)
     damaged = [one for one in there if there[one].record is None]
     if damaged:
         rows_of = [rows.same_key(tables.PLANS, planner.key(one)) for one in damaged]

@@ -22,7 +22,7 @@ from fuseplan.planner.graph.serialize import graph_to_json
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.places import place_of
 from fuseplan.planner.groups.regions import find_regions, region_parts
-from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import implementations_for
 from fuseplan.planner.models.sources import ModelSource
 from fuseplan.planner.models.workload import Workload
@@ -342,7 +342,7 @@ def region_task(graph: DataflowGraph, region: Region, shares: Mapping[str, float
 
 def _shares(session: Session, graph: DataflowGraph) -> Mapping[str, float]:
     ways = implementations_for(session.settings.regime, session.backends, session.target)
-    return part_shares(GroupBook(graph, session.settings.numerics, session.target.device_type), ways.aten)
+    return part_shares(GroupTable(graph, session.settings.numerics, session.target.device_type), ways.aten)
 
 
 def _label(graph: DataflowGraph, region: Region) -> str:

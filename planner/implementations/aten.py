@@ -17,9 +17,9 @@ from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.graph.layouts import laid_out, layout_of
 from fuseplan.planner.groups.candidates import Candidate
 from fuseplan.planner.implementations.direct_calls import bind_calls, fill_namespace
-from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementation import Implementation, Screening
-from fuseplan.planner.implementations.subject import Fused, chain_module
+from fuseplan.planner.implementations.tunable_group import Fused, chain_module
 from fuseplan.planner.libraries.library_call import OpGroup
 from fuseplan.planner.lowering.lower import Lowered, group_nodes
 from fuseplan.search.store.record import ATEN
@@ -30,9 +30,9 @@ from fuseplan.search.tune.tuner import Tuner
 UNFUSED, MATMUL, ATTENTION = "unfused", "matmul", "attention"
 
 
-def anchor_calibration(book: GroupBook, group: Candidate) -> str:
+def anchor_calibration(table: GroupTable, group: Candidate) -> str:
     """Name of the calibration of a matmul or attention, whoever runs it."""
-    return ATTENTION if any("attention" in book.graph.op(op).op for op in group.ops) else MATMUL
+    return ATTENTION if any("attention" in table.graph.op(op).op for op in group.ops) else MATMUL
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,17 @@ class AtenOp(Implementation):
     mode: Mode = "eager"
     name: str = ATEN
 
-    def refuse(self, book: GroupBook, group: Candidate) -> str | None:
+    def refuse(self, table: GroupTable, group: Candidate) -> str | None:
         return None if len(group.ops) == 1 else "ATen runs one op after another"
 
-    def work(self, book: GroupBook, group: Candidate) -> Work:
-        return book.unfused_work(group.ops[0])
+    def work(self, table: GroupTable, group: Candidate) -> Work:
+        return table.unfused_work(group.ops[0])
 
-    def calibration(self, book: GroupBook, group: Candidate) -> str:
-        return anchor_calibration(book, group) if book.is_anchor(group) else UNFUSED
+    def calibration(self, table: GroupTable, group: Candidate) -> str:
+        return anchor_calibration(table, group) if table.is_anchor(group) else UNFUSED
 
-    def screen(self, book: GroupBook, group: Candidate, tuner: Tuner) -> Screening:
-        return Screening(tuner.time_unfused(book.subject(group)).median_us)
+    def screen(self, table: GroupTable, group: Candidate, tuner: Tuner) -> Screening:
+        return Screening(tuner.time_unfused(table.subject(group)).median_us)
 
 
 def run_unfused(traced: Traced, lowered: Lowered, device_type: str, args: Sequence[Any]) -> tuple[Any, Fused]:

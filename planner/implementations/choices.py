@@ -10,7 +10,7 @@ import networkx as nx
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import Candidate, Enumeration, region_dependencies, single_candidates
 from fuseplan.planner.groups.compute_graph import compute_graph_of
-from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementation import Implementation
 from fuseplan.planner.implementations.implementations import Implementations
 from fuseplan.search.store.record import ATEN
@@ -73,17 +73,17 @@ def in_order(graph: DataflowGraph, choices: Iterable[Choice]) -> list[Choice]:
 
 def region_problem(
     graph: DataflowGraph, region: Region, enumeration: Enumeration, implementations: Implementations,
-    book: GroupBook | None = None,
+    table: GroupTable | None = None,
 ) -> RegionProblem:
     """The choices of a region.
 
-    ``enumeration`` has the groups that can be kernels. Without ``book`` no library is asked.
+    ``enumeration`` has the groups that can be kernels. Without ``table`` no library is asked.
     """
     dependencies = region_dependencies(graph, region)
     singles = single_candidates(graph, region)
-    asked = [] if book is None else [
-        (anchor, library) for anchor in singles if book.is_anchor(anchor) for library in implementations.libraries
-        if library.refuse(book, anchor) is None
+    asked = [] if table is None else [
+        (anchor, library) for anchor in singles if table.is_anchor(anchor) for library in implementations.libraries
+        if library.refuse(table, anchor) is None
     ]
     choices = (
         *(Choice(single, implementations.aten) for single in singles),

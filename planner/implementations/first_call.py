@@ -15,7 +15,7 @@ from fuseplan.kernels.ir.in_place import Reuse, ReuseOptions
 from fuseplan.kernels.ir.ir import Buffer, KernelIR
 from fuseplan.planner.errors import RefusedError, failure_reason
 from fuseplan.planner.graph.layouts import layout_of, same_layout
-from fuseplan.planner.implementations.subject import Fused
+from fuseplan.planner.implementations.tunable_group import Fused
 
 
 @dataclass(eq=False)

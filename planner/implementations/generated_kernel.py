@@ -23,7 +23,7 @@ from fuseplan.planner.groups.candidates import Candidate
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.implementations.aten import run_chain, run_unfused
 from fuseplan.planner.implementations.first_call import Calling, FirstCall
-from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementation import Implementation, PlannedGroup, Screening
 from fuseplan.planner.lowering.lower import NotLowerable
 from fuseplan.search.store.record import TuningRecord
@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 CONTRACTION = "contraction"
 
 
-def _contracts(book: GroupBook, group: Candidate) -> bool:
-    return any(segment.products for segment in book.lowered(group).ir.segments)
+def _contracts(table: GroupTable, group: Candidate) -> bool:
+    return any(segment.products for segment in table.lowered(group).ir.segments)
 
 
 @dataclass(frozen=True)
@@ -55,56 +55,56 @@ class GeneratedKernel(Implementation):
             raise KeyError(backend)
         return replace(self, backends=tuple(sorted(self.backends, key=lambda one: one.name != backend)))
 
-    def backend_for(self, book: GroupBook, group: Candidate) -> Backend | None:
+    def backend_for(self, table: GroupTable, group: Candidate) -> Backend | None:
         """The first back end that is here and can express the group."""
-        return book.backend_for(group, self.backends, self.target)
+        return table.backend_for(group, self.backends, self.target)
 
-    def refuse(self, book: GroupBook, group: Candidate) -> str | None:
-        if is_cpu(book.device_type) and len(group.ops) == 1 and not group.inputs:
+    def refuse(self, table: GroupTable, group: Candidate) -> str | None:
+        if is_cpu(table.device_type) and len(group.ops) == 1 and not group.inputs:
             return "it only fills memory: on CPUs that takes as long as the memory lets it, whoever does it"
-        return None if self.backend_for(book, group) is not None else "no back end can express the group here"
+        return None if self.backend_for(table, group) is not None else "no back end can express the group here"
 
-    def work(self, book: GroupBook, group: Candidate) -> Work:
-        return book.work(group)
+    def work(self, table: GroupTable, group: Candidate) -> Work:
+        return table.work(group)
 
-    def calibration(self, book: GroupBook, group: Candidate) -> str:
-        backend = self.backend_for(book, group)
+    def calibration(self, table: GroupTable, group: Candidate) -> str:
+        backend = self.backend_for(table, group)
         if backend is None:
             return ""
-        return CONTRACTION if _contracts(book, group) else backend.name
+        return CONTRACTION if _contracts(table, group) else backend.name
 
-    def screen(self, book: GroupBook, group: Candidate, tuner: Tuner) -> Screening:
-        trial = tuner.screen(book.subject(group))
-        return Screening(trial.median_us, trial.reason, CONTRACTION if _contracts(book, group) else trial.backend)
+    def screen(self, table: GroupTable, group: Candidate, tuner: Tuner) -> Screening:
+        trial = tuner.screen(table.subject(group))
+        return Screening(trial.median_us, trial.reason, CONTRACTION if _contracts(table, group) else trial.backend)
 
-    def part(self, book: GroupBook, group: Candidate, backend: str, config: Config) -> Part:
-        subject = book.subject(group)
+    def part(self, table: GroupTable, group: Candidate, backend: str, config: Config) -> Part:
+        subject = table.subject(group)
         return Part(subject, self._named(backend), config, subject.operands, subject.outputs)
 
-    def run_by(self, book: GroupBook, group: Candidate) -> str:
-        return self.calibration(book, group) or self.name
+    def run_by(self, table: GroupTable, group: Candidate) -> str:
+        return self.calibration(table, group) or self.name
 
-    def recorded(self, book: GroupBook, group: Candidate, tuning: TuningRecord | None) -> tuple[str, Config, str]:
-        key = book.subject(group).key
+    def recorded(self, table: GroupTable, group: Candidate, tuning: TuningRecord | None) -> tuple[str, Config, str]:
+        key = table.subject(group).key
         if tuning is not None:
             return tuning.backend, dict(tuning.config), key
-        backend = self._named(self.calibration(book, group))
-        return backend.name, dict(backend.default_config(book.lowered(group).ir, self.target)), key
+        backend = self._named(self.calibration(table, group))
+        return backend.name, dict(backend.default_config(table.lowered(group).ir, self.target)), key
 
     def _named(self, backend: str) -> Backend:
         return next(one for one in self.backends if one.name == backend)
 
-    def refuse_record(self, book: GroupBook, group: Candidate, config: Config) -> str | None:
+    def refuse_record(self, table: GroupTable, group: Candidate, config: Config) -> str | None:
         backend = self.backends[0]
         try:
-            ir = book.lowered(group).ir
+            ir = table.lowered(group).ir
         except NotLowerable as error:
             return f"a group cannot be one kernel: {error}"
         reason = backend.refuse_config(ir, config, self.target)
         return reason and f"{backend.name} could not have chosen a group's configuration: {reason}"
 
-    def reuse(self, book: GroupBook, group: Candidate, config: Config) -> Mapping[str, tuple[str, ...]]:
-        backend, lowered = self.backends[0], book.lowered(group)
+    def reuse(self, table: GroupTable, group: Candidate, config: Config) -> Mapping[str, tuple[str, ...]]:
+        backend, lowered = self.backends[0], table.lowered(group)
         options = backend.reuse_options(lowered.ir, config) if isinstance(backend, WritesInPlace) else {}
         return {
             lowered.outputs[output]: tuple(lowered.inputs[source] for source in sources)
@@ -113,11 +113,11 @@ class GeneratedKernel(Implementation):
 
     # -- at run time ------------------------------------------------------------------------------------------
 
-    def is_writable(self, book: GroupBook, ops: tuple[str, ...], config: Config) -> bool:
+    def is_writable(self, table: GroupTable, ops: tuple[str, ...], config: Config) -> bool:
         """As at run time: where the first back end cannot, another one does with its default configuration."""
-        if book.legal(ops) is not None:
+        if table.legal(ops) is not None:
             return False
-        ir = book.lowered(Candidate(ops, (), ())).ir
+        ir = table.lowered(Candidate(ops, (), ())).ir
         for backend in self.backends:
             if backend.unavailable() is None and backend.refuse(ir, self.target) is None:
                 given = config if backend is self.backends[0] else backend.default_config(ir, self.target)
@@ -128,10 +128,10 @@ class GeneratedKernel(Implementation):
                 return True
         return False
 
-    def prepare(self, book: GroupBook, traced: Traced, group: PlannedGroup) -> FirstCall:
+    def prepare(self, table: GroupTable, traced: Traced, group: PlannedGroup) -> FirstCall:
         if reason := self.backends[0].unavailable():
             raise RefusedError(f"{self.backends[0].name}: {reason}")
-        lowered, device_type = lower_group(traced.graph, group.ops, book.numerics), self.target.device_type
+        lowered, device_type = lower_group(traced.graph, group.ops, table.numerics), self.target.device_type
         for value in (*lowered.inputs, *lowered.outputs):
             node = traced.node_of.get(value)
             fake = node.meta.get("val") if node is not None else None

@@ -18,8 +18,8 @@ from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.dispatch_stats import Source, Tally
 from fuseplan.planner.groups.candidates import Candidate
 from fuseplan.planner.implementations.first_call import FirstCall
-from fuseplan.planner.implementations.group_book import GroupBook
-from fuseplan.planner.implementations.subject import GroupSubject
+from fuseplan.planner.implementations.group_table import GroupTable
+from fuseplan.planner.implementations.tunable_group import TunableGroup
 from fuseplan.planner.module_paths import Paths, located, place
 from fuseplan.search.store.record import TuningRecord
 from fuseplan.search.timing.sequence import Part
@@ -57,59 +57,59 @@ class Implementation(ABC):
     backends: tuple[Backend, ...] = ()
 
     @abstractmethod
-    def refuse(self, book: GroupBook, group: Candidate) -> str | None:
+    def refuse(self, table: GroupTable, group: Candidate) -> str | None:
         """Why it cannot run the group here; None when it can."""
 
     @abstractmethod
-    def work(self, book: GroupBook, group: Candidate) -> Work:
+    def work(self, table: GroupTable, group: Candidate) -> Work:
         """What one call moves and computes."""
 
     @abstractmethod
-    def calibration(self, book: GroupBook, group: Candidate) -> str:
+    def calibration(self, table: GroupTable, group: Candidate) -> str:
         """Name of the calibration that predicts it."""
 
     @abstractmethod
-    def screen(self, book: GroupBook, group: Candidate, tuner: Tuner) -> Screening:
+    def screen(self, table: GroupTable, group: Candidate, tuner: Tuner) -> Screening:
         """Time it shortly, checked where it is not ATen itself."""
 
-    def subject(self, book: GroupBook, group: Candidate) -> GroupSubject:
+    def subject(self, table: GroupTable, group: Candidate) -> TunableGroup:
         """The group as the search sees it when this runs it."""
-        return book.subject(group)
+        return table.subject(group)
 
-    def part(self, book: GroupBook, group: Candidate, backend: str, config: Config) -> Part:
+    def part(self, table: GroupTable, group: Candidate, backend: str, config: Config) -> Part:
         """The group as a part of a sequence; what searches runs it by this back end's kernel in this configuration."""
-        subject = self.subject(book, group)
+        subject = self.subject(table, group)
         return Part(subject, reads=subject.operands, makes=subject.outputs)
 
-    def run_by(self, book: GroupBook, group: Candidate) -> str:
+    def run_by(self, table: GroupTable, group: Candidate) -> str:
         """What a record calls it where it was not tuned."""
         return self.name
 
     # -- what a record says of it -----------------------------------------------------------------------------
 
-    def recorded(self, book: GroupBook, group: Candidate, tuning: TuningRecord | None) -> tuple[str, Config, str]:
+    def recorded(self, table: GroupTable, group: Candidate, tuning: TuningRecord | None) -> tuple[str, Config, str]:
         """How a plan's record names it: who runs the group, in which configuration, and the tuning's workload key."""
         return self.name, {}, ""
 
-    def refuse_record(self, book: GroupBook, group: Candidate, config: Config) -> str | None:
+    def refuse_record(self, table: GroupTable, group: Candidate, config: Config) -> str | None:
         """Why a record that names it for a group cannot have been written here; None when it can."""
         if config or len(group.ops) > 1:
             return "a library call has several ops, or a configuration"
-        reason = self.refuse(book, group)
+        reason = self.refuse(table, group)
         return None if reason is None else f"{self.name} cannot run an op: {reason}"
 
-    def reuse(self, book: GroupBook, group: Candidate, config: Config) -> Mapping[str, tuple[str, ...]]:
+    def reuse(self, table: GroupTable, group: Candidate, config: Config) -> Mapping[str, tuple[str, ...]]:
         """Which outputs may take which inputs' memory, by the names of values."""
         return {}
 
     # -- at run time ------------------------------------------------------------------------------------------
 
-    def is_writable(self, book: GroupBook, ops: tuple[str, ...], config: Config) -> bool:
+    def is_writable(self, table: GroupTable, ops: tuple[str, ...], config: Config) -> bool:
         """Whether it runs a group of a graph whose sizes may be dynamic, as its record says or nearly so."""
         return True
 
-    def prepare(self, book: GroupBook, traced: Traced, group: PlannedGroup) -> FirstCall | None:
-        """The call of a group of ``traced``, whose groups are those of ``book``; None leaves its ops as they are.
+    def prepare(self, table: GroupTable, traced: Traced, group: PlannedGroup) -> FirstCall | None:
+        """The call of a group of ``traced``, whose groups are those of ``table``; None leaves its ops as they are.
 
         Whatever it raises is the reason why the group runs unfused.
         """

@@ -15,9 +15,9 @@ from fuseplan.planner.groups.candidates import Candidate
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations.aten import anchor_calibration, run_op
 from fuseplan.planner.implementations.first_call import Calling, FirstCall
-from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementation import Implementation, PlannedGroup, Screening
-from fuseplan.planner.implementations.subject import GroupSubject
+from fuseplan.planner.implementations.tunable_group import TunableGroup
 from fuseplan.planner.libraries.library_call import LibraryCall
 from fuseplan.search.tune.tuner import Tuner
 
@@ -30,36 +30,36 @@ class LibraryOp(Implementation):
     name: str
     mode: Mode = "eager"
 
-    def refuse(self, book: GroupBook, group: Candidate) -> str | None:
-        node = book.graph.op(group.ops[0])
+    def refuse(self, table: GroupTable, group: Candidate) -> str | None:
+        node = table.graph.op(group.ops[0])
         if len(set(node.inputs)) < len(node.inputs):
             return "an operand is given twice"
-        if book.numerics == "eager" and node.attrs.get("cap") is not None:
+        if table.numerics == "eager" and node.attrs.get("cap") is not None:
             return "it does not round where the ops that cap scores do"
-        if not all(book.graph.specs[value].is_static for value in (*node.inputs, *node.outputs)):
+        if not all(table.graph.specs[value].is_static for value in (*node.inputs, *node.outputs)):
             return "sizes are dynamic"
-        return self.call.refuse(book.op_group(group))
+        return self.call.refuse(table.op_group(group))
 
-    def work(self, book: GroupBook, group: Candidate) -> Work:
-        return book.call_work(group, self.name)
+    def work(self, table: GroupTable, group: Candidate) -> Work:
+        return table.call_work(group, self.name)
 
-    def calibration(self, book: GroupBook, group: Candidate) -> str:
-        return anchor_calibration(book, group)
+    def calibration(self, table: GroupTable, group: Candidate) -> str:
+        return anchor_calibration(table, group)
 
-    def subject(self, book: GroupBook, group: Candidate) -> GroupSubject:
-        return book.call_subject(group, self.call)
+    def subject(self, table: GroupTable, group: Candidate) -> TunableGroup:
+        return table.call_subject(group, self.call)
 
-    def screen(self, book: GroupBook, group: Candidate, tuner: Tuner) -> Screening:
-        found = tuner.contest_calls(book.subject(group), {self.name: self.subject(book, group)})()
+    def screen(self, table: GroupTable, group: Candidate, tuner: Tuner) -> Screening:
+        found = tuner.contest_calls(table.subject(group), {self.name: self.subject(table, group)})()
         if found is None or self.name in found.failed:
             return Screening(None, "its run failed" if found is None else found.failed[self.name])
         return Screening(found.contest.time(self.name).median_us)
 
-    def prepare(self, book: GroupBook, traced: Traced, group: PlannedGroup) -> FirstCall:
-        candidate = Candidate(group.ops, (), compute_graph_of(book.graph).outputs_of(group.ops))
-        if (reason := self.refuse(book, candidate)) is not None:
+    def prepare(self, table: GroupTable, traced: Traced, group: PlannedGroup) -> FirstCall:
+        candidate = Candidate(group.ops, (), compute_graph_of(table.graph).outputs_of(group.ops))
+        if (reason := self.refuse(table, candidate)) is not None:
             raise RefusedError(reason)
-        op = book.op_group(candidate)
+        op = table.op_group(candidate)
         outputs = [(value, op.specs[value]) for value in op.outputs]
 
         def build(in_place: bool) -> tuple[Calling, ReuseOptions]:

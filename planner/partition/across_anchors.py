@@ -25,7 +25,7 @@ from fuseplan.planner.groups.candidates import (
 )
 from fuseplan.planner.groups.regions import is_anchor, region_parts
 from fuseplan.planner.implementations.choices import Choice, RegionProblem, region_problem
-from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import Implementations
 from fuseplan.planner.partition.by_measurement import MeasuredRegion
 from fuseplan.planner.partition.guided_loop import predicted_partition
@@ -44,31 +44,31 @@ class JointProblems:
     def __init__(self, ways: Implementations, limits: CandidateLimits) -> None:
         self._ways = ways
         self._limits = limits
-        self._around: WeakKeyDictionary[GroupBook, dict[Region, Future[_Around]]] = WeakKeyDictionary()
+        self._around: WeakKeyDictionary[GroupTable, dict[Region, Future[_Around]]] = WeakKeyDictionary()
 
     def planned(
-        self, book: GroupBook, region: Region, plans: Sequence[tuple[Region, PlanRecord]]
+        self, table: GroupTable, region: Region, plans: Sequence[tuple[Region, PlanRecord]]
     ) -> RegionProblem | None:
         """The choices of a region whose parts have plans; None where no kernel can hold a matmul."""
         chosen: list[Choice] = []
         for part, record in plans:
-            groups = placed_candidates(book.graph, part, [group.ops for group in record.groups])
+            groups = placed_candidates(table.graph, part, [group.ops for group in record.groups])
             ways = (self._ways.named(group.implementation) for group in record.groups)
             chosen += map(Choice, groups, ways)
-        return self._problem(book, region, chosen)
+        return self._problem(table, region, chosen)
 
-    def nominal(self, book: GroupBook, region: Region) -> RegionProblem | None:
+    def nominal(self, table: GroupTable, region: Region) -> RegionProblem | None:
         """The choices should the plans of its islands be their nominal covers, and ATen run the rest."""
         chosen: list[Choice] = []
-        for part in (part for part in region_parts(book.graph, region) if not is_anchor(book.graph, part)):
-            problem = region_problem(book.graph, part, book.enumerated(part, self._limits), self._ways, book)
-            cover = predicted_partition(problem, ModelPrices(book, None, part).nominal_s)
+        for part in (part for part in region_parts(table.graph, region) if not is_anchor(table.graph, part)):
+            problem = region_problem(table.graph, part, table.enumerated(part, self._limits), self._ways, table)
+            cover = predicted_partition(problem, ModelPrices(table, None, part).nominal_s)
             chosen += [one.choice for one in cover.chosen]
-        return self._problem(book, region, chosen)
+        return self._problem(table, region, chosen)
 
-    def _problem(self, book: GroupBook, region: Region, chosen: Sequence[Choice]) -> RegionProblem | None:
+    def _problem(self, table: GroupTable, region: Region, chosen: Sequence[Choice]) -> RegionProblem | None:
         """``chosen`` are those of its parts' plans."""
-        graph, ways, (enumerated, anchored) = book.graph, self._ways, self._groups_around(book, region)
+        graph, ways, (enumerated, anchored) = table.graph, self._ways, self._groups_around(table, region)
         if not anchored:
             return None
         kernels = [one.group for one in chosen if one.implementation.backends]
@@ -83,26 +83,26 @@ class JointProblems:
         won = frozenset(range(len(singles), len(singles) + len(libraries)))
         return RegionProblem(tuple(single.ops[0] for single in singles), choices, edges, won)
 
-    def _groups_around(self, book: GroupBook, region: Region) -> _Around:
+    def _groups_around(self, table: GroupTable, region: Region) -> _Around:
         mine: Future[_Around] = Future()
-        found = self._around.setdefault(book, {}).setdefault(region, mine)
+        found = self._around.setdefault(table, {}).setdefault(region, mine)
         if found is mine:
             try:
-                mine.set_result(groups_around_anchors(book, region, self._ways, self._limits))
+                mine.set_result(groups_around_anchors(table, region, self._ways, self._limits))
             except BaseException as error:
                 mine.set_exception(error)
         return found.result()
 
 
 def groups_around_anchors(
-    book: GroupBook, region: Region, ways: Implementations, limits: CandidateLimits
+    table: GroupTable, region: Region, ways: Implementations, limits: CandidateLimits
 ) -> _Around:
     """The groups of a region's islands, and those around its matmuls that can be kernels."""
-    graph = book.graph
+    graph = table.graph
     islands = [part for part in region_parts(graph, region) if not is_anchor(graph, part)]
-    enumerated = [one for part in islands for one in book.enumerated(part, limits).candidates]
-    anchored = anchored_candidates(graph, region, enumerated, book.legal)
-    return enumerated, [one for one in anchored if ways.kernel.refuse(book, one) is None]
+    enumerated = [one for part in islands for one in table.enumerated(part, limits).candidates]
+    anchored = anchored_candidates(graph, region, enumerated, table.legal)
+    return enumerated, [one for one in anchored if ways.kernel.refuse(table, one) is None]
 
 
 def plan_across_anchors(
@@ -111,12 +111,12 @@ def plan_across_anchors(
     """The plan of a joint problem, where it holds matmuls in its groups and is faster than the plans of the parts."""
     began, prices = time.monotonic(), joint.prices
     decided = joint.decide()
-    anchors = {one.group.ops[0] for one in joint.problem.plain if prices.book.is_anchor(one.group)}
+    anchors = {one.group.ops[0] for one in joint.problem.plain if prices.table.is_anchor(one.group)}
     groups = [priced.choice.group for priced in decided.result.chosen]
     if all(len(group.ops) == 1 or anchors.isdisjoint(group.ops) for group in groups):
         return None
     record = writer.record(prices, decided.result, time.monotonic() - began, decided.reason, decided.undecided)
-    gain = gain_on_parts(prices.book, writer.region, record, plans, ways, prices.tuner)
+    gain = gain_on_parts(prices.table, writer.region, record, plans, ways, prices.tuner)
     if gain is None or gain <= joint.margin:
         return None
     reason = f"{record.evidence.reason}; gains {gain:.1%} on the plans of its parts"

@@ -73,7 +73,7 @@ class MeasuredRegion:
 
     @property
     def _is_anchor(self) -> bool:
-        return all(self.prices.book.is_anchor(one.group) for one in self.problem.plain)
+        return all(self.prices.table.is_anchor(one.group) for one in self.problem.plain)
 
     def _left_to_aten(self) -> str:
         """Why no calls of a matmul or of attention are timed; "" where they are."""
@@ -180,7 +180,7 @@ class MeasuredRegion:
     def _tune(self, choices: Iterable[Choice]) -> bool:
         """Search the configurations that were not; True when there were any."""
         groups = [choice.group for choice in choices if self.prices.untuned(choice)]
-        self.prices.tuner.prefetch((self.prices.book.subject(group) for group in groups[1:]), self.prices.minor)
+        self.prices.tuner.prefetch((self.prices.table.subject(group) for group in groups[1:]), self.prices.minor)
         for group in groups:
             self.prices.tuned(group)
         return bool(groups)
@@ -211,7 +211,7 @@ class MeasuredRegion:
         """Two covers, each as a whole, in one interleaved run."""
         sides = {_INCUMBENT: incumbent, _CHALLENGER: challenger}
         names = {choice: f"part {at}" for at, choice in enumerate(dict.fromkeys([*incumbent, *challenger]))}
-        graph = self.prices.book.graph
+        graph = self.prices.table.graph
         flow = compute_graph_of(graph)
 
         return self.prices.tuner.play_off(
@@ -221,11 +221,11 @@ class MeasuredRegion:
         )
 
     def _part(self, choice: Choice) -> Part:
-        way, book = choice.implementation, self.prices.book
+        way, table = choice.implementation, self.prices.table
         if not way.backends:
-            return way.part(book, choice.group, "", {})
+            return way.part(table, choice.group, "", {})
         record = self.prices.tuned(choice.group)
-        return way.part(book, choice.group, record.backend, record.config)
+        return way.part(table, choice.group, record.backend, record.config)
 
     def _give_up(self, incumbent: Sequence[Choice], challenger: Sequence[Choice]) -> bool:
         """Of the losing choices, drop the one farthest above its nominal cost; False when there is none to drop."""

@@ -17,9 +17,9 @@ from fuseplan.planner.groups.candidates import Candidate, region_candidates, reg
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.convex import Dependencies
 from fuseplan.planner.groups.cycles import short_cycles
-from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import Implementations
-from fuseplan.planner.implementations.subject import group_label
+from fuseplan.planner.implementations.tunable_group import group_label
 from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.search.store.record import GroupChoice, PlanRecord
 
@@ -32,7 +32,7 @@ class RefusedPlanError(Exception):
 class PlanCheck:
     """Checks the plans of a static graph's regions."""
 
-    book: GroupBook
+    table: GroupTable
     ways: Implementations
 
     def accepted(self, region: Region, record: PlanRecord) -> PlanRecord:
@@ -41,7 +41,7 @@ class PlanCheck:
         Raises:
             RefusedPlanError: It cannot be this region's.
         """
-        graph = self.book.graph
+        graph = self.table.graph
         dependencies = region_dependencies(graph, region)
         members = self._members(region, dependencies)
         refuse_cover(record.groups, members)
@@ -58,7 +58,7 @@ class PlanCheck:
 
     def _members(self, region: Region, dependencies: Dependencies) -> dict[int, int]:
         """For positions of compute ops in the region, their numbers among its compute ops."""
-        flow = compute_graph_of(self.book.graph)
+        flow = compute_graph_of(self.table.graph)
         numbers = {at: number for number, at in enumerate(dependencies.members)}
         places = enumerate(flow.position[name] for name in region.ops)
         return {place: numbers[at] for place, at in places if at in numbers}
@@ -68,10 +68,10 @@ class PlanCheck:
             way = self.ways.named(choice.implementation)
         except KeyError:
             raise RefusedPlanError(
-                f"it names an implementation that is none for {self.book.device_type}") from None
-        if reason := way.refuse_record(self.book, group, choice.config):
+                f"it names an implementation that is none for {self.table.device_type}") from None
+        if reason := way.refuse_record(self.table, group, choice.config):
             raise RefusedPlanError(reason)
-        return replace(choice, label=group_label(self.book.graph, group.ops, group.outputs))
+        return replace(choice, label=group_label(self.table.graph, group.ops, group.outputs))
 
 
 def refuse_cover(groups: Sequence[GroupChoice], members: Mapping[int, int] | None = None) -> None:

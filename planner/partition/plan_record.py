@@ -15,9 +15,9 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import Candidate, placed_candidates, region_dependencies, single_candidates
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations.choices import Choice
-from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import Implementations
-from fuseplan.planner.implementations.subject import group_label
+from fuseplan.planner.implementations.tunable_group import group_label
 from fuseplan.planner.partition.guided_loop import GuidedResult, Priced
 from fuseplan.planner.partition.peak_memory import peak_bytes
 from fuseplan.search.store.record import (
@@ -44,12 +44,12 @@ class PlanWriter:
     """
 
     def __init__(
-        self, key: RecordKey, book: GroupBook, region: Region, ways: Implementations, seed: int, alternatives: int,
+        self, key: RecordKey, table: GroupTable, region: Region, ways: Implementations, seed: int, alternatives: int,
         run: str = "",
     ) -> None:
         self.key = key
-        self.book = book
-        self.graph = book.graph
+        self.table = table
+        self.graph = table.graph
         self.region = region
         self.ways = ways
         self.seed = seed
@@ -127,7 +127,7 @@ class PlanWriter:
         ordered = in_running_order(self.graph, self.region, chosen)
         groups = tuple(chosen[one] for one in ordered)
         reuse = [
-            self.ways.named(group.implementation).reuse(self.book, one, group.config)
+            self.ways.named(group.implementation).reuse(self.table, one, group.config)
             for one, group in zip(ordered, groups, strict=True)
         ]
         return PlanRecord(
@@ -149,7 +149,7 @@ class PlanWriter:
                 self.graph, single_candidates(self.graph, self.region), self.region.outputs
             ),
             evidence=Evidence(
-                now(), Versions.current(self.book.device_type), self.seed, round(elapsed_s, 3), reason=reason,
+                now(), Versions.current(self.table.device_type), self.seed, round(elapsed_s, 3), reason=reason,
                 run=self.run,
             ),
             undecided=undecided,
@@ -176,7 +176,7 @@ class PlanWriter:
 
     def _group(self, priced: Priced, prices: ModelPrices) -> GroupChoice:
         choice = priced.choice
-        name, config, workload = choice.implementation.recorded(self.book, choice.group, _tuning(choice, prices))
+        name, config, workload = choice.implementation.recorded(self.table, choice.group, _tuning(choice, prices))
         return GroupChoice(
             self._places(choice.group.ops),
             name,
@@ -215,7 +215,7 @@ class PlanWriter:
             reason,
             _predicted_us(choice, prices) if prices.spec is not None else None,
             measured_us,
-            (tuning.backend if tuning is not None else "") or choice.implementation.run_by(self.book, choice.group),
+            (tuning.backend if tuning is not None else "") or choice.implementation.run_by(self.table, choice.group),
             tuning.key.workload if tuning is not None else "",
             prices.delay_us(choice),
         )

@@ -14,7 +14,7 @@ from fuseplan.planner.groups.candidates import Candidate, Refusal, enumerate_can
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.places import place_of, region_paths
 from fuseplan.planner.groups.regions import find_boundaries, region_parts
-from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import kernel_mode
 from fuseplan.planner.module_paths import RepeatedPaths, group_place, located
 from fuseplan.planner.ops.table import kind_of, why_opaque
@@ -33,7 +33,7 @@ _EXAMPLES = 5
 
 def explain_plan(session: Session, workload: str, graph: DataflowGraph, plan: GraphPlan) -> Iterator[str]:
     """Lines that explain the plan of one captured workload."""
-    book = GroupBook(graph, session.settings.numerics, session.target.device_type)
+    table = GroupTable(graph, session.settings.numerics, session.target.device_type)
     kinds = Counter(kind_of(node, graph.specs) for node in graph)
     unique = plan.unique()
     yield (
@@ -48,7 +48,7 @@ def explain_plan(session: Session, workload: str, graph: DataflowGraph, plan: Gr
         occurrences = [other.region for other in plan.regions if other.region.key == one.region.key]
         yield ""
         yield f"Region {number} of {len(unique)}, {_times(len(occurrences))}: {one.record.label}"
-        yield from _RegionWords(session, graph, book, one, region_paths(graph, occurrences)).lines()
+        yield from _RegionWords(session, graph, table, one, region_paths(graph, occurrences)).lines()
 
 
 def compare_plans(planned: Sequence[tuple[str, DataflowGraph, GraphPlan]]) -> Iterator[str]:
@@ -114,10 +114,10 @@ class _RegionWords:
     """Explains one region."""
 
     def __init__(
-        self, session: Session, graph: DataflowGraph, book: GroupBook, plan: RegionPlan,
+        self, session: Session, graph: DataflowGraph, table: GroupTable, plan: RegionPlan,
         places: Sequence[RepeatedPaths],
     ) -> None:
-        self.session, self.graph, self.book, self.plan, self.places = session, graph, book, plan, places
+        self.session, self.graph, self.table, self.plan, self.places = session, graph, table, plan, places
         self.groups = [
             _Group(group_name(number), choice, frozenset(plan.group_ops(choice)))
             for number, choice in enumerate(plan.record.groups)
@@ -127,7 +127,7 @@ class _RegionWords:
         yield f"  {self._source()}"
         for group in self.groups:
             yield from self._group(group)
-        limits, legal = self.session.settings.limits, self.book.legal
+        limits, legal = self.session.settings.limits, self.table.legal
         found = [
             enumerate_candidates(self.graph, part, legal, limits)
             for part in region_parts(self.graph, self.plan.region)
@@ -216,7 +216,7 @@ class _RegionWords:
         spec = self.session.spec
         if spec is None:
             return "legal as one kernel, but not in the best cover"
-        bound_us = lower_bound(self.book.work(candidates[union]), spec, kernel_mode(self.session.settings.regime))
+        bound_us = lower_bound(self.table.work(candidates[union]), spec, kernel_mode(self.session.settings.regime))
         return f"as one kernel at least {bound_us:.2f} us, {apart}: not worth measuring further"
 
     def _rejected(self) -> Iterator[str]:

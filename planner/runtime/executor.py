@@ -20,7 +20,7 @@ from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import failure_reason
 from fuseplan.planner.implementations.direct_calls import bind_calls, fill_namespace
 from fuseplan.planner.implementations.first_call import FirstCall
-from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementation import PlannedGroup
 from fuseplan.planner.implementations.view_chains import collapse_views
 from fuseplan.planner.module_paths import Paths, place
@@ -114,11 +114,11 @@ def _first_calls(
     traced: Traced, groups: Sequence[PlannedGroup], target: Target, tally: Tally, numerics: str, in_place: bool
 ) -> dict[FirstCall, PlannedGroup]:
     """The calls of the groups that can be made here; equal ones, of repeated layers, are built once."""
-    book = GroupBook(traced.graph, numerics, target.device_type)
+    table = GroupTable(traced.graph, numerics, target.device_type)
     prepared: list[tuple[FirstCall, PlannedGroup]] = []
     for group in groups:
         try:
-            call = group.implementation.prepare(book, traced, group)
+            call = group.implementation.prepare(table, traced, group)
         except Exception as error:  # a group must never take the model down, whatever fails
             group.implementation.leave_out(group, tally, failure_reason(error))
         else:

@@ -19,7 +19,7 @@ from fuseplan.planner.errors import failure_reason
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region, bind_graph
 from fuseplan.planner.groups.places import paths_of, place_of
 from fuseplan.planner.groups.regions import find_regions, region_parts, unique_regions
-from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementation import PlannedGroup
 from fuseplan.planner.module_paths import located, place
 from fuseplan.planner.ops.table import kind_of
@@ -162,7 +162,7 @@ class _Passes:
             return False
         if plan.region.key not in self._unfit:
             settings, device_type = self.planner.settings, self.planner.target.device_type
-            dynamic, static = (GroupBook(graph, settings.numerics, device_type) for graph in (self.graph, self.static))
+            dynamic, static = (GroupTable(graph, settings.numerics, device_type) for graph in (self.graph, self.static))
             try:
                 self._unfit[plan.region.key] = any(
                     not one.implementation.is_writable(dynamic, one.ops, one.config)

@@ -15,8 +15,8 @@ from fuseplan.planner.cost.prices import ModelPrices
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.regions import is_anchor, region_parts
 from fuseplan.planner.implementations.choices import Choice, RegionProblem
-from fuseplan.planner.implementations.group_book import GroupBook
-from fuseplan.planner.implementations.subject import GroupSubject
+from fuseplan.planner.implementations.group_table import GroupTable
+from fuseplan.planner.implementations.tunable_group import TunableGroup
 from fuseplan.planner.partition.guided_loop import Prices, predicted_partition
 from fuseplan.search.errors import OWN_FAULTS
 from fuseplan.search.tune.tuner import Tuner
@@ -35,23 +35,24 @@ class Lookahead:
     """
 
     def __init__(
-        self, make_problem: Callable[[GroupBook, Region], RegionProblem],
-        make_prices: Callable[[GroupBook, Region | None], ModelPrices], make_book: Callable[[DataflowGraph], GroupBook],
-        search: Callable[[RegionProblem, Prices], object], tuner: Tuner, is_minor: Callable[[GroupBook, Region], bool],
-        make_joint: Callable[[GroupBook, Region], RegionProblem | None],
+        self, make_problem: Callable[[GroupTable, Region], RegionProblem],
+        make_prices: Callable[[GroupTable, Region | None], ModelPrices],
+        make_table: Callable[[DataflowGraph], GroupTable],
+        search: Callable[[RegionProblem, Prices], object], tuner: Tuner, is_minor: Callable[[GroupTable, Region], bool],
+        make_joint: Callable[[GroupTable, Region], RegionProblem | None],
     ) -> None:
         self._make_problem = make_problem
         self._make_prices = make_prices
-        self._make_book = make_book
+        self._make_table = make_table
         self._search = search
         self._tuner = tuner
         self._is_minor = is_minor
         self._make_joint = make_joint
-        self._books: dict[int, GroupBook] = {}
+        self._tables: dict[int, GroupTable] = {}
         self._problems: dict[Region, Future[RegionProblem]] = {}
         self._sent: set[str] = set()
         #: The kernels of nominal covers of whole regions.
-        self._wanted: dict[Region, list[GroupSubject]] = {}
+        self._wanted: dict[Region, list[TunableGroup]] = {}
         self._stop = threading.Event()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="lookahead")
 
@@ -68,9 +69,9 @@ class Lookahead:
             problem.cancel()  # nobody waits for what will not come
         sys.setswitchinterval(self._interval_s)
 
-    def book(self, graph: DataflowGraph) -> GroupBook:
-        """The one book of a graph."""
-        return self._books.setdefault(id(graph), self._make_book(graph))
+    def table(self, graph: DataflowGraph) -> GroupTable:
+        """The one table of a graph."""
+        return self._tables.setdefault(id(graph), self._make_table(graph))
 
     def send(self, graph: DataflowGraph, regions: Sequence[Region]) -> None:
         """Prepare the islands of these regions, after those that were sent before; each key once."""
@@ -83,7 +84,7 @@ class Lookahead:
     def send_whole(self, graph: DataflowGraph, regions: Iterable[Region]) -> None:
         """Compile kernels around matmuls of these regions, after what was sent before."""
         for region in regions:
-            self._pool.submit(self._quietly, self._compile_around_anchors, self.book(graph), region)
+            self._pool.submit(self._quietly, self._compile_around_anchors, self.table(graph), region)
 
     def remind(self, region: Region) -> None:
         """Compile what is best known by now of kernels around a region's matmuls: kernels alike may have been searched
@@ -101,12 +102,12 @@ class Lookahead:
 
     def _prepare(self, graph: DataflowGraph, region: Region, result: Future[RegionProblem]) -> None:
         try:
-            problem = self._make_problem(self.book(graph), region)
+            problem = self._make_problem(self.table(graph), region)
         except BaseException as error:
             result.set_exception(error)
             return
         result.set_result(problem)
-        self._quietly(self._compile_ahead, problem, self.book(graph), region)
+        self._quietly(self._compile_ahead, problem, self.table(graph), region)
 
     def _quietly(self, compile_ahead: Callable[..., object], *args: object) -> None:
         """A tune without it is only slower."""
@@ -118,31 +119,31 @@ class Lookahead:
             OWN_FAULTS.tolerate(error)
             _log.warning("the kernels of a region are not compiled ahead: %s: %s", type(error).__name__, error)
 
-    def _compile_around_anchors(self, book: GroupBook, region: Region) -> None:
+    def _compile_around_anchors(self, table: GroupTable, region: Region) -> None:
         """First the nominal cover's: those will be searched. Of the others any may be measured."""
-        problem = self._make_joint(book, region)
+        problem = self._make_joint(table, region)
         if problem is not None:
-            self._wanted[region] = self._compile_cover(problem, book, self._make_prices(book, None))
+            self._wanted[region] = self._compile_cover(problem, table, self._make_prices(table, None))
             groups = sorted((one.group for one in problem.choices if one.implementation.backends),
                             key=lambda group: -len(group.ops))
-            self._tuner.prefetch_default(map(book.subject, groups))
+            self._tuner.prefetch_default(map(table.subject, groups))
 
-    def _compile_ahead(self, problem: RegionProblem, book: GroupBook, region: Region) -> None:
-        prices, minor = self._make_prices(book, region), self._is_minor(book, region)
-        self._compile_cover(problem, book, prices, minor)
+    def _compile_ahead(self, problem: RegionProblem, table: GroupTable, region: Region) -> None:
+        prices, minor = self._make_prices(table, region), self._is_minor(table, region)
+        self._compile_cover(problem, table, prices, minor)
         if not minor:  # else nothing is measured beside the cover
             rehearsal = _Rehearsal(prices)
             self._search(problem, rehearsal)
-            self._tuner.prefetch_default(book.subject(choice.group) for choice in rehearsal.asked)
+            self._tuner.prefetch_default(table.subject(choice.group) for choice in rehearsal.asked)
 
     def _compile_cover(
-        self, problem: RegionProblem, book: GroupBook, prices: ModelPrices, minor: bool = False
-    ) -> list[GroupSubject]:
+        self, problem: RegionProblem, table: GroupTable, prices: ModelPrices, minor: bool = False
+    ) -> list[TunableGroup]:
         """Compile what will be tried of the kernels of the nominal cover, and give them."""
         cover = predicted_partition(problem, prices.nominal_s)
         if self._stop.is_set():  # in the meantime
             return []
-        kernels = [book.subject(one.choice.group) for one in cover.chosen if one.choice.implementation.backends]
+        kernels = [table.subject(one.choice.group) for one in cover.chosen if one.choice.implementation.backends]
         self._tuner.prefetch(kernels, minor, spare=True)
         return kernels
 

@@ -18,7 +18,7 @@ from fuseplan.planner.groups.candidates import Enumeration, enumerate_parts
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import find_regions, is_anchor, region_parts, unique_regions
 from fuseplan.planner.implementations.choices import RegionProblem, region_problem
-from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import Implementations, implementations_for
 from fuseplan.planner.partition.across_anchors import JointProblems, plan_across_anchors
 from fuseplan.planner.partition.by_measurement import MeasuredRegion
@@ -74,7 +74,7 @@ class Planner:
         self.refused, self.outdated = self.stored.refused, self.stored.outdated
         #: What was measured by this planner, by key: a part is decided once for all regions that have it.
         self._decided: dict[str, PlanRecord] = {}
-        self._shares: WeakKeyDictionary[GroupBook, Mapping[str, float]] = WeakKeyDictionary()
+        self._shares: WeakKeyDictionary[GroupTable, Mapping[str, float]] = WeakKeyDictionary()
         self._joint = JointProblems(self.implementations, self.settings.limits)
 
     @property
@@ -90,7 +90,7 @@ class Planner:
         """Something to look ahead with, where that disturbs no measurement: not on CPUs. Needs a tuner."""
         if self.tuner is None or not self.target.is_gpu:
             return None
-        return Lookahead(self._problem, lambda book, part: ModelPrices(book, self.spec, part), self._book,
+        return Lookahead(self._problem, lambda table, part: ModelPrices(table, self.spec, part), self._table,
                          self._rehearse, self.tuner, self._is_minor, self._nominal_joint)
 
     def _rehearse(self, problem: RegionProblem, prices: Prices) -> None:
@@ -120,7 +120,7 @@ class Planner:
             on_taken: Told about a region that another tuner is at work on, which is then left out with all regions
                 equal to it. Without it the other tuner is waited for.
         """
-        book = lookahead.book(graph) if lookahead is not None else self._book(graph)
+        table = lookahead.table(graph) if lookahead is not None else self._table(graph)
         if regions is None:
             regions = find_regions(graph)
             if self.tuner is None:
@@ -137,7 +137,7 @@ class Planner:
 
         distinct = unique_regions(regions)
         start = time.perf_counter()
-        stored = self.stored.find_all(book, (occurrences[0] for occurrences in distinct.values()))
+        stored = self.stored.find_all(table, (occurrences[0] for occurrences in distinct.values()))
         spent_us = (time.perf_counter() - start) * 1e6
         with ExitStack() as ending:
             for number, (key, occurrences) in enumerate(distinct.items(), 1):
@@ -148,7 +148,7 @@ class Planner:
                         assert on_taken is not None
                         on_taken(region)
                         continue
-                    found = self.stored.find_all(book, [region])[key]  # another tuner may have tuned it meanwhile
+                    found = self.stored.find_all(table, [region])[key]  # another tuner may have tuned it meanwhile
                 with leased:
                     if self.on_region is not None:
                         self.on_region(region_label(graph, region), number, len(distinct))
@@ -156,7 +156,7 @@ class Planner:
                         if found.hit is not None:
                             planned[key] = RegionPlan(region, found.hit, "database", found.shipped)
                         else:
-                            last_word = self._decide(graph, region, book, lookahead)
+                            last_word = self._decide(graph, region, table, lookahead)
                             finish()  # the region before was run as a whole beside this one's planning
                             unfinished.append((region, last_word, ending.enter_context(leased.pop_all())))
             finish()
@@ -185,7 +185,7 @@ class Planner:
             dynamic: The same graph with dynamic sizes.
             wanted: Each region with the groups, as names of ops, of a plan for its bound sizes.
         """
-        book = GroupBook(graph, self.settings.numerics, self.target.device_type, dynamic)
+        table = GroupTable(graph, self.settings.numerics, self.target.device_type, dynamic)
         records: dict[str, PlanRecord] = {}
         for region, groups in wanted:
             if region.key not in records:
@@ -193,10 +193,10 @@ class Planner:
                 parts = []
                 for part in region_parts(graph, region):
                     own = [ops for ops in groups if set(ops) <= set(part.ops)]
-                    enumeration = enumerate_parts(graph, part, own, book.legal)
-                    problem = self._choices(book, part, enumeration, self.unmeasured)
-                    parts.append((part, self._predicted(book, part, problem, reason)))
-                records[region.key] = self._joined(book, region, parts, 0.0, reason)
+                    enumeration = enumerate_parts(graph, part, own, table.legal)
+                    problem = self._choices(table, part, enumeration, self.unmeasured)
+                    parts.append((part, self._predicted(table, part, problem, reason)))
+                records[region.key] = self._joined(table, region, parts, 0.0, reason)
         return [RegionPlan(region, records[region.key], "model") for region, _ in wanted]
 
     def key(self, region: str) -> RecordKey:
@@ -204,7 +204,7 @@ class Planner:
 
     def look_up_all(self, graph: DataflowGraph, regions: Iterable[Region]) -> dict[str, PlanRecord]:
         """The stored plans of regions of a static graph that are current and checked, by region key."""
-        found = self.stored.find_all(self._book(graph), regions).items()
+        found = self.stored.find_all(self._table(graph), regions).items()
         return {workload: lookup.hit for workload, lookup in found if lookup.hit is not None}
 
     def undecided(self, graph: DataflowGraph) -> list[Region]:
@@ -221,17 +221,17 @@ class Planner:
         return [region for region in distinct if region.key not in stored]
 
     def _decide(
-        self, graph: DataflowGraph, region: Region, book: GroupBook, lookahead: Lookahead | None
+        self, graph: DataflowGraph, region: Region, table: GroupTable, lookahead: Lookahead | None
     ) -> Callable[[], RegionPlan]:
         """The plan of a region, once what was measured of it as a whole is waited for."""
         parts = region_parts(graph, region)
         if self.tuner is None:
             reason = "by the cost model, nothing was measured"
-            plans = [(part, self._predicted(book, part, self._problem(book, part, self.unmeasured), reason))
+            plans = [(part, self._predicted(table, part, self._problem(table, part, self.unmeasured), reason))
                      for part in parts]
-            predicted = RegionPlan(region, self._joined(book, region, plans, 0.0, reason), "model")
+            predicted = RegionPlan(region, self._joined(table, region, plans, 0.0, reason), "model")
             return lambda: predicted
-        return self._by_measurement(region, parts, book, self.tuner, lookahead)
+        return self._by_measurement(region, parts, table, self.tuner, lookahead)
 
     def _lease(self, tuner: Tuner, region: Region, leased: ExitStack, wait: bool) -> bool:
         """Be at work on a region alone until ``leased`` is closed; False where another tuner is, and not to be waited
@@ -242,18 +242,19 @@ class Planner:
             return True
         return bool(leased.enter_context(tuner.leases.taking([self.key(region.key)])))
 
-    def _predicted(self, book: GroupBook, part: Region, problem: RegionProblem, reason: str) -> PlanRecord:
-        prices = ModelPrices(book, self.spec, part)
+    def _predicted(self, table: GroupTable, part: Region, problem: RegionProblem, reason: str) -> PlanRecord:
+        prices = ModelPrices(table, self.spec, part)
         result = predicted_partition(problem, prices.predict_s, self._margin)
-        return self._writer(book, part).record(prices, result, 0.0, reason)
+        return self._writer(table, part).record(prices, result, 0.0, reason)
 
     def _joined(
-        self, book: GroupBook, region: Region, parts: Sequence[tuple[Region, PlanRecord]], elapsed_s: float, reason: str
+        self, table: GroupTable, region: Region, parts: Sequence[tuple[Region, PlanRecord]], elapsed_s: float,
+        reason: str
     ) -> PlanRecord:
-        return parts[0][1] if len(parts) == 1 else self._writer(book, region).joined(parts, elapsed_s, reason)
+        return parts[0][1] if len(parts) == 1 else self._writer(table, region).joined(parts, elapsed_s, reason)
 
     def _by_measurement(
-        self, region: Region, parts: Sequence[Region], book: GroupBook, tuner: Tuner, lookahead: Lookahead | None
+        self, region: Region, parts: Sequence[Region], table: GroupTable, tuner: Tuner, lookahead: Lookahead | None
     ) -> Callable[[], RegionPlan]:
         """The region's parts, those without a plan decided and stored now, and then the region as a whole.
 
@@ -262,7 +263,7 @@ class Planner:
         began = time.monotonic()
         if lookahead is not None:
             lookahead.remind(region)
-        stored = self.stored.find_all(book, parts)
+        stored = self.stored.find_all(table, parts)
         known = {part.key: self._decided.get(part.key) or stored[part.key].hit for part in parts}
         fresh = {part.key: part for part in reversed(parts) if known[part.key] is None}
         fresh = dict(reversed(fresh.items()))  # the first of equal parts, as the look-ahead has it
@@ -270,7 +271,7 @@ class Planner:
         while fresh:
             with tuner.leases.taking(self.key(key) for key in fresh) as taken:
                 mine = {key: part for key, part in fresh.items() if self.key(key) in taken}
-                found = self._measured_parts(book, mine, tuner, lookahead)
+                found = self._measured_parts(table, mine, tuner, lookahead)
                 known |= found
                 decided += [found[key] for key in mine if key in self._decided]
             fresh = {key: part for key, part in fresh.items() if key not in mine}
@@ -280,107 +281,107 @@ class Planner:
         if len(parts) == 1:
             alone = RegionPlan(region, plans[0][1], "tuned", decided=tuple(decided))
             return lambda: alone
-        joint = self._across_anchors(book, region, plans, tuner)
+        joint = self._across_anchors(table, region, plans, tuner)
         if joint is not None:
             plans = [(region, joint)]
-        verdict = beats_plain(book, region, plans, self.implementations, tuner)
-        return lambda: self._finished(book, region, plans, tuple(decided), tuner, verdict(), began)
+        verdict = beats_plain(table, region, plans, self.implementations, tuner)
+        return lambda: self._finished(table, region, plans, tuple(decided), tuner, verdict(), began)
 
     def _measured_parts(
-        self, book: GroupBook, parts: Mapping[str, Region], tuner: Tuner, lookahead: Lookahead | None
+        self, table: GroupTable, parts: Mapping[str, Region], tuner: Tuner, lookahead: Lookahead | None
     ) -> dict[str, PlanRecord]:
         """Plans of leased parts: decided and stored now, unless another tuner has done it."""
-        found = {key: lookup.hit for key, lookup in self.stored.find_all(book, parts.values()).items() if lookup.hit}
+        found = {key: lookup.hit for key, lookup in self.stored.find_all(table, parts.values()).items() if lookup.hit}
         fresh = {key: part for key, part in parts.items() if key not in found}
-        anchors = {key: self._opened(book, part, tuner) for key, part in fresh.items() if is_anchor(book.graph, part)}
+        anchors = {key: self._opened(table, part, tuner) for key, part in fresh.items() if is_anchor(table.graph, part)}
         for opened in anchors.values():
             opened.begin()
         for key in sorted(fresh, key=anchors.__contains__):
-            found[key] = self._decided[key] = self._measured(book, fresh[key], tuner, anchors.get(key), lookahead)
+            found[key] = self._decided[key] = self._measured(table, fresh[key], tuner, anchors.get(key), lookahead)
             tuner.leases.release([self.key(key)])  # others may wait for it
         return found
 
     def _across_anchors(
-        self, book: GroupBook, region: Region, plans: Sequence[tuple[Region, PlanRecord]], tuner: Tuner
+        self, table: GroupTable, region: Region, plans: Sequence[tuple[Region, PlanRecord]], tuner: Tuner
     ) -> PlanRecord | None:
         """A plan with matmuls inside its groups that is faster than those of the region's parts; None without one, or
         where the region takes too little of the model's time.
         """
-        if all(self._is_minor(book, part) for part, _ in plans):
+        if all(self._is_minor(table, part) for part, _ in plans):
             return None
-        problem = self._joint.planned(book, region, plans)
+        problem = self._joint.planned(table, region, plans)
         if problem is None:
             return None
-        prices = MeasuredPrices(book, self.spec, tuner, self.learner)
+        prices = MeasuredPrices(table, self.spec, tuner, self.learner)
         limit = self._limit(problem) + policy.MEASURED_AROUND_ANCHORS
         decided = MeasuredRegion(problem, prices, self.settings.tolerance, self._margin, limit)
-        return plan_across_anchors(decided, plans, self.implementations, self._writer(book, region))
+        return plan_across_anchors(decided, plans, self.implementations, self._writer(table, region))
 
-    def _nominal_joint(self, book: GroupBook, region: Region) -> RegionProblem | None:
+    def _nominal_joint(self, table: GroupTable, region: Region) -> RegionProblem | None:
         """The problem across a region's matmuls as far as it is known by now; None where it takes too little time."""
-        if all(self._is_minor(book, part) for part in region_parts(book.graph, region)):
+        if all(self._is_minor(table, part) for part in region_parts(table.graph, region)):
             return None
-        return self._joint.nominal(book, region)
+        return self._joint.nominal(table, region)
 
     def _finished(
-        self, book: GroupBook, region: Region, plans: Sequence[tuple[Region, PlanRecord]],
+        self, table: GroupTable, region: Region, plans: Sequence[tuple[Region, PlanRecord]],
         decided: tuple[PlanRecord, ...], tuner: Tuner, verdict: Verdict, began: float
     ) -> RegionPlan:
         """The plan of a region of several parts after its run beside plain ATen; stored."""
         reason = "; ".join(dict.fromkeys(record.evidence.reason for _, record in plans)) + verdict.words
         if not verdict.keeps:
-            plans = [(part, self._writer(book, part).plain(record, ModelPrices(book, self.spec, part)))
+            plans = [(part, self._writer(table, part).plain(record, ModelPrices(table, self.spec, part)))
                      for part, record in plans]
-        record = self._joined(book, region, plans, time.monotonic() - began, reason)
+        record = self._joined(table, region, plans, time.monotonic() - began, reason)
         with tuner.account.spend("storing"):
             tuner.database.put_plan(record)
         return RegionPlan(region, record, "tuned", decided=decided)
 
     def _opened(
-        self, book: GroupBook, part: Region, tuner: Tuner, lookahead: Lookahead | None = None
+        self, table: GroupTable, part: Region, tuner: Tuner, lookahead: Lookahead | None = None
     ) -> MeasuredRegion:
-        problem = (lookahead.problem(part) if lookahead is not None else None) or self._problem(book, part)
-        prices = MeasuredPrices(book, self.spec, tuner, self.learner, part, self._is_minor(book, part))
+        problem = (lookahead.problem(part) if lookahead is not None else None) or self._problem(table, part)
+        prices = MeasuredPrices(table, self.spec, tuner, self.learner, part, self._is_minor(table, part))
         return MeasuredRegion(problem, prices, self.settings.tolerance, self._margin, self._limit(problem))
 
     def _measured(
-        self, book: GroupBook, part: Region, tuner: Tuner, opened: MeasuredRegion | None, lookahead: Lookahead | None
+        self, table: GroupTable, part: Region, tuner: Tuner, opened: MeasuredRegion | None, lookahead: Lookahead | None
     ) -> PlanRecord:
         """A part decided by measurement, and stored."""
         began = time.monotonic()
         if opened is None:
-            opened = self._opened(book, part, tuner, lookahead)
+            opened = self._opened(table, part, tuner, lookahead)
         decided, prices = opened.decide(), opened.prices
-        record = self._writer(book, part).record(
+        record = self._writer(table, part).record(
             prices, decided.result, time.monotonic() - began, decided.reason, decided.undecided
         )
-        samples = region_samples(record.key, record.label, book.graph, part, record.enumerated, prices.samples.items())
+        samples = region_samples(record.key, record.label, table.graph, part, record.enumerated, prices.samples.items())
         with tuner.account.spend("storing"):
             store_samples(tuner.database, samples)
             tuner.database.put_plan(record)
         return record
 
-    def _is_minor(self, book: GroupBook, part: Region) -> bool:
+    def _is_minor(self, table: GroupTable, part: Region) -> bool:
         """Whether all occurrences of a part together take too little of the graph's time for an elaborate search."""
-        if book not in self._shares:
-            self._shares[book] = part_shares(book, self.implementations.aten)
-        return self._shares[book].get(part.key, 1.0) < self.settings.minor
+        if table not in self._shares:
+            self._shares[table] = part_shares(table, self.implementations.aten)
+        return self._shares[table].get(part.key, 1.0) < self.settings.minor
 
-    def _book(self, graph: DataflowGraph) -> GroupBook:
-        return GroupBook(graph, self.settings.numerics, self.target.device_type)
+    def _table(self, graph: DataflowGraph) -> GroupTable:
+        return GroupTable(graph, self.settings.numerics, self.target.device_type)
 
-    def _problem(self, book: GroupBook, part: Region, ways: Implementations | None = None) -> RegionProblem:
-        return self._choices(book, part, book.enumerated(part, self.settings.limits), ways)
+    def _problem(self, table: GroupTable, part: Region, ways: Implementations | None = None) -> RegionProblem:
+        return self._choices(table, part, table.enumerated(part, self.settings.limits), ways)
 
     def _choices(
-        self, book: GroupBook, part: Region, enumeration: Enumeration, ways: Implementations | None = None
+        self, table: GroupTable, part: Region, enumeration: Enumeration, ways: Implementations | None = None
     ) -> RegionProblem:
-        return region_problem(book.graph, part, enumeration, ways if ways is not None else self.implementations, book)
+        return region_problem(table.graph, part, enumeration, ways if ways is not None else self.implementations, table)
 
-    def _writer(self, book: GroupBook, region: Region) -> PlanWriter:
+    def _writer(self, table: GroupTable, region: Region) -> PlanWriter:
         seed, run = (self.tuner.seed, self.tuner.run) if self.tuner is not None else (0, "")
         return PlanWriter(
-            self.key(region.key), book, region, self.implementations, seed, self.settings.alternatives, run
+            self.key(region.key), table, region, self.implementations, seed, self.settings.alternatives, run
         )
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from fuseplan.planner.graph.dataflow import DataflowGraph
-from fuseplan.planner.implementations.subject import GroupSubject, group_subject
+from fuseplan.planner.implementations.tunable_group import TunableGroup, group_subject
 from fuseplan.planner.tuning.planner import GraphPlan
 from fuseplan.planner.tuning.session import Session
 from fuseplan.search import policy
@@ -62,7 +62,7 @@ def recheck(
 
 def _longest(
     session: Session, planned: Iterable[tuple[DataflowGraph, GraphPlan]]
-) -> list[tuple[GroupSubject, TuningRecord]]:
+) -> list[tuple[TunableGroup, TuningRecord]]:
     """The shipped kernels of the plans, or of parts of them, that take longest, each once."""
     store, settings = session.store, session.settings
     found: dict[str, tuple[TuningRecord, DataflowGraph, tuple[str, ...]]] = {}

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import fields, replace
 
 from fuseplan.planner.graph.dataflow import Region
-from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import Implementations
 from fuseplan.planner.partition.plan_check import PlanCheck, RefusedPlanError
 from fuseplan.planner.partition.plan_record import region_label
@@ -42,30 +42,30 @@ class StoredPlans:
     def key(self, region_key: str) -> RecordKey:
         return replace(self._context, workload=region_key)
 
-    def find_all(self, book: GroupBook, regions: Iterable[Region]) -> dict[str, Lookup[PlanRecord]]:
+    def find_all(self, table: GroupTable, regions: Iterable[Region]) -> dict[str, Lookup[PlanRecord]]:
         """Asked for all at once."""
         by_key, known = {self.key(region.key): region for region in regions}, set(self.refused)
         found = {
-            key.workload: self._checked(book, by_key[key], lookup)
+            key.workload: self._checked(table, by_key[key], lookup)
             for key, lookup in self._store.get_plans(by_key).items()
         }
         for key in self.refused.keys() - known:
-            label = region_label(book.graph, by_key[self.key(key)])
+            label = region_label(table.graph, by_key[self.key(key)])
             logger.warning("the stored plan of %s is not used: %s", label, self.refused[key])
         return found
 
-    def just_written(self, book: GroupBook, regions: Iterable[Region]) -> dict[str, Lookup[PlanRecord]]:
+    def just_written(self, table: GroupTable, regions: Iterable[Region]) -> dict[str, Lookup[PlanRecord]]:
         """Plans that another process has just stored with the same software, checked like any hit.
 
         Those that noise hides the answer of are among them. Whoever asks says why one is refused.
         """
         by_key = {self.key(region.key): region for region in regions}
         return {
-            key.workload: self._checked(book, by_key[key], replace(lookup, mismatch=()))
+            key.workload: self._checked(table, by_key[key], replace(lookup, mismatch=()))
             for key, lookup in self._store.get_plans(by_key).items() if _SOFTWARE.isdisjoint(lookup.mismatch)
         }
 
-    def _checked(self, book: GroupBook, region: Region, lookup: Lookup[PlanRecord]) -> Lookup[PlanRecord]:
+    def _checked(self, table: GroupTable, region: Region, lookup: Lookup[PlanRecord]) -> Lookup[PlanRecord]:
         """The look-up, or one that found nothing where a hit cannot be the region's plan."""
         if lookup.hit is None:
             names = tuple(one for one in lookup.mismatch if one != "undecided")
@@ -76,7 +76,7 @@ class StoredPlans:
         if stored == lookup.hit:
             return replace(lookup, record=accepted)
         try:
-            accepted = PlanCheck(book, self._implementations).accepted(region, lookup.hit)
+            accepted = PlanCheck(table, self._implementations).accepted(region, lookup.hit)
             self._sound[region.key] = lookup.hit, accepted
             return replace(lookup, record=accepted)
         except Exception as error:  # whatever else the check trips over: it costs this region alone

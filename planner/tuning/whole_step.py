@@ -13,13 +13,13 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
-from fuseplan.planner.cost.floor import floor_us, same_values
+from fuseplan.planner.cost.lower_bound import floor_us, same_values
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.candidates import single_candidates
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations.choices import Choice, in_order
-from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import Implementations, implementations_for
 from fuseplan.planner.partition.whole_region import planned_parts
 from fuseplan.planner.tuning.plans import GraphPlan
@@ -160,8 +160,8 @@ def _measured(session: Session, graph: DataflowGraph, plan: GraphPlan, timing: _
                        f"{policy.LONGEST_STEP_US * 1e-6:g} s are told by the sum of their regions")
     timing.on_start(unfused_us)
     regime = session.settings.regime
-    book = GroupBook(graph, session.settings.numerics, session.target.device_type)
-    step = _Step(book, plan, implementations_for(regime, session.backends, session.target))
+    table = GroupTable(graph, session.settings.numerics, session.target.device_type)
+    step = _Step(table, plan, implementations_for(regime, session.backends, session.target))
     rounds = policy.LONG_STEP_ROUNDS if unfused_us > policy.LONG_STEP_US else policy.STEP_ROUNDS
     outcome = timing.tuner.time_sides(step.parts, step.sides, step.kept, rounds)
     if not outcome.ok:
@@ -170,7 +170,7 @@ def _measured(session: Session, graph: DataflowGraph, plan: GraphPlan, timing: _
             session.database.put_capture(f"{_UNTIMED}/{timing.key}", asdict(untimed))
         return untimed
     contest: Contest = outcome.value
-    floor = floor_us(book, session.spec, "graph" if regime == "graph" else "eager")
+    floor = floor_us(table, session.spec, "graph" if regime == "graph" else "eager")
     unfused, chosen = (contest.time(side).median_us for side in (_UNFUSED, _PLANNED))
     found = StepTimes(unfused, chosen, contest.noise, floor, now(), session.device)
     session.database.put_capture(f"{_PREFIX}/{timing.key}", asdict(found))
@@ -180,8 +180,8 @@ def _measured(session: Session, graph: DataflowGraph, plan: GraphPlan, timing: _
 class _Step:
     """Both sides of a step as sequences: parts by name, the names that each side runs, and values that are returned."""
 
-    def __init__(self, book: GroupBook, plan: GraphPlan, ways: Implementations) -> None:
-        self.graph = book.graph
+    def __init__(self, table: GroupTable, plan: GraphPlan, ways: Implementations) -> None:
+        self.graph = table.graph
         self.parts: dict[str, Part] = {}
         self.sides: dict[str, list[str]] = {_UNFUSED: [], _PLANNED: []}
         flow = compute_graph_of(self.graph)
@@ -190,7 +190,7 @@ class _Step:
         self.kept = flow.needed_outside(members)
         self._made = {value for at in members for value in flow.nodes[at].outputs}
         first = {one.region.key: one.region for one in plan.unique()}
-        both = {one.region.key: tuple(self._parts_of(book, plan, one.region.key, ways)) for one in plan.unique()}
+        both = {one.region.key: tuple(self._parts_of(table, plan, one.region.key, ways)) for one in plan.unique()}
         for number, one in enumerate(plan.regions):
             names = self._names(same_values(self.graph, first[one.region.key], one.region))
             for side, parts in both[one.region.key]:
@@ -200,15 +200,15 @@ class _Step:
                     self.sides[side].append(name)
 
     def _parts_of(
-        self, book: GroupBook, plan: GraphPlan, key: str, ways: Implementations
+        self, table: GroupTable, plan: GraphPlan, key: str, ways: Implementations
     ) -> Iterator[tuple[str, list[Part]]]:
         """The parts of a region on either side, in order."""
         one = next(one for one in plan.regions if one.region.key == key)
         plain = {
-            Choice(single, ways.aten): ways.aten.part(book, single, "", {})
+            Choice(single, ways.aten): ways.aten.part(table, single, "", {})
             for single in single_candidates(self.graph, one.region)
         }
-        for side, parts in ((_UNFUSED, plain), (_PLANNED, planned_parts(book, [(one.region, one.record)], ways))):
+        for side, parts in ((_UNFUSED, plain), (_PLANNED, planned_parts(table, [(one.region, one.record)], ways))):
             yield side, [parts[choice] for choice in in_order(self.graph, parts)]
 
     def _names(self, same: Mapping[str, str]) -> dict[str, str]:

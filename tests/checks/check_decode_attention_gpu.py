@@ -31,7 +31,7 @@ from fuseplan.kernels.ir.backend import SM90
 from fuseplan.kernels.registry import local_target
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.graph.decode_attention import DECODE_ATTENTION, gathered
-from fuseplan.planner.implementations.subject import op_group
+from fuseplan.planner.implementations.tunable_group import op_group
 from fuseplan.planner.libraries.attention_calls import ATTENTION_CALLS
 from fuseplan.planner.libraries.decode_attention import Decode, SplitAttention, decode_of
 from fuseplan.planner.libraries.library_call import OpGroup

@@ -22,7 +22,7 @@ import torch
 
 from fuseplan.kernels.ir.backend import SM90, Backend
 from fuseplan.planner.capture.trace import capture
-from fuseplan.planner.implementations.subject import GroupSubject, group_subject
+from fuseplan.planner.implementations.tunable_group import TunableGroup, group_subject
 from fuseplan.planner.models.sources import find_source
 from fuseplan.planner.models.workload import decode, prefill
 from fuseplan.planner.tuning.planner import Planner
@@ -33,7 +33,7 @@ from interpret_kernels import backend_under_test, round_to_nearest, run_interpre
 from reference_backend import ReferenceBackend
 
 
-def llama_subjects(model: str, folder: str) -> Iterator[GroupSubject]:
+def llama_subjects(model: str, folder: str) -> Iterator[TunableGroup]:
     """The distinct fused groups of decode at batch 1 and 8 and of a short prefill."""
     source = find_source(model=model, device_type="cpu", layers=2)
     seen: set[str] = set()
@@ -49,7 +49,7 @@ def llama_subjects(model: str, folder: str) -> Iterator[GroupSubject]:
                     yield group_subject(graph, region.group_ops(choice), choice.workload)
 
 
-def compiled(backend: Backend, subject: GroupSubject) -> str:
+def compiled(backend: Backend, subject: TunableGroup) -> str:
     """What the compiler says; starts with "ok" when nothing spills."""
     reason = backend.refuse(subject.ir, SM90)
     if reason is not None:

@@ -34,7 +34,7 @@ from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.kernels.registry import local_target
 from fuseplan.kernels.triton.backend import TritonBackend
 from fuseplan.planner.groups.compute_graph import lower_group
-from fuseplan.planner.implementations.subject import _widened, chain_module
+from fuseplan.planner.implementations.tunable_group import _widened, chain_module
 from fuseplan.planner.lowering.lower import Lowered, group_nodes
 from fuseplan.planner.ops.table import kind_of
 from fuseplan.search.timing.measure import rotating_operands, screen

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from fuseplan.kernels.ir.backend import SM90
-from fuseplan.planner.implementations.subject import GroupSubject, group_subject
+from fuseplan.planner.implementations.tunable_group import TunableGroup, group_subject
 from fuseplan.planner.patterns.listing import LISTING
 from fuseplan.planner.patterns.table import PATTERNS, pattern_graph
 from fuseplan.planner.tuning.planner import Planner
@@ -42,7 +42,7 @@ KERNELS = {"moe_sigmoid": 2, "layer_norm": 0}
 ODD_OWN = {"dequantise_awq": "256x24", "causal_softmax": "2x3x5x9", "soft_cap_softmax": "2x3x5x9"}
 
 
-def subjects(name: str, shape: str, folder: str, dtype: str | None = None) -> Iterator[GroupSubject]:
+def subjects(name: str, shape: str, folder: str, dtype: str | None = None) -> Iterator[TunableGroup]:
     """The fused groups of a pattern's plan."""
     graph = pattern_graph(name, shape, dtype)
     store = Database(Path(folder) / "none.db", "read")

@@ -44,7 +44,7 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import enumerate_candidates
 from fuseplan.planner.groups.regions import region_parts
 from fuseplan.planner.implementations.choices import Choice, RegionProblem, region_problem
-from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.models.sources import find_source
 from fuseplan.planner.models.workload import Workload, decode, prefill
 from fuseplan.planner.partition.by_measurement import MeasuredRegion
@@ -109,7 +109,7 @@ class Small:
     graph: DataflowGraph
     plan: RegionPlan
     part: Region
-    book: GroupBook
+    table: GroupTable
     problem: RegionProblem
     cut: bool
 
@@ -140,7 +140,7 @@ def best_of_all(problem: RegionProblem, prices: HopefulPrices) -> tuple[Choice, 
         untuned = [one.group for one in chosen if prices.untuned(one)]
         if not untuned:
             return chosen
-        prices.tuner.prefetch(prices.book.subject(group) for group in untuned)
+        prices.tuner.prefetch(prices.table.subject(group) for group in untuned)
         for group in untuned:
             prices.tuned(group)
 
@@ -162,7 +162,7 @@ def loss_of(chosen: Sequence[Choice], best: Sequence[Choice], problem: RegionPro
 def check(session: Session, one: Small, tuner: Tuner, optimism: float) -> bool:
     """Look for a better partition of one region, and say what came of it; True when there is none."""
     start = time.monotonic()
-    prices = HopefulPrices(one.book, session.spec, tuner, part=one.part)
+    prices = HopefulPrices(one.table, session.spec, tuner, part=one.part)
     prices.optimism = optimism
     wanted = {(frozenset(one.plan.group_ops(group)), _kind(group)) for group in one.plan.record.groups}
     chosen = [
@@ -193,15 +193,15 @@ def small_regions(session: Session, named: Sequence[tuple[str, DataflowGraph]], 
     by_model: dict[str, list[Small]] = {}
     seen: set[str] = set()
     for (label, graph), workload_plan in zip(named, planned.plans, strict=True):
-        book = GroupBook(graph, session.settings.numerics, session.target.device_type)
+        table = GroupTable(graph, session.settings.numerics, session.target.device_type)
         for plan in workload_plan.plan.unique():
             for part in region_parts(graph, plan.region):
-                found = enumerate_candidates(graph, part, book.legal, session.settings.limits)
-                problem = region_problem(graph, part, found, session.planner().implementations, book)
+                found = enumerate_candidates(graph, part, table.legal, session.settings.limits)
+                problem = region_problem(graph, part, found, session.planner().implementations, table)
                 if part.key in seen or not 4 <= len(problem.choices) <= most:
                     continue
                 seen.add(part.key)
-                small = Small(label, graph, plan, part, book, problem, found.truncated is not None)
+                small = Small(label, graph, plan, part, table, problem, found.truncated is not None)
                 by_model.setdefault(label.split(",")[0], []).append(small)
     for members in by_model.values():
         members.sort(key=lambda one: len(one.problem.choices))
@@ -276,7 +276,7 @@ def check_all(
     with session.tuner(replace(budget, screen_s=_SCREEN_S)) as tuner:
         for one in listed:  # every kernel that will be measured, compiled in the order in which it will be
             kernels = (choice for choice in one.problem.choices if choice.implementation.backends)
-            tuner.prefetch_default(one.book.subject(choice.group) for choice in kernels)
+            tuner.prefetch_default(one.table.subject(choice.group) for choice in kernels)
         for one in listed:
             if args.minutes is not None and time.monotonic() - start > 60 * args.minutes:
                 break

@@ -22,7 +22,7 @@ from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations.generated_kernel import GeneratedKernel
-from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementation import PlannedGroup
 from fuseplan.planner.implementations.implementations import kernel_mode
 from fuseplan.planner.lowering.lower import Lowered
@@ -67,7 +67,7 @@ def kernels(
 
 def delay_us(graph: DataflowGraph, parts: Sequence[Lowered], spec: DeviceSpec) -> float:
     (region,) = find_regions(graph)
-    neighbours = shared_cache(GroupBook(graph, "fp32", "cuda"), region)
+    neighbours = shared_cache(GroupTable(graph, "fp32", "cuda"), region)
     works = [kernel_work(one.ir, hot_inputs(graph, one.inputs)) for one in parts]
     return sum(
         neighbours.delay_us(work, spec, kernel_mode(REGIME), one) for work, one in zip(works, parts, strict=True)

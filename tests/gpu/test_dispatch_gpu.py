@@ -14,7 +14,7 @@ from model_samples import write_config
 
 import fuseplan.planner
 from fuseplan.planner.capture.subgraph import trace_subgraph
-from fuseplan.planner.implementations.subject import reference_results
+from fuseplan.planner.implementations.tunable_group import reference_results
 from fuseplan.planner.models.build import build_model
 from fuseplan.planner.models.sources import find_source
 from fuseplan.planner.models.workload import Workload, decode, prefill

@@ -26,7 +26,7 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, bind_graph
 from fuseplan.planner.groups.candidates import CandidateLimits
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.groups.regions import find_regions, is_anchor, region_parts, unique_regions
-from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.lowering.lower import NotLowerable
 from fuseplan.planner.patterns.listing import LISTING
 from fuseplan.planner.patterns.table import pattern_graph
@@ -93,13 +93,13 @@ def test_of_many_narrow_rows(backend: Backend, rows: int, cols: int) -> None:
 def group_kernels(graph: DataflowGraph) -> Iterator[KernelIR]:
     """The kernels of a graph's groups, and the same with its dynamic sizes."""
     bound = bind_graph(graph)
-    book = GroupBook(bound, "fp32", "cpu")
+    table = GroupTable(bound, "fp32", "cpu")
     for regions in unique_regions(find_regions(bound)).values():
         for part in region_parts(bound, regions[0]):
             if is_anchor(bound, part):
                 continue
-            for group in book.enumerated(part, CandidateLimits(40, 20)).candidates:
-                yield book.lowered(group).ir
+            for group in table.enumerated(part, CandidateLimits(40, 20)).candidates:
+                yield table.lowered(group).ir
                 if graph.symbols:
                     try:
                         yield lower_group(graph, group.ops).ir

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from graphs import Builder
 
-from fuseplan.planner.implementations.subject import op_group
+from fuseplan.planner.implementations.tunable_group import op_group
 from fuseplan.planner.libraries.decode_attention import SplitAttention
 
 #: Batch, query heads, heads of keys, keys, width.

@@ -21,7 +21,7 @@ from fuseplan.planner.bench.rows import failure
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import PlanError
 from fuseplan.planner.implementations.implementation import PlannedGroup
-from fuseplan.planner.implementations.subject import group_subject
+from fuseplan.planner.implementations.tunable_group import group_subject
 from fuseplan.planner.patterns.cells import Cell
 from fuseplan.planner.peers.contestant import Case, trace_cell
 from fuseplan.planner.peers.peers import fused

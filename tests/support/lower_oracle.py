@@ -9,7 +9,7 @@ from kernel_reference import run_reference
 from fuseplan.kernels.ir.validate import validate
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.compute_graph import lower_group
-from fuseplan.planner.implementations.subject import _widened, chain_module
+from fuseplan.planner.implementations.tunable_group import _widened, chain_module
 from fuseplan.planner.lowering.lower import Lowered, group_nodes
 from fuseplan.planner.ops.table import kind_of
 

@@ -19,7 +19,7 @@ from fuseplan.kernels.triton.split_sums import unsplittable
 from fuseplan.kernels.triton.tiles import is_tiled
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.groups.compute_graph import lower_group
-from fuseplan.planner.implementations.subject import _widened, chain_module
+from fuseplan.planner.implementations.tunable_group import _widened, chain_module
 from fuseplan.planner.lowering.lower import Lowered, group_nodes
 from fuseplan.planner.ops.table import kind_of
 

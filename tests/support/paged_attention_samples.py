@@ -12,7 +12,7 @@ import torch
 from decode_attention_samples import TOLERANCE, called_twice, masks, placed, walked
 from graphs import Builder
 
-from fuseplan.planner.implementations.subject import op_group
+from fuseplan.planner.implementations.tunable_group import op_group
 from fuseplan.planner.libraries.decode_attention import SplitAttention
 from fuseplan.planner.libraries.library_call import Call
 

@@ -16,7 +16,7 @@ from scripted_tuner import TARGET, ScriptedTuner, compute_nodes
 from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.kernels.ir.backend import Target
 from fuseplan.planner.graph.dataflow import DataflowGraph
-from fuseplan.planner.implementations.subject import GroupSubject
+from fuseplan.planner.implementations.tunable_group import TunableGroup
 from fuseplan.planner.tuning.planner import Planner, PlanSettings
 from fuseplan.planner.tuning.tune import Batch, TuneResult, tune
 from fuseplan.search.store.database import Database
@@ -43,7 +43,7 @@ class Waits(ScriptedTuner):
 
     at_work: Callable[[], object] = staticmethod(lambda: None)
 
-    def tune(self, subject: GroupSubject, neighbours: Any = (), minor: bool = False) -> TuningRecord:
+    def tune(self, subject: TunableGroup, neighbours: Any = (), minor: bool = False) -> TuningRecord:
         self.at_work()
         return super().tune(subject, neighbours, minor)
 

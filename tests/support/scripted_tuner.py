@@ -10,7 +10,7 @@ from graphs import Builder
 
 from fuseplan.kernels.ir.backend import Target
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
-from fuseplan.planner.implementations.subject import GroupSubject
+from fuseplan.planner.implementations.tunable_group import TunableGroup
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.leases import Leases
 from fuseplan.search.store.record import Evidence, Measurement, RecordKey, Trial, TuningRecord, Versions, now
@@ -40,9 +40,9 @@ class ScriptedTuner:
     """
 
     database: Database
-    fused_us: Callable[[GroupSubject], float]
+    fused_us: Callable[[TunableGroup], float]
     unfused_us: float = 10.0
-    refuses: Callable[[GroupSubject], bool] = lambda subject: False
+    refuses: Callable[[TunableGroup], bool] = lambda subject: False
     noisy: Callable[[], float] = lambda: 1.0
     library_us: Mapping[str, float] = field(default_factory=dict)
     together_us: Callable[[int], float] = lambda kernels: 0.0
@@ -60,27 +60,27 @@ class ScriptedTuner:
     def __post_init__(self) -> None:
         self.leases = Leases(self.database)
 
-    def time_unfused(self, subject: GroupSubject) -> Measurement:
+    def time_unfused(self, subject: TunableGroup) -> Measurement:
         return measured(self.unfused_us * self.noisy())
 
-    def screen(self, subject: GroupSubject) -> Trial:
+    def screen(self, subject: TunableGroup) -> Trial:
         self.screened.append(subject.label)
         return Trial(RecordKey(subject.key, "dev"), "cpp", {"unroll": 1}, self.fused_us(subject) * self.noisy())
 
-    def contest_calls(self, plain: GroupSubject, calls: Mapping[str, GroupSubject]) -> Callable[[], Calls | None]:
+    def contest_calls(self, plain: TunableGroup, calls: Mapping[str, TunableGroup]) -> Callable[[], Calls | None]:
         """Every call of a library that is right, beside ATen's op."""
         times = {UNFUSED: self.unfused_us} | {name: self.library_us[name] for name in calls if name in self.library_us}
         samples = {name: (time_us,) * 5 for name, time_us in times.items()}
         failed = {name: "wrong result: it is a fake" for name in calls if name not in times}
         return lambda: Calls(Contest(samples, 0.0, "eager"), failed)
 
-    def precompile(self, subjects: Iterable[GroupSubject]) -> None:
+    def precompile(self, subjects: Iterable[TunableGroup]) -> None:
         """There is nothing to compile."""
 
-    def prefetch(self, subjects: Iterable[GroupSubject], minor: bool = False, spare: bool = False) -> None:
+    def prefetch(self, subjects: Iterable[TunableGroup], minor: bool = False, spare: bool = False) -> None:
         (self.prefetched if spare else self.soon).extend(subject.label for subject in subjects)
 
-    def prefetch_default(self, subjects: Iterable[GroupSubject]) -> None:
+    def prefetch_default(self, subjects: Iterable[TunableGroup]) -> None:
         self.prefetched.extend(subject.label for subject in subjects)
 
     def play_off(
@@ -88,7 +88,7 @@ class ScriptedTuner:
     ) -> Contest | None:
         def time_us(part: Part) -> float:
             subject = part.subject
-            assert isinstance(subject, GroupSubject)
+            assert isinstance(subject, TunableGroup)
             if subject.library is not None:
                 return self.library_us[subject.library.name]
             return self.unfused_us if part.backend is None else self.fused_us(subject)
@@ -107,7 +107,7 @@ class ScriptedTuner:
         return lambda: self.play_off(parts, sides, kept)
 
     def tune(
-        self, subject: GroupSubject, neighbours: Sequence[TuningRecord] = (), minor: bool = False
+        self, subject: TunableGroup, neighbours: Sequence[TuningRecord] = (), minor: bool = False
     ) -> TuningRecord:
         self.tuned.append(subject.label)
         self.minor.append(minor)
@@ -122,7 +122,7 @@ class ScriptedTuner:
         return record
 
 
-def compute_nodes(subject: GroupSubject) -> list[OpNode]:
+def compute_nodes(subject: TunableGroup) -> list[OpNode]:
     return [node for node in subject.nodes if node.op.split(".")[1] not in ("view", "transpose", "slice")]
 
 

@@ -17,7 +17,7 @@ from fuseplan.kernels.ir.validate import validate
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.implementations.sample_inputs import MOST_TABLE_ROWS, sample_inputs
-from fuseplan.planner.implementations.subject import group_subject
+from fuseplan.planner.implementations.tunable_group import group_subject
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable
 from fuseplan.planner.ops.table import kind_of
 from fuseplan.planner.patterns.table import pattern_graph

@@ -31,7 +31,7 @@ from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations.choices import Choice, RegionProblem, region_problem
 from fuseplan.planner.implementations.generated_kernel import GeneratedKernel
-from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementation import PlannedGroup
 from fuseplan.planner.implementations.implementations import implementations_for
 from fuseplan.planner.lowering.lower import Lowered, lower
@@ -66,7 +66,7 @@ def megabytes(count: float) -> Work:
 
 def neighbours_of(graph: DataflowGraph) -> SharedCache:
     (region,) = find_regions(graph)
-    return shared_cache(GroupBook(graph, "fp32", "cuda"), region)
+    return shared_cache(GroupTable(graph, "fp32", "cuda"), region)
 
 
 def delays_us(graph: DataflowGraph, spec: DeviceSpec | None = None, mode: Mode = "graph") -> list[float]:
@@ -174,11 +174,11 @@ class Gpu(ReferenceBackend):
 
 def prices_of(rows: int, among: bool) -> tuple[RegionProblem, ModelPrices]:
     graph, region = two_scaled(rows)
-    book = GroupBook(graph, "fp32", "cuda")
+    table = GroupTable(graph, "fp32", "cuda")
     target = Target("cuda", "sm_90", 100, l2_bytes=40_000_000)
     ways = implementations_for("graph", (Gpu(),), target)
-    problem = region_problem(graph, region, enumerate_candidates(graph, region, legal=book.legal), ways)
-    return problem, ModelPrices(book, KNEE, region if among else None)
+    problem = region_problem(graph, region, enumerate_candidates(graph, region, legal=table.legal), ways)
+    return problem, ModelPrices(table, KNEE, region if among else None)
 
 
 def fused(problem: RegionProblem, size: int) -> Choice:

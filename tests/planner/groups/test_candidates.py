@@ -26,7 +26,7 @@ from fuseplan.planner.groups.candidates import (
 from fuseplan.planner.groups.compute_graph import compute_graph_of, lower_group
 from fuseplan.planner.groups.convex import Dependencies, bits
 from fuseplan.planner.groups.regions import find_regions, unique_regions
-from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.lowering.lower import NotLowerable
 from fuseplan.planner.ops.table import kind_of
 
@@ -213,7 +213,7 @@ def test_legality_of_a_book_is_the_lowering() -> None:
     crossed = b("aten.mul.Tensor", b("aten.transpose.int", rows, dim0=0, dim1=1), cols)
     graph = b.graph(crossed)
     (region,) = find_regions(graph)
-    found = enumerate_candidates(graph, region, GroupBook(graph, "fp32", "cpu").legal)
+    found = enumerate_candidates(graph, region, GroupTable(graph, "fp32", "cpu").legal)
     for candidate in found.candidates:
         lower_group(graph, candidate.ops)
     refused = [refusal for refusal in found.refusals if set(refusal.ops) == {rows, cols, crossed}]

@@ -14,7 +14,7 @@ from fuseplan.planner.groups import regions
 from fuseplan.planner.groups.candidates import CandidateLimits, enumerate_candidates, region_dependencies
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import find_regions, region_parts, unique_regions
-from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.group_table import GroupTable
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
 
@@ -103,13 +103,13 @@ def test_dependencies_of_a_period_are_those_of_the_graph() -> None:
 
 
 def test_equal_parts_have_equal_groups_whatever_region_they_are_in() -> None:
-    """What a book finds in one part, under the names of another, is what is found there."""
+    """What a table finds in one part, under the names of another, is what is found there."""
     graph = decoder(3)
-    book = GroupBook(graph, "fp32", "cpu")
+    table = GroupTable(graph, "fp32", "cpu")
     parts = [part for region in find_regions(graph) for part in region_parts(graph, region)]
     assert len({part.key for part in parts}) < len(parts)
     for part in parts:
-        own = enumerate_candidates(graph, part, GroupBook(graph, "fp32", "cpu").legal)
-        found = book.enumerated(part, CandidateLimits())
+        own = enumerate_candidates(graph, part, GroupTable(graph, "fp32", "cpu").legal)
+        found = table.enumerated(part, CandidateLimits())
         assert found.candidates == own.candidates
         assert [refusal.ops for refusal in found.refusals] == [refusal.ops for refusal in own.refusals]

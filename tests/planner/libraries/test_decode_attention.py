@@ -23,9 +23,9 @@ from fuseplan.kernels.ir.backend import SM90, Resources
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
 from fuseplan.planner.groups.candidates import single_candidates
 from fuseplan.planner.groups.regions import find_regions
-from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.library_op import LibraryOp
-from fuseplan.planner.implementations.subject import op_group
+from fuseplan.planner.implementations.tunable_group import op_group
 from fuseplan.planner.libraries.attention_calls import ATTENTION_CALLS
 from fuseplan.planner.libraries.decode_attention import Decode, SplitAttention, decode_of
 from fuseplan.planner.libraries.library_call import OpGroup
@@ -160,10 +160,10 @@ def test_pages_that_it_does_not_read_are_refused(changed: dict[str, Any], reason
 def test_capped_scores_are_not_rounded_on_the_way(numerics: str, cap: float | None) -> None:
     """Where every rounding of ATen's ops is asked for, they run a chain that caps scores."""
     group = paged(16, cap=cap)
-    book = GroupBook(DataflowGraph([group.node], group.specs, group.inputs, group.outputs), numerics, "cuda")
-    (region,) = find_regions(book.graph)
-    (candidate,) = single_candidates(book.graph, region)
-    reason = LibraryOp(SplitAttention(), SplitAttention().name).refuse(book, candidate)
+    table = GroupTable(DataflowGraph([group.node], group.specs, group.inputs, group.outputs), numerics, "cuda")
+    (region,) = find_regions(table.graph)
+    (candidate,) = single_candidates(table.graph, region)
+    reason = LibraryOp(SplitAttention(), SplitAttention().name).refuse(table, candidate)
     assert (reason is None) == (cap is None or numerics == "fp32"), reason
 
 

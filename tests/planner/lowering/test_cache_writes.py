@@ -19,7 +19,7 @@ from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.groups.candidates import enumerate_candidates, single_candidates
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.groups.regions import find_regions
-from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.ops.table import kind_of, why_opaque
 from fuseplan.planner.partition.peak_memory import peak_bytes
 from fuseplan.planner.work.group_work import kernel_work, op_work
@@ -207,7 +207,7 @@ def test_a_write_that_nobody_reads_is_made_all_the_same() -> None:
     assert set(region.outputs) == {doubled, written}
     assert any(
         set(one.ops) == {doubled, written} and set(one.outputs) == {doubled, written}
-        for one in enumerate_candidates(graph, region, GroupBook(graph, "fp32", "cpu").legal).candidates
+        for one in enumerate_candidates(graph, region, GroupTable(graph, "fp32", "cpu").legal).candidates
     )
 
 
@@ -216,7 +216,7 @@ def test_two_writes_to_one_cache_keep_their_order() -> None:
     first = b("aten.index_copy_.default", "cache", "at", b("aten.neg.default", "rows"), dim=0)
     second = b("aten.index_copy_.default", first, "at", b("aten.exp.default", "rows"), dim=0)
     graph = b.graph(second)
-    legal = GroupBook(graph, "fp32", "cpu").legal
+    legal = GroupTable(graph, "fp32", "cpu").legal
     enumerated = (enumerate_candidates(graph, region, legal) for region in find_regions(graph))
     found = [set(one.ops) for enumeration in enumerated for one in enumeration.candidates]
     assert {first} in found and {second} in found

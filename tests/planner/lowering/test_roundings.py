@@ -22,7 +22,7 @@ from fuseplan.planner.graph.execute import run_node
 from fuseplan.planner.graph.serialize import graph_from_json, graph_to_json
 from fuseplan.planner.groups.candidates import Candidate, CandidateLimits
 from fuseplan.planner.groups.regions import find_regions, is_anchor, region_parts
-from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.work.extract import extract
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -140,9 +140,9 @@ def traced(function: Callable[..., Any], *inputs: torch.Tensor) -> DataflowGraph
         return normalise(make_fx(function, pre_dispatch=True)(*map(mode.from_tensor, inputs))).graph
 
 
-def run_with(graph: DataflowGraph, book: GroupBook, group: Candidate, x: torch.Tensor) -> list[torch.Tensor]:
+def run_with(graph: DataflowGraph, table: GroupTable, group: Candidate, x: torch.Tensor) -> list[torch.Tensor]:
     """The graph op by op, but for one group, which is a kernel."""
-    lowered = book.lowered(group)
+    lowered = table.lowered(group)
     known, waiting = {graph.inputs[0]: x}, list(graph)
     while waiting:
         node = next(one for one in waiting if all(value in known for value in one.inputs))
@@ -161,14 +161,14 @@ def run_with(graph: DataflowGraph, book: GroupBook, group: Candidate, x: torch.T
 def test_each_group_rounds_as_eager_does(program: Program, half: torch.dtype) -> None:
     x = values(3, 127)
     graph, expected = traced(lambda t: program(t, half), x), tupled(program(x, half))
-    book = GroupBook(graph, "fp32", "cpu")
+    table = GroupTable(graph, "fp32", "cpu")
     groups = [
         group for region in find_regions(graph) for part in region_parts(graph, region) if not is_anchor(graph, part)
-        for group in book.enumerated(part, CandidateLimits(12, 400)).candidates
+        for group in table.enumerated(part, CandidateLimits(12, 400)).candidates
     ]
     assert groups
     for group in groups:
-        for result, wanted in zip(run_with(graph, book, group, x), expected, strict=True):
+        for result, wanted in zip(run_with(graph, table, group, x), expected, strict=True):
             torch.testing.assert_close(result, wanted, rtol=0, atol=0)
 
 
@@ -208,9 +208,9 @@ def shared_angles(x: torch.Tensor, weight: torch.Tensor) -> Any:
 def test_what_nobody_can_tell_keeps_its_bits(program: Callable[..., Any], half: torch.dtype) -> None:
     graph = traced(program, torch.randn(3, 64).to(half), torch.randn(64).to(half))
     (region,) = find_regions(graph)
-    group = max(GroupBook(graph, "fp32", "cpu").enumerated(region, CandidateLimits(20, 400)).candidates,
+    group = max(GroupTable(graph, "fp32", "cpu").enumerated(region, CandidateLimits(20, 400)).candidates,
                 key=lambda one: len(one.ops))
-    body = [instr for one in GroupBook(graph, "fp32", "cpu").lowered(group).ir.segments for instr in one.body]
+    body = [instr for one in GroupTable(graph, "fp32", "cpu").lowered(group).ir.segments for instr in one.body]
     assert len(group.ops) > 5 and not any(isinstance(instr, Round) for instr in body)
 
 

@@ -12,7 +12,7 @@ from op_samples import COUNTS, GAIN, HOLES, IMAGE, MORE, SAMPLES, TIES, B, P, T,
 
 from fuseplan.planner.graph.dataflow import Ref
 from fuseplan.planner.groups.compute_graph import lower_group
-from fuseplan.planner.implementations.subject import _widened, chain_module
+from fuseplan.planner.implementations.tunable_group import _widened, chain_module
 from fuseplan.planner.lowering.lower import group_nodes, lower
 from fuseplan.planner.ops.table import OPS, kind_of, mutates, why_opaque
 

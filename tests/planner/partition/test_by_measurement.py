@@ -12,7 +12,7 @@ import pytest
 from reference_backend import ReferenceBackend
 from scripted_tuner import TARGET, ScriptedTuner, chain, compute_nodes
 
-from fuseplan.planner.implementations.subject import GroupSubject
+from fuseplan.planner.implementations.tunable_group import TunableGroup
 from fuseplan.planner.tuning.planner import Planner, PlanSettings
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import PlanRecord, TuningRecord, Versions
@@ -110,7 +110,7 @@ def test_whole_covers_take_part_and_shared_kernels_count(tmp_path: Path) -> None
     order = {node.name: number for number, node in enumerate(chain(5))}
     times = {(0, 1): 60.0, (2, 3, 4): 10.0, (2, 3): 2.0, (4,): 4.0}
 
-    def time_us(subject: GroupSubject) -> float:
+    def time_us(subject: TunableGroup) -> float:
         return times.get(tuple(sorted(order[node.name] for node in compute_nodes(subject))), 500.0)
 
     record, tuner = plan(tmp_path, ScriptedTuner, ops=5, fused_us=time_us, unfused_us=500.0)
@@ -171,7 +171,7 @@ def test_an_incumbent_that_must_not_be_fused_gives_way_under_noise_too(tmp_path:
 def test_a_plan_that_rests_on_noise_is_no_hit(tmp_path: Path) -> None:
     class Unsure(ScriptedTuner):
         def tune(
-            self, subject: GroupSubject, neighbours: Sequence[TuningRecord] = (), minor: bool = False
+            self, subject: TunableGroup, neighbours: Sequence[TuningRecord] = (), minor: bool = False
         ) -> TuningRecord:
             return replace(super().tune(subject, neighbours, minor), fuse=False, undecided=True)
 

@@ -22,7 +22,7 @@ import fuseplan.planner
 from fuseplan.kernels.cpp.backend import CppBackend
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.regions import find_regions
-from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.partition.plan_check import PlanCheck, RefusedPlanError, refuse_cover
 from fuseplan.planner.tuning.planner import Planner
 from fuseplan.search.store.database import Database
@@ -54,7 +54,7 @@ def partitions(items: Sequence[int]) -> Iterator[list[tuple[int, ...]]]:
 def planned(graph: DataflowGraph) -> tuple[PlanCheck, Any, PlanRecord]:
     database = Database("sqlite://", versions=Versions.current("cpu"))
     plan = Planner(database, None, "dev", TARGET, (ReferenceBackend(),)).plan_graph(graph).regions[0]
-    return PlanCheck(GroupBook(graph, "fp32", "cpu"), WAYS), plan.region, plan.record
+    return PlanCheck(GroupTable(graph, "fp32", "cpu"), WAYS), plan.region, plan.record
 
 
 def choice(ops: Sequence[int], **fields: Any) -> GroupChoice:
@@ -136,11 +136,11 @@ def test_a_group_that_does_not_lower_is_refused() -> None:
     mean = b("aten.mean.dim", "x", dim=(1,), keepdim=True)
     graph = b.graph(b("aten.softmax.int", b("aten.mul.Tensor", "y", mean), dim=1))
     (region,) = find_regions(graph)
-    book = GroupBook(graph, "fp32", "cpu")
-    assert book.legal(region.ops) is not None
+    table = GroupTable(graph, "fp32", "cpu")
+    assert table.legal(region.ops) is not None
     record = replace(planned(fork())[2], groups=(choice(range(len(region.ops))),))
     with pytest.raises(RefusedPlanError, match="cannot be one kernel"):
-        PlanCheck(book, WAYS).accepted(region, record)
+        PlanCheck(table, WAYS).accepted(region, record)
 
 
 def test_labels_are_made_anew() -> None:

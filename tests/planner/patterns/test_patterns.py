@@ -21,7 +21,7 @@ from fuseplan.kernels.ir.backend import Target
 from fuseplan.planner.errors import ShapeError, UnknownPatternError
 from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations.sample_inputs import random_tensor
-from fuseplan.planner.implementations.subject import group_subject
+from fuseplan.planner.implementations.tunable_group import group_subject
 from fuseplan.planner.ops.table import kind_of
 from fuseplan.planner.patterns.listing import LISTING
 from fuseplan.planner.patterns.table import PATTERNS, parse_shape, pattern, pattern_graph

@@ -13,7 +13,7 @@ from fuseplan.kernels.ir.index import symbol
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec, bind_graph
 from fuseplan.planner.groups.compute_graph import lower_group
-from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.lowering.lower import NotLowerable
 from fuseplan.planner.runtime.lookup import GraphLookup, look_up, with_configs
 from fuseplan.planner.tuning import session as sessions
@@ -64,13 +64,13 @@ def test_groups_that_stay_keep_their_configuration(resolved: Any) -> None:
 
 
 def test_a_failure_leaves_the_plan_for_the_sizes_seen(resolved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(self: GroupBook, ops: Any) -> str | None:
+    def fails(self: GroupTable, ops: Any) -> str | None:
         if not self.graph.symbols:
             return legal(self, ops)
         raise ValueError("cannot convert expression to int")
 
-    legal = GroupBook.legal
-    monkeypatch.setattr(GroupBook, "legal", fails)
+    legal = GroupTable.legal
+    monkeypatch.setattr(GroupTable, "legal", fails)
     assert {len(group.ops) for group in resolved("model").groups} == {5}
 
 

@@ -15,7 +15,7 @@ from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
 from fuseplan.planner.groups.compute_graph import compute_graph_of, lower_group
 from fuseplan.planner.implementations.first_call import GroupCall
-from fuseplan.planner.implementations.subject import chain_module
+from fuseplan.planner.implementations.tunable_group import chain_module
 from fuseplan.planner.lowering.lower import group_nodes
 from fuseplan.planner.runtime.placement import fused_graph
 

@@ -26,7 +26,7 @@ from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.anchored import anchored_candidates
 from fuseplan.planner.groups.candidates import Candidate, CandidateLimits
 from fuseplan.planner.groups.regions import find_regions, is_anchor, region_parts
-from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import implementations_for
 from fuseplan.planner.ops.table import op_of
 from fuseplan.planner.partition import across_anchors
@@ -54,14 +54,14 @@ def names(graph: DataflowGraph, ops: Any) -> list[str]:
 def test_groups_around_matmuls_reach_from_the_norm_to_the_activation() -> None:
     graph = block()
     (region,) = find_regions(graph)
-    book, parts = GroupBook(graph, "fp32", "cpu"), region_parts(graph, region)
-    enumerations = (book.enumerated(part, CandidateLimits()) for part in parts if not is_anchor(graph, part))
+    table, parts = GroupTable(graph, "fp32", "cpu"), region_parts(graph, region)
+    enumerations = (table.enumerated(part, CandidateLimits()) for part in parts if not is_anchor(graph, part))
     islands = [one for enumeration in enumerations for one in enumeration.candidates]
-    found = anchored_candidates(graph, region, islands, book.legal)
+    found = anchored_candidates(graph, region, islands, table.legal)
     assert len({one.ops for one in found}) == len(found) and all("linear" in names(graph, one.ops) for one in found)
     held = [names(graph, one.ops) for one in found]
     assert any(one.count("linear") == 2 and {"rsqrt", "silu"} <= set(one) for one in held)
-    assert all(book.legal(one.ops) is None for one in found)
+    assert all(table.legal(one.ops) is None for one in found)
 
 
 def test_many_rows_keep_what_follows_a_pair_of_matmuls_and_leave_the_norm_apart(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_many_rows_keep_what_follows_a_pair_of_matmuls_and_leave_the_norm_apart(
     graph = b.graph(*outputs)
     (region,) = find_regions(graph)
     ways = implementations_for("graph", (TritonBackend(tmp_path),), SM90)
-    _, found = groups_around_anchors(GroupBook(graph, "fp32", "cuda"), region, ways, CandidateLimits())
+    _, found = groups_around_anchors(GroupTable(graph, "fp32", "cuda"), region, ways, CandidateLimits())
     held = [names(graph, one.ops) for one in found]
     assert ["linear", "linear", "mul", "silu"] in held and not any("rsqrt" in one for one in held)
 
@@ -77,10 +77,10 @@ def test_many_rows_keep_what_follows_a_pair_of_matmuls_and_leave_the_norm_apart(
 def widest(graph: DataflowGraph) -> Candidate:
     """The group around matmuls that has the most ops."""
     (region,) = find_regions(graph)
-    book = GroupBook(graph, "fp32", "cuda")
+    table = GroupTable(graph, "fp32", "cuda")
     islands = [part for part in region_parts(graph, region) if not is_anchor(graph, part)]
-    enumerated = [one for part in islands for one in book.enumerated(part, CandidateLimits()).candidates]
-    return max(anchored_candidates(graph, region, enumerated, book.legal), key=lambda one: len(one.ops))
+    enumerated = [one for part in islands for one in table.enumerated(part, CandidateLimits()).candidates]
+    return max(anchored_candidates(graph, region, enumerated, table.legal), key=lambda one: len(one.ops))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -162,7 +162,7 @@ def test_groups_with_matmuls_are_compiled_before_they_are_measured(
     looked: list[str] = []
     monkeypatch.setattr(
         across_anchors, "groups_around_anchors",
-        lambda book, region, *rest: (looked.append(region.key), groups_around_anchors(book, region, *rest))[1],
+        lambda table, region, *rest: (looked.append(region.key), groups_around_anchors(table, region, *rest))[1],
     )
     graph, on_gpu = block(), replace(TARGET, device_type="cuda")
 

@@ -17,7 +17,7 @@ import fuseplan.planner
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.candidates import single_candidates
 from fuseplan.planner.groups.regions import find_regions
-from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.libraries.library_call import Call, OpGroup
 from fuseplan.planner.tuning.planner import Planner, PlanSettings, RegionPlan
 from fuseplan.search.store.database import Database
@@ -140,7 +140,7 @@ def test_calls_of_one_op_are_checked_and_timed_beside_it(library: Doubled) -> No
     """For real: one right, one that raises, and one that is wrong."""
     graph = gated()
     (linear,) = (node.name for node in graph if node.op == LINEAR)
-    book = GroupBook(graph, "fp32", "cpu")
+    table = GroupTable(graph, "fp32", "cpu")
     (group,) = (one for region in find_regions(graph) for one in single_candidates(graph, region)
                 if one.ops == (linear,))
 
@@ -148,8 +148,8 @@ def test_calls_of_one_op_are_checked_and_timed_beside_it(library: Doubled) -> No
         def build(self, group: OpGroup) -> Call:
             return lambda x, w: torch.nn.functional.linear(x, w) * 1.5
 
-    plain = book.subject(group)
-    calls = {name: book.call_subject(group, call) for name, call in {
+    plain = table.subject(group)
+    calls = {name: table.call_subject(group, call) for name, call in {
         "right": library, "raises": Doubled(broken=True), "wrong": Wrong(),
     }.items()}
     found = contest_calls(Bench(TARGET, CpuTimer(), decide_s=0.002), plain, calls)

@@ -220,7 +220,7 @@ def test_a_region_that_fails_costs_only_itself(plan: Run, file: Path, monkeypatc
     real = MeasuredRegion.decide
 
     def decide(self: MeasuredRegion) -> Decided:
-        if self.prices.book.graph.op(self.problem.ops[0]).op == "aten.tanh.default":
+        if self.prices.table.graph.op(self.problem.ops[0]).op == "aten.tanh.default":
             raise ZeroDivisionError("one op too few")
         return real(self)
 

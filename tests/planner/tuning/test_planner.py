@@ -16,8 +16,8 @@ from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec, bind_graph
 from fuseplan.planner.groups.candidates import enumerate_candidates, single_candidates
 from fuseplan.planner.groups.regions import find_regions
-from fuseplan.planner.implementations.group_book import GroupBook
-from fuseplan.planner.implementations.subject import GroupSubject
+from fuseplan.planner.implementations.group_table import GroupTable
+from fuseplan.planner.implementations.tunable_group import TunableGroup
 from fuseplan.planner.partition.peak_memory import peak_bytes
 from fuseplan.planner.tuning.planner import Planner, PlanSettings
 from fuseplan.search.store.database import Database
@@ -78,7 +78,7 @@ def test_the_plan_is_the_cheapest_cover(database: Database, seed: int) -> None:
     graph = chain(length)
     order = {node.name: number for number, node in enumerate(graph)}
 
-    def time_of(subject: GroupSubject) -> float:
+    def time_of(subject: TunableGroup) -> float:
         numbers = sorted(order[node.name] for node in subject.nodes)
         return float(table[numbers[0]][numbers[-1]])
 
@@ -114,7 +114,7 @@ def test_equal_regions_are_planned_once_and_named_in_each_occurrence(database: D
 
 def test_a_kernel_that_never_works_leaves_its_ops_unfused(database: Database) -> None:
     class Failing(ScriptedTuner):
-        def screen(self, subject: GroupSubject) -> Trial:
+        def screen(self, subject: TunableGroup) -> Trial:
             return Trial(RecordKey(subject.key, "dev"), "cpp", {}, None, "does not compile: no such register")
 
     record = planner(database, Failing(database, lambda subject: 1.0)).plan_graph(chain(2)).regions[0].record
@@ -131,8 +131,8 @@ def test_a_back_end_that_cannot_run_is_never_planned_for(database: Database) -> 
 def test_peak_memory_of_a_partition() -> None:
     graph = chain(3)  # three values of 4*8*4 = 128 bytes
     region = find_regions(graph)[0]
-    book = GroupBook(graph, "fp32", "cpu")
-    enumeration = enumerate_candidates(graph, region, legal=book.legal)
+    table = GroupTable(graph, "fp32", "cpu")
+    enumeration = enumerate_candidates(graph, region, legal=table.legal)
     whole = [group for group in enumeration.candidates if len(group.ops) == 3]
     alone = single_candidates(graph, region)
     assert peak_bytes(graph, whole, region.outputs) == 128
@@ -161,7 +161,7 @@ def test_binding_replaces_sizes_everywhere() -> None:
 
 
 def test_what_another_kernel_produced_is_hot_even_where_the_graph_is_cut() -> None:
-    from fuseplan.planner.implementations.subject import group_subject
+    from fuseplan.planner.implementations.tunable_group import group_subject
     from fuseplan.planner.patterns.table import pattern_graph
 
     graph = pattern_graph("add_rms_norm", "4x64")

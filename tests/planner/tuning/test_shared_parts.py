@@ -21,8 +21,8 @@ from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.planner.cost.prices import part_shares
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.regions import find_regions, region_parts
-from fuseplan.planner.implementations.group_book import GroupBook
-from fuseplan.planner.implementations.subject import GroupSubject, group_label
+from fuseplan.planner.implementations.group_table import GroupTable
+from fuseplan.planner.implementations.tunable_group import TunableGroup, group_label
 from fuseplan.planner.partition.plan_check import PlanCheck
 from fuseplan.planner.tuning.planner import Planner, PlanSettings, RegionPlan
 from fuseplan.planner.tuning.tune import TuneResult, WorkloadPlan
@@ -104,7 +104,7 @@ def test_a_part_that_hardly_counts_is_tuned_with_little_effort(database: Databas
     for part in parts:
         times[part.key] += sum(nominal_us(op_work(graph, name), "cpu", fused=False) for name in part.ops)
     aten = planner_of(database, None).implementations.aten
-    shares = part_shares(GroupBook(graph, "fp32", "cpu"), aten)
+    shares = part_shares(GroupTable(graph, "fp32", "cpu"), aten)
     assert shares == pytest.approx({key: time_us / sum(times.values()) for key, time_us in times.items()})
 
     threshold = (min(shares.values()) + max(shares.values())) / 2
@@ -143,11 +143,11 @@ def test_each_choice_is_counted_once_over_all_workloads(database: Database) -> N
     asked: Counter[tuple[str, str]] = Counter()
 
     class Counting(ScriptedTuner):
-        def time_unfused(self, subject: GroupSubject) -> Any:
+        def time_unfused(self, subject: TunableGroup) -> Any:
             asked[subject.key, "aten"] += 1
             return super().time_unfused(subject)
 
-        def screen(self, subject: GroupSubject) -> Any:
+        def screen(self, subject: TunableGroup) -> Any:
             asked[subject.key, "kernel"] += 1
             return super().screen(subject)
 
@@ -188,7 +188,7 @@ def test_a_region_s_record_is_that_of_its_parts(database: Database) -> None:
         assert record.planned_us == pytest.approx(11.0 + 4.0 * (islands - 1) + 10.0 * (islands - 1))
         assert record.unfused_us == pytest.approx(10.0 * (3 + 2 * (islands - 1) + islands - 1))
         assert record.gap == pytest.approx(0.0) and not record.undecided
-        check = PlanCheck(GroupBook(graph, "fp32", "cpu"), WAYS)
+        check = PlanCheck(GroupTable(graph, "fp32", "cpu"), WAYS)
         assert check.accepted(plan.region, record) == record
         for lost in record.rejected:  # positions are the region's: the label is made of the ops there
             ops = [plan.region.ops[at] for at in lost.ops]
@@ -248,7 +248,7 @@ def test_a_killed_tune_goes_on_to_the_same_plans(tmp_path: Path, killed_at: int)
     class Killed(ScriptedTuner):
         left = killed_at
 
-        def screen(self, subject: GroupSubject) -> Any:
+        def screen(self, subject: TunableGroup) -> Any:
             return self._answer(super().screen(subject))
 
         def play_off(self, *args: Any, **kwargs: Any) -> Any:
@@ -275,7 +275,7 @@ def test_a_killed_tune_goes_on_to_the_same_plans(tmp_path: Path, killed_at: int)
 
 def test_what_noise_hid_is_asked_once_a_tune_and_again_in_the_next(database: Database) -> None:
     class Noisy(ScriptedTuner):
-        def tune(self, subject: GroupSubject, neighbours: Any = (), minor: bool = False) -> TuningRecord:
+        def tune(self, subject: TunableGroup, neighbours: Any = (), minor: bool = False) -> TuningRecord:
             return replace(super().tune(subject, neighbours, minor), fuse=False, undecided=True)
 
     graph = graph_of((BEFORE, AFTER), (BEFORE, OTHER))

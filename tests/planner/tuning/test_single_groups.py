@@ -105,6 +105,6 @@ def test_a_group_at_which_the_lowering_fails(monkeypatch: pytest.MonkeyPatch) ->
             raise ZeroDivisionError("a fault of the lowering")
         return lower_group(graph, ops, numerics)
 
-    monkeypatch.setattr("fuseplan.planner.implementations.group_book.lower_group", fails_with_a_sine)
+    monkeypatch.setattr("fuseplan.planner.implementations.group_table.lower_group", fails_with_a_sine)
     graph = traced(lambda x, y: torch.sin((x * y + 1).exp()) * y + 2)
     assert check_plans(Planner(NothingStored(), None, "none", SM90, (InPlaceBackend(),)), graph)

@@ -16,7 +16,7 @@ from search_fakes import FakeBackend
 
 from fuseplan.kernels.ir.backend import Config, Resources, Target
 from fuseplan.kernels.ir.ir import KernelIR
-from fuseplan.planner.implementations.subject import GroupSubject
+from fuseplan.planner.implementations.tunable_group import TunableGroup
 from fuseplan.planner.tuning.tune import TuneResult
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.leases import listed
@@ -137,7 +137,7 @@ def test_what_one_tuner_fails_at_or_cannot_tell_is_not_tried_again_for_its_next_
     graphs = graph_of(hidden, failing), graph_of(failing, sound, hidden)
 
     class Odd(Waits):
-        def tune(self, subject: GroupSubject, neighbours: Any = (), minor: bool = False) -> TuningRecord:
+        def tune(self, subject: TunableGroup, neighbours: Any = (), minor: bool = False) -> TuningRecord:
             record = super().tune(subject, neighbours, minor)
             if OPS[2] in subject.label:
                 raise ValueError("it is odd")

@@ -16,7 +16,7 @@ from search_fakes import FakeSubject
 from torch import Tensor
 
 from fuseplan.kernels.ir.backend import Target
-from fuseplan.planner.implementations.subject import GroupSubject, group_subject
+from fuseplan.planner.implementations.tunable_group import TunableGroup, group_subject
 from fuseplan.search.timing.sequence import Part, SharedOperands, sequence
 from fuseplan.search.timing.subject import Subject
 
@@ -143,7 +143,7 @@ class Watching:
 
 
 class _Watched:
-    def __init__(self, subject: GroupSubject, watching: Watching) -> None:
+    def __init__(self, subject: TunableGroup, watching: Watching) -> None:
         self._subject, self._watching = subject, watching
 
     def __getattr__(self, name: str) -> Any:

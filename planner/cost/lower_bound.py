@@ -12,14 +12,14 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import Candidate, single_candidates
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import find_regions, unique_regions
-from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable
 from fuseplan.planner.ops.table import written_value
 from fuseplan.planner.work.group_work import moved_bytes, op_work
 from fuseplan.planner.work.library_work import read_bytes
 
 
-def floor_us(book: GroupBook, spec: DeviceSpec, mode: Mode) -> float | None:
+def floor_us(table: GroupTable, spec: DeviceSpec, mode: Mode) -> float | None:
     """Microseconds that no plan of a static graph can beat; None where a peak that it needs was not measured.
 
     Each byte of weights, caches and other inputs that is read, and of results that is written, counts once; nothing
@@ -27,21 +27,21 @@ def floor_us(book: GroupBook, spec: DeviceSpec, mode: Mode) -> float | None:
     count whole: which of their rows a mask hides is data, and attention that does not read those may be faster.
     """
     try:
-        return lower_bound(step_work(book), spec, mode)
+        return lower_bound(step_work(table), spec, mode)
     except DeviceSpecError:
         return None
 
 
-def step_work(book: GroupBook) -> Work:
+def step_work(table: GroupTable) -> Work:
     """The work of all regions of a static graph as one perfect kernel."""
-    graph, moved, flops = book.graph, dict[str, float](), defaultdict[str, float](float)
+    graph, moved, flops = table.graph, dict[str, float](), defaultdict[str, float](float)
     for occurrences in unique_regions(find_regions(graph)).values():
         first = occurrences[0]
         singles = single_candidates(graph, first)
         for one in singles:
             for unit, count in op_work(graph, one.ops[0]).flops.items():
                 flops[unit] += count * len(occurrences)
-        touched = _touched(book, singles)
+        touched = _touched(table, singles)
         for occurrence in occurrences:
             names = same_values(graph, first, occurrence)
             for value, nbytes in touched.items():
@@ -57,18 +57,18 @@ def same_values(graph: DataflowGraph, first: Region, other: Region) -> dict[str,
     return {**dict(zip(first.inputs, other.inputs, strict=True)), **dict(made)}
 
 
-def _touched(book: GroupBook, singles: list[Candidate]) -> dict[str, float]:
+def _touched(table: GroupTable, singles: list[Candidate]) -> dict[str, float]:
     """Bytes that a region's ops read or write of each value, each byte once."""
     kernels: list[Lowered] = []
     calls: list[str] = []
     for one in singles:
         try:
-            kernels.append(book.lowered(one))
+            kernels.append(table.lowered(one))
         except NotLowerable:
             calls.append(one.ops[0])
     touched = moved_bytes(kernels)
     for name in calls:
-        for value, nbytes in _called(book.graph, name):
+        for value, nbytes in _called(table.graph, name):
             touched[value] = max(nbytes, touched.get(value, 0.0))
     return touched
 

@@ -10,13 +10,13 @@ from costmodel_samples import CPU
 from graphs import Builder
 
 from fuseplan.costmodel.device import Peak
-from fuseplan.planner.cost.floor import floor_us, step_work
+from fuseplan.planner.cost.lower_bound import floor_us, step_work
 from fuseplan.planner.graph.dataflow import DataflowGraph
-from fuseplan.planner.implementations.group_book import GroupBook
+from fuseplan.planner.implementations.group_table import GroupTable
 
 
 def work_of(graph: DataflowGraph) -> float:
-    return step_work(GroupBook(graph, "fp32", "cpu")).dram_bytes
+    return step_work(GroupTable(graph, "fp32", "cpu")).dram_bytes
 
 
 @pytest.mark.parametrize("layers", [1, 2, 5])
@@ -35,7 +35,7 @@ def test_a_weight_that_layers_share_counts_once() -> None:
         value = b("aten.silu.default", b("aten.linear.default", value, "w"))
     graph = b.graph(value)
     assert work_of(graph) == 4 * (3 * 40 + 40 * 40 + 3 * 40)
-    assert step_work(GroupBook(graph, "fp32", "cpu")).flops["fp32_matmul"] == 4 * 2 * 3 * 40 * 40
+    assert step_work(GroupTable(graph, "fp32", "cpu")).flops["fp32_matmul"] == 4 * 2 * 3 * 40 * 40
 
 
 def test_of_a_table_the_rows_that_are_looked_up_count() -> None:
@@ -60,10 +60,10 @@ def test_the_floor_is_the_larger_of_memory_and_arithmetic_and_unknown_without_a_
     spec = replace(CPU, peaks={**CPU.peaks, "fp32_matmul": Peak(1e11, 2e11)})
     for rows, by_memory in ((1, True), (4096, False)):
         b = Builder(x=torch.randn(rows, 1024), w=torch.randn(1024, 1024))
-        book = GroupBook(b.graph(b("aten.linear.default", "x", "w")), "fp32", "cpu")
+        table = GroupTable(b.graph(b("aten.linear.default", "x", "w")), "fp32", "cpu")
         memory_us = 4 * (1024 * 1024 + 2 * rows * 1024) / 60e3  # at the best bandwidth from memory, 60 GB/s
         arithmetic_us = 2 * rows * 1024 * 1024 / 2e5  # at the best rate, 200 GFLOP/s
-        floor = floor_us(book, spec, "eager")
+        floor = floor_us(table, spec, "eager")
         assert floor is not None and (memory_us > arithmetic_us) is by_memory
         assert max(memory_us, arithmetic_us) <= floor <= max(memory_us, arithmetic_us) + 2.0  # and a launch
-        assert floor_us(book, replace(spec, peaks={}), "eager") is None
+        assert floor_us(table, replace(spec, peaks={}), "eager") is None

@@ -35,7 +35,7 @@ _small_enough: dict[tuple[KernelIR, int, str], int | None] = {}
 
 
 @dataclass(frozen=True)
-class GroupSubject:
+class TunableGroup:
     """A fusion group with concrete sizes (implements :class:`fuseplan.search.timing.subject.Subject`).
 
     Attributes:
@@ -245,7 +245,7 @@ def _computed(value: Any, graph: fx.Graph, sizes: Mapping[str, fx.Node], source:
 def group_subject(
     graph: DataflowGraph, ops: Sequence[str], key: str, numerics: str = "fp32", device: str = "cpu",
     outputs: Sequence[str] | None = None,
-) -> GroupSubject:
+) -> TunableGroup:
     """The subject for the group ``ops`` of a static graph; ``outputs`` puts what is needed outside in another order.
 
     Raises:
@@ -255,7 +255,7 @@ def group_subject(
     nodes = group_nodes(graph, lowered)
     values = {*lowered.inputs, *(value for node in nodes for value in (*node.inputs, *node.outputs))}
     hot = hot_inputs(graph, lowered.inputs)
-    return GroupSubject(
+    return TunableGroup(
         key=key,
         label=group_label(graph, ops, lowered.outputs),
         ir=lowered.ir,
@@ -289,7 +289,7 @@ def _plain_ones(spec: TensorSpec) -> TensorSpec:
     return TensorSpec(spec.shape, spec.dtype, tuple(strides))
 
 
-def op_subject(graph: DataflowGraph, group: OpGroup, key: str) -> GroupSubject:
+def op_subject(graph: DataflowGraph, group: OpGroup, key: str) -> TunableGroup:
     """The subject for a group that only library calls run."""
     is_merged = group.node.op.startswith("fuseplan.merged_linear")
     packed = tuple(weight.position for weight in group.node.attrs["weights"]) if is_merged else ()
@@ -303,7 +303,7 @@ def op_subject(graph: DataflowGraph, group: OpGroup, key: str) -> GroupSubject:
         Buffer(name, layouts[name].dtype, layouts[name].shape, layouts[name].strides, is_output)
         for names, is_output in ((operands, False), (group.outputs, True)) for name in names
     ]
-    return GroupSubject(
+    return TunableGroup(
         key=key,
         label=group_label(graph, (group.node.name,), group.outputs),
         ir=KernelIR(tuple(buffers), ()),

@@ -17,11 +17,11 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.groups.candidates import enumerate_candidates, single_candidates
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.groups.regions import find_regions
-from fuseplan.planner.implementations import subject as subject_module
+from fuseplan.planner.implementations import tunable_group as subject_module
 from fuseplan.planner.implementations.aten import ATTENTION, MATMUL, UNFUSED, AtenOp
 from fuseplan.planner.implementations.generated_kernel import GeneratedKernel
-from fuseplan.planner.implementations.group_book import GroupBook
-from fuseplan.planner.implementations.subject import group_subject, op_group, op_subject
+from fuseplan.planner.implementations.group_table import GroupTable
+from fuseplan.planner.implementations.tunable_group import group_subject, op_group, op_subject
 from fuseplan.planner.work.group_work import kernel_work, op_work
 
 
@@ -53,9 +53,9 @@ def test_matmuls_attention_and_other_ops_have_calibrations_of_their_own() -> Non
     b = Builder(q=torch.randn(1, 2, 4, 8), k=torch.randn(1, 2, 5, 8), w=torch.randn(6, 8))
     attended = b("aten.scaled_dot_product_attention.default", "q", "k", "k", attn_mask=None, dropout_p=0.0)
     graph = b.graph(b("aten.neg.default", b("aten.linear.default", attended, "w", bias=None)))
-    book = GroupBook(graph, "fp32", "cpu")
+    table = GroupTable(graph, "fp32", "cpu")
     found = {
-        graph.op(one.ops[0]).op.split(".")[1]: AtenOp().calibration(book, one)
+        graph.op(one.ops[0]).op.split(".")[1]: AtenOp().calibration(table, one)
         for region in find_regions(graph) for one in single_candidates(graph, region)
     }
     assert found == {"scaled_dot_product_attention": ATTENTION, "linear": MATMUL, "neg": UNFUSED}
@@ -66,12 +66,12 @@ def test_on_cpus_no_kernel_only_fills_memory(device_type: str) -> None:
     b = Builder(x=torch.randn(4, 8))
     zeros = b("aten.zeros.default", size=[4, 8], dtype=torch.float32, layout=None, device=torch.device("cpu"))
     graph = b.graph(b("aten.add.Tensor", zeros, "x"), b("aten.sum.dim_IntList", zeros, dim=[-1]))
-    book = GroupBook(graph, "fp32", device_type)
+    table = GroupTable(graph, "fp32", device_type)
     kernels = GeneratedKernel((ReferenceBackend(),), TARGET)
     region = find_regions(graph)[0]
     refused = {
         tuple(graph.op(op).op.split(".")[1] for op in one.ops)
-        for one in enumerate_candidates(graph, region, legal=book.legal).candidates if kernels.refuse(book, one)
+        for one in enumerate_candidates(graph, region, legal=table.legal).candidates if kernels.refuse(table, one)
     }
     assert refused == ({("zeros",)} if device_type == "cpu" else set())
 
@@ -161,9 +161,9 @@ def test_whether_computed_indices_exist_is_asked_once_for_each_seed(monkeypatch:
     graph = b.graph(b("aten.neg.default", b("aten.embedding.default", "table", index)))
     subject = group_subject(graph, compute_ops(graph), "key")
     asked: list[int] = []
-    finds_all = subject_module.GroupSubject._finds_all
+    finds_all = subject_module.TunableGroup._finds_all
     monkeypatch.setattr(
-        subject_module.GroupSubject, "_finds_all",
+        subject_module.TunableGroup, "_finds_all",
         lambda self, inputs: (asked.append(1), finds_all(self, inputs))[1],
     )
     first = subject.make_inputs(3, "cpu")

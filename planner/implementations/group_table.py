@@ -11,14 +11,14 @@ from fuseplan.planner.errors import failure_reason
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import Candidate, CandidateLimits, Enumeration, enumerate_candidates, group_key
 from fuseplan.planner.groups.compute_graph import compute_graph_of, lower_group
-from fuseplan.planner.implementations.subject import GroupSubject, group_subject, op_group, op_subject
+from fuseplan.planner.implementations.tunable_group import TunableGroup, group_subject, op_group, op_subject
 from fuseplan.planner.libraries.library_call import LibraryCall, OpGroup
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable
 from fuseplan.planner.work.group_work import hot_inputs, kernel_work, op_work
 from fuseplan.planner.work.library_work import library_work
 
 
-class GroupBook:
+class GroupTable:
     """What is known of a graph's groups.
 
     ``dynamic`` is the same graph with dynamic sizes, where a legal group has to be a kernel, too.
@@ -33,7 +33,7 @@ class GroupBook:
         self.dynamic = dynamic
         self._lowered: dict[tuple[str, ...], Lowered] = {}
         self._works: dict[tuple[str, ...], Work] = {}
-        self._subjects: dict[tuple[str, ...], GroupSubject] = {}
+        self._subjects: dict[tuple[str, ...], TunableGroup] = {}
         self._singles: dict[str, Work] = {}
         self._backends: dict[tuple[str, ...], Backend | None] = {}
         self._enumerated: dict[str, tuple[Region, CandidateLimits, Enumeration]] = {}
@@ -114,7 +114,7 @@ class GroupBook:
         flow = compute_graph_of(self.graph)
         return len(ops) == 1 and flow.kinds[flow.position[ops[0]]] == "anchor"
 
-    def subject(self, group: Candidate) -> GroupSubject:
+    def subject(self, group: Candidate) -> TunableGroup:
         """The group as the search sees it."""
         if group.ops not in self._subjects:
             key = group_key(self.graph, group.ops, group.outputs)
@@ -129,6 +129,6 @@ class GroupBook:
         """The group as library calls see it."""
         return op_group(self.graph, group.ops, group.outputs, self.device_type)
 
-    def call_subject(self, group: Candidate, call: LibraryCall) -> GroupSubject:
+    def call_subject(self, group: Candidate, call: LibraryCall) -> TunableGroup:
         """The group as the search sees it when a library call runs it."""
         return replace(self.subject(group), library=call)

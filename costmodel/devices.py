@@ -146,3 +146,10 @@ def local_gpu() -> Any:
         raise NoDeviceError(f"{torch.cuda.get_device_name()}: kernels compile for AMD GPUs ({', '.join(_AMD)}), but "
                             "none has run on one, and nothing is planned for them; use the CPU")
     return torch.cuda.get_device_properties(torch.cuda.current_device())
+
+
+def local_architecture() -> Architecture:
+    """That of the current GPU, which is there."""
+    import torch
+
+    return architecture("sm_{}{}".format(*torch.cuda.get_device_capability()))

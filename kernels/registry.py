@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fuseplan.costmodel.devices import KINDS, is_cpu, is_gpu, local_gpu
+from fuseplan.costmodel.devices import KINDS, is_cpu, is_gpu, local_architecture, local_gpu
 from fuseplan.kernels.ir.backend import Backend, Config, Target, gpu_target, misfit
 
 
@@ -38,4 +38,4 @@ def local_target(device_type: str) -> Target:
     if not is_gpu(device_type):
         return Target(device_type, "native", torch.get_num_threads())
     gpu = local_gpu()
-    return gpu_target(f"sm_{gpu.major}{gpu.minor}", gpu.multi_processor_count, gpu.L2_cache_size)
+    return gpu_target(local_architecture().name, gpu.multi_processor_count, gpu.L2_cache_size)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fuseplan.costmodel.devices import local_architecture
 from fuseplan.costmodel.identity import DeviceIdentity
 from fuseplan.costmodel.probe.fit import RateTiming
 from fuseplan.costmodel.probe.measurements import (
@@ -30,8 +31,6 @@ _MATMUL_SIZES = (8192, 4096)
 _BLOCK, _STEPS = 1024, 2048
 #: Blocks for each multiprocessor: several waves, so that the last, partial one hardly counts.
 _BLOCKS_PER_CORE = 32
-#: Compute capability of the first devices with programmatic dependent launch.
-_FIRST_OVERLAPPING = (9, 0)
 
 
 def measure_cuda(
@@ -65,7 +64,7 @@ def _node_calls() -> dict[str, TimedCall]:
     x = torch.rand(_BLOCK, device=_DEVICE)
     y = torch.empty_like(x)
     calls: dict[str, TimedCall] = {"empty": lambda: nothing[(1,)](x)}
-    if torch.cuda.get_device_capability() >= _FIRST_OVERLAPPING:
+    if local_architecture().overlaps:
         calls["waiting"] = lambda: only_wait[(1,)](x, launch_pdl=True)
         calls["negating"] = lambda: wait_and_negate[(1,)](x, y, block=_BLOCK, launch_pdl=True)
     return calls
@@ -104,7 +103,7 @@ def _matmul_calls(size: int) -> dict[str, tuple[float, TimedCall]]:
 
 def _fp8_matmul(size: int) -> Callable[[], torch.Tensor] | None:
     """An fp8 matmul, or None where this device or this PyTorch has none."""
-    if torch.cuda.get_device_capability() < (8, 9):
+    if not local_architecture().fp8:
         return None
     a = torch.randn(size, size, device=_DEVICE).to(torch.float8_e4m3fn)
     b = torch.randn(size, size, device=_DEVICE).to(torch.float8_e4m3fn).t()  # cuBLASLt wants it column-major

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from model_families import build, inputs
 from recipe_samples import recipe_samples
 
 from fuseplan.kernels.cpp.backend import CppBackend
-from fuseplan.kernels.ir.backend import Backend, Target, misfit
+from fuseplan.kernels.ir.backend import Backend, Target, gpu_target, misfit
 from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.kernels.ninetoothed.backend import NinetoothedBackend
 from fuseplan.kernels.triton.backend import TritonBackend
@@ -34,8 +35,8 @@ from fuseplan.planner.patterns.table import pattern_graph
 BACKENDS: list[Callable[[Path], Backend]] = [CppBackend, TritonBackend, NinetoothedBackend]
 ON_CPU = [Target("cpu", "native", cores, l2_bytes=2**25) for cores in (1, 2, 7, 64)]
 ON_GPU = [
-    Target("cuda", arch, cores, 50 * 2**20, in_graph)
-    for arch, cores in (("sm_75", 40), ("sm_80", 108), ("sm_90", 132), ("sm_90", 1)) for in_graph in (False, True)
+    replace(gpu_target(arch, cores, 50 * 2**20), in_graph=in_graph) for in_graph in (False, True)
+    for arch, cores in (("sm_75", 40), ("sm_80", 108), ("sm_90", 132), ("sm_90", 1), ("sm_120", 170), ("gfx942", 304))
 ]
 #: Makes a kernel of a number of rows and of columns.
 SHAPED = [

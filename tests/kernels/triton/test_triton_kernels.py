@@ -227,8 +227,8 @@ def test_refusals_and_build_errors_say_why(backend: TritonBackend, tmp_path: Pat
     sample = samples.swiglu(3, 128)
     config = backend.default_config(sample.ir, SM90)
     assert "CUDA" in str(backend.refuse(sample.ir, Target("cpu", "native", 4)))
-    with pytest.raises(BuildError, match="gfx942"):
-        backend.prepare(sample.ir, config, Target("cuda", "gfx942", 304))
+    with pytest.raises(BuildError, match="gfx90a"):
+        backend.prepare(sample.ir, config, Target("hip", "gfx90a", 104))
     with pytest.raises(BuildError, match="could not compile"):
         backend.prepare(sample.ir, config, Target("cuda", "sm_20", 16))
     with pytest.raises(BuildError, match="num_warps"):

@@ -1,0 +1,23 @@
+"""The config of every model family can be captured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import family_checks as checks
+import model_families as families
+import pytest
+
+from fuseplan.planner.capture.trace import capture
+from fuseplan.planner.models.sources import find_source, workloads_for
+
+pytestmark = pytest.mark.no_cover
+
+
+@pytest.mark.parametrize("family", families.FAMILY_CONFIGS)
+def test_every_family_can_be_captured_from_its_config(family: str, tmp_path: Path) -> None:
+    source = find_source(config=families.write_family(tmp_path, family), dtype="bfloat16")
+    decode = "1" if families.task_of(family) == "causal" else None
+    workload = workloads_for(source, "cpu", decode, checks.KV_LEN, "3x9")[0]
+    assert workload.regime == ("decode" if decode else "prefill")
+    assert max(len(list(graph)) for graph in capture(source, workload, "cpu")) > 20

@@ -1,0 +1,45 @@
+"""Calls of models whose sizes are tuned for find their plans, with kernels interpreted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import family_checks as checks
+import model_families as families
+import pytest
+from reference_backend import ReferenceBackend, use
+
+from fuseplan.planner.capture.trace import capture
+from fuseplan.planner.models.sources import find_source, workloads_for
+from fuseplan.planner.tuning.session import open_session
+
+pytestmark = pytest.mark.no_cover
+
+
+@pytest.fixture
+def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    use(monkeypatch, ReferenceBackend())
+    return {"db": str(tmp_path / "tuning.db")}
+
+
+#: Families whose calls are tuned for, and the sequences of a call: of several, some are padded.
+_TUNED = [("llama", 3), ("gemma3", 1), ("t5", 1)]
+
+
+@pytest.mark.parametrize(("family", "batch"), _TUNED)
+def test_calls_and_generation_that_follow_from_tuned_sizes_are_exact_hits(
+    family: str, batch: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    source = find_source(config=families.write_family(tmp_path, family), dtype="float32")
+    decode = str(batch) if families.task_of(family) == "causal" else None
+    session = open_session("cpu", options["db"])
+    for workload in workloads_for(source, "cpu", decode, checks.KV_LEN, f"{batch}x{checks.PROMPT}", calls=True):
+        for graph in capture(source, workload, "cpu"):
+            for plan in session.planner().plan_graph(graph).unique():
+                session.database.put_plan(plan.record)
+    session.database.close()
+    rows = checks.check_hits(family, "fp32", "cpu", (batch,), options)
+    assert {row.check: row.problems for row in rows if row.problems} == {}
+    assert len(rows) == (5 if decode else 2)
+    assert all(one.fused > 0 for row in rows for one in row.graphs)

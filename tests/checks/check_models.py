@@ -15,7 +15,7 @@ search), a fresh process misses no region in calls with and without an attention
 ``plan explain`` has words for all of it.
 
 ``--interpreted`` runs kernels in an interpreter (no compiler, on a CPU): fast where only the planner is in question.
-Exits with status 1 if anything is wrong. pytest does not collect it; ``test_model_families.py`` and ``test_family_hits.py`` run slices of it.
+Exits with status 1 if anything is wrong. pytest does not collect it; two of its slices are tests.
 """
 
 from __future__ import annotations

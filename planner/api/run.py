@@ -107,7 +107,7 @@ def complaints(result: TuneResult, load: probe.MachineLoad) -> tuple[tuple[str, 
     """What was not decided, or doubtfully; and why nothing was, where that is more than a region or some noise."""
     found = [*map(str, result.failures), *result.untimed]
     if result.measured and load.busy:
-        found.append(f"the machine was busy ({load}), so times are noisy; a tune with the option again measures anew")
+        found.append(f"the machine was busy ({load}), so times are noisy; `plan tune --again` measures anew")
     if hidden := sum(plan.record.undecided for _, plan in result.distinct()):
         found.append(
             f"noise hides the answer in {hidden} regions: until a tune on a quieter machine they are "

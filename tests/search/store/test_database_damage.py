@@ -93,7 +93,7 @@ USERS = {
 def test_a_users_file_stays_where_it_is(path: Path, content: bytes) -> None:
     path.parent.mkdir()
     path.write_bytes(content)
-    with pytest.raises(ForeignDatabaseError, match=r"is no database of fuseplan .* left as it is.*another database"):
+    with pytest.raises(ForeignDatabaseError, match=r"is no database of fuseplan .* left as it is.*another file"):
         Database(path)
     with pytest.raises(ForeignDatabaseError, match="left as it is"):
         Database(path, mode="inspect")

@@ -7,43 +7,25 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from fuseplan.search.errors import OWN_FAULTS
+from fuseplan.search.errors import OWN_FAULTS, SpelledError
+from fuseplan.search.errors import Argument as Argument
+from fuseplan.search.errors import Command as Command
 
 #: Characters of somebody else's message in one of ours.
 _LONGEST = 300
 
 
-class Argument(str):
-    """The name of an argument in an error's message. Python has it as it is; the command line writes its option."""
-
-
-class FuseplanError(Exception):
+class FuseplanError(SpelledError):
     """Base of the family. The command line prints one line and exits with ``exit_code``.
-
-    With ``values`` the message is a template for :meth:`str.format`; those that are an :class:`Argument` are spelled by
-    whoever shows the error.
 
     Attributes:
         exit_code: Process exit status for a user mistake.
     """
 
     exit_code = 2
-
-    def __init__(self, message: str, *values: object) -> None:
-        super().__init__(message, *values)
-
-    def __str__(self) -> str:
-        return self.spelled(str)
-
-    def spelled(self, spell: Callable[[Argument], str]) -> str:
-        """The message with each argument written as ``spell`` says."""
-        message, *values = self.args
-        if not values:
-            return str(message)
-        return str(message).format(*(spell(one) if isinstance(one, Argument) else one for one in values))
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
@@ -74,41 +56,43 @@ class _UnknownNameError(FuseplanError):
     """A name that is not in a closed list."""
 
     kind = "name"
-    advice = ""
+    advice: tuple[str, ...] = ()
 
     def __init__(self, name: str, known: Iterable[str] = ()) -> None:
         known = sorted(set(known))
         close = nearest(name, known)
-        parts = [f"unknown {self.kind} {name!r}"]
+        hint = ""
         if close:
-            parts.append(f"did you mean {' or '.join(close)}?")
+            hint = f"; did you mean {' or '.join(close)}?"
         elif known and len(known) <= 12:
-            parts.append(f"known: {', '.join(known)}")
-        if self.advice:
-            parts.append(self.advice)
-        super().__init__("; ".join(parts))
-        self.name = name
+            hint = f"; known: {', '.join(known)}"
+        more, *arguments = self.advice or ("",)
+        super().__init__("unknown {} {!r}{}" + (f"; {more}" if more else ""), self.kind, name, hint, *arguments)
+        self.name, self._known = name, known
+
+    def __reduce__(self) -> tuple[type, tuple[str, list[str]]]:  # a worker's error comes back through a pipe
+        return type(self), (self.name, self._known)
 
 
 class UnknownModelError(_UnknownNameError):
     """No preset of that name."""
 
     kind = "model"
-    advice = "or give the path of a config.json, or package.module:factory"
+    advice = ("or give a config.json ({}) or package.module:factory ({})", Argument("config"), Argument("module"))
 
 
 class UnknownPatternError(_UnknownNameError):
     """No named pattern of that name."""
 
     kind = "pattern"
-    advice = "plan patterns lists them all"
+    advice = ("plan patterns lists them all",)
 
 
 class UnknownOpError(_UnknownNameError):
     """An op name that PyTorch does not have, or that the planner cannot execute."""
 
     kind = "op"
-    advice = 'write it as "aten.<name>.<overload>"'
+    advice = ('write it as "aten.<name>.<overload>"',)
 
 
 class ConfigError(FuseplanError):
@@ -156,7 +140,7 @@ def one_family() -> Iterator[None]:
     except Exception as error:
         if not type(error).__module__.startswith("fuseplan."):
             raise
-        raise FuseplanError(str(error)) from error
+        raise FuseplanError(*error.args if isinstance(error, SpelledError) else (str(error),)) from error
 
 
 class NotLowerable(Exception):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import reprlib
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _SHORT = reprlib.Repr()
@@ -53,7 +53,39 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__
 
 
-class SearchError(Exception):
+class Argument(str):
+    """The name of an argument in an error's message. Python has it as it is; the command line writes its option."""
+
+
+class Command(Argument):
+    """What a message advises to run, by the name of a command: a function of that name in Python."""
+
+    def __str__(self) -> str:
+        return f"`fuseplan.planner.{str.__str__(self)}()`"
+
+
+class SpelledError(Exception):
+    """An error whose message may name arguments and commands.
+
+    With ``values`` the message is a template for :meth:`str.format`; those that are an :class:`Argument` are spelled by
+    whoever shows the error.
+    """
+
+    def __init__(self, message: str, *values: object) -> None:
+        super().__init__(message, *values)
+
+    def __str__(self) -> str:
+        return self.spelled(str)
+
+    def spelled(self, spell: Callable[[Argument], str]) -> str:
+        """The message with each argument written as ``spell`` says."""
+        message, *values = self.args
+        if not values:
+            return str(message)
+        return str(message).format(*(spell(one) if isinstance(one, Argument) else one for one in values))
+
+
+class SearchError(SpelledError):
     """Base of the search package's errors."""
 
 

@@ -92,8 +92,6 @@ RECHECK_LIMIT = 5
 JOB_LIMIT_S = 60.0
 #: The shortest time limit of a job: some signs that it goes on fit in it.
 LEAST_JOB_LIMIT_S = 5.0
-#: Seconds that a C++ compiler may compute for one kernel: :mod:`fuseplan.kernels.native.build` ends it then.
-COMPILE_LIMIT_S = 120.0
 #: How many times longer than on the nominal device a call may take: ATen's matmuls of integers, and of halves on a
 #: processor without instructions for them, take up to this, and the float64 reference some times its op.
 SLOWEST_CALL = 100.0

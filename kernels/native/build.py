@@ -43,7 +43,7 @@ _FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-co
 #: Ways to ask for this processor's instructions, best first (clang spells the second one on ARM).
 _NATIVE_FLAGS: tuple[tuple[str, ...], ...] = (("-march=native",), ("-mcpu=native",), ())
 #: Seconds that one kernel may take, and that the trials of one compiler may take together.
-_COMPILE_LIMIT_S = 120
+COMPILE_LIMIT_S = 120
 _PROBE_LIMIT_S = 10
 #: What a compiler says when the machine fails it, whatever it compiles.
 _STARVED = ("No space left on device", "Cannot allocate memory", "Read-only file system", "Disk quota exceeded",
@@ -209,16 +209,16 @@ def is_sound(path: Path) -> bool:
 
 def _compile(source: str, compiler: Compiler, flags: Sequence[str], path: Path) -> None:
     if compiler in _HUNG:
-        raise MachineError(f"cpp: {compiler.path} took more than {_COMPILE_LIMIT_S} s before, and is not asked again")
+        raise MachineError(f"cpp: {compiler.path} took more than {COMPILE_LIMIT_S} s before, and is not asked again")
     with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as folder:
         text, library = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
         text.write_text(source)
         command = [compiler.path, *_FLAGS, *compiler.native, *flags, str(text), "-o", str(library)]
         try:
-            done = Allowance(_COMPILE_LIMIT_S).run(command)
+            done = Allowance(COMPILE_LIMIT_S).run(command)
         except subprocess.TimeoutExpired:
             _HUNG.add(compiler)
-            raise BuildError(f"cpp: {compiler.path} did not finish within {_COMPILE_LIMIT_S} s") from None
+            raise BuildError(f"cpp: {compiler.path} did not finish within {COMPILE_LIMIT_S} s") from None
         except OSError as error:
             raise MachineError(f"cpp: {compiler.path} cannot be started: {error.strerror or error}") from error
         if done.returncode != 0:

@@ -70,7 +70,7 @@ class TunedMisses(TuneAnswer):
         yield from self.words
         waiting = int((self.left["tunable"] == "yes").sum())
         if waiting:
-            yield f"{waiting} misses can be tuned still; the same again tunes {self.most} more at most"
+            yield f"{waiting} misses can be tuned still; `plan tune --misses --most {self.most}` goes on"
         if others := len(self.left) - waiting:
             yield f"{others} misses cannot be tuned by themselves; `plan db misses` says why"
 

@@ -1,4 +1,4 @@
-"""What models are made of: their graphs, and the regions of all of them, each once, with or without a plan."""
+"""The graphs of captured models, and the distinct regions of all these graphs."""
 
 from __future__ import annotations
 

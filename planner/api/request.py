@@ -93,7 +93,7 @@ class HowToTune:
         return Budget.on(device_type, self.trials, self.seconds, self.job_limit)
 
     def studies(self) -> Studies | None:
-        """Where studies are kept; :class:`StudyError` where that cannot be."""
+        """Open the storage of the studies; :class:`StudyError` where it cannot be opened."""
         return None if self.study is None else Studies(self.study)
 
     def of(self, session: Session, studies: Studies | None, run: str) -> Session:
@@ -247,7 +247,7 @@ def _sizes_text(name: str, sizes: Any) -> str | None:
 
 
 def plan_settings(kind: Kind, numerics: str, regime: str) -> PlanSettings:
-    """What plans are made for.
+    """The settings that plans are made for.
 
     Raises:
         ConfigError: There is no such regime, or no such numerics.

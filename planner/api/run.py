@@ -75,7 +75,7 @@ class Ran:
 def run(request: TuneRequest, wanted: Wanted, progress: Progress, account: TimeAccount) -> Ran:
     """Tune what is wanted on this device; the time it takes is booked in ``account``.
 
-    What is stored is not measured again: after an interruption, or where others tuned it, the same run goes on.
+    A stored region is not measured again, so an interrupted run goes on, and two runs share their work.
 
     Raises:
         FuseplanError, SearchError: As :func:`~fuseplan.planner.tuning.tune.tune`; what was finished is stored.
@@ -85,8 +85,8 @@ def run(request: TuneRequest, wanted: Wanted, progress: Progress, account: TimeA
     results: list[tuple[Batch, TuneResult]] = []
     with ExitStack() as stack:
         pool = stack.enter_context(tuner.make_pool(kind))
-        wanted.capture(stack, progress, account)
         session = how.of(open_session(kind, request.db), studies, uuid.uuid4().hex)
+        wanted.capture(stack, progress, account)
         batches = wanted.batches(session, progress, account)
         if session.spec is None and is_gpu(kind) and batches:  # hardly anything is stored: they will be needed
             pool.start()

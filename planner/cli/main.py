@@ -18,8 +18,7 @@ from typer._completion_classes import completion_init
 
 from fuseplan.planner.cli import completion, database, device, env, explain, fleet, report, tune
 from fuseplan.planner.cli.bench import command as bench
-from fuseplan.planner.errors import FuseplanError
-from fuseplan.search.errors import MachineFailureError, NothingCompilesError, plain
+from fuseplan.search.errors import Argument, Command, MachineFailureError, NothingCompilesError, SpelledError, plain
 
 #: Exit statuses after Ctrl-C, after SIGTERM, and where nobody reads the output any more, as shells have them.
 _INTERRUPTED, _TERMINATED, _NO_READER = 130, 143, 141
@@ -121,20 +120,21 @@ def describe(error: BaseException) -> tuple[str, int]:
         return _one_line(message), 2
     if families & _FAMILIES:
         # No mistake in the command: the machine fails it.
-        message = error.spelled(_option) if isinstance(error, FuseplanError) else str(error)
+        message = error.spelled(_option) if isinstance(error, SpelledError) else str(error)
         return _one_line(message), 1 if isinstance(error, (MachineFailureError, NothingCompilesError)) else 2
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}", 2
     return f"{type(error).__name__}: {_one_line(str(error))} (add --debug for the traceback)", 1
 
 
-def _option(argument: str) -> str:
-    """How the command line writes an argument.
+def _option(argument: Argument) -> str:
+    """How the command line writes an argument, or a command.
 
-    >>> _option("kv_len")
-    '--kv-len'
+    >>> _option(Argument("kv_len")), _option(Command("tune"))
+    ('--kv-len', '`plan tune`')
     """
-    return f"--{argument.replace('_', '-')}"
+    name = argument.replace("_", "-")
+    return f"`plan {name}`" if isinstance(argument, Command) else f"--{name}"
 
 
 def _one_line(text: str) -> str:

@@ -109,7 +109,7 @@ def fleet_kind(workers: str, device: str) -> Kind:
 
 
 def runner(workers: str | None) -> Runner:
-    """Where a run is made: here, or by ``--workers``."""
+    """The runner: this process, or the workers of ``--workers``."""
     if workers is None:
         from fuseplan.planner.api.tune import run_here
 

@@ -75,7 +75,7 @@ class Fleet:
     progress: Progress
 
     def terms(self) -> Terms:
-        """What every tune of this run is for, but for the settings."""
+        """The terms that all tunes of this run share; each adds its settings."""
         return Terms(uuid.uuid4().hex[:8], self.request.kind, self.location, PlanSettings(), self.request.how)
 
     @property

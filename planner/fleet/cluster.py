@@ -181,7 +181,8 @@ def visible_gpus() -> list[str]:
 
     count = torch.cuda.device_count()
     if not count:
-        raise DeviceError("PyTorch sees no CUDA GPU on this host; use the CPU, or check with nvidia-smi")
+        raise DeviceError("PyTorch sees no CUDA GPU on this host; use {} cpu, or check with nvidia-smi",
+                          Argument("device"))
     # What the variable says here, as PyTorch reads it: numbers, or names where it has names; all numbers without it.
     return list(map(str, torch.cuda._parse_visible_devices()[:count]))
 

@@ -1,4 +1,4 @@
-"""What each way to run a group answers, when a plan is made and when it is run.
+"""The base class of implementations: its methods answer when a plan is made and when it runs.
 
 An implementation is one class in one file. The partition, the prices, contests, records and dispatch ask it the
 questions of :class:`Implementation`, and never which kind it is.
@@ -82,7 +82,7 @@ class Implementation(ABC):
         return Part(subject, reads=subject.operands, makes=subject.outputs)
 
     def run_by(self, table: GroupTable, group: Candidate) -> str:
-        """What a record calls it where it was not tuned."""
+        """The name that a record gives it for a group that was not tuned."""
         return self.name
 
     # -- what a record says of it -----------------------------------------------------------------------------

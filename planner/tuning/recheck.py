@@ -88,7 +88,7 @@ def recheck_verdict(rechecked: Iterable[Rechecked]) -> str:
     ratios = [one.measured_us / one.stored_us for one in listed if one.measured_us is not None]
     failed = [f"{one.label}: {one.failure}" for one in listed if one.measured_us is None]
     words = f"measured again {len(listed)} of the kernels that come with fuseplan"
-    advice = "a tune without shipped records measures everything on this machine"
+    advice = "`plan tune --no-shipped` measures everything on this machine"
     if failed:
         return f"{words}: {len(failed)} failed here ({failed[0]}); {advice}"
     middle = statistics.median(ratios)

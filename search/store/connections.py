@@ -17,6 +17,7 @@ from sqlalchemy.exc import DBAPIError, DisconnectionError, InterfaceError, Opera
 from sqlalchemy.pool import ConnectionPoolEntry, NullPool, PoolProxiedConnection
 
 from fuseplan.search.errors import (
+    Argument,
     BusyDatabaseError,
     CorruptDatabaseError,
     DatabaseError,
@@ -221,7 +222,8 @@ def database_error(error: Exception, engine: sa.Engine) -> DatabaseError:
     if "not a database" in low or "malformed" in low or "corrupt" in low:
         return corrupt(engine, text)
     if any(sign in low for sign in ("readonly", "read-only", "unable to open", "disk is full")):
-        return ReadOnlyDatabaseError(f"{name} cannot be written ({text}); give a writable database file")
+        return ReadOnlyDatabaseError("{} cannot be written ({}); pass a writable file with {}", name, text,
+                                     Argument("db"))
     if "is locked" in low:
         return _busy(name, text)
     return DatabaseError(f"{name}: {text}")

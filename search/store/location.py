@@ -20,7 +20,7 @@ from sqlalchemy import make_url
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import SQLAlchemyError
 
-from fuseplan.search.errors import DatabaseError, ForeignDatabaseError, plain
+from fuseplan.search.errors import Argument, DatabaseError, ForeignDatabaseError, plain
 from fuseplan.search.store.record import SCHEMA_VERSION, now
 
 #: Marks a SQLite file as ours, in its header ("fuse").
@@ -146,11 +146,12 @@ def file_size(file: Path) -> int:
     except (FileNotFoundError, NotADirectoryError):
         return 0
     except (OSError, ValueError) as error:
-        raise DatabaseError(f"database path {_shown(file)} cannot be used ({error}); give another database") from None
+        raise DatabaseError("database path {} cannot be used ({}); pass another with {}", _shown(file), error,
+                            Argument("db")) from None
     if stat.S_ISDIR(found.st_mode):
         raise DatabaseError(f"database path {_shown(file)} is a folder; pass a file in it, such as tuning.db")
     if not stat.S_ISREG(found.st_mode):
-        raise DatabaseError(f"database path {_shown(file)} is no regular file; give another database")
+        raise DatabaseError("database path {} is no regular file; pass another with {}", _shown(file), Argument("db"))
     return found.st_size
 
 
@@ -167,8 +168,8 @@ def check_ours(file: Path, why: str) -> None:
     marked = head[_MARK] == APPLICATION_ID.to_bytes(4, "big")
     if not (head.startswith(_MAGIC) and (marked or b"CREATE TABLE fuseplan_meta" in head)):
         raise ForeignDatabaseError(
-            f"{_shown(file)} is no database of fuseplan ({why}); it was left as it is: move it away, or pass another "
-            "file as the database"
+            "{} is no database of fuseplan ({}); it was left as it is: move it away, or pass another file with {}",
+            _shown(file), why, Argument("db"),
         )
 
 

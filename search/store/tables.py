@@ -11,6 +11,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import OperationalError, ProgrammingError
 
 from fuseplan.search.errors import (
+    Argument,
     BusyDatabaseError,
     CorruptDatabaseError,
     DatabaseError,
@@ -94,7 +95,8 @@ def open_for_writing(url: sa.URL, set_aside: int = _ATTEMPTS, patience_s: float 
             file.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ReadOnlyDatabaseError(
-                f"tuning database {location_name(url)} cannot be written ({error}); give a writable database file"
+                "tuning database {} cannot be written ({}); pass a writable file with {}", location_name(url), error,
+                Argument("db"),
             ) from None
         location.file_size(file)
     with location.locked(file):
@@ -148,8 +150,8 @@ def _create_or_upgrade(engine: sa.Engine) -> None:
     found, name = check_schema(engine), location_name(engine.url)
     if found is not None and found not in migrations.KNOWN:
         raise SchemaVersionError(
-            f"{name} was written by a newer fuseplan (its tables are of revision {brief(found)}, this "
-            f"one knows {migrations.KNOWN[-1]}); it was left as it is: use that one, or give another database file"
+            "{} was written by a newer fuseplan (its tables are of revision {}, this one knows {}); it was left as it "
+            "is: use that one, or pass another file with {}", name, brief(found), migrations.KNOWN[-1], Argument("db"),
         )
     lite = engine.dialect.name == "sqlite"
     if found is not None and lite:
@@ -195,8 +197,9 @@ def check_schema(engine: sa.Engine) -> str | None:
     facts = insist(engine.url, ask, patient=False)
     if facts is not None and facts.get("schema_version") != str(SCHEMA_VERSION):
         raise SchemaVersionError(
-            f"{location_name(engine.url)} has schema version {brief(facts.get('schema_version'))}, this fuseplan reads "
-            f"{SCHEMA_VERSION}; it was left as it is: use the fuseplan that wrote it, or give another database file"
+            "{} has schema version {}, this fuseplan reads {}; it was left as it is: use the fuseplan that wrote it, "
+            "or pass another file with {}", location_name(engine.url), brief(facts.get("schema_version")),
+            SCHEMA_VERSION, Argument("db"),
         )
     return None if facts is None else facts.get("", migrations.KNOWN[0])
 
@@ -215,8 +218,8 @@ def _facts(connection: sa.Connection) -> dict[str, str] | None:
     if names and connection.dialect.name == "sqlite":
         listed = plain(", ".join(sorted(names)[:3]))
         raise ForeignDatabaseError(
-            f"{location_name(connection.engine.url)} holds tables of another application ({listed}); "
-            "give another database file"
+            "{} holds tables of another application ({}); pass another file with {}",
+            location_name(connection.engine.url), listed, Argument("db"),
         )
     return None
 
@@ -228,8 +231,8 @@ def check_columns(connection: sa.Connection, wanted: Iterable[sa.Table] = METADA
     for table in wanted:
         if missing := {column.name for column in table.columns} - there.get(table.name, set()):
             raise ForeignDatabaseError(
-                f"{location_name(connection.engine.url)}: table {table.name} has no {', '.join(sorted(missing))}, so "
-                "this fuseplan did not write it; it was left as it is: give another database file"
+                "{}: table {} has no {}, so this fuseplan did not write it; it was left as it is: pass another file "
+                "with {}", location_name(connection.engine.url), table.name, ", ".join(sorted(missing)), Argument("db"),
             )
 
 

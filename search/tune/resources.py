@@ -13,6 +13,7 @@ from fuseplan.costmodel.roofline import nominal_us
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.backend import Backend, Config, Target
 from fuseplan.kernels.ir.ir import KernelIR
+from fuseplan.kernels.native.build import COMPILE_LIMIT_S
 from fuseplan.search import policy
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import RecordKey, Trial, Versions
@@ -213,7 +214,7 @@ class TuningResources:
 
     @property
     def _compile_limit_s(self) -> float:
-        return self.budget.job_limit_s + policy.COMPILE_LIMIT_S
+        return self.budget.job_limit_s + COMPILE_LIMIT_S
 
     def compile(self, arguments: Sequence[Compilation]) -> list[Outcome]:
         """Compile beside each other, and wait. Raises :class:`MachineFailureError`."""
@@ -259,4 +260,4 @@ def too_long(works: Sequence[Work], limit_s: float) -> str:
     """What a message about a job that timed out adds: how much one call does, and what allows more."""
     nbytes, flops = sum(work.dram_bytes for work in works), sum(work.total_flops for work in works)
     size = f"{nbytes / 1e6:.3g} MB and {flops / 1e9:.3g} Gflop a call"
-    return f" ({size}); a job limit of {2 * limit_s:.0f} s waits longer"
+    return f" ({size}); `plan tune --job-limit {2 * limit_s:.0f}` waits longer"

@@ -1,16 +1,19 @@
 import inspect
 import pickle
+from pathlib import Path
 
 import pytest
 
 from fuseplan.planner import errors
 from fuseplan.planner.cli.main import describe
+from fuseplan.search.errors import ForeignDatabaseError
+from fuseplan.search.store.database import Database
 
 
 def family() -> list[type[Exception]]:
     return [
         cls for _, cls in inspect.getmembers(errors, inspect.isclass)
-        if cls.__module__ == errors.__name__ and cls not in (errors.Argument, errors.NotLowerable, errors.RefusedError)
+        if cls.__module__ == errors.__name__ and cls not in (errors.NotLowerable, errors.RefusedError)
     ]
 
 
@@ -48,6 +51,27 @@ def test_an_argument_is_spelled_by_whoever_shows_the_error() -> None:
         assert str(one) == "kv_len models--org--{name}: no such file"
         assert describe(one) == ("--kv-len models--org--{name}: no such file", 2)
     assert describe(errors.ConfigError("{} is a path")) == ("{} is a path", 2)
+
+
+def test_errors_of_the_store_are_spelled_too(tmp_path: Path) -> None:
+    (tmp_path / "{weights}.db").write_text("no database")
+    with pytest.raises(ForeignDatabaseError) as raised:
+        Database(tmp_path / "{weights}.db")
+    line, status = describe(raised.value)
+    assert status == 2 and "{weights}.db" in line and line.endswith("with --db")
+    with pytest.raises(errors.FuseplanError, match=r"with db$"), errors.one_family():
+        raise raised.value
+
+
+@pytest.mark.parametrize("error", [errors.UnknownModelError("lama", ["llama"]), errors.UnknownOpError("{}", ["x"])])
+def test_an_unknown_name_comes_back_from_a_worker(error: errors.FuseplanError) -> None:
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again)) == (type(error), str(error))
+
+
+def test_an_unknown_model_names_the_options_for_files_and_modules() -> None:
+    line, _ = describe(errors.UnknownModelError("zzz", ["llama"]))
+    assert "--config" in line and "--module" in line
 
 
 def test_unknown_name_far_from_everything_lists_what_exists() -> None:

@@ -24,13 +24,15 @@ from toy_models import Gated, gated
 import fuseplan.planner
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.api.answer import first_screen
-from fuseplan.planner.api.request import asked_for
+from fuseplan.planner.api.request import TuneRequest, asked_for
+from fuseplan.planner.api.run import run
 from fuseplan.planner.api.tune import OneModel
 from fuseplan.planner.cli import main
 from fuseplan.planner.errors import ConfigError, FuseplanError
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.models.manifest import ModelArguments
 from fuseplan.planner.tuning.progress import SILENT
+from fuseplan.search.errors import DatabaseError
 from fuseplan.search.tune import tuner
 from fuseplan.search.tune.time_account import TimeAccount
 from fuseplan.search.tune.tuner import ProgressEvent
@@ -238,7 +240,7 @@ NO_MODEL = object()
     (lambda p, db: p.tune(pattern="swiglu", shape=(3, 8), device="tpu", db=db), ["device", "tpu"]),
     (lambda p, db: p.tune(pattern="swiglu", shape=(3, 8), device="cpu", db="/proc/nowhere/t.db"), ["/proc/nowhere"]),
     (lambda p, db: p.explain(pattern="swiglu", shape=(3, 8), workload="nine", db=db), ["nine", "3x8"]),
-    (lambda p, db: p.report("gpt9", device="h200", db=db), ["gpt9", "tune it first"]),
+    (lambda p, db: p.report("gpt9", device="h200", db=db), ["gpt9", "fuseplan.planner.tune()"]),
     (lambda p, db: p.report(device="b200", db=db), ["b200", "h200"]),
     (lambda p, db: p.report(device="h200", db=db).step_changes, ["against"]),
     (lambda p, db: p.misses(device="tpu", db=db), ["tpu"]),
@@ -259,6 +261,13 @@ def test_a_faulty_config_is_told_before_a_device_is_probed(tmp_path: Path) -> No
     unprobed: Any = SimpleNamespace(spec=None)
     with pytest.raises(ConfigError, match="hidden_size"):
         model.batches(unprobed, SILENT, TimeAccount())
+
+
+def test_a_database_that_cannot_be_written_is_told_before_anything_is_captured() -> None:
+    given, account = ModelArguments(model="llama", decode=1, kv_len=16), TimeAccount()
+    with pytest.raises(DatabaseError, match="/proc/nowhere"):
+        run(TuneRequest("cpu", given, db="/proc/nowhere/t.db"), OneModel(asked_for("cpu", given)), SILENT, account)
+    assert "capturing" not in account.spent()
 
 
 def test_the_names_load_nothing_before_they_are_used() -> None:

@@ -267,7 +267,7 @@ def test_a_tune_on_a_busy_machine_says_so_and_shows_its_noise(
     monkeypatch.setattr(tuner, "make_pool", lambda _: InlineExecutor())
     status, out, err = plan(*tune)
     assert status == 0
-    assert "62.0 on 2 cores" in err and "again measures anew" in err and "noise of what was measured: " in out
+    assert "62.0 on 2 cores" in err and "--again" in err and "noise of what was measured: " in out
     status, out, err = plan(*tune)  # nothing is measured now
     assert status == 0 and "62.0" not in err and "noise of" not in out
 

@@ -122,4 +122,4 @@ def test_steps_come_first_and_a_pipe_has_every_column(plan: Run, sampled: tuple[
 
 
 def test_report_of_an_unknown_model(plan: Run, sampled: tuple[str, ...]) -> None:
-    assert_user_error(plan("report", "--model", "gpt9", *sampled), "gpt9", "tune it first")
+    assert_user_error(plan("report", "--model", "gpt9", *sampled), "gpt9", "plan tune")

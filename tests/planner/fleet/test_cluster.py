@@ -76,7 +76,7 @@ def test_workers_that_share_a_gpu_own_one_device() -> None:
 
 def test_a_host_without_a_gpu_is_told_so_and_one_cpu_is_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(DeviceError, match="use the CPU"):
+    with pytest.raises(DeviceError, match="use device cpu"):
         cluster.nannies("cuda")
     (only,) = cluster.nannies("cpu")
     assert only["env"] == {} and only["memory_limit"] is None

@@ -91,12 +91,12 @@ def test_without_a_measured_step_its_regions_are_added_and_said_to_be(load: Load
     assert "not timed" in words and "floor" not in words
 
 
-def test_ops_that_no_plan_has_are_said_to_be_missing(load: Load) -> None:
+def test_unplanned_ops_are_said_to_be_missing(load: Load) -> None:
     data = load(StepTimes(2100.0, 1250.0, 0.01, 900.0))
     more = replace(data, workloads=tuple(
         replace(one, ops=63) if one.workload == "decode b4" else one for one in data.workloads))
-    assert "without 3 ops that no plan has" in step_words.step_words(decode(more))
-    assert "without 3 ops" in step_words.answers(decode(more))[0]
+    assert "without 3 unplanned ops" in step_words.step_words(decode(more))
+    assert "without 3 unplanned ops" in step_words.answers(decode(more))[0]
     assert steps.step_frame(more).set_index("workload").loc["decode b4", "left_out"] == 3
 
 

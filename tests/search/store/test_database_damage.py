@@ -93,7 +93,7 @@ USERS = {
 def test_a_users_file_stays_where_it_is(path: Path, content: bytes) -> None:
     path.parent.mkdir()
     path.write_bytes(content)
-    with pytest.raises(ForeignDatabaseError, match=r"is no database of fuseplan .* left as it is.*another file"):
+    with pytest.raises(ForeignDatabaseError, match=r"is no database of fuseplan .* left as it is.*file with db"):
         Database(path)
     with pytest.raises(ForeignDatabaseError, match="left as it is"):
         Database(path, mode="inspect")
@@ -311,7 +311,7 @@ def test_another_schema_version_is_left_alone(db: Database, path: Path) -> None:
         raw.execute("update fuseplan_meta set value = '99' where name = 'schema_version'")
     db.close()
     before = path.read_bytes()
-    with pytest.raises(SchemaVersionError, match=r"has schema version '99', this fuseplan reads 2.*another database"):
+    with pytest.raises(SchemaVersionError, match=r"has schema version '99', this fuseplan reads 2.*file with db"):
         Database(path)
     with pytest.warns(UserWarning, match="schema version '99'"):
         assert Database(path, mode="read").get_record(tuning().key).status == "miss"

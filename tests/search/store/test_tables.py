@@ -67,7 +67,7 @@ def test_an_empty_file_becomes_a_database(path: Path) -> None:
 
 def test_locations_that_cannot_be_written_are_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ReadOnlyDatabaseError, match=r"file/tuning\.db cannot be written .*writable database file"):
+    with pytest.raises(ReadOnlyDatabaseError, match=r"file/tuning\.db cannot be written .*a writable file with db"):
         Database(tmp_path / "file" / "tuning.db")
     with pytest.raises(DatabaseError, match="is a folder"):
         Database(tmp_path)

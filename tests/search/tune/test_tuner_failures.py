@@ -190,7 +190,7 @@ def test_hanging_and_crashing_kernels_cost_only_their_config(db: Database, pool:
     assert dict(record.config) == {"tile": 64, "unroll": 2}
     reasons = {config_key(r.config): r.reason for r in record.rejected}
     assert reasons["tile=16,unroll=1"].startswith("no result within 0.5 s (")  # with its size, and what allows more
-    assert "a job limit of" in reasons["tile=16,unroll=1"]
+    assert "--job-limit" in reasons["tile=16,unroll=1"]
     assert "SIGSEGV" in reasons["tile=32,unroll=1"]
     assert "status 3" in reasons["tile=32,unroll=2"]
     assert record.measured == 3

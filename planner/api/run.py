@@ -17,6 +17,7 @@ from fuseplan.planner.tuning.progress import SILENT, Progress
 from fuseplan.planner.tuning.session import Session, open_session
 from fuseplan.planner.tuning.tune import Batch, TuneResult
 from fuseplan.search.errors import NothingCompilesError
+from fuseplan.search.store.database import check_usable
 from fuseplan.search.store.leases import Leases
 from fuseplan.search.store.location import left_behind
 from fuseplan.search.store.record import RecordKey
@@ -85,8 +86,9 @@ def run(request: TuneRequest, wanted: Wanted, progress: Progress, account: TimeA
     results: list[tuple[Batch, TuneResult]] = []
     with ExitStack() as stack:
         pool = stack.enter_context(tuner.make_pool(kind))
-        session = how.of(open_session(kind, request.db), studies, uuid.uuid4().hex)
+        check_usable(request.db)
         wanted.capture(stack, progress, account)
+        session = how.of(open_session(kind, request.db), studies, uuid.uuid4().hex)
         batches = wanted.batches(session, progress, account)
         if session.spec is None and is_gpu(kind) and batches:  # hardly anything is stored: they will be needed
             pool.start()

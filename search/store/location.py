@@ -20,7 +20,7 @@ from sqlalchemy import make_url
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import SQLAlchemyError
 
-from fuseplan.search.errors import Argument, DatabaseError, ForeignDatabaseError, plain
+from fuseplan.search.errors import Argument, DatabaseError, ForeignDatabaseError, ReadOnlyDatabaseError, plain
 from fuseplan.search.store.record import SCHEMA_VERSION, now
 
 #: Marks a SQLite file as ours, in its header ("fuse").
@@ -153,6 +153,21 @@ def file_size(file: Path) -> int:
     if not stat.S_ISREG(found.st_mode):
         raise DatabaseError("database path {} is no regular file; pass another with {}", _shown(file), Argument("db"))
     return found.st_size
+
+
+def make_folder(url: URL) -> Path | None:
+    """The file behind a SQLite URL, in a folder that exists; :class:`DatabaseError` where there can be no such file."""
+    file = sqlite_file(url)
+    if file is not None:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ReadOnlyDatabaseError(
+                "tuning database {} cannot be written ({}); pass a writable file with {}", location_name(url), error,
+                Argument("db"),
+            ) from None
+        file_size(file)
+    return file
 
 
 def check_ours(file: Path, why: str) -> None:

@@ -89,16 +89,7 @@ def open_for_writing(url: sa.URL, set_aside: int = _ATTEMPTS, patience_s: float 
     A corrupt database of ours is kept beside a fresh one, at most ``set_aside`` times, with a warning that names both
     files. What is not ours to change is left as it is.
     """
-    file = sqlite_file(url)
-    if file is not None:
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ReadOnlyDatabaseError(
-                "tuning database {} cannot be written ({}); pass a writable file with {}", location_name(url), error,
-                Argument("db"),
-            ) from None
-        location.file_size(file)
+    file = location.make_folder(url)
     with location.locked(file):
         found = None if file is None else location.identity(file)
         engine = connections.engine_of(url, patience_s=patience_s)

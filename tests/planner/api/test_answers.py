@@ -17,7 +17,7 @@ import pytest
 import report_samples as samples
 import torch
 from dispatch_samples import fresh_start
-from inline_executor import InlineExecutor
+from fast_tunes import count_instead_of_timing
 from model_samples import CONFIGS, write_config
 from toy_models import Gated, gated
 
@@ -33,7 +33,6 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.models.manifest import ModelArguments
 from fuseplan.planner.tuning.progress import SILENT
 from fuseplan.search.errors import DatabaseError
-from fuseplan.search.tune import tuner
 from fuseplan.search.tune.time_account import TimeAccount
 from fuseplan.search.tune.tuner import ProgressEvent
 
@@ -50,8 +49,8 @@ def fresh() -> Iterator[None]:
 
 @pytest.fixture
 def db(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A database that knows this machine's CPU, and jobs in this process."""
-    monkeypatch.setattr(tuner, "make_pool", lambda _: InlineExecutor())
+    """A database that knows this machine's CPU, and tunes that count."""
+    count_instead_of_timing(monkeypatch)
     return samples.known_machine(tmp_path / "tuning.db")
 
 

@@ -12,7 +12,7 @@ import pytest
 import report_samples as samples
 import torch
 from dispatch_samples import Block, compiled, fresh_start, relative_error, swiglu
-from inline_executor import InlineExecutor
+from fast_tunes import count_instead_of_timing
 from torch import nn
 
 import fuseplan.planner
@@ -27,7 +27,6 @@ from fuseplan.search.store.database import Database
 from fuseplan.search.store.maintenance import prune_database, verify_database
 from fuseplan.search.store.record import RecordKey
 from fuseplan.search.store.rows import MISSED
-from fuseplan.search.tune import tuner
 
 HERE = current_identity("cpu")
 
@@ -39,8 +38,8 @@ def fresh() -> Iterator[None]:
 
 @pytest.fixture
 def db(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A database that knows this machine's CPU, and jobs in this process."""
-    monkeypatch.setattr(tuner, "make_pool", lambda _: InlineExecutor())
+    """A database that knows this machine's CPU, and tunes that count."""
+    count_instead_of_timing(monkeypatch)
     return samples.known_machine(tmp_path / "tuning.db")
 
 
@@ -186,7 +185,7 @@ def test_graphs_are_bounded_in_size_and_number(db: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(logged, "MOST_BYTES", 100)
     compiled(swiglu, db)(torch.randn(3, 8), torch.randn(3, 8))
     monkeypatch.undo()
-    monkeypatch.setattr(tuner, "make_pool", lambda _: InlineExecutor())
+    count_instead_of_timing(monkeypatch)
     monkeypatch.setattr(rows, "MOST_GRAPHS", 1)
     for width in (16, 16, 32):
         torch._dynamo.reset()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import report_samples as samples
-from inline_executor import InlineExecutor
+from fast_tunes import count_instead_of_timing
 
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.cli import main
@@ -18,7 +18,6 @@ from fuseplan.planner.tuning.recheck import Rechecked, recheck_verdict
 from fuseplan.search.store import codec, layered, transfer
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import RecordKey
-from fuseplan.search.tune import tuner
 
 Run = Callable[..., tuple[int, str, str]]
 TOY = ("--module", "toy_models:gated", "--device", "cpu")
@@ -27,8 +26,8 @@ BUDGET = ("--trials", "1", "--seconds", "0.1")
 
 @pytest.fixture
 def plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Commands whose tunes run their jobs in this process; :mod:`test_cli` has one with worker processes."""
-    monkeypatch.setattr(tuner, "make_pool", lambda _: InlineExecutor())
+    """Commands whose tunes count in this process; :mod:`test_cli` has one that measures in worker processes."""
+    count_instead_of_timing(monkeypatch)
 
     def run(*argv: str | Path) -> tuple[int, str, str]:
         capsys.readouterr()
@@ -59,7 +58,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     database, path = folder / "tuning.db", folder / f"{current_identity('cpu').key()}-eager.jsonl"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "probe", lambda *_, **__: replace(samples.SPEC, identity=current_identity("cpu")))
-        patch.setattr(tuner, "make_pool", lambda _: InlineExecutor())
+        count_instead_of_timing(patch)
         assert main.run(["tune", *TOY, *BUDGET, "--db", str(database)]) == 0
     with Database(database) as opened:
         transfer.export(opened, path)

@@ -26,7 +26,6 @@ from fuseplan.planner.cli import main
 from fuseplan.planner.partition.by_measurement import Decided, MeasuredRegion
 from fuseplan.search.errors import MachineFailureError, NothingCompilesError
 from fuseplan.search.store.database import Database
-from fuseplan.search.tune import tuner as tuning
 from fuseplan.search.workers.worker import WorkerPool
 
 Run = Callable[..., tuple[int, str, str]]
@@ -132,8 +131,8 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Commands whose tunes run their jobs in this process; :mod:`test_cli` has one with worker processes."""
-    monkeypatch.setattr(tuning, "make_pool", lambda _: InlineExecutor())
+    """Commands whose tunes count in this process; :mod:`test_cli` has one that measures in worker processes."""
+    count_instead_of_timing(monkeypatch)
 
     def run(*argv: str | Path) -> tuple[int, str, str]:
         capsys.readouterr()

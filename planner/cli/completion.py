@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from typer import Argument
 
 
-class Shell(StrEnum):
-    """A shell that can complete."""
-
-    BASH = "bash"
-    ZSH = "zsh"
-    FISH = "fish"
-
-
-def completion(shell: Annotated[Shell, Argument(help="The shell to complete in.")]) -> None:
+def completion(shell: Annotated[Literal["bash", "zsh", "fish"], Argument(help="The shell to complete in.")]) -> None:
     """Print the script that completes commands, options and their values in a shell.
 
     bash: eval "$(plan completion bash)" in ~/.bashrc. zsh: eval "$(plan completion zsh)" in ~/.zshrc, after compinit.
@@ -25,7 +16,7 @@ def completion(shell: Annotated[Shell, Argument(help="The shell to complete in."
     """
     from typer._completion_shared import get_completion_script
 
-    typer.echo(get_completion_script(prog_name="plan", complete_var="_PLAN_COMPLETE", shell=shell.value))
+    typer.echo(get_completion_script(prog_name="plan", complete_var="_PLAN_COMPLETE", shell=shell))
 
 
 def models(incomplete: str) -> list[str]:

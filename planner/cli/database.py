@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Argument, Option
 
 from fuseplan.costmodel.devices import kind_of_key
-from fuseplan.planner.cli.common import (
-    DbOption,
-    Device,
-    device_type,
-    open_database,
-    print_rows,
-    print_text,
-    say,
-)
+from fuseplan.planner.api.device import device_kind
+from fuseplan.planner.cli.common import DbOption, Device
 from fuseplan.planner.cli.output.options import answers, current
+from fuseplan.planner.reports.document import Table
+
+if TYPE_CHECKING:
+    from fuseplan.search.store.database import Database
 
 app = typer.Typer(no_args_is_help=True, help="List, show, export, import, verify and prune stored records.")
+
+
+def open_database(url: str | None, write: bool = False) -> Database:
+    """The tuning database. One that cannot be used is an error."""
+    from fuseplan.search.store.database import Database
+
+    return Database(url, mode="write" if write else "inspect")
 
 
 @app.command("ls")
@@ -29,19 +33,19 @@ def list_records(db: DbOption = None) -> None:
     """One line per stored tuning record and plan."""
     from fuseplan.search.store.maintenance import LS_COLUMNS, ls_rows, of_other_versions
 
+    screen = current()
     for file in of_other_versions() if db is None else ():
-        say(f"{file} is a database of another fuseplan, whose plans are not read here: use them with that fuseplan, or "
-            "tune again and delete the file")
-    database = open_database(db, write=False)
+        screen.say(f"{file} is a database of another fuseplan, whose plans are not read here: use them with that "
+                   "fuseplan, or tune again and delete the file")
+    database = open_database(db)
     rows = ls_rows(database)
     if not rows:
-        say(f"no records in {database.where}; `plan tune --model llama` makes some")
-    elif current().is_terminal:
-        say(database.where)
-    if rows or not current().at_once:
-        print_rows("records", LS_COLUMNS, rows, spare=(
-            "numerics", "regime", "created", "backend", "device", "kind", "workload", "gain", "best_us", "unfused_us",
-        ), keep=("label", "answer"))
+        screen.say(f"no records in {database.where}; `plan tune --model llama` makes some")
+    elif screen.is_terminal:
+        screen.say(database.where)
+    if rows or not screen.at_once:
+        screen.add(Table("records", LS_COLUMNS, tuple(map(tuple, rows)), keep=("label", "answer"), spare=(
+            "numerics", "regime", "created", "backend", "device", "kind", "workload", "gain", "best_us", "unfused_us")))
 
 
 @app.command("misses")
@@ -61,7 +65,7 @@ def list_misses(
     if device is not None and device_key is None:
         from fuseplan.costmodel.identity import current_identity
 
-        device_key = current_identity(device_type(device)).key()
+        device_key = current_identity(device_kind(device)).key()
     rows: list[tuple[str | int, ...]] = []
     with Database(db, mode="inspect") as database:
         where, found = database.where, {str(one["device"]) for one in database.misses()}
@@ -71,14 +75,15 @@ def list_misses(
             logged = logged_misses(LayeredDatabase(database, shipped_files(key)), key)
         rows += [(*one.row(), key) for one in logged]
     if gone:
-        say(f"{gone} misses that came least were dropped from {where}: it keeps {MOST_MISSES} at most")
+        current().say(f"{gone} misses that came least were dropped from {where}: it keeps {MOST_MISSES} at most")
     if not rows:
-        say(f"no misses are logged in {where}" if device_key is None else
+        current().say(f"no misses are logged in {where}" if device_key is None else
             f"no misses are logged for this device in {where}")
     if rows or not current().at_once:
         rows.sort(key=lambda row: -int(row[1]))
-        print_rows("misses", (*MISS_COLUMNS, "device"), rows, keep=("label", "count", "tunable"), spare=(
-            "key", "device", "numerics", "regime", "first_seen", "last_seen", "place"))
+        current().add(Table(
+            "misses", (*MISS_COLUMNS, "device"), tuple(rows), keep=("label", "count", "tunable"),
+            spare=("key", "device", "numerics", "regime", "first_seen", "last_seen", "place")))
 
 
 @app.command()
@@ -95,7 +100,7 @@ def show(
 
     if not key.strip():
         raise ConfigError("the key to show is empty; list the records with `plan db ls`")
-    database = open_database(db, write=False)
+    database = open_database(db)
     found = maintenance.show_record(database, key)
     if not found:
         labels = [record.label for record in database.records()] + [plan.label for plan in database.plans()]
@@ -116,13 +121,13 @@ def export_records(
     """Write every record to a file that `plan db import` reads."""
     from fuseplan.search.store.transfer import export
 
-    database = open_database(db, write=False)
+    database = open_database(db)
     if device is not None and device not in {*database.devices(), *(one.key.device for one in database.records())}:
         from fuseplan.planner.errors import ConfigError
 
         raise ConfigError(f"--device-key {device!r}: {database.where} has no such device; list it with `plan db ls`")
     count = export(database, file, device)
-    say(f"{count} entries of {database.where} written to {file}")
+    current().say(f"{count} entries of {database.where} written to {file}")
 
 
 @app.command("import")
@@ -134,10 +139,11 @@ def import_records(
     from fuseplan.search.store.transfer import import_bundle, read_bundle
 
     read_bundle(file)  # one that is refused makes no database
-    database = open_database(db)
+    database = open_database(db, write=True)
     found = import_bundle(database, file)
     left = ", ".join(f"{count} {why}" for why, count in found.left.items())
-    say(f"{found.taken} entries of {file} imported into {database.where}" + (f"; not taken: {left}" if left else ""))
+    current().say(
+        f"{found.taken} entries of {file} imported into {database.where}" + (f"; not taken: {left}" if left else ""))
 
 
 @app.command()
@@ -155,7 +161,7 @@ def pull(
         raise ConfigError("two servers are given; pull one" if server else "give the URL of a server")
     where = server or str(db)
     file, count = copy(where)
-    say(f"{count} rows of {location_name(resolve_url(where))} written to {file}")
+    current().say(f"{count} rows of {location_name(resolve_url(where))} written to {file}")
 
 
 @app.command()
@@ -164,15 +170,16 @@ def verify(db: DbOption = None) -> None:
     """Check the file, its schema and every record; exit status 2 when something is wrong."""
     from fuseplan.search.store.maintenance import verify_database as check
 
-    database = open_database(db, write=False)
+    database = open_database(db)
     problems = check(database)
     if problems:
-        print_rows("problems", ("table", "row", "what"), [(one.table, one.row, one.what) for one in problems])
+        rows = tuple((one.table, one.row, one.what) for one in problems)
+        current().add(Table("problems", ("table", "row", "what"), rows))
         cures = dict.fromkeys(one.cure for one in problems if one.cure)
         count = f"{len(problems)} problem{'s' * (len(problems) > 1)}"
-        print_text("; ".join((f"{count} in {database.where}", *cures)))
+        current().tell("; ".join((f"{count} in {database.where}", *cures)))
         raise typer.Exit(2)
-    print_text(f"{database.where} is sound")
+    current().tell(f"{database.where} is sound")
 
 
 @app.command()
@@ -187,8 +194,8 @@ def prune(
     from fuseplan.search.store.maintenance import prune_database as delete
     from fuseplan.search.store.record import Versions
 
-    database = open_database(db)
-    keep = Versions.current(device_type(Device.AUTO)) if stale else None
+    database = open_database(db, write=True)
+    keep = Versions.current(device_kind("auto")) if stale else None
     removed = delete(database, keep_versions=keep, device=device, misses=misses)
     counts = ", ".join(f"{count} {table}" for table, count in removed.items() if count)
-    say(f"{counts or 'nothing'} deleted from {database.where}")
+    current().say(f"{counts or 'nothing'} deleted from {database.where}")

@@ -4,28 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from typer import Option
 
 from fuseplan.costmodel.devices import KINDS, is_gpu, local_kind
-from fuseplan.planner.cli.common import (
-    DbOption,
-    Device,
-    DeviceOption,
-    device_type,
-    print_frame,
-    print_rows,
-    print_text,
-    say,
-    status,
-)
-from fuseplan.planner.cli.output.options import answers
+from fuseplan.planner.api.device import device_kind
+from fuseplan.planner.cli.common import DbOption, DeviceOption
+from fuseplan.planner.cli.output.options import answers, current
 from fuseplan.planner.cli.output.screen import check_writable
-
-if TYPE_CHECKING:
-    from fuseplan.costmodel.device import DeviceSpec
+from fuseplan.planner.reports.document import Table
 
 
 @answers()
@@ -35,7 +24,7 @@ def probe(
         "--force", help="Store what is found even where a better probe is stored already.",
     )] = False,
     plot: Annotated[Path | None, Option(metavar="FILE.png", help="Also draw the bandwidth.")] = None,
-    device: DeviceOption = Device.AUTO,
+    device: DeviceOption = "auto",
     db: DbOption = None,
 ) -> None:
     """Measure this device's bandwidth, launch latency and peaks, and store them for the cost model.
@@ -45,6 +34,7 @@ def probe(
     """
     from fuseplan.costmodel.device_report import bandwidth_figure, spec_table
     from fuseplan.costmodel.probe.probe import losses
+    from fuseplan.planner.api.run import doubts
     from fuseplan.planner.errors import ConfigError
     from fuseplan.planner.tuning.session import open_session
 
@@ -54,22 +44,23 @@ def probe(
             raise ConfigError(f"--plot {plot}: its ending says the format; give a .png, .pdf or .svg file")
         plot = plot.expanduser()
         check_writable(plot, "--plot")
-    session = open_session(device_type(device), db)
-    with status("probing") as doing:
+    session, screen = open_session(device_kind(device), db), current()
+    with screen.status("probing") as doing:
         found = session.measure_device(
             not full, lambda fraction, step: doing.update(f"probing: {step}, {fraction:.0%}")
         )
-    print_frame(spec_table(found), name="probe", spare=("detail", "best"), keep=("quantity", "typical", "unit"))
-    say(f"{found.identity.name} ({session.device})")
-    warn_of_problems(found)
+    screen.table(spec_table(found), "probe", spare=("detail", "best"), keep=("quantity", "typical", "unit"))
+    screen.say(f"{found.identity.name} ({session.device})")
+    for doubt in doubts(found):
+        typer.echo(f"plan: warning: {doubt}", err=True)
     if plot is not None:
         bandwidth_figure(found).savefig(plot, dpi=150)
-        say(f"plot written to {plot}")
+        screen.say(f"plot written to {plot}")
     known = session.spec
     lost = losses(found, known) if known is not None and not force else []
     if known is None or not lost:
         session.with_spec(found).recalibrated()
-        say(f"stored in {session.database.where}")
+        screen.say(f"stored in {session.database.where}")
         return
     typer.echo(
         f"plan: warning: not stored, for the probe of {known.measured_at} is better ({'; '.join(lost)}); "
@@ -77,37 +68,24 @@ def probe(
     )
 
 
-def warn_of_problems(spec: DeviceSpec) -> None:
-    """Say what makes a probe's numbers doubtful."""
-    from fuseplan.planner.api.run import doubts
-
-    for doubt in doubts(spec):
-        typer.echo(f"plan: warning: {doubt}", err=True)
-
-
 @answers()
 def backends() -> None:
     """Say which kernel back ends can be used here, and why the others cannot."""
-    rows = [row for kind in KINDS for row in backend_rows(kind)]
-    print_rows("backends", ("back end", "device", "usable here", "why not"), rows)
-    _say_device()
+    import torch
+
+    rows = tuple(row for kind in KINDS for row in backend_rows(kind))
+    current().add(Table("backends", ("back end", "device", "usable here", "why not"), rows))
+    if torch.cuda.is_available():
+        current().tell(f"CUDA device: {torch.cuda.get_device_name()} (the default; use --device cpu for the processor)")
+    else:
+        current().tell("no CUDA device: commands use the CPU")
 
 
 def backend_rows(kind: str) -> Iterator[tuple[str, str, str, str]]:
     """Name, device, whether it can be used here, and why not, of each back end for a device type."""
-
     from fuseplan.kernels.registry import backends_for
 
     no_device = "PyTorch sees no CUDA GPU" if is_gpu(kind) and not is_gpu(local_kind()) else None
     for backend in backends_for(kind):
         reason = backend.unavailable() or no_device
         yield backend.name, kind, "no" if reason else "yes", reason or ""
-
-
-def _say_device() -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        print_text(f"CUDA device: {torch.cuda.get_device_name()} (the default; use --device cpu for the processor)")
-    else:
-        print_text("no CUDA device: commands use the CPU")

@@ -2,46 +2,59 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from fuseplan.costmodel.devices import KINDS
-from fuseplan.planner.cli.common import DbOption, Device, DeviceOption, device_type
+from fuseplan.planner.api.device import device_kind
+from fuseplan.planner.cli.common import DbOption, Device, DeviceOption
+from fuseplan.planner.cli.device import backend_rows
 from fuseplan.planner.cli.output.options import answers, current
+from fuseplan.planner.errors import in_words
+from fuseplan.planner.reports.document import Facts
 from fuseplan.search.errors import OWN_FAULTS
 
 _PACKAGES = ("fuseplan", "torch", "triton", "ninetoothed", "transformers")
 
 
 @answers()
-def env(device: DeviceOption = Device.AUTO, db: DbOption = None) -> None:
+def env(device: DeviceOption = "auto", db: DbOption = None) -> None:
     """Say what is installed and found here: paste it into a bug report.
 
     Has versions, the device and its key, compilers, back ends, the database and what it holds of this device, caches,
     and the records that ship for it. Nothing private: your home folder is shown as ~.
     """
     facts = {name: _without_home(value) for name, value in _facts(device, db)}
-    current().facts("environment", facts)
+    current().add(Facts("environment", facts))
 
 
 def _facts(device: Device, db: str | None) -> Iterator[tuple[str, object]]:
+    import platformdirs
+    import torch
+
+    from fuseplan.kernels.native.build import required_compiler
+    from fuseplan.search.store.layered import shipped_files
+    from fuseplan.search.store.record import Versions
+
     for package in _PACKAGES:
         yield package, _known(lambda package=package: _version(package))  # type: ignore[misc]
     yield "python", platform.python_version()
     yield "platform", platform.platform()
-    yield "cuda", _known(_cuda)
-    yield "driver", _known(_driver)
-    kind = _known(lambda: device_type(device))
-    yield "device", _known(lambda: _identity(kind)[0])
-    yield "device key", (key := _known(lambda: _identity(kind)[1]))
-    yield "compiler", _known(_compiler)
-    for at in KINDS:
-        for name, state in _backends(at):
-            yield f"back end {name}", state
-    yield from _database(db, str(key))
-    yield "kernel cache", _known(_cache)
-    yield "shipped records", _known(lambda: _shipped(str(key)))
+    yield "cuda", _known(lambda: torch.version.cuda or "none: this torch is built without it")
+    yield "driver", _known(lambda: Versions.current("cuda").driver or "none")
+    found = _known(lambda: _identity(device))
+    words, key = found if isinstance(found, tuple) else (found, str(found))
+    yield "device", words
+    yield "device key", key
+    yield "compiler", _known(lambda: "{0.path}: {0.version}".format(required_compiler()))
+    for kind in KINDS:
+        yield from _backends(kind)
+    yield from _database(db, key)
+    yield "kernel cache", _known(lambda: platformdirs.user_cache_dir("fuseplan"))
+    yield "shipped records", _known(
+        lambda: ", ".join(one.name for one in shipped_files(key)) or "none for this device")
 
 
 def _known(find: Callable[[], object]) -> object:
@@ -50,8 +63,6 @@ def _known(find: Callable[[], object]) -> object:
         return find()
     except Exception as error:
         OWN_FAULTS.tolerate(error)
-        from fuseplan.planner.errors import in_words
-
         return f"not known: {in_words(error)}"
 
 
@@ -61,50 +72,27 @@ def _without_home(value: object) -> object:
 
 
 def _version(package: str) -> str:
-    import importlib.metadata
-
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
 
 
-def _cuda() -> str:
-    import torch
-
-    return torch.version.cuda or "none: this torch is built without it"
-
-
-def _driver() -> str:
-    from fuseplan.search.store.record import Versions
-
-    return Versions.current("cuda").driver or "none"
-
-
-def _identity(kind: object) -> tuple[str, str]:
+def _identity(device: Device) -> tuple[str, str]:
     from fuseplan.costmodel.identity import current_identity
 
-    found = current_identity(str(kind))
+    found = current_identity(device_kind(device))
     unit = "multiprocessors" if found.is_gpu else "threads"
     return f"{found.name}, {found.cores} {unit}, {found.l2_bytes / 2**20:.1f} MiB of cache", found.key()
 
 
-def _compiler() -> str:
-    from fuseplan.kernels.native.build import required_compiler
-
-    found = required_compiler()
-    return f"{found.path}: {found.version}"
-
-
 def _backends(kind: str) -> Iterator[tuple[str, object]]:
-    from fuseplan.planner.cli.device import backend_rows
-
     rows = _known(lambda: list(backend_rows(kind)))
     if isinstance(rows, str):
-        yield f"of {kind}", rows
+        yield f"back end of {kind}", rows
     else:
         for name, _, usable, why in rows:  # type: ignore[attr-defined]
-            yield name, "usable" if usable == "yes" else why
+            yield f"back end {name}", "usable" if usable == "yes" else why
 
 
 def _database(db: str | None, key: str) -> Iterator[tuple[str, object]]:
@@ -132,15 +120,3 @@ def _held(db: str | None, key: str) -> dict[str, object]:
             "misses of this device": sum(one["device"] == key for one in database.misses()),
             "probe of this device": spec["measured_at"] if spec is not None else "none: `plan probe` measures it",
         }
-
-
-def _cache() -> str:
-    import platformdirs
-
-    return platformdirs.user_cache_dir("fuseplan")
-
-
-def _shipped(key: str) -> str:
-    from fuseplan.search.store.layered import shipped_files
-
-    return ", ".join(one.name for one in shipped_files(key)) or "none for this device"

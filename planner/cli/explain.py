@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
+from fuseplan.planner.api.device import device_kind
 from fuseplan.planner.cli import source as opt
-from fuseplan.planner.cli.common import DbOption, Device, DeviceOption, device_type, print_frame, print_rows, print_text
+from fuseplan.planner.cli.common import DbOption, DeviceOption
 from fuseplan.planner.cli.output.options import answers, current
+from fuseplan.planner.models.manifest import ModelArguments
+from fuseplan.planner.reports.document import Table
 
 if TYPE_CHECKING:
     from fuseplan.planner.api.explain import Planned
 
 
 @answers("the groups, or with --source the kernels")
+@opt.shared_options("calls")
 def explain(
-    model: opt.ModelOption = None,
-    config: opt.ConfigOption = None,
-    module: opt.ModuleOption = None,
-    pattern: opt.PatternOption = None,
-    shape: opt.ShapeOption = None,
+    given: ModelArguments,
     workload: Annotated[str | None, Option(metavar="TEXT", help="Only workloads whose name contains this.")] = None,
-    decode: opt.DecodeOption = None,
-    kv_len: opt.KvLenOption = None,
-    prefill: opt.PrefillOption = None,
-    dtype: opt.DtypeOption = None,
-    layers: opt.LayersOption = None,
-    pack_weights: opt.PackWeightsOption = False,
-    numerics: opt.NumericsOption = opt.NumericsChoice.FP32,
-    regime: opt.RegimeOption = opt.RegimeChoice.EAGER,
     source: Annotated[str | None, Option(
         "--source", metavar="GROUP", help="Print the generated code of a group instead: its letter, or a part of its "
         "name or its place in the model; all for every one.",
@@ -38,7 +31,7 @@ def explain(
     prelude: Annotated[bool, Option(
         "--prelude", help="With --source: also what every kernel begins with, includes and helpers.",
     )] = False,
-    device: DeviceOption = Device.AUTO,
+    device: DeviceOption = "auto",
     db: DbOption = None,
 ) -> None:
     """Say in words what is fused, what is not, and why each boundary is where it is.
@@ -49,28 +42,23 @@ def explain(
     from fuseplan.planner.api.explain import Explained, explained, side_by_side
     from fuseplan.planner.api.request import asked_for
     from fuseplan.planner.errors import ConfigError
-    from fuseplan.planner.models.manifest import ModelArguments
 
     if prelude and source is None:
         raise ConfigError("--prelude is of the code that --source prints; give --source GROUP, too")
-    kind = device_type(device)
-    asked = asked_for(kind, ModelArguments(
-        model, config, module, pattern=pattern, shape=shape, decode=decode, kv_len=kv_len, prefill=prefill, dtype=dtype,
-        layers=layers, calls=False, pack_weights=pack_weights, numerics=numerics.value, regime=regime.value))
+    screen, asked = current(), asked_for(device_kind(device), replace(given, calls=False))
     planned: list[Planned] = []
     for one in explained(asked, db, workload, opt.Terminal()):
         planned.append(one)
         if source is None:
             for line in (*one.lines, ""):
-                print_text(line)
+                screen.tell(line)
     if source is not None:
         _print_sources(planned, source, prelude)
         return
-    if not current().at_once:
-        frame = Explained(asked.label, tuple(planned)).groups
-        print_frame(frame, name="groups")
+    if not screen.at_once:
+        screen.table(Explained(asked.label, tuple(planned)).groups, "groups")
     for line in side_by_side(planned):
-        print_text(line)
+        screen.tell(line)
 
 
 def _print_sources(planned: Sequence[Planned], wanted: str, prelude: bool) -> None:
@@ -81,17 +69,16 @@ def _print_sources(planned: Sequence[Planned], wanted: str, prelude: bool) -> No
     chosen, screen = called(kernels(planned), wanted), current()
     texts = [(one, one.text if prelude else one.own_text()) for one in chosen]
     if not screen.at_once:
-        print_rows("kernels", ("group", "names", "place", "backend", "workloads", "source"), [
+        screen.add(Table("kernels", ("group", "names", "place", "backend", "workloads", "source"), tuple(
             (one.label, ", ".join(one.names), one.place, one.backend, ", ".join(one.workloads), text)
-            for one, text in texts
-        ])
+            for one, text in texts)))
     for one, text in texts:
         mark = "//" if one.language == "cpp" else "#"
         title = f"{mark} {', '.join(one.names)}: {located(one.label, one.place)}, {one.backend}"
         screen.code(f"{title}\n{mark} used by {', '.join(one.workloads)}\n\n{text.strip()}\n", one.language)
     if left := sum(len(part.splitlines()) for one, _ in texts for part in one.common if not prelude):
         mark = "//" if texts[0][0].language == "cpp" else "#"
-        print_text(f"{mark} left out: {left} lines that kernels have in common, includes and helpers (--prelude)")
+        screen.tell(f"{mark} left out: {left} lines that kernels have in common, includes and helpers (--prelude)")
 
 
 @answers(torch=False)
@@ -102,6 +89,6 @@ def patterns() -> None:
     """
     from fuseplan.planner.patterns.listing import LISTING
 
-    rows = [(name, found.summary, found.dims, found.example) for name, found in sorted(LISTING.items())]
-    print_rows("patterns", ("pattern", "computes", "--shape is", "such as"), rows, spare=("--shape is",),
-               keep=("pattern", "computes", "such as"))
+    rows = tuple((name, found.summary, found.dims, found.example) for name, found in sorted(LISTING.items()))
+    current().add(Table("patterns", ("pattern", "computes", "--shape is", "such as"), rows, spare=("--shape is",),
+                        keep=("pattern", "computes", "such as")))

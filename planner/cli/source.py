@@ -1,18 +1,20 @@
-"""Options that name a model and its workloads, and what is shown meanwhile; shared by tune, explain and bench."""
+"""Options that several commands share, each declared once, and what is shown meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
+from typer import Option
 
 from fuseplan.planner.cli import completion
 from fuseplan.planner.cli.common import whole
-from fuseplan.planner.cli.output.options import current
+from fuseplan.planner.cli.output.options import C, current, declared
+from fuseplan.planner.models.manifest import ModelArguments
 from fuseplan.search.errors import plain
 
 if TYPE_CHECKING:
@@ -20,82 +22,80 @@ if TYPE_CHECKING:
     from fuseplan.planner.api.tune import Runner
     from fuseplan.planner.tuning.progress import TuneEvents
 
+Regime: TypeAlias = Literal["eager", "graph"]
+ManifestOption: TypeAlias = Annotated[Path | None, Option(
+    "--manifest", metavar="FILE", help="Models that are tuned together: a TOML file.")]
+#: The files of a ``tls://`` scheduler: the certificate that signs, that of this side, and its private key.
+TlsFiles: TypeAlias = tuple[Path | None, Path | None, Path | None]
+NO_TLS: TlsFiles = (None, None, None)
 
-class NumericsChoice(StrEnum):
-    """How intermediates inside a kernel are rounded."""
-
-    FP32 = "fp32"
-    EAGER = "eager"
-
-
-class RegimeChoice(StrEnum):
-    """How kernels are launched."""
-
-    EAGER = "eager"
-    GRAPH = "graph"
-
-
-ModelOption = Annotated[
-    str | None,
-    typer.Option("--model", metavar="NAME", autocompletion=completion.models,
-                 help="A preset: llama, llama-3.2-1b, llama-3.1-8b, llama-3.1-70b."),
-]
-ConfigOption = Annotated[
-    Path | None, typer.Option("--config", metavar="FILE", help="A local Hugging Face config.json (weights are random).")
-]
-ModuleOption = Annotated[
-    str | None,
-    typer.Option(
-        "--module", metavar="PKG.MOD:FACTORY",
-        help="Your own: FACTORY() returns (nn.Module, example inputs). Runs that code.",
-    ),
-]
-PatternOption = Annotated[
-    str | None,
-    typer.Option("--pattern", metavar="NAME", autocompletion=completion.patterns,
-                 help="A pattern such as swiglu, with --shape; see `plan patterns`."),
-]
-ShapeOption = Annotated[
-    str | None, typer.Option("--shape", metavar="32x4096", help="Shape of the pattern's activations.")
-]
-DecodeOption = Annotated[
-    str | None, typer.Option("--decode", metavar="1,8", help="Decode batch sizes: one new token per sequence.")
-]
-KvLenOption = Annotated[
-    int | None,
-    typer.Option("--kv-len", parser=whole(2), metavar="N", help="Length of the static KV cache in decode."),
-]
-PrefillOption = Annotated[
-    str | None, typer.Option("--prefill", metavar="128,4x512", help="Prefill sizes: sequence, or batch x sequence.")
-]
-DtypeOption = Annotated[
-    str | None,
-    typer.Option("--dtype", help="bfloat16, float16 or float32 (a --module's inputs too); by default the model's own."),
-]
-LayersOption = Annotated[
-    int | None, typer.Option("--layers", parser=whole(1), metavar="N", help="Keep only the first N layers.")
-]
-RegimeOption = Annotated[
-    RegimeChoice,
-    typer.Option("--regime", help="eager: launched from Python. graph: replayed from a CUDA graph (CUDA only)."),
-]
-PackWeightsOption = Annotated[
-    bool,
-    typer.Option(
+#: What names a model and its workloads, by field of :class:`ModelArguments`.
+_MODEL: Mapping[str, Any] = {
+    "model": Annotated[str | None, Option(
+        metavar="NAME", autocompletion=completion.models,
+        help="A preset: llama, llama-3.2-1b, llama-3.1-8b, llama-3.1-70b.")],
+    "config": Annotated[Path | None, Option(
+        metavar="FILE", help="A local Hugging Face config.json (weights are random).")],
+    "module": Annotated[str | None, Option(
+        metavar="PKG.MOD:FACTORY", help="Your own: FACTORY() returns (nn.Module, example inputs). Runs that code.")],
+    "pattern": Annotated[str | None, Option(
+        metavar="NAME", autocompletion=completion.patterns,
+        help="A pattern such as swiglu, with --shape; see `plan patterns`.")],
+    "shape": Annotated[str | None, Option(metavar="32x4096", help="Shape of the pattern's activations.")],
+    "decode": Annotated[str | None, Option(
+        metavar="1,8", help="Decode batch sizes: one new token per sequence.")],
+    "kv_len": Annotated[int | None, Option(
+        parser=whole(2), metavar="N", help="Length of the static KV cache in decode.")],
+    "prefill": Annotated[str | None, Option(
+        metavar="128,4x512", help="Prefill sizes: sequence, or batch x sequence.")],
+    "dtype": Annotated[str | None, Option(
+        help="bfloat16, float16 or float32 (a --module's inputs too); by default the model's own.")],
+    "layers": Annotated[int | None, Option(parser=whole(1), metavar="N", help="Keep only the first N layers.")],
+    "calls": Annotated[bool, Option(
+        "--calls/--no-calls",
+        help="Also plan what a call with an attention mask, and Hugging Face's generate(), make of these sizes.")],
+    "pack_weights": Annotated[bool, Option(
         "--pack-weights",
-        help="Linear ops that read one value (Q, K and V; gate and up) are one op, as with the option pack_weights.",
-    ),
-]
-NumericsOption = Annotated[
-    NumericsChoice,
-    typer.Option("--numerics", help="fp32 keeps a kernel's intermediates in fp32; eager rounds where PyTorch does."),
-]
-TlsCaOption = Annotated[Path | None, typer.Option(
-    "--tls-ca", metavar="FILE", help="For a tls:// scheduler: the certificate that signs those of the fleet (PEM).")]
-TlsCertOption = Annotated[Path | None, typer.Option(
-    "--tls-cert", metavar="FILE", help="For a tls:// scheduler: the certificate of this side (PEM).")]
-TlsKeyOption = Annotated[Path | None, typer.Option(
-    "--tls-key", metavar="FILE", help="For a tls:// scheduler: the private key of --tls-cert, if that has it not.")]
+        help="Linear ops that read one value (Q, K and V; gate and up) are one op, as with the option pack_weights.")],
+    "numerics": Annotated[Literal["fp32", "eager"], Option(
+        help="fp32 keeps a kernel's intermediates in fp32; eager rounds where PyTorch does.")],
+    "regime": Annotated[Regime | None, Option(
+        help="eager: launched from Python; the default. graph: replayed from a CUDA graph (CUDA only).")],
+}
+_TLS: Mapping[str, Any] = {
+    "tls_ca": Annotated[Path | None, Option(
+        metavar="FILE", help="For a tls:// scheduler: the certificate that signs those of the fleet (PEM).")],
+    "tls_cert": Annotated[Path | None, Option(
+        metavar="FILE", help="For a tls:// scheduler: the certificate of this side (PEM).")],
+    "tls_key": Annotated[Path | None, Option(
+        metavar="FILE", help="For a tls:// scheduler: the private key of --tls-cert, if that has it not.")],
+}
+
+
+def shared_options(*without: str) -> Callable[[C], C]:
+    """A command's ``given`` takes the options of a model, but for those ``without``; its ``tls`` takes those of TLS."""
+    model = {name: kind for name, kind in _MODEL.items() if name not in without}
+
+    def of(command: C) -> C:
+        def run(**values: Any) -> Any:
+            if "given" in own:
+                values["given"] = ModelArguments(**{name: values.pop(name) for name in model})
+            if "tls" in own:
+                values["tls"] = tuple(values.pop(name) for name in _TLS)
+            return command(**values)
+
+        own = inspect.signature(command, eval_str=True).parameters
+        found: dict[str, tuple[Any, Any]] = {}
+        for name, one in own.items():
+            if name == "given":
+                found |= {option: (kind, getattr(ModelArguments, option)) for option, kind in model.items()}
+            elif name == "tls":
+                found |= {option: (kind, None) for option, kind in _TLS.items()}
+            else:
+                found[name] = one.annotation, one.default
+        return declared(command, run, found)
+
+    return of
 
 
 def fleet_kind(workers: str, device: str) -> Kind:
@@ -119,13 +119,13 @@ def runner(workers: str | None) -> Runner:
     return run_by(workers)
 
 
-def use_tls(context: typer.Context, workers: str | None, ca: Path | None, cert: Path | None, key: Path | None) -> None:
+def use_tls(context: typer.Context, workers: str | None, files: TlsFiles) -> None:
     """Use these files for all that a command asks of a fleet.
 
     Raises:
         ConfigError: Dask is not installed, a file cannot be used, or there is no scheduler to use them with.
     """
-    if ca is cert is key is None:
+    if not any(files):
         return
     from fuseplan.planner.errors import ConfigError
     from fuseplan.planner.fleet.terms import needs_dask
@@ -137,7 +137,7 @@ def use_tls(context: typer.Context, workers: str | None, ca: Path | None, cert: 
     if workers in (None, LOCAL):
         raise ConfigError("--tls-ca, --tls-cert and --tls-key go with the tls:// address of a scheduler; "
                           "--workers local has a key of its own")
-    context.with_resource(tls_files(ca, cert, key))
+    context.with_resource(tls_files(*files))
 
 
 class Terminal:

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
 from typer import Argument, Context, Option
 
 from fuseplan.costmodel.devices import is_gpu
+from fuseplan.planner.api.device import device_kind
 from fuseplan.planner.cli import common, completion
 from fuseplan.planner.cli import source as opt
 from fuseplan.planner.cli.bench import generate, patterns
 from fuseplan.planner.cli.common import decimal, whole
-from fuseplan.planner.cli.output.options import answers
+from fuseplan.planner.cli.output.options import answers, current
 from fuseplan.planner.cli.output.screen import check_writable
-from fuseplan.search.errors import plain
+from fuseplan.planner.models.manifest import ModelArguments
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from fuseplan.planner.bench.rows import BenchRow
     from fuseplan.planner.models.sources import ModelSource
     from fuseplan.planner.models.workload import Workload
@@ -30,20 +27,8 @@ if TYPE_CHECKING:
 
 #: Layers of the end-to-end model unless the user says otherwise: enough for every region to occur.
 _LAYERS = 2
-
-
-class BenchTopic(StrEnum):
-    """What to measure."""
-
-    ALL = "all"
-    MODEL = "model"
-    GROUPS = "groups"
-    GENERATE = "generate"
-    PATTERNS = "patterns"
-
-
 #: Seconds of rounds for one comparison, where it is not one second.
-_SECONDS = {BenchTopic.PATTERNS: 0.3, BenchTopic.GENERATE: generate.SECONDS}
+_SECONDS = {"patterns": 0.3, "generate": generate.SECONDS}
 #: Options that only some topics take.
 _PATTERNS = frozenset(("pattern", "shape", "rows", "cols", "rivals", "modes", "compile_processes", "minutes"))
 _TUNING = frozenset(("tune", "trials", "tune_seconds", "resume", "regime"))
@@ -51,28 +36,19 @@ _SIZES = frozenset(("batch", "prompt", "new_tokens"))
 _WHOLE_MODEL = frozenset(("model", "config", "layers"))
 _WORKLOADS = frozenset(("module", "decode", "kv_len", "prefill"))
 #: Options that a topic does not take; the other topics take those of a model.
-_NOT_OF = {
-    BenchTopic.PATTERNS: _WHOLE_MODEL | _WORKLOADS | _SIZES, BenchTopic.GENERATE: _PATTERNS | _TUNING | _WORKLOADS,
-}
+_NOT_OF = {"patterns": _WHOLE_MODEL | _WORKLOADS | _SIZES, "generate": _PATTERNS | _TUNING | _WORKLOADS}
 
 
 @answers("the first that is printed", out=False)
+@opt.shared_options("pattern", "shape", "calls", "pack_weights", "regime")
 def bench(
     context: Context,
-    topic: Annotated[BenchTopic, Argument(
+    given: ModelArguments,
+    topic: Annotated[Literal["all", "model", "groups", "generate", "patterns"], Argument(
         help="model: end to end. groups: every fused group. all: both. generate: Hugging Face's generate(), with its "
         "own compilation and with ours. patterns: named patterns beside every peer, tuned first.",
-    )] = BenchTopic.ALL,
-    model: opt.ModelOption = None,
-    config: opt.ConfigOption = None,
-    module: opt.ModuleOption = None,
-    decode: opt.DecodeOption = None,
-    kv_len: opt.KvLenOption = None,
-    prefill: opt.PrefillOption = None,
-    dtype: opt.DtypeOption = None,
-    layers: opt.LayersOption = None,
-    numerics: opt.NumericsOption = opt.NumericsChoice.FP32,
-    regime: Annotated[opt.RegimeChoice | None, Option(
+    )] = "all",
+    regime: Annotated[opt.Regime | None, Option(
         help="Plans tuned for launches from Python, or for CUDA graphs. Default: eager; "
         "graph for patterns on CUDA, where device time decides.",
     )] = None,
@@ -133,7 +109,7 @@ def bench(
     out: Annotated[Path | None, Option(
         metavar="DIR", help="Where to write CSV, Markdown and JSON. Default: results/<device>.",
     )] = None,
-    device: common.DeviceOption = common.Device.AUTO,
+    device: common.DeviceOption = "auto",
     db: common.DbOption = None,
 ) -> None:
     """Measure our plan beside its peers, on the same inputs in one run.
@@ -144,29 +120,29 @@ def bench(
     """
     from fuseplan.planner.api.request import full_dtype_name, plan_settings
     from fuseplan.planner.api.run import ready
-    from fuseplan.planner.peers.contestant import INDUCTOR, MAX_AUTOTUNE
+    from fuseplan.planner.models.sources import find_source, workloads_for
+    from fuseplan.planner.peers.contestant import INDUCTOR, MAX_AUTOTUNE, STANDARD_PEERS
     from fuseplan.planner.tuning.session import open_session
 
     _check_options(context, topic)
-    kind = common.device_type(device)
+    kind = device_kind(device)
     if regime is None:
-        in_graphs = topic in (BenchTopic.PATTERNS, BenchTopic.GENERATE) and is_gpu(kind)
-        regime = opt.RegimeChoice.GRAPH if in_graphs else opt.RegimeChoice.EAGER
-    settings = plan_settings(kind, numerics.value, regime.value)
+        regime = "graph" if topic in ("patterns", "generate") and is_gpu(kind) else "eager"
+    settings = plan_settings(kind, given.numerics, regime)
     if out is not None:  # before anything is measured
         check_writable(out / f"{topic}.csv", "--out")
     if max_autotune is None:
-        max_autotune = topic is not BenchTopic.GENERATE
+        max_autotune = topic != "generate"
     kept = {INDUCTOR: inductor, MAX_AUTOTUNE: inductor and max_autotune}
     without, spend = tuple(name for name in kept if not kept[name]), seconds or _SECONDS.get(topic, 1.0)
-    if topic is BenchTopic.PATTERNS:
+    if topic == "patterns":
         from fuseplan.planner.peers.peers import peer_names
         from fuseplan.search.tune.tuner import Budget
         from fuseplan.search.workers.worker import usable_cores
 
         processes = usable_cores() if is_gpu(kind) else 0
         wanted = patterns.WantedCells(
-            *patterns.cells_of(pattern or (), shape or (), rows, cols, full_dtype_name(dtype)),
+            *patterns.cells_of(pattern or (), shape or (), rows, cols, full_dtype_name(given.dtype)),
             peer_names(rivals, kind, without), patterns.modes_of(modes, kind), spend,
             Budget(trials=trials, seconds=tune_seconds) if tune else None,
             processes if compile_processes is None else compile_processes, resume,
@@ -175,26 +151,22 @@ def bench(
         session = open_session(kind, db, settings, mode="write" if tune else "inspect")
         patterns.measure(ready(session, progress=opt.Terminal()) if tune else session, wanted)
         return
-    from fuseplan.planner.models.sources import find_source, workloads_for
-    from fuseplan.planner.peers.contestant import STANDARD_PEERS
-
     session = open_session(kind, db, settings, mode="inspect")
-    if topic is BenchTopic.GENERATE:
+    layers = given.layers or (_LAYERS if topic != "generate" and given.module is None else None)
+    source = find_source(given.model, given.config, given.module, kind, given.dtype, layers)
+    if topic == "generate":
         from fuseplan.planner.bench.generation import contestants
 
-        named = find_source(model, config, None, kind, dtype, layers)
         names = [name for name in contestants(kind) if name not in without]
-        sizes = generate.sizes_of(named, batch, prompt, new_tokens)
-        generate.measure(session, named, sizes, names, spend, out)
+        generate.measure(session, source, generate.sizes_of(source, batch, prompt, new_tokens), names, spend, out)
         return
     peers = [name for name in STANDARD_PEERS if name not in without]
-    source = find_source(model, config, module, kind, dtype, layers or (None if module else _LAYERS))
-    workloads = workloads_for(source, kind, decode, kv_len, prefill)
+    workloads = workloads_for(source, kind, given.decode, given.kv_len, given.prefill)
     launches = ("eager", "graph") if is_gpu(kind) else ("eager",)
     parts: dict[str, list[BenchRow]] = {}
     try:
         for part, measured in (("groups", _groups), ("model", _models)):
-            if topic in (BenchTopic.ALL, part):
+            if topic in ("all", part):
                 for rows_of_one in measured(session, source, workloads, peers, launches, spend):
                     parts.setdefault(part, []).extend(rows_of_one)
     finally:  # an interrupted bench keeps what it has measured
@@ -202,7 +174,7 @@ def bench(
             _publish(session, source.label, parts, out)
 
 
-def _check_options(context: Context, topic: BenchTopic) -> None:
+def _check_options(context: Context, topic: str) -> None:
     """ConfigError where the command line has an option that the topic does not take: it is not passed over."""
     from fuseplan.planner.errors import ConfigError
 
@@ -210,7 +182,7 @@ def _check_options(context: Context, topic: BenchTopic) -> None:
     given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
     if wrong := given & _NOT_OF.get(topic, _PATTERNS | _SIZES):
         spelt = sorted(max(one.opts, key=len) for one in context.command.params if one.name in wrong)
-        hint = "; it measures named patterns" if topic is BenchTopic.PATTERNS else (
+        hint = "; it measures named patterns" if topic == "patterns" else (
             "; `plan bench patterns` does" if wrong <= _PATTERNS else "")
         raise ConfigError(f"`plan bench {topic}` takes no {', '.join(spelt)}{hint}")
 
@@ -231,15 +203,14 @@ def _groups(
         for name, graph in graphs
     ]
     for failure in failures:
-        typer.echo(f"plan: warning: {plain(str(failure))}", err=True)
+        opt.Terminal().warn(str(failure))
     untuned = {one.region.key for _, _, plan in planned for one in plan.regions if one.source == "model"}
     if untuned:
-        words = f"{len(untuned)} regions have no tuned plan and run as the cost model says; tune first"
-        typer.echo(f"plan: warning: {words}", err=True)
+        opt.Terminal().warn(f"{len(untuned)} regions have no tuned plan and run as the cost model says; tune first")
     groups = fused_groups(session, planned)
     if not groups:
         raise PlanError("the plan fuses nothing, so there is no group to measure; run `plan tune` first")
-    with common.status("measuring") as status:
+    with current().status("measuring") as status:
         for number, group in enumerate(groups, 1):
             status.update(f"group {number} of {len(groups)}: {group.choice.label}")
             yield bench_group(session, group, peers, modes, seconds)
@@ -252,7 +223,7 @@ def _models(
     from fuseplan.planner.bench.model import bench_model
     from fuseplan.planner.models.build import build_model
 
-    with common.status(f"building {source.label}") as status:
+    with current().status(f"building {source.label}") as status:
         model = build_model(source, session.target.device_type)
         for workload in workloads:
             status.update(f"{source.label}, {workload.label}: compiling and measuring every contestant")
@@ -263,13 +234,12 @@ def _publish(session: Session, name: str, parts: dict[str, list[BenchRow]], out:
     from fuseplan.planner.bench import rows as results
     from fuseplan.planner.peers.contestant import EAGER, INDUCTOR
 
-    frames: dict[str, pd.DataFrame] = {part: results.bench_frame(rows) for part, rows in parts.items()}
+    frames = {part: results.bench_frame(rows) for part, rows in parts.items()}
     words: list[str] = []
     for part, frame in frames.items():
-        common.print_frame(
-            results.comparison(frame), title=f"{name}, {part}: median us", spare=("mode",), name=part,
-            keep=("workload", "subject", f"vs_{EAGER}", f"vs_{INDUCTOR}"),
-        )
+        current().table(
+            results.comparison(frame), part, f"{name}, {part}: median us", spare=("mode",),
+            keep=("workload", "subject", f"vs_{EAGER}", f"vs_{INDUCTOR}"))
         words += results.verdict(frame, part)
         words += [f"{row.contestant}, {row.workload}, {row.mode}: {row.note}" for row in parts[part] if row.note]
     patterns.publish(session, name, frames, words, out)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fuseplan.costmodel.devices import is_gpu
-from fuseplan.planner.cli import common
 from fuseplan.planner.cli.bench import patterns
+from fuseplan.planner.cli.output.options import current
 
 if TYPE_CHECKING:
     from fuseplan.planner.bench.generate import GenerateRow
@@ -55,7 +55,7 @@ def measure(
 
     rows: list[GenerateRow] = []
     try:
-        with common.status(f"building {source.label}") as status:
+        with current().status(f"building {source.label}") as status:
             module = build_model(source, session.target.device_type).module
             for one in sizes:
                 status.update(f"{source.label}, {one.label}: compiling and measuring every contestant")
@@ -73,16 +73,12 @@ def _publish(
 
     frame = bench_frame(rows)
     table = generate_table(frame)
-    common.print_frame(
-        table, title=f"{source.label}, generate(): ms a token", spare=("p20", "p80"), name="generate",
-        keep=("workload", "contestant", "ms_token", "vs_inductor"),
-    )
+    current().table(table, "generate", f"{source.label}, generate(): ms a token", spare=("p20", "p80"),
+                    keep=("workload", "contestant", "ms_token", "vs_inductor"))
     said = generate_verdict(frame)
     if frame["floor_us"].isna().all():
-        said.append(
-            "what reading the weights takes is unknown: the device was never probed (`plan probe`), or a token "
-            "chooses its weights"
-        )
+        said.append("what reading the weights takes is unknown: the device was never probed (`plan probe`), or a "
+                    "token chooses its weights")
     if any(" misses" in row.note for row in rows):
         said.append(f"what was missed is tuned by: {tune_command(source, sizes, session.target.device_type)}")
     name = results_name(source, sizes)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fuseplan.costmodel.devices import is_cpu, is_gpu
-from fuseplan.planner.cli import common
+from fuseplan.planner.cli.output.options import current
 from fuseplan.planner.cli.source import Terminal
 
 if TYPE_CHECKING:
@@ -96,11 +96,11 @@ def measure(session: Session, wanted: WantedCells) -> None:
     finally:  # an interrupted bench keeps what it has measured
         if log.frame.empty:
             for line in said:
-                common.print_text(line)
+                current().tell(line)
         else:
             frame, table = log.frame, verdicts.pattern_table(log.frame)
-            common.print_frame(table, title=f"{wanted.name}: median us", spare=("gbps", "mb"), name="cells",
-                               keep=("pattern", "shape", "vs_best"))
+            current().table(table, "cells", f"{wanted.name}: median us", spare=("gbps", "mb"),
+                            keep=("pattern", "shape", "vs_best"))
             said += [*verdicts.pattern_verdict(frame), *verdicts.notes(frame)]
             publish(session, wanted.name, {"cells": frame}, said, wanted.out, {"cells": table})
 
@@ -119,10 +119,10 @@ def _fill(session: Session, wanted: WantedCells, cells: Sequence[Cell], log: Row
             if time.monotonic() >= end:
                 break
             batch = list(group)
-            with common.status(f"{pattern}: compiling peers in {wanted.processes} processes"):
+            with current().status(f"{pattern}: compiling peers in {wanted.processes} processes"):
                 said += [f"compiling beforehand failed: {failure}" for failure in compile_cells(batch)]
             tuned = tune_cells(tuned, batch, wanted.budget, workers, said)
-            with common.status("measuring") as status:
+            with current().status("measuring") as status:
                 for cell in batch:
                     if time.monotonic() >= end:
                         break
@@ -181,7 +181,7 @@ def publish(
     facts = evidence.environment(session, name)
     words = [*evidence.quietness(facts), *words]
     for line in words:
-        common.print_text(line)
+        current().tell(line)
     folder, legend = results_folder(session, out), legend or evidence.LEGEND
     for path in evidence.write_results(folder, evidence.file_name(name), frames, facts, words, tables, legend):
-        common.say(f"written: {path}")
+        current().say(f"written: {path}")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import typer
 
 from fuseplan.planner.cli.output.progress_log import ProgressLog
-from fuseplan.planner.cli.output.screen import Format, PageFormat, Screen, check_writable
+from fuseplan.planner.cli.output.screen import Screen, check_writable
 from fuseplan.planner.errors import ConfigError
 
 _CURRENT: ContextVar[Screen | None] = ContextVar("screen", default=None)
@@ -50,13 +50,15 @@ def answers(
         tables: It takes ``--format``.
         torch: It needs PyTorch, which is imported first, so that the user reads why nothing happens yet.
     """
-    kinds = PageFormat if page else Format
+    kinds: Any = Literal["table", "csv", "markdown", "json"]
+    if page:
+        kinds = Literal[kinds, "html"]
     which = f"csv has one table: {main}." if main else "csv has the table."
     also = " html writes one self-contained page (fuseplan-report.html)." if page else ""
     options: dict[str, tuple[Any, Any]] = {}
     if tables:
         words = f"{which} json has everything, numbers in full.{also} A pipe gets a table as tab-separated lines."
-        options["style"] = (Annotated[kinds, typer.Option("--format", help=words)], kinds.TABLE)
+        options["style"] = (Annotated[kinds, typer.Option("--format", help=words)], "table")
     if tables and out:
         words = "Write the answer to this file; one that exists is replaced."
         options["out"] = (Annotated[Path | None, typer.Option("--out", metavar="FILE", help=words)], None)
@@ -64,7 +66,6 @@ def answers(
     options["quiet"] = (Annotated[bool, typer.Option("--quiet", "-q", help=words)], False)
 
     def with_options(command: C) -> C:
-        @wraps(command)
         def run(**given: Any) -> Any:
             own = {name: given.pop(name, default) for name, (_, default) in options.items()}
             screen = _screen(str(own.get("style", "table")), _target(own.get("out")), bool(own["quiet"]))
@@ -85,16 +86,22 @@ def answers(
             screen.finish()
             return result
 
-        signature = inspect.signature(command, eval_str=True)
-        more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-                for name, (kind, default) in options.items()]
-        full = signature.replace(parameters=[*signature.parameters.values(), *more])
-        # typer reads both.
-        vars(run).update(__signature__=full)
-        run.__annotations__ = {one.name: one.annotation for one in full.parameters.values()}
-        return cast(C, run)
+        parameters = inspect.signature(command, eval_str=True).parameters
+        return declared(command, run, {
+            name: (one.annotation, one.default) for name, one in parameters.items()} | options)
 
     return with_options
+
+
+def declared(command: C, run: Callable[..., Any], options: Mapping[str, tuple[Any, Any]]) -> C:
+    """``run`` in the place of a command, with these options, by name with their kinds and defaults."""
+    whole = wraps(command)(run)
+    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+                  for name, (kind, default) in options.items()]
+    # typer reads both.
+    vars(whole).update(__signature__=inspect.Signature(parameters))
+    whole.__annotations__ = {one.name: one.annotation for one in parameters}
+    return cast(C, whole)
 
 
 def _target(out: Path | None) -> Path | None:

@@ -4,48 +4,29 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import typer
 
 from fuseplan.planner.cli.output.progress_log import ProgressLog
 from fuseplan.planner.cli.output.tables import fitted, left_out_line, shortened
 from fuseplan.planner.errors import ConfigError
-from fuseplan.planner.reports.document import Document, DocumentPart, Facts, Sentence, Shown, Table, apart
+from fuseplan.planner.reports.document import Document, DocumentPart, Facts, Sentence, Shown, Table, apart, table_of
 from fuseplan.search.errors import plain
 
 if TYPE_CHECKING:
+    import pandas as pd
     from rich.console import Console
-
-
-class Format(StrEnum):
-    """How to write it."""
-
-    TABLE = "table"
-    CSV = "csv"
-    MARKDOWN = "markdown"
-    JSON = "json"
-
-
-class PageFormat(StrEnum):
-    """How to write it, where there is a page of it, too."""
-
-    TABLE = "table"
-    CSV = "csv"
-    MARKDOWN = "markdown"
-    JSON = "json"
-    HTML = "html"
 
 
 class Screen:
     """One command's output: a document whose parts are printed at once, or written at the end as a file of one format.
 
     Args:
-        style: A value of :class:`PageFormat`.
+        style: ``"table"``, ``"csv"``, ``"markdown"``, ``"json"`` or ``"html"``.
         out: The file to write; None for the standard output.
         quiet: Only the answer, errors and warnings.
         terminal: Where it is printed for a person, a console; None for a pipe.
@@ -92,9 +73,9 @@ class Screen:
         elif shown == "always" or (shown == "talk" and not self.quiet):
             self._print(part)
 
-    def facts(self, name: str, of: Mapping[str, object]) -> None:
-        """A line for each name and what it is."""
-        self.add(Facts(name, of))
+    def table(self, frame: pd.DataFrame, name: str, title: str = "", **more: Any) -> None:
+        """A frame of the answer; ``more`` are fields of :class:`Table`."""
+        self.add(table_of(frame, name, title, **more))
 
     def tell(self, line: str, shown: Shown = "always", one_line: bool = False) -> None:
         """A sentence of the answer."""

@@ -12,7 +12,7 @@ import pytest
 import report_samples as samples
 
 from fuseplan.costmodel.identity import current_identity
-from fuseplan.planner.cli import env, main
+from fuseplan.planner.cli import main
 
 Found = Callable[..., dict[str, object]]
 
@@ -54,9 +54,12 @@ def test_it_never_fails_because_one_part_does(found: Found, tmp_path: Path, monk
     whole = found("--db", tmp_path / "none.db")
     path = tmp_path / "tuning.db"
     path.write_bytes(b"SQLite format 3\0" + b"junk" * 500)
-    for name in ("_cuda", "_driver", "_identity", "_compiler", "_version", "_cache", "_shipped"):
-        monkeypatch.setattr(env, name, broken)
-    monkeypatch.setattr("fuseplan.planner.cli.device.backend_rows", broken)
+    for name in ("costmodel.identity.current_identity", "kernels.native.build.required_compiler",
+                 "search.store.layered.shipped_files", "search.store.record.Versions.current",
+                 "planner.cli.env.backend_rows"):
+        monkeypatch.setattr(f"fuseplan.{name}", broken)
+    monkeypatch.setattr("platformdirs.user_cache_dir", broken)
+    monkeypatch.setattr("importlib.metadata.version", broken)
     facts = found("--db", path)
     assert {name for name in whole if not name.startswith("back end") and " of this" not in name} <= facts.keys()
     assert "not known" in str(facts["database"])

@@ -61,7 +61,7 @@ def calibrate(samples: Sequence[Sample], spec: DeviceSpec) -> Calibration:
 
     if any(not sample.measured_us > 0 for sample in samples):
         raise ValueError("calibrate: every sample needs measured_us > 0")
-    table = _Table.of(samples, spec)
+    table = FitTable.of(samples, spec)
     everything = np.arange(len(samples))
     if len(samples) < MIN_SAMPLES:
         return Calibration(samples=len(samples), error=_median(table.errors(table.predict(np.ones(_FACTORS), {}))))
@@ -86,21 +86,6 @@ def calibrate(samples: Sequence[Sample], spec: DeviceSpec) -> Calibration:
     )
 
 
-def predict_left_out(samples: Sequence[Sample], spec: DeviceSpec, parts: Sequence[str]) -> list[float]:
-    """Predicted time in microseconds of each sample of one back end by a fit to those of all *other* parts.
-
-    ``parts`` are what each sample belongs to: what it computes, or its phase. The calibrations of ``spec`` play no
-    part. NaN where fewer than :data:`MIN_SAMPLES` others remain.
-    """
-    table, owner = _Table.of(samples, spec), np.array(parts)
-    found = np.full(len(samples), np.nan)
-    for part in dict.fromkeys(parts):
-        others = np.flatnonzero(owner != part)
-        if len(others) >= MIN_SAMPLES:
-            found[owner == part] = table.rows(np.flatnonzero(owner == part)).predict_from(table.rows(others))
-    return [float(time_us) for time_us in found]
-
-
 def _folds(samples: Sequence[Sample]) -> list[npt.NDArray[np.intp]]:
     """Positions of the samples of each fold; families stay together, the largest are dealt first."""
     families = [sample.family or f"#{number}" for number, sample in enumerate(samples)]
@@ -118,7 +103,7 @@ def _folds(samples: Sequence[Sample]) -> list[npt.NDArray[np.intp]]:
 
 
 @dataclass(frozen=True)
-class _Table:
+class FitTable:
     """The terms of samples, bounds and times.
 
     ``terms`` has a row for each sample (launch, host, compute, latency, serial, overlap), ``moves`` one for each of its
@@ -133,24 +118,24 @@ class _Table:
     on_gpu: bool
 
     @staticmethod
-    def of(samples: Sequence[Sample], spec: DeviceSpec) -> _Table:
+    def of(samples: Sequence[Sample], spec: DeviceSpec) -> FitTable:
         terms = [roofline_terms(one.work, spec, one.mode) for one in samples]
         rows = [
             (one.launch_us, one.host_us, one.compute_us, one.latency_us, one.serial_us, one.overlap) for one in terms
         ]
         most = max((len(one.moves) for one in terms), default=1)
         moves = [(*one.moves, *[(0.0, 0.0)] * (most - len(one.moves))) for one in terms]
-        return _Table(
+        return FitTable(
             np.array(rows, dtype=np.float64).reshape(-1, 6), np.array(moves).reshape(-1, most, 2),
             np.array([lower_bound(one.work, spec, one.mode) for one in samples]),
             np.array([one.measured_us for one in samples], dtype=np.float64),
             np.array([one.work.call for one in samples], dtype=np.str_), spec.identity.is_gpu,
         )
 
-    def rows(self, chosen: npt.NDArray[np.intp]) -> _Table:
+    def rows(self, chosen: npt.NDArray[np.intp]) -> FitTable:
         """The chosen samples alone."""
         terms, moves, floor_us, measured_us = self.terms, self.moves, self.floor_us, self.measured_us
-        return _Table(
+        return FitTable(
             terms[chosen], moves[chosen], floor_us[chosen], measured_us[chosen], self.calls[chosen], self.on_gpu
         )
 
@@ -195,7 +180,7 @@ class _Table:
                 found[name] = FamilyScale(float(launch), float(busy), len(own))
         return found
 
-    def predict_from(self, others: _Table) -> _Array:
+    def predict_from(self, others: FitTable) -> _Array:
         """Predicted times by a fit to other samples."""
         factors = others.fit()
         return self.predict(factors, others.families(factors, self.calls))

@@ -138,17 +138,13 @@ class Calibration:
     held_out_spearman: float | None = None
     families: Mapping[str, FamilyScale] = field(default_factory=dict)
 
-    def of_call(self, call: str) -> Calibration:
-        """The factors of one name: those of the longest beginning of it that is known, else of all calls."""
-        family = longest_known(self.families, call)
-        if family is None:
-            return self
-        busy = family.busy_scale
-        return replace(
-            self, launch_scale=self.launch_scale * family.launch_scale, memory_scale=self.memory_scale * busy,
-            compute_scale=self.compute_scale * busy, latency_scale=self.latency_scale * busy,
-            write_scale=self.write_scale * busy,
-        )
+    def factors(self, call: str) -> tuple[float, ...]:
+        """Those of one name for launch, memory, compute, latency and write: of the longest beginning of it that is
+        known, else of all calls.
+        """
+        family = longest_known(self.families, call) or FamilyScale()
+        busy = (self.memory_scale, self.compute_scale, self.latency_scale, self.write_scale)
+        return (self.launch_scale * family.launch_scale, *(scale * family.busy_scale for scale in busy))
 
 
 def beginnings(call: str) -> list[str]:

@@ -18,7 +18,6 @@ What else a kernel waits for on CUDA is in :mod:`fuseplan.costmodel.terms`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from fuseplan.costmodel.device import Calibration, DeviceSpec, Mode
 from fuseplan.costmodel.devices import ByDevice
@@ -34,28 +33,19 @@ _HELD_BYTES = 128 * 2**10
 _ROTATION = 256
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """Predicted time, and the calibrated terms it is made of."""
-
-    time_us: float
-    parts: RooflineTerms
-
-
 def predict(
     work: Work, spec: DeviceSpec, mode: Mode, *, backend: str | None = None, beside_bytes: float = 0.0
-) -> Prediction:
-    """Predicted time of a kernel (or of a chain whose ``Work`` was summed), by the calibration of ``backend``, if any.
+) -> float:
+    """Predicted microseconds of a kernel (or of a chain whose ``Work`` was summed), by the calibration of ``backend``.
 
     ``beside_bytes`` are used before the kernel's data are used again, and take room in a CUDA device's cache: the
     bandwidth is that of a footprint so much larger. DeviceSpecError where the device has no such mode, or no measured
     peak for a unit the work needs.
     """
-    calibration = spec.calibrations.get(backend or "", _IDENTITY).of_call(work.call)
-    terms = calibrated(roofline_terms(work, spec, mode, beside_bytes=beside_bytes), calibration)
+    factors = spec.calibrations.get(backend or "", _IDENTITY).factors(work.call)
+    terms = calibrated(roofline_terms(work, spec, mode, beside_bytes=beside_bytes), factors)
     # A calibration fitted elsewhere must not promise more than the hardware has shown.
-    floor_us = lower_bound(work, spec, mode)
-    return Prediction(max(terms.time_us, floor_us), terms)
+    return max(terms.time_us, lower_bound(work, spec, mode))
 
 
 def lower_bound(work: Work, spec: DeviceSpec, mode: Mode) -> float:

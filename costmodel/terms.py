@@ -19,9 +19,10 @@ meanwhile, and count in the footprint that the bandwidth is read at.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fuseplan.costmodel.device import Calibration, DeviceSpec, Mode
+from fuseplan.costmodel.device import DeviceSpec, Mode
 from fuseplan.costmodel.work import Work
 
 #: Dependent instructions in an elementwise kernel (two loads, an op, a store, and their addresses).
@@ -75,21 +76,13 @@ class RooflineTerms:
         return max(self.host_us, self.launch_us + self.latency_us + self.busy_us)
 
 
-def calibrated(terms: RooflineTerms, calibration: Calibration) -> RooflineTerms:
-    """The terms multiplied by a calibration's factors."""
+def calibrated(terms: RooflineTerms, factors: Sequence[float]) -> RooflineTerms:
+    """The terms multiplied by the factors of a :class:`~fuseplan.costmodel.device.Calibration`."""
+    launch, memory, compute, latency, write = factors
     return RooflineTerms(
-        terms.launch_us * calibration.launch_scale,
-        terms.host_us * calibration.launch_scale,
-        terms.memory_us * calibration.memory_scale,
-        terms.compute_us * calibration.compute_scale,
-        terms.latency_us * calibration.latency_scale,
-        terms.write_us * calibration.write_scale,
-        terms.serial_us * calibration.latency_scale,
-        tuple(
-            (memory_us * calibration.memory_scale, write_us * calibration.write_scale)
-            for memory_us, write_us in terms.parts
-        ),
-        terms.overlap,
+        terms.launch_us * launch, terms.host_us * launch, terms.memory_us * memory, terms.compute_us * compute,
+        terms.latency_us * latency, terms.write_us * write, terms.serial_us * latency,
+        tuple((memory_us * memory, write_us * write) for memory_us, write_us in terms.parts), terms.overlap,
     )
 
 

@@ -12,6 +12,7 @@ from fuseplan.costmodel.device import DeviceSpec, Mode
 from fuseplan.costmodel.roofline import predict
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.backend import config_key
+from fuseplan.kernels.native.overlap import span_bytes
 from fuseplan.planner.cost.prices import shared_cache
 from fuseplan.planner.dispatch_stats import CompileStats, Tally
 from fuseplan.planner.graph.dataflow import DataflowGraph
@@ -28,7 +29,7 @@ from fuseplan.planner.peers.contestant import Case, make_case
 from fuseplan.planner.runtime.lookup import look_up
 from fuseplan.planner.tuning.session import Session
 from fuseplan.planner.work.group_work import hot_inputs, kernel_work, launch_mode, op_work
-from fuseplan.search.timing.measure import CACHE_MULTIPLE, rotating_operands, span_bytes
+from fuseplan.search.timing.measure import CACHE_MULTIPLE, rotating_operands
 from fuseplan.search.timing.timers import Operands
 
 #: Weights so small that it takes more copies than this to fill a cache are in a cache in every model too.
@@ -100,7 +101,7 @@ def predicted_us(
         around = [(frozenset(part.ops), shared_cache(table, part)) for part in parts]
     total_us = 0.0
     for lowered, work, mode, backend in _launches(graph, groups, regime, numerics):
-        total_us += predict(work, spec, mode, backend=backend).time_us
+        total_us += predict(work, spec, mode, backend=backend)
         maker = graph.producer(lowered.outputs[0])
         total_us += sum(cache.delay_us(work, spec, mode, lowered) for ops, cache in around if maker in ops)
     return total_us

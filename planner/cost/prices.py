@@ -63,7 +63,7 @@ class ModelPrices:
         if self.spec is None:
             return 1.0
         name = way.calibration(self.table, choice.group)
-        return predict(way.work(self.table, choice.group), self.spec, way.mode, backend=name).time_us * 1e-6
+        return predict(way.work(self.table, choice.group), self.spec, way.mode, backend=name) * 1e-6
 
     def delay_us(self, choice: Choice) -> float:
         """How much longer a choice takes in its region than by itself; 0 on CPUs, and for library calls."""

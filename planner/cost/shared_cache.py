@@ -46,7 +46,7 @@ class SharedCache:
         read = [value for value, is_hot in zip(lowered.inputs, hot, strict=True) if is_hot]
         moved = moved_bytes([lowered])
         share = _sum(moved, self._outer(read, lowered.outputs)) / max(_sum(moved, [*read, *lowered.outputs]), 1.0)
-        alone_us, among_us = (predict(work, spec, mode, beside_bytes=one).time_us for one in (0.0, beside_bytes))
+        alone_us, among_us = (predict(work, spec, mode, beside_bytes=one) for one in (0.0, beside_bytes))
         return share * max(0.0, among_us - alone_us)
 
     def _outer(self, read: Iterable[str], made: Iterable[str]) -> list[str]:

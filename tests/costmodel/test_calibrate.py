@@ -26,7 +26,7 @@ def samples(count: int, noise: float = 0.0, spec: DeviceSpec = CPU) -> list[Samp
             Work(dram_bytes=rng.uniform(1e6, 5e7), launches=1),
             Work({"fp32": rng.uniform(1e7, 1e9)}, dram_bytes=1e5, launches=1),
         )[number % 3]
-        time_us = calibrated(roofline_terms(work, spec, "kernel"), PLANTED).time_us
+        time_us = calibrated(roofline_terms(work, spec, "kernel"), PLANTED.factors("")).time_us
         result.append(Sample(work, "kernel", time_us * rng.uniform(1 - noise, 1 + noise)))
     return result
 
@@ -119,7 +119,7 @@ def test_all_factors_of_a_gpu_come_back() -> None:
             Work(dram_bytes=1e4, launches=1, steps=rng.uniform(50.0, 500.0)),
             Work(dram_bytes=1e6, launches=1, written_bytes=rng.uniform(5e5, 1e6)),
         )[number % 5]
-        time_us = calibrated(roofline_terms(work, GPU, "graph"), planted).time_us
+        time_us = calibrated(roofline_terms(work, GPU, "graph"), planted.factors("")).time_us
         made.append(Sample(work, "graph", time_us, family=f"family {number % 7}"))
     fitted = calibrate(made, GPU)
     # The bandwidth was measured, and weighs as much as two of the forty.

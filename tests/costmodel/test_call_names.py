@@ -9,12 +9,13 @@ import random
 import numpy as np
 import pytest
 from costmodel_samples import CPU, GPU
+from held_out import predict_left_out
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuseplan.costmodel.calibrate import Sample, calibrate, predict_left_out
+from fuseplan.costmodel.calibrate import Sample, calibrate
 from fuseplan.costmodel.device import Calibration, CallTimes, DeviceSpec, FamilyScale, Peak
-from fuseplan.costmodel.roofline import predict
+from fuseplan.costmodel.roofline import predict, roofline_terms
 from fuseplan.costmodel.work import Work
 from fuseplan.search.store.rows import device_spec
 
@@ -28,7 +29,7 @@ def measured(call: str, count: int, slower: float, spec: DeviceSpec = CPU, seed:
     rng = random.Random(seed)
     mode = "eager" if spec is CPU else "graph"
     works = [Work(dram_bytes=rng.choice((1e3, 3e6)) * rng.uniform(1, 4), launches=1, call=call) for _ in range(count)]
-    return [Sample(work, mode, slower * predict(work, spec, mode).time_us, family=call) for work in works]
+    return [Sample(work, mode, slower * predict(work, spec, mode), family=call) for work in works]
 
 
 def everything(odd: int, spec: DeviceSpec = CPU) -> list[Sample]:
@@ -41,17 +42,17 @@ def everything(odd: int, spec: DeviceSpec = CPU) -> list[Sample]:
 def test_a_name_with_many_samples_has_its_own_factors_and_leaves_the_others_alone(spec: DeviceSpec) -> None:
     known = spec.with_calibration("unfused", calibrate(everything(12, spec), spec))
     for sample in everything(12, spec):
-        found = predict(sample.work, known, sample.mode, backend="unfused").time_us
+        found = predict(sample.work, known, sample.mode, backend="unfused")
         assert found == pytest.approx(sample.measured_us, rel=0.1)
 
 
 def test_few_samples_move_a_name_part_of_the_way_more_of_them_further() -> None:
     work = Work(dram_bytes=6e6, launches=1, call=ODD)
-    plain = predict(work, CPU, "eager").time_us
+    plain = predict(work, CPU, "eager")
     ratios = []
     for count in (0, 1, 2, 4, 12):
         known = CPU.with_calibration("unfused", calibrate(everything(count), CPU))
-        ratios.append(predict(work, known, "eager", backend="unfused").time_us / plain)
+        ratios.append(predict(work, known, "eager", backend="unfused") / plain)
     assert ratios[0] == pytest.approx(2.0, rel=0.02)  # that of all others
     assert ratios == sorted(ratios)
     assert 2.2 < ratios[1] < 0.95 * 2.0 * SLOWER
@@ -63,7 +64,7 @@ def test_an_unseen_name_is_predicted_as_all_are() -> None:
     common = dataclasses.replace(known, families={})
     work = Work(dram_bytes=1e6, launches=1, call="aten.tanh.default.float32")
     both = [CPU.with_calibration("unfused", one) for one in (known, common)]
-    first, second = (predict(work, spec, "eager", backend="unfused").time_us for spec in both)
+    first, second = (predict(work, spec, "eager", backend="unfused") for spec in both)
     assert first == second
 
 
@@ -71,20 +72,19 @@ def test_the_longest_beginning_that_is_known_decides() -> None:
     known = Calibration(2.0, 2.0, 2.0, families={
         "sdpa": FamilyScale(1.0, 3.0, 9), "sdpa.flash": FamilyScale(5.0, 7.0, 4), "linear": FamilyScale(11.0, 13.0, 1),
     })
-    assert known.of_call("sdpa.flash").launch_scale == 10.0
-    assert known.of_call("sdpa.flash.folded").memory_scale == 14.0
-    assert known.of_call("sdpa.cudnn").compute_scale == 6.0
-    assert known.of_call("sdpa.cudnn").launch_scale == 2.0
+    assert known.factors("sdpa.flash") == (10.0, 14.0, 14.0, 7.0, 7.0)
+    assert known.factors("sdpa.flash.folded") == known.factors("sdpa.flash")
+    assert known.factors("sdpa.cudnn") == (2.0, 6.0, 6.0, 3.0, 3.0)
     for other in ("", "sdp", "sdpaflash", "merged.one"):
-        assert known.of_call(other) is known
+        assert known.factors(other) == (2.0, 2.0, 2.0, 1.0, 1.0)
 
 
 def test_names_that_begin_alike_help_each_other() -> None:
     """An unmeasured type of an op is predicted as its measured one."""
     known = CPU.with_calibration("unfused", calibrate(everything(12), CPU))
     work = Work(dram_bytes=6e6, launches=1, call="aten.mean.dim.bfloat16")
-    found = predict(work, known, "eager", backend="unfused").time_us
-    assert found == pytest.approx(2.0 * SLOWER * predict(work, CPU, "eager").time_us, rel=0.1)
+    found = predict(work, known, "eager", backend="unfused")
+    assert found == pytest.approx(2.0 * SLOWER * predict(work, CPU, "eager"), rel=0.1)
 
 
 def test_what_is_left_out_of_a_fit_does_not_teach_its_own_factors() -> None:
@@ -128,8 +128,8 @@ TIMED = dataclasses.replace(
 def test_a_call_that_was_timed_takes_what_it_took() -> None:
     work = Work({"fp32": 1e5}, dram_bytes=10.0, launches=1, call=ODD, elements=1500.0, l2_bytes=1e9, views=2)
     found = predict(work, TIMED, "eager")
-    assert found.time_us == pytest.approx(7.0 + 2.5 / 2 + 2 * 0.25)
-    assert found.parts.launch_us == pytest.approx(5.5)
+    assert found == pytest.approx(7.0 + 2.5 / 2 + 2 * 0.25)
+    assert roofline_terms(work, TIMED, "eager").launch_us == pytest.approx(5.5)
     # Another type than the one that was timed; another op is priced by its arithmetic.
     assert predict(dataclasses.replace(work, call="aten.mean.dim.int64"), TIMED, "eager") == found
     other = dataclasses.replace(work, call="aten.mean.default.float32", flops={"fp32": 1e5})
@@ -138,7 +138,7 @@ def test_a_call_that_was_timed_takes_what_it_took() -> None:
 
 def test_what_exceeds_the_cache_is_bound_by_memory_whatever_the_call() -> None:
     work = Work(dram_bytes=4e8, launches=1, call=ODD, elements=1500.0)
-    assert predict(work, TIMED, "eager").time_us == pytest.approx(5.0 + 4e8 / 50e9 * 1e6)
+    assert predict(work, TIMED, "eager") == pytest.approx(5.0 + 4e8 / 50e9 * 1e6)
 
 
 def test_a_timed_call_costs_nothing_of_that_on_cuda() -> None:
@@ -150,10 +150,10 @@ def test_a_timed_call_costs_nothing_of_that_on_cuda() -> None:
 def test_lanes_and_threads_price_a_kernel_on_cpus() -> None:
     # 1e6 instructions at 1e11 a second are 10 us on four threads, and 40 us on one; 1e4 bytes at 200 GB/s, 80 for one.
     work = Work({"sfu": 1e5}, dram_bytes=1e4, l2_bytes=1e9, launches=1, lanes=1e6, threads=9)
-    assert predict(work, CPU, "kernel").time_us == pytest.approx(1.0 + 10.0 + 0.05)
+    assert predict(work, CPU, "kernel") == pytest.approx(1.0 + 10.0 + 0.05)
     assert predict(dataclasses.replace(work, threads=0), CPU, "kernel") == predict(work, CPU, "kernel")
     one = dataclasses.replace(work, threads=1)
-    assert predict(one, CPU, "kernel").time_us == pytest.approx(1.0 + 40.0 + 0.125)
+    assert predict(one, CPU, "kernel") == pytest.approx(1.0 + 40.0 + 0.125)
 
 
 def test_json_has_calls_and_families_and_older_specs_have_none() -> None:

@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from fuseplan.costmodel.accuracy import spearman
-from fuseplan.costmodel.calibrate import predict_left_out
+from fuseplan.costmodel.calibrate import MIN_SAMPLES, FitTable, Sample
 from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.costmodel.roofline import predict, roofline_terms
 from fuseplan.planner.cost.samples import ChoiceSample, RegionSamples
@@ -70,7 +71,7 @@ def _sample_row(
         "ops": " ".join(map(str, sample.ops)), "kind": sample.name, "implementation": sample.implementation,
         "label": sample.label, "family": sample.family, "group": sample.group, "mode": sample.mode,
         "measured_us": sample.measured_us, "delay_us": sample.delay_us,
-        "predicted_us": predict(sample.work, spec, sample.mode, backend=sample.name).time_us,
+        "predicted_us": predict(sample.work, spec, sample.mode, backend=sample.name),
         **{f"term_{name}": value for name, value in terms.items()},
         **{f"work_{name}": value for name, value in work.items()},
         "work_flops": " ".join(f"{unit}={count:g}" for unit, count in sorted(flops.items())),
@@ -87,6 +88,21 @@ def _left_out(frame: pd.DataFrame, samples: Sequence[ChoiceSample], spec: Device
         known = distinct[["group", part]].assign(time_us=list(times))
         found[rows.index] = rows[["group", part]].merge(known, how="left")["time_us"].to_numpy()
     return found
+
+
+def predict_left_out(samples: Sequence[Sample], spec: DeviceSpec, parts: Sequence[str]) -> list[float]:
+    """Predicted time in microseconds of each sample of one back end by a fit to those of all *other* parts.
+
+    ``parts`` are what each sample belongs to: what it computes, or its phase. The calibrations of ``spec`` play no
+    part. NaN where fewer than :data:`MIN_SAMPLES` others remain.
+    """
+    table, owner = FitTable.of(samples, spec), np.array(parts)
+    found = np.full(len(samples), np.nan)
+    for part in dict.fromkeys(parts):
+        others = np.flatnonzero(owner != part)
+        if len(others) >= MIN_SAMPLES:
+            found[owner == part] = table.rows(np.flatnonzero(owner == part)).predict_from(table.rows(others))
+    return [float(time_us) for time_us in found]
 
 
 def regret_frame(regions: Sequence[RegionSamples], frame: pd.DataFrame, column: str) -> pd.DataFrame:

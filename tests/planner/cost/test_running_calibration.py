@@ -17,7 +17,7 @@ from fuseplan.planner.implementations.aten import ATTENTION, UNFUSED
 def samples(scale: float, count: int) -> list[Sample]:
     """Ops that take ``scale`` times what the uncalibrated model says."""
     works = [Work({"fp32": 1e4}, 1e4 * (number + 1), 0.0, 1) for number in range(count)]
-    return [Sample(work, "eager", scale * predict(work, CPU, "eager").time_us) for work in works]
+    return [Sample(work, "eager", scale * predict(work, CPU, "eager")) for work in works]
 
 
 def test_predictions_approach_what_was_measured() -> None:
@@ -27,8 +27,8 @@ def test_predictions_approach_what_was_measured() -> None:
     learner.update()
     assert learner.spec is not None
     probe = samples(3.0, 20)[-1]  # not one of the twelve
-    before = predict(probe.work, CPU, "eager", backend=UNFUSED).time_us
-    after = predict(probe.work, learner.spec, "eager", backend=UNFUSED).time_us
+    before = predict(probe.work, CPU, "eager", backend=UNFUSED)
+    after = predict(probe.work, learner.spec, "eager", backend=UNFUSED)
     assert before == pytest.approx(probe.measured_us / 3, rel=1e-6)
     assert after == pytest.approx(probe.measured_us, rel=0.1)
 
@@ -72,7 +72,7 @@ def test_a_small_tune_does_not_replace_what_a_larger_one_taught(count: int, scal
     later.update(final=True)
     assert later.spec is not None
     probe = samples(scale, 30)[-1]
-    found = predict(probe.work, later.spec, "eager", backend=UNFUSED).time_us
+    found = predict(probe.work, later.spec, "eager", backend=UNFUSED)
     assert found == pytest.approx(probe.measured_us, rel=0.1)
 
 
@@ -99,5 +99,5 @@ def test_library_calls_of_one_name_have_factors_of_their_own() -> None:
     assert learner.spec is not None
     before = samples(1.0, 20)[-1]
     for call, scale in (("sdpa.flash", 1.5), ("sdpa.math", 4.0), ("linear.cublaslt", 1.5), ("merged.one", 1.5)):
-        after = predict(replace(before.work, call=call), learner.spec, "eager", backend=ATTENTION).time_us
+        after = predict(replace(before.work, call=call), learner.spec, "eager", backend=ATTENTION)
         assert after == pytest.approx(scale * before.measured_us, rel=0.2)

@@ -209,7 +209,7 @@ def test_the_price_in_a_region_is_never_below_the_bound() -> None:
 
 
 def test_a_prediction_beside_other_data_is_that_of_a_larger_footprint() -> None:
-    alone, beside = (predict(megabytes(32), KNEE, "graph", beside_bytes=one).time_us for one in (0.0, 32e6))
+    alone, beside = (predict(megabytes(32), KNEE, "graph", beside_bytes=one) for one in (0.0, 32e6))
     assert beside - alone == pytest.approx(4.0)
 
 
@@ -220,13 +220,13 @@ def test_the_bench_predicts_a_plan_as_the_planner_does() -> None:
         [PlannedGroup(tuple(ops), GeneratedKernel((TritonBackend(),)), {"overlap": "none"}) for ops in divided]
         for divided in ([names[:1], names[1:]], [names])
     )
-    alone_us = predict(kernel_work(lower_group(graph, names[:1]).ir), KNEE, "graph").time_us
+    alone_us = predict(kernel_work(lower_group(graph, names[:1]).ir), KNEE, "graph")
     assert predicted_us(graph, apart, KNEE, "graph") == pytest.approx(2 * (alone_us + 2.0), rel=0.001)
     mixed_us = predicted_us(graph, apart[:1], KNEE, "graph")
-    op_us = predict(op_work(graph, names[1]), KNEE, "graph").time_us + delay_of_op_us(graph, names[1])
+    op_us = predict(op_work(graph, names[1]), KNEE, "graph") + delay_of_op_us(graph, names[1])
     assert mixed_us == pytest.approx(alone_us + 2.0 + op_us, rel=0.001)
     assert predicted_us(graph, together, KNEE, "graph") == pytest.approx(
-        predict(kernel_work(lower_group(graph, names).ir, (True,) * 3), KNEE, "graph").time_us
+        predict(kernel_work(lower_group(graph, names).ir, (True,) * 3), KNEE, "graph")
     )
 
 

@@ -27,7 +27,7 @@ from fuseplan.search.store.record import RecordKey
 def sample(ops: tuple[int, ...], family: str, nbytes: float, scale: float, fused: bool = False) -> ChoiceSample:
     """A kernel that takes ``scale`` times what the roofline says."""
     work = Work({"fp32": nbytes / 8}, nbytes, launches=1)
-    time_us = scale * predict(work, GPU, "graph").time_us
+    time_us = scale * predict(work, GPU, "graph")
     name, label = "triton" if fused else "unfused", f"{family} {nbytes:g}"
     return ChoiceSample(ops, "kernel" if fused else "aten", name, label, family, label, "graph", work, time_us)
 

@@ -12,7 +12,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from fuseplan.planner.errors import PlanError
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
@@ -33,20 +33,9 @@ MOST_BYTES = 256 * 1024
 logger = logging.getLogger(__name__)
 
 
-class _Log(Protocol):
-    """Where misses are counted."""
-
-    @property
-    def logs_misses(self) -> bool: ...
-
-    def capture_names(self, prefix: str) -> set[str]: ...
-
-    def log_misses(
-        self, misses: Iterable[Missed], captures: Mapping[str, Mapping[str, Any]] | None = None
-    ) -> bool: ...
-
-
-def log_missed(log: _Log, graph: DataflowGraph, missed: Sequence[tuple[RecordKey, Region, str]]) -> None:
+def log_missed(
+    log: Database | LayeredDatabase, graph: DataflowGraph, missed: Sequence[tuple[RecordKey, Region, str]]
+) -> None:
     """Count misses of a static graph, each with its key and its place, and keep the graphs of their regions.
 
     Never raises: a model runs whether or not its misses are known.

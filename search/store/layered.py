@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +14,7 @@ from fuseplan.search.store import codec
 from fuseplan.search.store.database import Database, Lookup, Missed, reservations
 from fuseplan.search.store.record import PlanRecord, RecordKey, TuningRecord
 from fuseplan.search.store.rows import R
-from fuseplan.search.store.transfer import KINDS, capture_of, checked_lines
+from fuseplan.search.store.transfer import KINDS, Entry, checked_lines, entry_of
 
 #: Where they are. Not importlib.resources: it cannot read a namespace package behind an editable install's path hook.
 FOLDER = Path(__file__).parent / "records"
@@ -64,14 +63,15 @@ class LayeredDatabase:
 
     def captures(self, prefix: str) -> dict[str, dict[str, Any]]:
         """Those that shipped, under the user's own of the same names."""
-        return {**dict(self._captures(prefix)), **self.user.captures(prefix)}
+        return {**self._captures(prefix), **self.user.captures(prefix)}
 
     def misses(self) -> list[dict[str, Any]]:
         return self.user.misses()
 
     def get_device(self, device: str) -> dict[str, Any] | None:
         """The device as the user's probe found it, else as the shipped one did."""
-        return self.user.get_device(device) or next(self._devices(device), None)
+        shipped = (entry.value for entry in self._entries(f'{{"device":"{device}"'))
+        return self.user.get_device(device) or next(shipped, None)
 
     @property
     def logs_misses(self) -> bool:
@@ -87,7 +87,8 @@ class LayeredDatabase:
         mine = Lookup(users, self._mismatch(users))
         if mine.status == "hit":
             return mine
-        found = self._find(cls, key)
+        same = [record for record in self._decoded(cls, f'"{key.workload}"') if record.key == key]
+        found = same[-1] if same else None  # several files may have it
         shipped = Lookup(found, self._mismatch(found), shipped=found is not None)
         return shipped if shipped.status == "hit" or mine.status == "miss" else mine
 
@@ -97,45 +98,24 @@ class LayeredDatabase:
     def _all(self, cls: type[R], users: Iterator[R]) -> Iterator[R]:
         mine = {record.key: record for record in users}
         shipped = {record.key: record for record in self._decoded(cls) if not self._mismatch(record)}
-        for key in sorted(mine.keys() | shipped.keys(), key=astuple):
-            own = mine.get(key)
-            stale = own is None or self._mismatch(own)
-            found = shipped.get(key, own) if stale else own
-            if found is not None:
-                yield found
-
-    def _find(self, cls: type[R], key: RecordKey) -> R | None:
-        """The shipped record of exactly this key; the last one where several files have it."""
-        found = None
-        for record in self._decoded(cls, f'"{key.workload}"'):
-            found = record if record.key == key else found
-        return found
+        found = mine | shipped | {key: own for key, own in mine.items() if not self._mismatch(own)}
+        return (found[key] for key in sorted(found, key=astuple))
 
     def _decoded(self, cls: type[R], text: str = "") -> Iterator[R]:
         """The shipped records of one kind; those whose line holds ``text``."""
-        kind = KINDS[cls]
-        for line in self._lines:
-            # A text search first: to decode whole files would cost a compilation tens of milliseconds.
-            if line.startswith(f'{{"{kind}"') and text in line and (record := _decode(cls, kind, line)) is not None:
-                yield record
+        return (entry.value for entry in self._entries(f'{{"{KINDS[cls]}"', text))
 
-    def _devices(self, device: str) -> Iterator[dict[str, Any]]:
-        for line in self._lines:
-            if line.startswith('{"device"'):
-                with contextlib.suppress(RecordError):
-                    stored = codec.parse(line, "shipped device")
-                    if stored.get("device") == device and isinstance(stored.get("spec"), dict):
-                        yield stored["spec"]
-
-    def _captures(self, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _captures(self, prefix: str) -> dict[str, dict[str, Any]]:
         if all(self._mismatch(plan) for plan in self._decoded(PlanRecord)):
-            return  # they speak of plans that nobody would find
-        for line in self._lines:
-            if line.startswith(f'{{"capture":"{prefix}'):
-                with contextlib.suppress(RecordError):
-                    found = capture_of(codec.parse(line, "shipped capture"))
-                    if found is not None:
-                        yield found
+            return {}  # they speak of plans that nobody would find
+        return {entry.key: entry.value for entry in self._entries(f'{{"capture":"{prefix}')}
+
+    def _entries(self, start: str, text: str = "") -> Iterator[Entry]:
+        """What can be read of the lines that begin with ``start`` and hold ``text``: to decode whole files would cost a
+        compilation tens of milliseconds.
+        """
+        lines = (line for line in self._lines if line.startswith(start) and text in line)
+        return filter(None, map(_decode, lines))
 
     @functools.cached_property
     def _lines(self) -> list[str]:
@@ -154,9 +134,9 @@ def _data_lines(path: Path) -> tuple[str, ...]:
     return tuple(checked_lines(path))
 
 
-def _decode(cls: type[R], kind: str, line: str) -> R | None:
+def _decode(line: str) -> Entry | None:
     try:
-        return codec.from_data(cls, codec.parse(line, kind)[kind])
-    except (RecordError, LookupError, TypeError) as error:
+        return entry_of(codec.parse(line, "line"))
+    except RecordError as error:
         warnings.warn(f"shipped record skipped: {error}", stacklevel=3)
         return None

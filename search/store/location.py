@@ -11,6 +11,7 @@ import itertools
 import os
 import re
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -204,6 +205,20 @@ def locked(file: Path | None, exclusive: bool = False) -> Iterator[None]:
                 # Closing alone would leave it to a process that another thread has forked meanwhile.
                 stack.callback(fcntl.flock, folder, fcntl.LOCK_UN)
         yield
+
+
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A new file, which takes the place of ``path`` at the end; OSError where it cannot, and ``path`` is as it was."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    os.close(handle)
+    scratch = Path(name)
+    try:
+        yield scratch
+        with locked(path):
+            scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 def move_aside(file: Path, found: FileIdentity, why: str) -> Path | None:

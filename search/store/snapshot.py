@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import re
-import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -49,22 +47,14 @@ def pull(where: str) -> tuple[Path, int]:
     if (server := tables.open_for_reading(url)) is None:
         raise DatabaseError(f"there is no tuning database at {location_name(url)} yet; `plan tune --db` makes one")
     file = snapshot_path(url)
-    scratch: Path | None = None
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.name, suffix=".part")
-        os.close(handle)
-        scratch = Path(name)
-        rows = _copy(server, scratch, location_name(url))
-        with location.locked(file):
-            scratch.replace(file)
+        with location.replaced(file) as scratch:
+            return file, _copy(server, scratch, location_name(url))
     except OSError as error:
         raise DatabaseError(f"the snapshot {plain(str(file))} cannot be written ({error.strerror})") from None
     finally:
         server.dispose()
-        if scratch is not None:
-            scratch.unlink(missing_ok=True)
-    return file, rows
 
 
 def _copy(server: Engine, scratch: Path, source: str) -> int:

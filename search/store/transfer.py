@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 from sqlalchemy import Connection, Table
 
 from fuseplan.search.errors import DatabaseError, ImportRefusedError, RecordError, SchemaVersionError, brief
-from fuseplan.search.store import codec, tables
+from fuseplan.search.store import codec, location, tables
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.leases import clock_s
 from fuseplan.search.store.record import SCHEMA_VERSION, PlanRecord, TuningRecord, is_ahead, now, seconds
@@ -30,12 +28,50 @@ REPORTED = ("step/", "summary/")
 
 
 @dataclass(frozen=True)
-class Bundle:
-    """What an export file holds: device specs by identity, records, and captures by name."""
+class Entry:
+    """A line of an export file: a record or a plan under its key, or a device's spec or a capture under its name."""
 
-    devices: Mapping[str, dict[str, Any]]
-    records: Sequence[TuningRecord | PlanRecord]
-    captures: Mapping[str, dict[str, Any]]
+    table: Table
+    key: Any
+    value: Any
+
+    @property
+    def device(self) -> object:
+        """Whose it is; None of a capture that does not say so."""
+        if self.table is tables.DEVICES:
+            return self.key
+        return self.value.get("device") if self.table is tables.CAPTURES else self.key.device
+
+    @property
+    def created(self) -> object:
+        return self.value.get("created") if isinstance(self.value, Mapping) else self.value.evidence.created
+
+    def row(self) -> dict[str, Any]:
+        """The row that stores it."""
+        if isinstance(self.value, Mapping):
+            return json_row({self.table.primary_key.columns[0].name: self.key}, self.value)
+        return record_row(self.value)
+
+    def line(self) -> str:
+        if self.table is tables.DEVICES:
+            return _line({"device": self.key, "spec": self.value})
+        if self.table is tables.CAPTURES:
+            return _line({"capture": self.key, "value": self.value})
+        return _line({KINDS[type(self.value)]: json.loads(codec.dumps(self.value))})
+
+
+def _of_record(record: TuningRecord | PlanRecord) -> Entry:
+    return Entry(tables.TUNINGS if isinstance(record, TuningRecord) else tables.PLANS, record.key, record)
+
+
+def _contents(database: Database) -> list[Entry]:
+    """All of a database that an export may hold."""
+    devices = [Entry(tables.DEVICES, name, spec) for name, spec in sorted(database.devices().items())]
+    captures = [item for prefix in REPORTED for item in sorted(database.captures(prefix).items())]
+    return [
+        *devices, *map(_of_record, database.everything()),
+        *(Entry(tables.CAPTURES, name, value) for name, value in captures),
+    ]
 
 
 @dataclass(frozen=True)
@@ -53,29 +89,15 @@ def export(database: Database, path: Path, device: str | None = None) -> int:
     DatabaseError where a part of the database cannot be read; ``path`` is then as it was.
     """
     lines = [_line({"format": _FORMAT, "schema_version": SCHEMA_VERSION, "created": now()})]
-    specs, records = database.devices(), database.everything()
-    lines += [_line({"device": name, "spec": specs[name]}) for name in sorted(specs) if device in (None, name)]
-    wanted = [record for record in records if device in (None, record.key.device)]
-    lines += [_line({KINDS[type(record)]: json.loads(codec.dumps(record))}) for record in wanted]
-    captures = {name: data for prefix in REPORTED for name, data in sorted(database.captures(prefix).items())}
-    lines += [
-        _line({"capture": name, "value": data})
-        for name, data in captures.items() if device in (None, data.get("device"))
-    ]
+    lines += [entry.line() for entry in _contents(database) if device in (None, entry.device)]
     if database.engine is None or database.broken:
         raise DatabaseError(f"there is no readable tuning database at {database.where}, so nothing was exported")
     digest = hashlib.sha256("".join(lines).encode()).hexdigest()
     lines.append(_line({"trailer": {"count": len(lines) - 1, "sha256": digest}}))
     path = path.expanduser()
     try:
-        handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.writelines(lines)
-            Path(scratch).replace(path)
-        except BaseException:
-            Path(scratch).unlink(missing_ok=True)
-            raise
+        with location.replaced(path) as scratch:
+            scratch.write_text("".join(lines))
     except OSError as error:
         raise RecordError(f"cannot write export file {path}: {error.strerror}; pass a writable path") from None
     return len(lines) - 2
@@ -85,43 +107,35 @@ def _line(value: object) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":")) + "\n"
 
 
-def read_bundle(path: Path) -> Bundle:
+def read_bundle(path: Path) -> list[Entry]:
     """What an export file holds. ImportRefusedError where it is missing, truncated, altered, or none, and
     SchemaVersionError where it is of another schema version.
     """
-    devices: dict[str, dict[str, Any]] = {}
-    records: list[TuningRecord | PlanRecord] = []
-    captures: dict[str, dict[str, Any]] = {}
+    entries = []
     for number, line in enumerate(checked_lines(path), 2):
         item = _object(line, path, number)
         try:
-            if kinds := [cls for cls, kind in KINDS.items() if kind in item]:
-                records.append(codec.from_data(kinds[0], item[KINDS[kinds[0]]]))
-            elif isinstance(item.get("device"), str) and isinstance(item.get("spec"), dict):
-                device_spec(item["spec"])
-                devices[item["device"]] = item["spec"]
-            elif (found := capture_of(item)) is not None:
-                captures[found[0]] = found[1]
-            else:
-                raise RecordError(f"unknown kind of line ({brief(sorted(item))})")
+            entries.append(entry_of(item))
         except RecordError as error:
             raise ImportRefusedError(f"{path}, line {number}: {error}; nothing was imported") from None
-    return Bundle(devices, records, captures)
+    return entries
 
 
-def capture_of(item: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """The name and the value of a line that holds a capture; None of any other line.
-
-    Raises:
-        RecordError: The capture is none that an export writes.
-    """
+def entry_of(item: Mapping[str, Any]) -> Entry:
+    """What a parsed line holds; :class:`RecordError` where an export writes no such line."""
+    for kind, name in KINDS.items():
+        if name in item:
+            return _of_record(codec.from_data(kind, item[name]))
+    if isinstance(device := item.get("device"), str) and isinstance(spec := item.get("spec"), dict):
+        device_spec(spec)
+        return Entry(tables.DEVICES, device, spec)
     if "capture" not in item:
-        return None
+        raise RecordError(f"unknown kind of line ({brief(sorted(item))})")
     name, value = item["capture"], item.get("value")
     if not isinstance(name, str) or not name.startswith(REPORTED) or not isinstance(value, dict):
         raise RecordError(f"{brief(name)} is no capture of a report")
     check_name(name)
-    return name, value
+    return Entry(tables.CAPTURES, name, value)
 
 
 def checked_lines(path: Path) -> list[str]:
@@ -161,46 +175,18 @@ def _object(line: str, path: Path, number: int) -> dict[str, Any]:
     return value
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """Of a file: the row that would be stored, when it was made, and what is here of that name (None: nothing)."""
-
-    table: Table
-    row: Mapping[str, Any]
-    new: object
-    created: object
-    old: object
-    old_created: object = ""
-
-    def why_not(self, now_s: float) -> str:
-        """Why it is not taken over; "" where it is. What is of the future counts as the oldest."""
-        if self.old is None:
-            return ""
-        if self.new == self.old:
-            return "here already"
-        if self.table is tables.DEVICES:
-            return "of a device that is known here"
-        times = self.created, self.old_created
-        new_s, old_s = (-math.inf if is_ahead(one, now_s) else seconds(one) for one in times)
-        if new_s >= old_s:
-            return ""
-        return "dated in the future" if is_ahead(self.created, now_s) else "older than what is here"
-
-
-def _entries(database: Database, found: Bundle) -> Iterator[_Entry]:
-    known = {(type(record), record.key): record for record in database.everything()}
-    for record in found.records:
-        table = tables.TUNINGS if isinstance(record, TuningRecord) else tables.PLANS
-        old = known.get((type(record), record.key))
-        yield _Entry(table, record_row(record), record, record.evidence.created, old, old and old.evidence.created)
-    captures = {name: data for prefix in REPORTED for name, data in database.captures(prefix).items()}
-    for name, data in found.captures.items():
-        here = captures.get(name)
-        yield _Entry(tables.CAPTURES, json_row({"name": name}, data), data, data.get("created"), here,
-                     here and here.get("created"))
-    specs = database.devices()
-    for device, spec in found.devices.items():
-        yield _Entry(tables.DEVICES, json_row({"device": device}, spec), spec, "", specs.get(device))
+def _why_not(new: Entry, old: Entry | None, now_s: float) -> str:
+    """Why ``new`` is not taken over; "" where it is. What is of the future counts as the oldest."""
+    if old is None:
+        return ""
+    if new.value == old.value:
+        return "here already"
+    if new.table is tables.DEVICES:
+        return "of a device that is known here"
+    new_s, old_s = (-math.inf if is_ahead(one.created, now_s) else seconds(one.created) for one in (new, old))
+    if new_s >= old_s:
+        return ""
+    return "dated in the future" if is_ahead(new.created, now_s) else "older than what is here"
 
 
 def import_bundle(database: Database, path: Path) -> Imported:
@@ -209,15 +195,16 @@ def import_bundle(database: Database, path: Path) -> Imported:
 
     Errors as :func:`read_bundle`, and then the database is unchanged.
     """
-    entries = list(_entries(database, read_bundle(path)))
+    entries = read_bundle(path)
+    here = {(entry.table, entry.key): entry for entry in _contents(database)}
 
     def merge(connection: Connection) -> Counter[str]:
         now_s = clock_s(connection)
         found: Counter[str] = Counter()
         for entry in entries:
-            found[why := entry.why_not(now_s)] += 1
+            found[why := _why_not(entry, here.get((entry.table, entry.key)), now_s)] += 1
             if not why:
-                tables.upsert(connection, entry.table, entry.row)
+                tables.upsert(connection, entry.table, entry.row())
         return found
 
     left = database.change(merge)

@@ -98,9 +98,9 @@ def test_shipped_files_are_read_once_and_decoded_where_asked(
         read.append(path)
         return check(path)
 
-    def counted(cls: Any, kind: str, line: str) -> Any:
+    def counted(line: str) -> Any:
         decoded.append(line)
-        return decode(cls, kind, line)
+        return decode(line)
 
     monkeypatch.setattr(layered_module, "checked_lines", checked)
     monkeypatch.setattr(layered_module, "_decode", counted)

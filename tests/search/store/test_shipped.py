@@ -18,11 +18,11 @@ from fuseplan.search.store.transfer import read_bundle
 def test_shipped_records_are_whole_and_of_their_device(path: Path) -> None:
     found = re.fullmatch(r"(cuda-.+-[0-9a-f]{12})-(eager|graph)", path.stem)
     assert found is not None
-    stored = read_bundle(path).records
+    stored = [entry.value for entry in read_bundle(path)]
     plans = [one for one in stored if isinstance(one, PlanRecord)]
     records = [one for one in stored if isinstance(one, TuningRecord)]
     assert plans and records
-    for one in stored:
+    for one in (*plans, *records):
         assert (one.key.device, one.key.regime) == found.groups()
         assert one.evidence.versions.torch and one.evidence.versions.triton
     known = {record.key.workload for record in records}
@@ -34,7 +34,7 @@ def test_a_session_finds_the_records_of_its_device_and_no_others(tmp_path: Path)
     session = open_session("cpu", tmp_path / "t.db")
     assert not shipped_files(session.device)
     path = next(path for path in shipped_files() if path.stem.endswith("eager"))
-    plan = next(one for one in read_bundle(path).records if isinstance(one, PlanRecord))
+    plan = next(entry.value for entry in read_bundle(path) if isinstance(entry.value, PlanRecord))
     there = replace(session, device=plan.key.device)
     there.database.versions = plan.evidence.versions
     assert there.store.get_plans([plan.key])[plan.key].hit == plan

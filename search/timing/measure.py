@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
+from fuseplan.kernels.native.overlap import span_bytes
 from fuseplan.search import policy
 from fuseplan.search.store.record import Measurement
 from fuseplan.search.timing.timers import Operands, Run, Timer
@@ -48,14 +49,6 @@ def rotating_operands(
     pairs = list(zip(inputs, hot, strict=True))
     copies = (tuple(t if is_hot else copy_with_layout(t) for t, is_hot in pairs) for _ in range(count - 1))
     return [tuple(inputs), *copies]
-
-
-def span_bytes(tensor: torch.Tensor) -> int:
-    """Bytes from the first to the last element."""
-    if tensor.numel() == 0:
-        return 0
-    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
 
 
 def copy_with_layout(tensor: torch.Tensor) -> torch.Tensor:

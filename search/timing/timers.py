@@ -48,6 +48,8 @@ class Timer(ABC):
     """Times callables in one regime. Picklable: it travels to the measuring process."""
 
     regime: ClassVar[str]
+    #: Whether configurations are compared with a cold cache, too.
+    has_cold: ClassVar[bool] = False
 
     def clock(self) -> float:
         """Seconds, for budgets."""
@@ -64,7 +66,7 @@ class Timer(ABC):
         """What times calls that find nothing in a last-level cache of this size; None where configurations are not
         compared that way.
         """
-        return None
+        return cold_timer(l2_bytes) if self.has_cold else None
 
     def disturbances(self) -> int:
         """A count that grows when something else took the processor away, which spoils the sample under way."""
@@ -162,23 +164,20 @@ class CpuTimer(HostTimer):
 class CudaEagerTimer(HostTimer):
     """Launches from the host, back to back: the larger of host time and device time."""
 
+    has_cold = True
+
     def synchronise(self) -> None:
         torch.cuda.synchronize()
 
     def of_device(self) -> Timer | None:
         return CudaGraphTimer()
 
-    def from_memory(self, l2_bytes: int) -> Timer | None:
-        return cold_timer(l2_bytes)
-
 
 class CudaGraphTimer(Timer):
     """Many launches over rotating operands, replayed from one CUDA graph: device time without the host."""
 
     regime = "graph"
-
-    def from_memory(self, l2_bytes: int) -> Timer | None:
-        return cold_timer(l2_bytes)
+    has_cold = True
 
     def prepare(self, run: Run, operands: Operands) -> Sampler:
         stream = torch.cuda.Stream()

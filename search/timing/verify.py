@@ -16,9 +16,9 @@ import torch
 from fuseplan.costmodel.devices import is_gpu
 from fuseplan.kernels.ir.backend import CompiledKernel
 from fuseplan.kernels.ir.ir import Cast, KernelIR, operands
+from fuseplan.kernels.native.overlap import span_bytes
 from fuseplan.search import policy
 from fuseplan.search.errors import OWN_FAULTS, SubjectError
-from fuseplan.search.timing.measure import span_bytes
 from fuseplan.search.timing.signs import goes_on
 from fuseplan.search.timing.subject import Subject
 

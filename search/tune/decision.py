@@ -36,34 +36,34 @@ def decide_group(
     failed: dict[str, str] = {}
     for size in sorted({len(choices), min(1, len(choices)), 0}, reverse=True):
         attempt = tuple(choices[:size])
-        twice = attempt[0].name if attempt else jobs.UNFUSED
-        outcome = run(attempt, twice)
+        outcome = run(attempt, attempt[0].name if attempt else jobs.UNFUSED)
         if outcome.ok:
-            decision: jobs.Decision = outcome.value
-            standing = [choice for choice in attempt if choice.name in decision.contest.samples]
-            failed |= decision.failed
-            return _record(subject, key, standing, decision, failed, verdicts, choices, evidence)
+            return _record(subject, key, choices, outcome.value, failed, verdicts, evidence)
         failed |= {choice.name: f"the decisive run failed: {outcome.failure}" for choice in attempt}
     raise SubjectError(f"{subject.label}: the unfused chain cannot be timed: {outcome.failure}")
 
 
 def _record(
-    subject: Subject, key: RecordKey, standing: Sequence[jobs.Entrant], decision: jobs.Decision,
-    failed: Mapping[str, str], verdicts: Verdicts, choices: Sequence[jobs.Entrant], evidence: Evidence
+    subject: Subject, key: RecordKey, choices: Sequence[jobs.Entrant], decision: jobs.Decision,
+    failed: Mapping[str, str], verdicts: Verdicts, evidence: Evidence
 ) -> TuningRecord:
     contest = decision.contest
-    by_name = {choice.name: choice for choice in standing}
+    standing = [choice for choice in choices if choice.name in contest.samples]
     between = decision.device or contest
-    best = by_name[_winner(standing, between)] if standing else None
+    best = _winner(standing, between) if standing else None
     fuse = best is not None and contest.accepts(best.name, jobs.UNFUSED)
     gain = contest.gain(best.name, jobs.UNFUSED) if best is not None else 0.0
     undecided = best is not None and contest.undecided(best.name, jobs.UNFUSED)
-    trial = _trial_of(best, verdicts.trials)
-    named = {choice.name: choice for choice in choices}
+    errors = {(trial.backend, config_key(trial.config)): trial.error for trial in verdicts.trials}
+    why = {**failed, **decision.failed}
     rejected = [
-        *(Rejection(named[name].backend.name, dict(named[name].config), why) for name, why in failed.items()
-          if name not in by_name),
+        *(Rejection(choice.backend.name, dict(choice.config), why[choice.name])
+          for choice in choices if choice.name not in contest.samples),
         *(Rejection(trial.backend, trial.config, trial.reason) for trial in verdicts.trials if trial.reason),
+    ]
+    kernels = [
+        Finalist(one.name, one.backend.name, dict(one.config), contest.time(one.name),
+                 contest.gain(one.name, jobs.UNFUSED)) for one in standing
     ]
     return TuningRecord(
         key=key,
@@ -74,11 +74,11 @@ def _record(
         fused=contest.time(best.name) if best is not None else None,
         unfused=contest.time(jobs.UNFUSED),
         gain=gain,
-        default_gain=between.gain(best.name, "default") if best is not None and "default" in by_name else 0.0,
+        default_gain=between.gain(best.name, "default") if best is not None and standing[0].name == "default" else 0.0,
         threshold=contest.threshold,
-        error=trial.error or 0.0 if trial is not None else 0.0,
+        error=errors.get((best.backend.name, config_key(best.config))) or 0.0 if best is not None else 0.0,
         eager_error=decision.eager_error,
-        finalists=tuple(_finalists(standing, contest)),
+        finalists=(Finalist(jobs.UNFUSED, "", {}, contest.time(jobs.UNFUSED), 0.0), *kernels),
         rejected=tuple(rejected[:policy.REJECTIONS_LIMIT]),
         refusals=dict(verdicts.refusals),
         enumerated=verdicts.enumerated,
@@ -94,31 +94,17 @@ def _record(
     )
 
 
-def _winner(standing: Sequence[jobs.Entrant], contest: Contest) -> str:
+def _winner(standing: Sequence[jobs.Entrant], contest: Contest) -> jobs.Entrant:
     """The best kernel. One of another back end than the preferred has to be better by more than tunes differ in."""
     first = standing[0]
-    best = contest.winner(first.name, [one.name for one in standing[1:]])
-    kin = {one.name for one in standing if one.backend.name == first.backend.name}
-    if best in kin:
-        return best
-    own = contest.winner(first.name, [one.name for one in standing[1:] if one.name in kin])
-    runs = contest.conditions or (contest,)
-    return best if all(one.gain(best, own) > policy.OTHER_BACKEND_GAIN for one in runs) else own
-
-
-def _finalists(standing: Sequence[jobs.Entrant], contest: Contest) -> list[Finalist]:
-    listed = [Finalist(jobs.UNFUSED, "", {}, contest.time(jobs.UNFUSED), 0.0)]
-    for choice in standing:
-        gain = contest.gain(choice.name, jobs.UNFUSED)
-        listed.append(Finalist(choice.name, choice.backend.name, dict(choice.config), contest.time(choice.name), gain))
-    return listed
-
-
-def _trial_of(best: jobs.Entrant | None, trials: Sequence[Trial]) -> Trial | None:
-    if best is None:
-        return None
-    wanted = (best.backend.name, config_key(best.config))
-    return next((trial for trial in trials if (trial.backend, config_key(trial.config)) == wanted), None)
+    by_name = {one.name: one for one in standing}
+    best = contest.winner(first.name, list(by_name)[1:])
+    if by_name[best].backend.name != first.backend.name:
+        own = contest.winner(
+            first.name, [one.name for one in standing[1:] if one.backend.name == first.backend.name])
+        runs = contest.conditions or (contest,)
+        best = best if all(one.gain(best, own) > policy.OTHER_BACKEND_GAIN for one in runs) else own
+    return by_name[best]
 
 
 def _no_verdict(gain: float, contest: Contest) -> str:

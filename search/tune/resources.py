@@ -168,17 +168,21 @@ class TuningResources:
         """Run a job at the bench, in the measuring process, that calls these subjects; its time is booked as ``what``.
         Raises :class:`MachineFailureError`.
         """
-        with self.account.spend(what):
-            return self._said(self.executor.call(function, self.bench, *args, limit_s=self._limit_s(of)), of)
+        run = partial(self.executor.call, function, self.bench, *args, limit_s=self._limit_s(of))
+        return self._booked(what, of, run)
 
     def _limit_s(self, of: Sequence[Subject]) -> float:
         return call_limit_s(self.budget.job_limit_s, [one.work for one in of], self.target.device_type)
 
-    def _said(self, outcome: Outcome, of: Sequence[Subject]) -> Outcome:
+    def _booked(self, what: str, of: Sequence[Subject], wait: Callable[[], Outcome]) -> Outcome:
         """An outcome that is not the machine's; of a job that timed out, with its size and what allows more."""
+        with self.account.spend(what):
+            outcome = wait()
         if not outcome.checked().timed_out:
             return outcome
-        more = too_long([one.work for one in of], self.budget.job_limit_s)
+        nbytes, flops = sum(one.work.dram_bytes for one in of), sum(one.work.total_flops for one in of)
+        size = f"{nbytes / 1e6:.3g} MB and {flops / 1e9:.3g} Gflop a call"
+        more = f" ({size}); `plan tune --job-limit {2 * self.budget.job_limit_s:.0f}` waits longer"
         return replace(outcome, failure=outcome.failure + more)
 
     def released(self, run: Callable[[], _T]) -> _T:
@@ -205,12 +209,7 @@ class TuningResources:
         if not self.target.is_gpu or self.bench.timer.regime == "eager":
             return partial(self.call, what, function, *args, of=of)
         wait = self.executor.submit(function, self.bench, *args, limit_s=self._limit_s(of))
-
-        def outcome() -> Outcome:
-            with self.account.spend(what):
-                return self._said(wait(), of)
-
-        return outcome
+        return partial(self._booked, what, of, wait)
 
     @property
     def _compile_limit_s(self) -> float:
@@ -254,10 +253,3 @@ def call_limit_s(least_s: float, works: Iterable[Work], device_type: str) -> flo
     contestants need no allowance.
     """
     return least_s + policy.SLOWEST_CALL * 1e-6 * sum(nominal_us(work, device_type, fused=False) for work in works)
-
-
-def too_long(works: Sequence[Work], limit_s: float) -> str:
-    """What a message about a job that timed out adds: how much one call does, and what allows more."""
-    nbytes, flops = sum(work.dram_bytes for work in works), sum(work.total_flops for work in works)
-    size = f"{nbytes / 1e6:.3g} MB and {flops / 1e9:.3g} Gflop a call"
-    return f" ({size}); `plan tune --job-limit {2 * limit_s:.0f}` waits longer"

@@ -21,10 +21,11 @@ from fuseplan.costmodel.devices import is_gpu
 from fuseplan.kernels.ir.backend import Backend, CompiledKernel, Config, Resources, Target
 from fuseplan.kernels.ir.in_place import WritesInPlace
 from fuseplan.kernels.ir.ir import KernelIR
+from fuseplan.kernels.native.overlap import span_bytes
 from fuseplan.search.errors import OWN_FAULTS
 from fuseplan.search.store.record import Measurement
 from fuseplan.search.timing.contest import Contest, contest, decisive, mean_contest, middle_of_three
-from fuseplan.search.timing.measure import cache_bytes, rotating_operands, screen, span_bytes
+from fuseplan.search.timing.measure import cache_bytes, rotating_operands, screen
 from fuseplan.search.timing.sequence import Part, SharedOperands, sequence
 from fuseplan.search.timing.subject import Subject
 from fuseplan.search.timing.timers import Operands, Run, Timer

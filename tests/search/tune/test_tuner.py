@@ -302,4 +302,4 @@ def test_another_back_end_has_to_be_clearly_better(theirs: float, own: float, wi
         Entrant(name, backend, {})
         for name, backend in zip(times, (FakeBackend(), FakeBackend(), OtherBackend()), strict=False)
     ]
-    assert decision._winner(standing, contest) == winner
+    assert decision._winner(standing, contest).name == winner

@@ -8,12 +8,18 @@ from dataclasses import dataclass
 import networkx as nx
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
-from fuseplan.planner.groups.candidates import Candidate, Enumeration, region_dependencies, single_candidates
+from fuseplan.planner.groups.candidates import (
+    Candidate,
+    Enumeration,
+    placed_candidates,
+    region_dependencies,
+    single_candidates,
+)
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementation import Implementation
 from fuseplan.planner.implementations.implementations import Implementations
-from fuseplan.search.store.record import ATEN
+from fuseplan.search.store.record import ATEN, PlanRecord
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,17 @@ class RegionProblem:
     def plain(self) -> tuple[Choice, ...]:
         """Every op as ATen's."""
         return self.choices[: len(self.ops)]
+
+
+def recorded_choices(
+    graph: DataflowGraph, region: Region, record: PlanRecord, implementations: Implementations
+) -> list[Choice]:
+    """What a plan of a region runs."""
+    groups = placed_candidates(graph, region, [group.ops for group in record.groups])
+    return [
+        Choice(group, implementations.named(one.implementation))
+        for group, one in zip(groups, record.groups, strict=True)
+    ]
 
 
 def in_order(graph: DataflowGraph, choices: Iterable[Choice]) -> list[Choice]:

@@ -10,21 +10,16 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import chain
 from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 from fuseplan.planner.cost.prices import ModelPrices
 from fuseplan.planner.graph.dataflow import Region
 from fuseplan.planner.groups.anchored import anchored_candidates
-from fuseplan.planner.groups.candidates import (
-    Candidate,
-    CandidateLimits,
-    placed_candidates,
-    region_dependencies,
-    single_candidates,
-)
+from fuseplan.planner.groups.candidates import Candidate, CandidateLimits, region_dependencies, single_candidates
 from fuseplan.planner.groups.regions import is_anchor, region_parts
-from fuseplan.planner.implementations.choices import Choice, RegionProblem, region_problem
+from fuseplan.planner.implementations.choices import Choice, RegionProblem, recorded_choices, region_problem
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import Implementations
 from fuseplan.planner.partition.by_measurement import MeasuredRegion
@@ -50,12 +45,8 @@ class JointProblems:
         self, table: GroupTable, region: Region, plans: Sequence[tuple[Region, PlanRecord]]
     ) -> RegionProblem | None:
         """The choices of a region whose parts have plans; None where no kernel can hold a matmul."""
-        chosen: list[Choice] = []
-        for part, record in plans:
-            groups = placed_candidates(table.graph, part, [group.ops for group in record.groups])
-            ways = (self._ways.named(group.implementation) for group in record.groups)
-            chosen += map(Choice, groups, ways)
-        return self._problem(table, region, chosen)
+        chosen = (recorded_choices(table.graph, part, record, self._ways) for part, record in plans)
+        return self._problem(table, region, list(chain.from_iterable(chosen)))
 
     def nominal(self, table: GroupTable, region: Region) -> RegionProblem | None:
         """The choices should the plans of its islands be their nominal covers, and ATen run the rest."""
@@ -110,12 +101,11 @@ def plan_across_anchors(
 ) -> PlanRecord | None:
     """The plan of a joint problem, where it holds matmuls in its groups and is faster than the plans of the parts."""
     began, prices = time.monotonic(), joint.prices
-    decided = joint.decide()
+    result = joint.decide()
     anchors = {one.group.ops[0] for one in joint.problem.plain if prices.table.is_anchor(one.group)}
-    groups = [priced.choice.group for priced in decided.result.chosen]
-    if all(len(group.ops) == 1 or anchors.isdisjoint(group.ops) for group in groups):
+    if all(len(one.choice.group.ops) == 1 or anchors.isdisjoint(one.choice.group.ops) for one in result.chosen):
         return None
-    record = writer.record(prices, decided.result, time.monotonic() - began, decided.reason, decided.undecided)
+    record = writer.record(prices, result, time.monotonic() - began)
     gain = gain_on_parts(prices.table, writer.region, record, plans, ways, prices.tuner)
     if gain is None or gain <= joint.margin:
         return None

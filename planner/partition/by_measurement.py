@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from fuseplan.planner.cost.prices import MeasuredPrices
-from fuseplan.planner.groups.compute_graph import compute_graph_of
-from fuseplan.planner.implementations.choices import Choice, RegionProblem, in_order
+from fuseplan.planner.implementations.choices import Choice, RegionProblem
 from fuseplan.planner.partition.guided_loop import GuidedResult, Priced, guided_partition, predicted_partition
+from fuseplan.planner.partition.whole_region import play_off
 from fuseplan.search import policy
 from fuseplan.search.timing.contest import Contest
 from fuseplan.search.timing.sequence import Part
@@ -25,33 +25,22 @@ _BY_PRICES, _INTERLEAVED = "by the times of its groups", "in an interleaved run"
 _FAILED = f"{_BY_PRICES} (their interleaved run failed)"
 
 
-@dataclass(frozen=True)
-class Decided:
-    """A partition and, in words, how it was decided; ``undecided`` where noise hid an answer it rests on."""
-
-    result: GuidedResult
-    reason: str
-    undecided: bool = False
-
-
+@dataclass(eq=False)
 class MeasuredRegion:
     """Decides the partition of one region.
 
     The loop's partition has to gain ``margin`` on an incumbent; ``tolerance`` and ``max_measured`` are the loop's.
     """
 
-    def __init__(
-        self, problem: RegionProblem, prices: MeasuredPrices, tolerance: float, margin: float, max_measured: int
-    ) -> None:
-        self.problem = problem
-        self.prices = prices
-        self.tolerance = tolerance
-        self.margin = margin
-        self.max_measured = max_measured
-        self._given_up: set[Choice] = set()
-        self._unclear = False
-        self._contest: Callable[[], Contest | None] | None = None
-        self._calls: list[Choice] = []
+    problem: RegionProblem
+    prices: MeasuredPrices
+    tolerance: float
+    margin: float
+    max_measured: int
+    _given_up: set[Choice] = field(default_factory=set, init=False)
+    _unclear: bool = field(default=False, init=False)
+    _contest: Callable[[], Contest | None] | None = field(default=None, init=False)
+    _calls: list[Choice] = field(default_factory=list, init=False)
 
     def begin(self) -> None:
         """Send what can be measured at any time to the measuring process: calls of one matmul or attention."""
@@ -60,11 +49,11 @@ class MeasuredRegion:
             if self._calls:
                 self._contest = self.prices.contest(self.problem.plain[0], self._calls)
 
-    def decide(self) -> Decided:
+    def decide(self) -> GuidedResult:
         """Measure, tune, and choose; a matmul or attention that takes long, or next to nothing, is left to ATen."""
         if self._is_anchor and (why := self._left_to_aten()):
             alone = replace(self.problem, choices=self.problem.plain)
-            return Decided(predicted_partition(alone, self.prices.predict_s), why)
+            return predicted_partition(alone, self.prices.predict_s, reason=why)
         self.begin()
         contest = self._contest() if self._contest is not None else None
         decided = self._decide() if contest is None else self._by_contest(contest)
@@ -82,54 +71,49 @@ class MeasuredRegion:
             return "its calls take too long to time"
         return "too little of the model's time to choose a call" if prices.minor else ""
 
-    def _by_contest(self, contest: Contest) -> Decided:
+    def _priced(self, choices: Sequence[Choice]) -> dict[Choice, Priced]:
+        return dict(zip(choices, map(Priced, choices, self.prices.measure_s(choices)), strict=True))
+
+    def _by_contest(self, contest: Contest) -> GuidedResult:
         """A matmul or attention: ATen's op and all that libraries offer, in one run."""
-        (plain,), prices, calls = self.problem.plain, self.prices, self._calls
-        named = {one.implementation.name: one for one in (plain, *calls)}
-        aten, *others = (name for name in named if name in contest.samples)
+        (plain,) = self.problem.plain
+        priced = {choice.implementation.name: one for choice, one in self._priced((plain, *self._calls)).items()}
+        aten, *others = (name for name in priced if name in contest.samples)
         self._unclear = any(contest.undecided(name, aten) for name in others)
         least = max(self.margin, policy.CALL_GAIN)
-        times = dict(zip(named, prices.measure_s(tuple(named.values())), strict=True))
-        gains = {name: 1 - times[name] / times[aten] for name in others}
+        gains = {name: 1 - priced[name].cost_s / priced[aten].cost_s for name in others}
         winner = contest.winner(aten, [name for name in others if gains[name] > least])
-        chosen = Priced(named[winner], times[winner], measured=True)
-        rejected = sorted(
-            (Priced(named[name], time_s, measured=True) for name, time_s in times.items() if name != winner),
-            key=lambda priced: priced.cost_s,
-        )
-        best_s = min(times.values())
-        result = GuidedResult(
-            (chosen,), chosen.cost_s, best_s, chosen.cost_s == best_s, len(named), len(self.problem.choices), 1,
-            times[aten], tuple(rejected),
-        )
         story = f"gains {gains[winner]:.1%} on ATen's op" if winner in gains else (
             f"no call of a library gains {least:.1%} on ATen's op beyond noise (the best {max(gains.values()):.1%}, "
             f"with a noise of {contest.noise:.1%})" if gains
             else "no library's call of it is right"
         )
-        return Decided(result, f"{len(named)} ways to call it in one interleaved run; {story}")
+        best_s, chosen = min(one.cost_s for one in priced.values()), priced[winner]
+        return GuidedResult(
+            (chosen,), tuple(one for name, one in priced.items() if name != winner), best_s, chosen.cost_s == best_s,
+            len(self.problem.choices), 1, priced[aten].cost_s,
+            f"{len(priced)} ways to call it in one interleaved run; {story}",
+        )
 
-    def _nominal(self) -> Decided:
+    def _nominal(self) -> GuidedResult:
         """The cheapest nominal cover of groups that are worth fusing; nothing else is measured but ATen's ops."""
         while True:
             cover = self._incumbent()
             self._tune(cover)
-            times = self.prices.measure_s(cover)
-            if all(map(math.isfinite, times)):
+            chosen = self._priced(cover)
+            failed = [choice for choice, priced in chosen.items() if math.isinf(priced.cost_s)]
+            if not failed:
                 break
-            self._given_up.update(one for one, time_s in zip(cover, times, strict=True) if math.isinf(time_s))
-        cost_s, plain = math.fsum(times), self.problem.plain
-        plain_s = dict(zip(plain, self.prices.measure_s(plain), strict=True))
-        bound_s = min(cost_s, predicted_partition(self.problem, self.prices.bound_s).cost_s)
-        rejected = [Priced(one, time_s, measured=True) for one, time_s in plain_s.items() if one not in cover]
-        result = GuidedResult(
-            tuple(Priced(one, time_s, measured=True) for one, time_s in zip(cover, times, strict=True)),
-            cost_s, bound_s, False, len(rejected) + len(cover), len(self.problem.choices), 1,
-            math.fsum(plain_s.values()), tuple(sorted(rejected, key=lambda priced: priced.cost_s)),
+            self._given_up.update(failed)
+        plain = self._priced(self.problem.plain)
+        return GuidedResult(
+            tuple(chosen.values()), tuple(one for choice, one in plain.items() if choice not in chosen),
+            predicted_partition(self.problem, self.prices.bound_s).cost_s, False, len(self.problem.choices), 1,
+            math.fsum(one.cost_s for one in plain.values()),
+            "the nominal cover: too little of the model's time to search for a better one",
         )
-        return Decided(result, "the nominal cover: too little of the model's time to search for a better one")
 
-    def _decide(self) -> Decided:
+    def _decide(self) -> GuidedResult:
         if self.prices.minor:
             return self._nominal()
         incumbent = self._incumbent()
@@ -142,22 +126,22 @@ class MeasuredRegion:
                 break
             gain, accepted, how = self._gain(challenger, incumbent)
             if not accepted:
-                chosen = self._with_cover(found, incumbent)
-                return Decided(chosen, f"{_reason(chosen)}; the cheapest cover found gains {gain:.1%} on the nominal "
-                               f"one, which is too little to take its place")
+                story = (f"; the cheapest cover found gains {gain:.1%} on the nominal one, which is too little to take "
+                         "its place")
+                found = self._with_cover(found, incumbent)
+                break
             story = f"; gains {gain:.1%} on the nominal cover {how}"
             if not self._give_up(incumbent, challenger):
                 break
             incumbent = self._incumbent()
-        return Decided(found, _reason(found) + story)
+        return replace(found, reason=_reason(found) + story)
 
     def _incumbent(self) -> tuple[Choice, ...]:
         """The cheapest nominal cover of groups that work and were not given up."""
         while True:
             cover = predicted_partition(self.problem, self._nominal_s)
             chosen = tuple(priced.choice for priced in cover.chosen)
-            times = self.prices.measure_s(chosen)
-            failed = [choice for choice, time_s in zip(chosen, times, strict=True) if math.isinf(time_s)]
+            failed = [choice for choice, one in self._priced(chosen).items() if math.isinf(one.cost_s)]
             if not failed:
                 return chosen
             self._given_up.update(failed)
@@ -170,9 +154,7 @@ class MeasuredRegion:
         model = predicted_partition(self.problem, self.prices.predict_s, self.margin)
         first = [*start, *(priced.choice for priced in model.chosen)]
         while True:
-            result = guided_partition(
-                self.problem, self.prices, self.tolerance, self.margin, self.max_measured, start=first
-            )
+            result = guided_partition(self.problem, self.prices, self.tolerance, self.margin, self.max_measured, first)
             # A tuned time, or "do not fuse", may make another cover the cheapest.
             if not self._tune(priced.choice for priced in result.chosen):
                 return result
@@ -209,47 +191,29 @@ class MeasuredRegion:
 
     def play_off(self, challenger: Sequence[Choice], incumbent: Sequence[Choice]) -> Contest | None:
         """Two covers, each as a whole, in one interleaved run."""
-        sides = {_INCUMBENT: incumbent, _CHALLENGER: challenger}
-        names = {choice: f"part {at}" for at, choice in enumerate(dict.fromkeys([*incumbent, *challenger]))}
-        graph = self.prices.table.graph
-        flow = compute_graph_of(graph)
-
-        return self.prices.tuner.play_off(
-            {name: self._part(choice) for choice, name in names.items()},
-            {side: [names[choice] for choice in in_order(graph, choices)] for side, choices in sides.items()},
-            flow.needed_outside(flow.position[op] for op in self.problem.ops),
-        )
+        covers = {_INCUMBENT: incumbent, _CHALLENGER: challenger}
+        sides = {side: {choice: self._part(choice) for choice in cover} for side, cover in covers.items()}
+        return play_off(self.prices.tuner.play_off, self.prices.table, sides)
 
     def _part(self, choice: Choice) -> Part:
-        way, table = choice.implementation, self.prices.table
-        if not way.backends:
-            return way.part(table, choice.group, "", {})
-        record = self.prices.tuned(choice.group)
-        return way.part(table, choice.group, record.backend, record.config)
+        record = self.prices.tuned(choice.group) if choice.implementation.backends else None
+        backend, config = ("", {}) if record is None else (record.backend, record.config)
+        return choice.implementation.part(self.prices.table, choice.group, backend, config)
 
     def _give_up(self, incumbent: Sequence[Choice], challenger: Sequence[Choice]) -> bool:
         """Of the losing choices, drop the one farthest above its nominal cost; False when there is none to drop."""
         kept = {*challenger, *self.problem.plain}
-        lost = [choice for choice in incumbent if choice not in kept]
-        times = dict(zip(lost, self.prices.measure_s(lost), strict=True))
+        lost = self._priced([choice for choice in incumbent if choice not in kept])
         if lost:
-            self._given_up.add(max(lost, key=lambda choice: times[choice] / self.prices.nominal_s(choice)))
+            self._given_up.add(max(lost, key=lambda choice: lost[choice].cost_s / self.prices.nominal_s(choice)))
         return bool(lost)
 
     def _with_cover(self, found: GuidedResult, cover: Sequence[Choice]) -> GuidedResult:
         """The loop's result with another of its measured covers chosen."""
-        known = {priced.choice: priced for priced in (*found.chosen, *found.rejected)}
-        known |= {
-            choice: Priced(choice, time_s, measured=True)
-            for choice, time_s in zip(cover, self.prices.measure_s(cover), strict=True)
-        }
+        known = {priced.choice: priced for priced in (*found.chosen, *found.rejected)} | self._priced(cover)
         chosen = tuple(known.pop(choice) for choice in cover)
-        cost_s = math.fsum(priced.cost_s for priced in chosen)
-        rejected = tuple(sorted(known.values(), key=lambda priced: priced.cost_s))
-        return replace(
-            found, chosen=chosen, cost_s=cost_s, bound_s=min(found.bound_s, cost_s),
-            optimal=found.optimal and cost_s <= found.cost_s, measured=len(chosen) + len(rejected), rejected=rejected,
-        )
+        made = replace(found, chosen=chosen, rejected=tuple(known.values()))
+        return replace(made, optimal=found.optimal and made.cost_s <= found.cost_s)
 
 
 def _reason(result: GuidedResult) -> str:

@@ -7,10 +7,9 @@ earlier options op by op, so that equal problems have equal answers in every pro
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,8 +23,6 @@ from fuseplan.planner.groups.cycles import Hop, short_cycles
 _SCALE = 1e3
 #: Relative slack in comparing a sum of costs with a limit, for rounding.
 _ROUNDING = 1e-9
-#: What a forbidden option costs, as a multiple of all options together: a cover of this much has one.
-_FORBIDDEN = 10.0
 
 
 @dataclass(frozen=True)
@@ -136,7 +133,7 @@ class _Solver:
 
     def cheapest(self) -> list[int]:
         """The cheapest cover."""
-        found = self._minimise(self.scaled, _Program(np.ones(len(self.options), dtype=bool)))
+        found = self.minimise(self.scaled, _Program(np.ones(len(self.options), dtype=bool)))
         if found is None:
             raise RuntimeError("HiGHS finds no cover, though every op can be run alone")
         return found
@@ -150,7 +147,7 @@ class _Solver:
         program.rows.append((self.scaled, limit_s * self.unit * (1 + _ROUNDING)))
         launches = np.array([float(option.launches) for option in self.options])
         if launches[best].sum() > 1:
-            best = self._minimise(launches, program) or best
+            best = self.minimise(launches, program) or best
         program.rows.append((launches, float(launches[best].sum()) + 0.5))
         left = (1 << self.problem.num_ops) - 1
         while left:
@@ -163,15 +160,14 @@ class _Solver:
     def _prefer(self, op: int, left: int, best: list[int], program: _Program) -> list[int]:
         """A cover like ``best`` that runs ``op`` by the earliest possible option."""
         contenders = [
-            at
-            for at, option in enumerate(self.options)
+            at for at, option in enumerate(self.options)
             if program.keep[at] and option.mask & op and not option.mask & ~left
         ]
         if contenders[0] in best:
             return best
         rank = np.zeros(len(self.options))
         rank[contenders] = np.arange(len(contenders))
-        return self._minimise(rank, program) or best
+        return self.minimise(rank, program) or best
 
     def _affordable(self, limit_s: float) -> NDArray[np.bool_]:
         """Options that some cover within ``limit_s`` may use, by their reduced cost in the linear relaxation."""
@@ -189,7 +185,7 @@ class _Solver:
         prices = np.asarray(result.eqlin.marginals)
         return float(result.fun) / self.unit, (self.scaled - self.matrix.T @ prices) / self.unit
 
-    def _minimise(self, objective: NDArray[np.float64], program: _Program) -> list[int] | None:
+    def minimise(self, objective: NDArray[np.float64], program: _Program) -> list[int] | None:
         """Minimise over acyclic covers, cutting off cycles as they appear; None where there is no cover."""
         lower = np.zeros(len(self.options))
         lower[list(program.fixed)] = 1.0
@@ -229,61 +225,12 @@ class _Solver:
         return row, float(len(cycle) - 1)
 
 
-def best_covers(problem: CoverProblem, count: int) -> Iterator[tuple[int, ...]]:
-    """Up to ``count`` distinct acyclic covers, cheapest first, as numbers of options.
-
-    Murty's ranking (Operations Research 16, 1968): what is left beside the best solution splits into problems that keep
-    its first options and forbid the next one, each solved exactly.
-
-    Raises:
-        ValueError: An op has no option of finite cost that runs it alone.
-    """
-    total_s = math.fsum(option.cost_s for option in problem.options if math.isfinite(option.cost_s))
-    dear_s = _FORBIDDEN * max(total_s, 1e-12)
-    waiting: list[tuple[float, tuple[int, ...], frozenset[int], frozenset[int]]] = []
-
-    def look(kept: frozenset[int], forbidden: frozenset[int]) -> None:
-        cover = _solve(problem, kept, forbidden, dear_s)
-        if cover is not None:
-            heapq.heappush(waiting, (*cover, kept, forbidden))
-
-    look(frozenset(), frozenset())
-    for _ in range(count):
-        if not waiting:
-            return
-        _, chosen, kept, forbidden = heapq.heappop(waiting)
-        yield chosen
-        for option in chosen:
-            if option not in kept:
-                look(kept, forbidden | {option})
-                kept |= {option}
-
-
 def best_cover_with(problem: CoverProblem, number: int) -> tuple[float, tuple[int, ...]] | None:
     """The cheapest acyclic cover that uses option ``number``: its cost in seconds and its options.
 
     None where the others cannot run what that option leaves, be it that a cycle cannot be avoided.
     """
-    dear_s = _FORBIDDEN * max(math.fsum(one.cost_s for one in problem.options if math.isfinite(one.cost_s)), 1e-12)
-    alone = {one.mask for one in problem.options if math.isfinite(one.cost_s)}
-    missing = tuple(Option(1 << op, dear_s) for op in range(problem.num_ops) if 1 << op not in alone)
-    return _solve(replace(problem, options=(*problem.options, *missing)), frozenset({number}), frozenset(), dear_s)
-
-
-def _solve(
-    problem: CoverProblem, kept: frozenset[int], forbidden: frozenset[int], dear_s: float
-) -> tuple[float, tuple[int, ...]] | None:
-    """The cheapest cover with all of ``kept`` and none of ``forbidden``: its cost and options; None without any."""
-    covered = 0
-    for number in kept:
-        covered |= problem.options[number].mask
-
-    def unwanted(number: int) -> bool:
-        return number in forbidden or (number not in kept and bool(problem.options[number].mask & covered))
-
-    options = tuple(
-        replace(option, cost_s=dear_s) if unwanted(number) and math.isfinite(option.cost_s) else option
-        for number, option in enumerate(problem.options)
-    )
-    found = solve_cover(replace(problem, options=options), break_ties=False)
-    return (found.cost_s, found.chosen) if found.cost_s < dear_s else None
+    solver = _Solver(problem, [at for at, option in enumerate(problem.options) if math.isfinite(option.cost_s)])
+    everything = np.ones(len(solver.options), dtype=bool)
+    chosen = solver.minimise(solver.scaled, _Program(everything, fixed={solver.usable.index(number)}))
+    return None if chosen is None else (solver.cost(chosen), solver.numbers(chosen))

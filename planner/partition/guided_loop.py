@@ -31,11 +31,11 @@ class Prices(Protocol):
 
 @dataclass(frozen=True)
 class Priced:
-    """A choice with its cost: measured, or (``measured`` False) its lower bound or prediction."""
+    """A choice with its cost: measured, or (``measured`` False) its prediction."""
 
     choice: Choice
     cost_s: float
-    measured: bool
+    measured: bool = True
 
 
 @dataclass(frozen=True)
@@ -44,25 +44,35 @@ class GuidedResult:
 
     Attributes:
         chosen: The partition, every op once.
-        cost_s: Its cost.
+        rejected: Measured choices that were not chosen.
         bound_s: No partition into the enumerated groups costs less (by the prices given).
         optimal: True when all costs of the last cover were measured.
-        measured, enumerated: Choices measured, and choices there are.
+        enumerated: How many choices there are.
         iterations: Covers solved on the way.
         unfused_s: Cost of running every op by itself, unfused.
-        rejected: Measured choices that were not chosen, cheapest first; after them the full unfused partition is
-            in ``unfused_s``.
+        reason: In words, how it was decided.
+        undecided: Whether noise hid an answer that it rests on.
     """
 
     chosen: tuple[Priced, ...]
-    cost_s: float
+    rejected: tuple[Priced, ...]
     bound_s: float
     optimal: bool
-    measured: int
     enumerated: int
     iterations: int
     unfused_s: float
-    rejected: tuple[Priced, ...]
+    reason: str = ""
+    undecided: bool = False
+
+    @property
+    def cost_s(self) -> float:
+        """Cost of the partition."""
+        return math.fsum(priced.cost_s for priced in self.chosen)
+
+    @property
+    def measured(self) -> int:
+        """How many choices were measured."""
+        return sum(priced.measured for priced in (*self.chosen, *self.rejected))
 
     @property
     def gap(self) -> float:
@@ -82,25 +92,19 @@ def cover_problem(problem: RegionProblem, costs_s: Sequence[float]) -> CoverProb
 
 
 def predicted_partition(
-    problem: RegionProblem,
-    predict_s: Callable[[Choice], float],
-    margin: float = 0.0,
+    problem: RegionProblem, predict_s: Callable[[Choice], float], margin: float = 0.0, reason: str = ""
 ) -> GuidedResult:
     """The cheapest partition by predicted costs; nothing is measured."""
     costs = [predict_s(choice) for choice in problem.choices]
     unfused_s = math.fsum(costs[: len(problem.ops)])
     cover = solve_cover(cover_problem(problem, costs), margin, unfused_s)
     chosen = tuple(Priced(problem.choices[at], costs[at], False) for at in cover.chosen)
-    return GuidedResult(chosen, cover.cost_s, cover.bound_s, True, 0, len(costs), 1, unfused_s, rejected=())
+    return GuidedResult(chosen, (), cover.bound_s, True, len(costs), 1, unfused_s, reason)
 
 
 def guided_partition(
-    problem: RegionProblem,
-    prices: Prices,
-    tolerance: float = policy.GAP_TOLERANCE,
-    margin: float = 0.0,
-    max_measured: int | None = None,
-    start: Collection[Choice] = (),
+    problem: RegionProblem, prices: Prices, tolerance: float = policy.GAP_TOLERANCE, margin: float = 0.0,
+    max_measured: int | None = None, start: Collection[Choice] = (),
 ) -> GuidedResult:
     """Find a partition whose measured cost is within ``tolerance`` of the least possible.
 
@@ -148,9 +152,9 @@ def guided_partition(
             break
         measure(unmeasured)
     final = solve_cover(measured_costs(), margin, unfused_s)
-    priced = {at: Priced(choices[at], time_s, measured=True) for at, time_s in times.items()}
+    priced = {at: Priced(choices[at], time_s) for at, time_s in times.items()}
     others = sorted(times.keys() - set(final.chosen), key=lambda at: (times[at], at))
     return GuidedResult(
-        tuple(priced[at] for at in final.chosen), final.cost_s, min(bound_s, final.cost_s), optimal, len(times),
-        len(choices), iterations, unfused_s, tuple(priced[at] for at in others),
+        tuple(priced[at] for at in final.chosen), tuple(priced[at] for at in others), min(bound_s, final.cost_s),
+        optimal, len(choices), iterations, unfused_s,
     )

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import networkx as nx
 
 from fuseplan.planner.cost.prices import MeasuredPrices, ModelPrices
 from fuseplan.planner.errors import PlanError
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
-from fuseplan.planner.groups.candidates import Candidate, placed_candidates, region_dependencies, single_candidates
+from fuseplan.planner.groups.candidates import Candidate, region_dependencies, single_candidates
 from fuseplan.planner.groups.compute_graph import compute_graph_of
-from fuseplan.planner.implementations.choices import Choice
+from fuseplan.planner.implementations.choices import Choice, recorded_choices
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import Implementations
 from fuseplan.planner.implementations.tunable_group import group_label
@@ -37,42 +37,37 @@ LOST = "measured; the chosen cover costs less"
 _Placed = TypeVar("_Placed", GroupChoice, Alternative)
 
 
+@dataclass(frozen=True)
 class PlanWriter:
     """Turns the decision for one region, or for a part of one, into a :class:`PlanRecord`.
 
     Of the rejected groups it keeps as many as ``alternatives`` says.
     """
 
-    def __init__(
-        self, key: RecordKey, table: GroupTable, region: Region, ways: Implementations, seed: int, alternatives: int,
-        run: str = "",
-    ) -> None:
-        self.key = key
-        self.table = table
-        self.graph = table.graph
-        self.region = region
-        self.ways = ways
-        self.seed = seed
-        self.alternatives = alternatives
-        self.run = run
+    key: RecordKey
+    table: GroupTable
+    region: Region
+    ways: Implementations
+    seed: int
+    alternatives: int
+    run: str = ""
 
-    def record(
-        self, prices: ModelPrices, result: GuidedResult, elapsed_s: float, reason: str, undecided: bool = False
-    ) -> PlanRecord:
-        """The record of a partition; ``reason`` says in words how it was found.
+    @property
+    def graph(self) -> DataflowGraph:
+        return self.table.graph
 
-        Raises:
-            PlanError: A group of the partition has no time.
-        """
+    def record(self, prices: ModelPrices, result: GuidedResult, elapsed_s: float) -> PlanRecord:
+        """The record of a partition; PlanError where a group of it has no time."""
         # Times that are stored are of choices by themselves, as those of ATen's ops are.
         planned_us = sum(_alone_us(priced, prices) for priced in result.chosen)
         unfused_us = self._unfused_us(prices, result)
         if not math.isfinite(planned_us + unfused_us):
             raise PlanError(f"{region_label(self.graph, self.region)}: a group of the partition has no measured time")
+        lost = sorted(result.rejected, key=lambda priced: priced.cost_s)
         return self._written(
-            {priced.choice.group: self._group(priced, prices) for priced in result.chosen}, planned_us, unfused_us,
-            self._rejected(prices, result), result.enumerated, result.measured, result.gap, elapsed_s, reason,
-            undecided,
+            {priced.choice.group: self._group(priced, prices) for priced in result.chosen}, elapsed_s, result.reason,
+            planned_us=planned_us, unfused_us=unfused_us, rejected=[self._alternative(one, prices) for one in lost],
+            enumerated=result.enumerated, measured=result.measured, gap=result.gap, undecided=result.undecided,
         )
 
     def joined(self, parts: Sequence[tuple[Region, PlanRecord]], elapsed_s: float, reason: str) -> PlanRecord:
@@ -82,20 +77,17 @@ class PlanWriter:
         rejected: list[Alternative] = []
         for part, record in parts:
             places = self._places(part.ops)
-            candidates = placed_candidates(self.graph, part, [group.ops for group in record.groups])
-            chosen.update(zip(candidates, (_moved(group, places) for group in record.groups), strict=True))
+            for choice, group in zip(recorded_choices(self.graph, part, record, self.ways), record.groups, strict=True):
+                chosen[choice.group] = _moved(group, places)
             rejected += [_moved(one, places) for one in record.rejected]
         rejected.sort(key=lambda one: math.inf if one.measured_us is None else one.measured_us + one.delay_us)
-        others = [one for one in rejected if one.implementation != ATEN]
-        plain = [one for one in rejected if one.implementation == ATEN]
-        cost_us = math.fsum(map(_cost_us, records))
         bound_us = math.fsum(_cost_us(record) * (1.0 - record.gap) for record in records)
         return self._written(
-            chosen, math.fsum(one.planned_us for one in records), math.fsum(one.unfused_us for one in records),
-            (*others[: self.alternatives], *plain), sum(one.enumerated for one in records),
-            sum(one.measured for one in records), max(0.0, 1.0 - bound_us / cost_us) if cost_us > 0 else 0.0, elapsed_s,
-            reason,
-            any(one.undecided for one in records),
+            chosen, elapsed_s, reason, rejected=rejected,
+            planned_us=math.fsum(one.planned_us for one in records),
+            unfused_us=math.fsum(one.unfused_us for one in records),
+            enumerated=sum(one.enumerated for one in records), measured=sum(one.measured for one in records),
+            gap=_gap(math.fsum(map(_cost_us, records)), bound_us), undecided=any(one.undecided for one in records),
         )
 
     def plain(self, record: PlanRecord, prices: ModelPrices) -> PlanRecord:
@@ -110,26 +102,30 @@ class PlanWriter:
         known: list[GroupChoice | Alternative] = [*record.groups, *record.rejected]
         lost += [one for one in record.rejected if one.implementation != ATEN]
         times_us = {one.ops: one.measured_us for one in known if one.implementation == ATEN}
-        priced = (Priced(Choice(one, self.ways.aten), 0.0, False) for one in single_candidates(self.graph, self.region))
-        groups = (self._group(one, prices) for one in priced)
+        singles = single_candidates(self.graph, self.region)
+        groups = (self._group(Priced(Choice(one, self.ways.aten), 0.0, False), prices) for one in singles)
         found = replace(
             record, groups=tuple(replace(group, measured_us=times_us.get(group.ops)) for group in groups),
             planned_us=record.unfused_us, rejected=tuple(lost),
         )
-        cost_us, bound_us = _cost_us(found), _cost_us(record) * (1.0 - record.gap)
-        return replace(found, gap=max(0.0, 1.0 - bound_us / cost_us) if cost_us > 0 else 0.0)
+        return replace(found, gap=_gap(_cost_us(found), _cost_us(record) * (1.0 - record.gap)))
 
     def _written(
-        self, chosen: Mapping[Candidate, GroupChoice], planned_us: float, unfused_us: float,
-        rejected: tuple[Alternative, ...], enumerated: int, measured: int, gap: float, elapsed_s: float, reason: str,
-        undecided: bool,
+        self, chosen: Mapping[Candidate, GroupChoice], elapsed_s: float, reason: str, *, planned_us: float,
+        unfused_us: float, rejected: Sequence[Alternative], **known: Any
     ) -> PlanRecord:
+        """``rejected`` are all, cheapest first: ATen's ops are kept last, of the others the first. ``known`` are
+        further fields.
+        """
         ordered = in_running_order(self.graph, self.region, chosen)
         groups = tuple(chosen[one] for one in ordered)
         reuse = [
             self.ways.named(group.implementation).reuse(self.table, one, group.config)
             for one, group in zip(ordered, groups, strict=True)
         ]
+        others = [one for one in rejected if one.implementation != ATEN]
+        plain = [one for one in rejected if one.implementation == ATEN]
+        singles, outputs = single_candidates(self.graph, self.region), self.region.outputs
         return PlanRecord(
             key=self.key,
             label=region_label(self.graph, self.region),
@@ -138,21 +134,14 @@ class PlanWriter:
             unfused_us=unfused_us,
             margin=1.0 - planned_us / unfused_us if unfused_us else 0.0,
             predicted_us=sum(group.predicted_us for group in groups),
-            rejected=rejected,
-            enumerated=enumerated,
-            measured=measured,
-            gap=gap,
-            peak_bytes=peak_bytes(
-                self.graph, ordered, self.region.outputs, reuse
-            ),
-            unfused_peak_bytes=peak_bytes(
-                self.graph, single_candidates(self.graph, self.region), self.region.outputs
-            ),
+            rejected=(*others[: self.alternatives], *plain),
+            peak_bytes=peak_bytes(self.graph, ordered, outputs, reuse),
+            unfused_peak_bytes=peak_bytes(self.graph, singles, outputs),
             evidence=Evidence(
                 now(), Versions.current(self.table.device_type), self.seed, round(elapsed_s, 3), reason=reason,
                 run=self.run,
             ),
-            undecided=undecided,
+            **known,
         )
 
     @staticmethod
@@ -189,14 +178,8 @@ class PlanWriter:
             delay_us=prices.delay_us(choice),
         )
 
-    def _rejected(self, prices: ModelPrices, result: GuidedResult) -> tuple[Alternative, ...]:
-        """The measured choices that lost: groups and library calls, cheapest first, then ATen's ops."""
-        lost = sorted(result.rejected, key=lambda priced: priced.cost_s)
-        plain = [priced for priced in lost if priced.choice.is_plain]
-        others = [priced for priced in lost if not priced.choice.is_plain]
-        return tuple(self._alternative(priced, prices) for priced in (*others[: self.alternatives], *plain))
-
     def _alternative(self, priced: Priced, prices: ModelPrices) -> Alternative:
+        """A measured choice that lost: a group, a library call, or ATen's op."""
         choice = priced.choice
         tuning = _tuning(choice, prices)
         measured_us = _alone_us(priced, prices) if math.isfinite(priced.cost_s) else None
@@ -238,6 +221,10 @@ def _cost_us(record: PlanRecord) -> float:
     """What the partition was chosen by."""
     times = ((one.predicted_us if one.measured_us is None else one.measured_us, one) for one in record.groups)
     return math.fsum(time_us + one.delay_us for time_us, one in times)
+
+
+def _gap(cost_us: float, bound_us: float) -> float:
+    return max(0.0, 1.0 - bound_us / cost_us) if cost_us > 0 else 0.0
 
 
 def _predicted_us(choice: Choice, prices: ModelPrices) -> float:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import TypeVar
 
 from fuseplan.planner.graph.dataflow import Region
-from fuseplan.planner.groups.candidates import placed_candidates, region_dependencies, single_candidates
+from fuseplan.planner.groups.candidates import single_candidates
 from fuseplan.planner.groups.compute_graph import compute_graph_of
-from fuseplan.planner.implementations.choices import Choice, in_order
+from fuseplan.planner.implementations.choices import Choice, in_order, recorded_choices
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import Implementations
 from fuseplan.search import policy
@@ -22,37 +22,35 @@ from fuseplan.search.timing.sequence import Part
 from fuseplan.search.tune.tuner import Tuner
 
 _PLAIN, _PLAN = "plain", "plan"
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Whether the region's parts keep their plans, and in words how the region did."""
-
-    keeps: bool = True
-    words: str = ""
+_Result = TypeVar("_Result")
 
 
 def beats_plain(
-    table: GroupTable, region: Region, parts: Sequence[tuple[Region, PlanRecord]], ways: Implementations, tuner: Tuner
-) -> Callable[[], Verdict]:
-    """Whether the parts' plans are as fast as plain ATen, or the region is faster without them.
+    table: GroupTable, parts: Sequence[tuple[Region, PlanRecord]], ways: Implementations, tuner: Tuner
+) -> Callable[[], tuple[bool, str]]:
+    """Whether a region's parts keep their plans, since it is not faster as plain ATen; and in words how it did.
 
     They are run when the measuring process has nothing else to do; what is returned waits for it.
     """
     plain_s = math.fsum(record.unfused_us for _, record in parts) * 1e-6
     if all(group.is_plain for _, record in parts for group in record.groups) or plain_s > policy.LONG_REGION_S:
-        return Verdict
-    run = _contest(table, region, parts, ways, tuner)
-    return lambda: _verdict(run())
+        return lambda: (True, "")
+    plain = {
+        Choice(one, ways.aten): ways.aten.part(table, one, "", {})
+        for part, _ in parts for one in single_candidates(table.graph, part)
+    }
+    run = play_off(tuner.play_off_later, table, {_PLAIN: plain, _PLAN: planned_parts(table, parts, ways)})
 
+    def verdict() -> tuple[bool, str]:
+        contest = run()
+        if contest is None:
+            return True, "; the region's run beside plain ATen failed"
+        gain = contest.gain(_PLAN, _PLAIN)
+        if gain >= 0.0:
+            return True, f"; the whole region gains {gain:.1%} on plain ATen, with a noise of {contest.noise:.1%}"
+        return False, f"; the whole region loses {-gain:.1%} to plain ATen, which runs it"
 
-def _verdict(contest: Contest | None) -> Verdict:
-    if contest is None:
-        return Verdict(words="; the region's run beside plain ATen failed")
-    gain = contest.gain(_PLAN, _PLAIN)
-    if gain >= 0.0:
-        return Verdict(words=f"; the whole region gains {gain:.1%} on plain ATen, with a noise of {contest.noise:.1%}")
-    return Verdict(False, f"; the whole region loses {-gain:.1%} to plain ATen, which runs it")
+    return verdict
 
 
 def gain_on_parts(
@@ -63,42 +61,30 @@ def gain_on_parts(
     0 where it is no more than its noise.
     """
     sides = {_PLAIN: planned_parts(table, parts, ways), _PLAN: planned_parts(table, [(region, record)], ways)}
-    contest = _run(table, region, sides, tuner)()
+    contest: Contest | None = play_off(tuner.play_off_later, table, sides)()
     if contest is None:
         return None
     return contest.gain(_PLAN, _PLAIN) if contest.accepts(_PLAN, _PLAIN) else 0.0
-
-
-def _contest(
-    table: GroupTable, region: Region, parts: Sequence[tuple[Region, PlanRecord]], ways: Implementations, tuner: Tuner
-) -> Callable[[], Contest | None]:
-    plain = {
-        Choice(one, ways.aten): ways.aten.part(table, one, "", {})
-        for part, _ in parts for one in single_candidates(table.graph, part)
-    }
-    return _run(table, region, {_PLAIN: plain, _PLAN: planned_parts(table, parts, ways)}, tuner)
 
 
 def planned_parts(
     table: GroupTable, parts: Sequence[tuple[Region, PlanRecord]], ways: Implementations
 ) -> dict[Choice, Part]:
     """What the plans of regions, or of their parts, run."""
-    chosen: dict[Choice, Part] = {}
-    for part, record in parts:
-        candidates = placed_candidates(table.graph, part, [group.ops for group in record.groups])
-        for one, group in zip(candidates, record.groups, strict=True):
-            way = ways.named(group.implementation)
-            chosen[Choice(one, way)] = way.part(table, one, group.implementation, group.config)
-    return chosen
+    return {
+        choice: choice.implementation.part(table, choice.group, group.implementation, group.config)
+        for part, record in parts
+        for choice, group in zip(recorded_choices(table.graph, part, record, ways), record.groups, strict=True)
+    }
 
 
-def _run(
-    table: GroupTable, region: Region, sides: Mapping[str, Mapping[Choice, Part]], tuner: Tuner
-) -> Callable[[], Contest | None]:
-    """The sides as sequences in one interleaved run, when the measuring process has nothing else to do."""
-    flow = compute_graph_of(table.graph)
+def play_off(
+    run: Callable[[Mapping[str, Part], Mapping[str, Sequence[str]], Sequence[str]], _Result], table: GroupTable,
+    sides: Mapping[str, Mapping[Choice, Part]],
+) -> _Result:
+    """The sides, covers of the same ops, as sequences in one interleaved ``run`` of a tuner."""
     parts = {choice: part for side in sides.values() for choice, part in side.items()}
     names = {choice: f"part {number}" for number, choice in enumerate(parts)}
     ordered = {side: [names[choice] for choice in in_order(table.graph, choices)] for side, choices in sides.items()}
-    needed = flow.needed_outside(region_dependencies(table.graph, region).members)
-    return tuner.play_off_later({names[choice]: part for choice, part in parts.items()}, ordered, needed)
+    needed = compute_graph_of(table.graph).outputs_of({op for choice in parts for op in choice.group.ops})
+    return run({names[choice]: part for choice, part in parts.items()}, ordered, needed)

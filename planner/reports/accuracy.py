@@ -9,21 +9,17 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, product
-from typing import TypeAlias
+from itertools import product
 
 import networkx as nx
 import pandas as pd
 
 from fuseplan.costmodel.accuracy import MeasuredPair, accuracy_frame, accuracy_summary
 from fuseplan.costmodel.device import Calibration
-from fuseplan.planner.partition.cover import CoverProblem, Option, best_cover_with, best_covers
+from fuseplan.planner.partition.cover import CoverProblem, Option, best_cover_with, solve_cover
 from fuseplan.planner.reports.frames import ReportData, geometric_mean, time_of
 from fuseplan.planner.tuning.summary import RegionSummary
 from fuseplan.search.store.record import ATEN, Alternative, GroupChoice, PlanRecord, RecordKey
-
-#: Of times in microseconds and how many covers, the best ones.
-Ranked: TypeAlias = Callable[[Sequence[float], int], list[tuple[int, ...]]]
 
 
 def _measured(plan: PlanRecord) -> Iterator[tuple[GroupChoice | Alternative, float, float]]:
@@ -73,20 +69,23 @@ def regret_table(data: ReportData) -> pd.DataFrame:
         if key in parts and region is None:
             continue
         choices = list(_measured(plan))
-        ranked = ranked_covers([one.ops for one, _, _ in choices], compute_edges(region) if region else ())
-        if ranked is None:
+        problem = measured_problem([one.ops for one, _, _ in choices], compute_edges(region) if region else ())
+        if problem is None:
             continue
         predicted = [predicted_us + one.delay_us for one, predicted_us, _ in choices]
         measured = [measured_us + one.delay_us for one, _, measured_us in choices]
         best_us, model_us = (
-            math.fsum(measured[at] for at in ranked(times_us, 1)[0]) for times_us in (measured, predicted)
+            math.fsum(measured[at] for at in solve_cover(problem(times_us), break_ties=False).chosen)
+            for times_us in (measured, predicted)
         )
         rows.append((plan.label, len(choices), best_us, model_us, model_us / best_us - 1.0, key.workload))
     return pd.DataFrame(rows, columns=["region", "choices", "best_us", "model_us", "regret", "key"])
 
 
-def ranked_covers(groups: Sequence[tuple[int, ...]], edges: Iterable[tuple[int, int]]) -> Ranked | None:
-    """The covers of a region by measured groups of ops, best first by times in microseconds, as numbers of groups.
+def measured_problem(
+    groups: Sequence[tuple[int, ...]], edges: Iterable[tuple[int, int]]
+) -> Callable[[Sequence[float]], CoverProblem] | None:
+    """Makes the problem of covering a region by measured groups of ops, from the groups' times in microseconds.
 
     None where there is nothing to choose, or an op that was not measured by itself.
     """
@@ -96,11 +95,11 @@ def ranked_covers(groups: Sequence[tuple[int, ...]], edges: Iterable[tuple[int, 
     masks = [sum(1 << number[op] for op in group) for group in groups]
     among = tuple((number[a], number[b]) for a, b in edges if a in number and b in number)
 
-    def ranked(times_us: Sequence[float], count: int) -> list[tuple[int, ...]]:
+    def problem(times_us: Sequence[float]) -> CoverProblem:
         options = tuple(Option(mask, time_us * 1e-6) for mask, time_us in zip(masks, times_us, strict=True))
-        return list(islice(best_covers(CoverProblem(len(number), options, among), count), count))
+        return CoverProblem(len(number), options, among)
 
-    return ranked
+    return problem
 
 
 def compute_edges(region: RegionSummary) -> Iterable[tuple[int, int]]:

@@ -24,7 +24,7 @@ from fuseplan.planner.partition.across_anchors import JointProblems, plan_across
 from fuseplan.planner.partition.by_measurement import MeasuredRegion
 from fuseplan.planner.partition.guided_loop import Prices, guided_partition, predicted_partition
 from fuseplan.planner.partition.plan_record import PlanWriter, region_label
-from fuseplan.planner.partition.whole_region import Verdict, beats_plain
+from fuseplan.planner.partition.whole_region import beats_plain
 from fuseplan.planner.tuning.lookahead import Lookahead
 from fuseplan.planner.tuning.plans import GraphPlan, PlanSettings, RegionPlan
 from fuseplan.planner.tuning.stored_plans import StoredPlans
@@ -244,8 +244,8 @@ class Planner:
 
     def _predicted(self, table: GroupTable, part: Region, problem: RegionProblem, reason: str) -> PlanRecord:
         prices = ModelPrices(table, self.spec, part)
-        result = predicted_partition(problem, prices.predict_s, self._margin)
-        return self._writer(table, part).record(prices, result, 0.0, reason)
+        result = predicted_partition(problem, prices.predict_s, self._margin, reason)
+        return self._writer(table, part).record(prices, result, 0.0)
 
     def _joined(
         self, table: GroupTable, region: Region, parts: Sequence[tuple[Region, PlanRecord]], elapsed_s: float,
@@ -284,7 +284,7 @@ class Planner:
         joint = self._across_anchors(table, region, plans, tuner)
         if joint is not None:
             plans = [(region, joint)]
-        verdict = beats_plain(table, region, plans, self.implementations, tuner)
+        verdict = beats_plain(table, plans, self.implementations, tuner)
         return lambda: self._finished(table, region, plans, tuple(decided), tuner, verdict(), began)
 
     def _measured_parts(
@@ -325,11 +325,12 @@ class Planner:
 
     def _finished(
         self, table: GroupTable, region: Region, plans: Sequence[tuple[Region, PlanRecord]],
-        decided: tuple[PlanRecord, ...], tuner: Tuner, verdict: Verdict, began: float
+        decided: tuple[PlanRecord, ...], tuner: Tuner, verdict: tuple[bool, str], began: float
     ) -> RegionPlan:
         """The plan of a region of several parts after its run beside plain ATen; stored."""
-        reason = "; ".join(dict.fromkeys(record.evidence.reason for _, record in plans)) + verdict.words
-        if not verdict.keeps:
+        keeps, words = verdict
+        reason = "; ".join(dict.fromkeys(record.evidence.reason for _, record in plans)) + words
+        if not keeps:
             plans = [(part, self._writer(table, part).plain(record, ModelPrices(table, self.spec, part)))
                      for part, record in plans]
         record = self._joined(table, region, plans, time.monotonic() - began, reason)
@@ -351,10 +352,8 @@ class Planner:
         began = time.monotonic()
         if opened is None:
             opened = self._opened(table, part, tuner, lookahead)
-        decided, prices = opened.decide(), opened.prices
-        record = self._writer(table, part).record(
-            prices, decided.result, time.monotonic() - began, decided.reason, decided.undecided
-        )
+        result, prices = opened.decide(), opened.prices
+        record = self._writer(table, part).record(prices, result, time.monotonic() - began)
         samples = region_samples(record.key, record.label, table.graph, part, record.enumerated, prices.samples.items())
         with tuner.account.spend("storing"):
             store_samples(tuner.database, samples)

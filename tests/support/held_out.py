@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from best_covers import best_covers
 
 from fuseplan.costmodel.accuracy import spearman
 from fuseplan.costmodel.calibrate import MIN_SAMPLES, FitTable, Sample
 from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.costmodel.roofline import predict, roofline_terms
 from fuseplan.planner.cost.samples import ChoiceSample, RegionSamples
-from fuseplan.planner.reports.accuracy import ranked_covers
+from fuseplan.planner.reports.accuracy import measured_problem
 from fuseplan.planner.reports.frames import ReportData, geometric_mean
 
 #: What the model has to reach, on every device.
@@ -115,14 +116,14 @@ def regret_frame(regions: Sequence[RegionSamples], frame: pd.DataFrame, column: 
     by_key = dict(list(frame.groupby(["key", "regime"])))
     rows = []
     for region in regions:
-        ranked = ranked_covers([sample.ops for sample in region.samples], region.edges)
-        if ranked is None or (region.key.workload, region.key.regime) not in by_key:
+        problem = measured_problem([sample.ops for sample in region.samples], region.edges)
+        if problem is None or (region.key.workload, region.key.regime) not in by_key:
             continue
         own = by_key[region.key.workload, region.key.regime].reset_index(drop=True)
         predicted, measured = list(own[column] + own["delay_us"]), list(own["measured_us"] + own["delay_us"])
         if any(map(math.isnan, predicted)):
             continue
-        likes, (best,) = ranked(predicted, _TOP), ranked(measured, 1)
+        likes, (best,) = list(best_covers(problem(predicted), _TOP)), best_covers(problem(measured), 1)
         best_us, *likes_us = (math.fsum(measured[at] for at in cover) for cover in (best, *likes))
         model_us = likes_us[0]
         why = _why(own, column, likes[0], best) if model_us > best_us else ""

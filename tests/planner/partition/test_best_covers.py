@@ -6,8 +6,9 @@ import itertools
 import random
 
 import pytest
+from best_covers import best_covers
 
-from fuseplan.planner.partition.cover import CoverProblem, Option, best_covers
+from fuseplan.planner.partition.cover import CoverProblem, Option
 
 
 def acyclic(problem: CoverProblem, chosen: tuple[int, ...]) -> bool:

@@ -23,7 +23,8 @@ from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.kernels.native import build
 from fuseplan.kernels.native.build import Compiler, build_library
 from fuseplan.planner.cli import main
-from fuseplan.planner.partition.by_measurement import Decided, MeasuredRegion
+from fuseplan.planner.partition.by_measurement import MeasuredRegion
+from fuseplan.planner.partition.guided_loop import GuidedResult
 from fuseplan.search.errors import MachineFailureError, NothingCompilesError
 from fuseplan.search.store.database import Database
 from fuseplan.search.workers.worker import WorkerPool
@@ -218,7 +219,7 @@ def test_again_measures_what_is_stored(plan: Run, file: Path, created: str) -> N
 def test_a_region_that_fails_costs_only_itself(plan: Run, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = MeasuredRegion.decide
 
-    def decide(self: MeasuredRegion) -> Decided:
+    def decide(self: MeasuredRegion) -> GuidedResult:
         if self.prices.table.graph.op(self.problem.ops[0]).op == "aten.tanh.default":
             raise ZeroDivisionError("one op too few")
         return real(self)

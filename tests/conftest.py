@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections import Counter
@@ -44,3 +45,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker("no_cover")
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: -file_s[item.nodeid.partition("::")[0]])
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector what lives to the end: a worker holds PyTorch and ten thousand tests."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)

@@ -21,7 +21,6 @@ from fuseplan.costmodel.devices import ByDevice
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.bench import generation, model
 from fuseplan.planner.cli.bench import generate as bench_generate
-from fuseplan.planner.groups.candidates import CandidateLimits
 from fuseplan.planner.models import sources, workload
 from fuseplan.planner.patterns import cells
 from fuseplan.planner.tuning import session
@@ -34,8 +33,6 @@ LLAMA: Mapping[str, Any] = {
 }
 #: What is planned of a model unless sizes are given: ``--decode``, ``--kv-len`` and ``--prefill``.
 SIZES = ("1", 64, "16")
-#: Ops of a group and groups of a region: the most that are looked at.
-GROUPS = (40, 8)
 #: Cells of a sweep over patterns.
 CELLS = 2
 
@@ -57,7 +54,6 @@ def give_times(patch: pytest.MonkeyPatch) -> None:
 def _tunes(patch: pytest.MonkeyPatch) -> None:
     count_instead_of_timing(patch)
     patch.setattr(session, "probe", lambda kind, *_: replace(samples.SPEC, identity=current_identity(kind)))
-    patch.setattr(CandidateLimits.__init__, "__defaults__", GROUPS)
     patch.setattr(sources, "PRESETS", dict.fromkeys(sources.PRESETS, LLAMA))
     patch.setattr(workload, "_DEFAULTS", ByDevice(SIZES, SIZES))
 

@@ -8,6 +8,7 @@ from typing import Any
 import family_checks as checks
 import model_families as families
 import pytest
+from fast_tunes import look_at_few_groups
 from reference_backend import ReferenceBackend, use
 
 from fuseplan.planner.capture.trace import capture
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.no_cover
 @pytest.fixture
 def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     use(monkeypatch, ReferenceBackend())
+    look_at_few_groups(monkeypatch)
     return {"db": str(tmp_path / "tuning.db")}
 
 

@@ -19,7 +19,7 @@ from fuseplan.search.errors import OWN_FAULTS
 #: Seconds and name of each slow case, or of a function whose cases are slow; ``tests/checks/list_slow.py`` writes it.
 SLOW = Path(__file__).with_name("slow.txt")
 #: What takes longer runs without coverage, with which it would take twice as long: quicker tests cover the same code.
-MOST_COVERED_S = 8.0
+MOST_COVERED_S = 1.0
 
 
 def pytest_configure() -> None:

@@ -1,7 +1,7 @@
 """Every command in seconds, on its real path: times are given, and models are small.
 
 Tunes count (`fast_tunes.py`), the device's numbers are those of the samples, TorchInductor runs a graph as it is, and
-every preset is the same model of two layers.
+every preset is the same model of one layer or two.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from fuseplan.planner.models import sources, workload
 from fuseplan.planner.patterns import cells
 from fuseplan.planner.tuning import session
 
-#: The config of every model.
+#: The config of every other model.
 LLAMA: Mapping[str, Any] = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "hidden_size": 64,
-    "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
     "vocab_size": 256, "max_position_embeddings": 1024, "eos_token_id": None,
 }
+#: The default preset, of which pages ask for two layers.
+TWO_LAYERS: Mapping[str, Any] = {**LLAMA, "num_hidden_layers": 2}
 #: What is planned of a model unless sizes are given: ``--decode``, ``--kv-len`` and ``--prefill``.
 SIZES = ("1", 64, "16")
 #: Cells of a sweep over patterns.
@@ -54,7 +56,7 @@ def give_times(patch: pytest.MonkeyPatch) -> None:
 def _tunes(patch: pytest.MonkeyPatch) -> None:
     count_instead_of_timing(patch)
     patch.setattr(session, "probe", lambda kind, *_: replace(samples.SPEC, identity=current_identity(kind)))
-    patch.setattr(sources, "PRESETS", dict.fromkeys(sources.PRESETS, LLAMA))
+    patch.setattr(sources, "PRESETS", dict.fromkeys(sources.PRESETS, LLAMA) | {"llama-3.2-1b": TWO_LAYERS})
     patch.setattr(workload, "_DEFAULTS", ByDevice(SIZES, SIZES))
 
 

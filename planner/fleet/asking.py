@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import socket
-import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from importlib import metadata
 from pathlib import Path
 
 from distributed import Client
 
 from fuseplan.costmodel.devices import Kind, kind_of_key
-from fuseplan.costmodel.probe.probe import MachineLoad
 from fuseplan.planner.api.device import device_kind
 from fuseplan.planner.api.request import TuneRequest
-from fuseplan.planner.api.run import doubts
-from fuseplan.planner.errors import Argument, ConfigError, DeviceError
+from fuseplan.planner.errors import Argument, ConfigError
 from fuseplan.planner.fleet import received, work
-from fuseplan.planner.fleet.cluster import LOCAL, connected, device_workers, scheduler_client, workers_of
-from fuseplan.planner.fleet.terms import Terms, WorkerDevice
-from fuseplan.planner.fleet.tune import FleetTune, Order
+from fuseplan.planner.fleet.cluster import LOCAL, connected, device_workers, scheduler_client
+from fuseplan.planner.fleet.terms import WorkerDevice
+from fuseplan.planner.fleet.tune import Fleet
 from fuseplan.planner.fleet.watch import ask_workers
-from fuseplan.planner.tuning.plans import PlanSettings
 from fuseplan.planner.tuning.progress import Progress
-from fuseplan.planner.tuning.session import Session, session_on
-from fuseplan.planner.tuning.tune import TuneResult
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.location import location_name, resolve_url, sqlite_file
 from fuseplan.search.store.record import Versions
@@ -62,46 +55,6 @@ def shared_location(db: str | Path | None) -> tuple[str, str]:
         raise ConfigError("{} {} is of one process alone; give a fleet a file or a server", Argument("db"),
                           location_name(url))
     return url.render_as_string(hide_password=False), ""
-
-
-@dataclass(frozen=True)
-class Fleet:
-    """Workers that are connected, their devices (each key once), and a database that all of them reach."""
-
-    client: Client
-    devices: tuple[WorkerDevice, ...]
-    location: str
-    request: TuneRequest
-    progress: Progress
-
-    def terms(self) -> Terms:
-        """The terms that all tunes of this run share; each adds its settings."""
-        return Terms(uuid.uuid4().hex[:8], self.request.kind, self.location, PlanSettings(), self.request.how)
-
-    @property
-    def load(self) -> MachineLoad:
-        """How busy the busiest machine was when it began."""
-        return max((one.load for one in self.devices), key=lambda one: one.average / one.cores)
-
-    def session(self, device: WorkerDevice, terms: Terms) -> Session:
-        """A session to look plans up with."""
-        database = Database(self.location, versions=device.versions)
-        return terms.session(session_on(device.device, device.target, database))
-
-    def tune(self, orders: Sequence[Order], account: TimeAccount) -> list[tuple[Order, TuneResult]]:
-        """What came of each order on each device that it is for."""
-        if not orders:
-            return []
-        with account.spend("tuning on workers"), self.progress.status(
-            "capturing" if any(order.workloads for order in orders) else "tuning on workers"
-        ) as say:
-            found = FleetTune(self.client, self.devices, orders, self.location, say, self.progress.note).run()
-        for session in {result.session.device: result.session for _, result in found}.values():
-            for doubt in doubts(session.spec) if session.spec is not None else ():
-                self.progress.warn(f"{session.device}: {doubt}")
-        with suppress(DeviceError):  # whoever does not answer ends it with the next tune
-            ask_workers(self.client, work.end, orders[0].terms.run, workers=workers_of(self.client).keys())
-        return found
 
 
 @contextmanager

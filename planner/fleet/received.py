@@ -6,7 +6,7 @@ are checked as at every look-up.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -22,9 +22,6 @@ from fuseplan.planner.tuning.session import Session
 from fuseplan.search.errors import RecordError, plain
 from fuseplan.search.store import codec, rows, tables
 from fuseplan.search.store.database import Lookup
-from fuseplan.search.store.record import RecordKey, Trial
-from fuseplan.search.timing.contest import Contest
-from fuseplan.search.workers.worker import Outcome
 
 #: Microseconds that nothing takes which is measured.
 _LONGEST_US = 1e12
@@ -91,36 +88,12 @@ def stored_plan(session: Session, graph: DataflowGraph, region: Region, found: R
     return RegionPlan(region, lookup.record, "tuned" if found.tuned else "database", lookup.shipped, decided)
 
 
-def contest(found: object, sides: Collection[str]) -> Contest | None:
-    """An interleaved run of these sides; None where it is none."""
-    if not isinstance(found, Contest) or not isinstance(found.samples, Mapping) or not _is_time(found.noise):
-        return None
-    samples = [found.samples.get(side) for side in sides]
-    if not all(isinstance(one, tuple) and one and all(map(_is_time, one)) and min(one) > 0 for one in samples):
-        return None
-    return Contest({side: found.samples[side] for side in sides}, float(found.noise), str(found.regime))
-
-
-def timed(found: object, sides: Collection[str]) -> Outcome:
-    """What a worker says of an interleaved run of these sides: a :class:`Contest`, or why there is none."""
-    if isinstance(found, Outcome) and isinstance(found.failure, str) and found.failure:
-        return Outcome(failure=plain(found.failure), timed_out=found.timed_out is True)
-    value = contest(found.value, sides) if isinstance(found, Outcome) else None
-    return Outcome(value) if value is not None else Outcome(failure="what a worker sent back is no interleaved run")
-
-
-def trials(found: object, keys: Collection[RecordKey]) -> list[Trial]:
-    """A trial of each key, in order.
-
-    Raises:
-        RecordError: They are not that.
-    """
-    if not isinstance(found, list) or not all(isinstance(one, Trial) for one in found):
-        raise RecordError("what a worker sent back are no trials")
-    checked = [codec.loads(Trial, codec.dumps(one)) for one in found]
-    if [one.key for one in checked] != list(keys):
-        raise RecordError("what a worker sent back are trials of other kernels")
-    return checked
+def step(workload: str, found: object) -> tuple[str, float]:
+    """Why a whole step is not timed, "" where it is; and how many seconds that took."""
+    match found:
+        case (str(problem), float(elapsed_s)) if _is_time(elapsed_s):
+            return plain(problem), elapsed_s
+    return f"{workload}: whether its whole step is timed is not known: its worker sent back something else", 0.0
 
 
 def _is_time(value: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from fuseplan.planner.api.many import Models
@@ -11,10 +11,9 @@ from fuseplan.planner.api.request import Asked, TuneRequest
 from fuseplan.planner.api.run import Ran, Wanted
 from fuseplan.planner.api.tune import OneModel, Runner
 from fuseplan.planner.errors import FuseplanError, NothingForDeviceError
-from fuseplan.planner.fleet.asking import Fleet, fleet
-from fuseplan.planner.fleet.scheduler import RegionScheduler
-from fuseplan.planner.fleet.terms import Captured, Terms
-from fuseplan.planner.fleet.tune import Order, graphs_of
+from fuseplan.planner.fleet.asking import fleet
+from fuseplan.planner.fleet.terms import Captured
+from fuseplan.planner.fleet.tune import Fleet, Order, graphs_of
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.tuning.progress import SILENT, Progress
 from fuseplan.search.tune.time_account import TimeAccount
@@ -46,7 +45,7 @@ def _wanted(found: Fleet, wanted_on: Callable[[str], Wanted]) -> dict[str, Wante
     refused: list[NothingForDeviceError] = []
     for device in found.devices:
         try:
-            wanted[device.device] = wanted_on(device.device)
+            wanted[device] = wanted_on(device)
         except NothingForDeviceError as error:
             refused.append(error)
     if not wanted:
@@ -56,66 +55,70 @@ def _wanted(found: Fleet, wanted_on: Callable[[str], Wanted]) -> dict[str, Wante
 
 def _tuned(found: Fleet, model: OneModel, account: TimeAccount) -> list[tuple[Wanted, Ran]]:
     """One model: workers tune what they have captured of it while they capture the rest."""
-    asked, source = model.asked, model.asked.source
-    terms, graphs = replace(found.terms(), settings=asked.settings), list[tuple[str, DataflowGraph]]()
-    if source is None or source.kind == "module":  # workers may not have its code
+    asked, graphs = model.asked, list[tuple[str, DataflowGraph]]()
+    here = _is_captured_here(asked)
+    if here:
         with account.spend("capturing"):
-            graphs, source = asked.graphs(found.progress), None
-    order = Order(terms, model.batch(graphs), source, asked.workloads if source is not None else (), asked.pack_weights)
+            graphs = asked.graphs(found.progress)
+    orders = [Order(device, replace(found.terms, settings=asked.settings), model.batch(graphs))
+              for device in found.devices]
+
+    def captured(place: int, part: Captured) -> None:
+        for name, graph in graphs_of(asked.workloads[place], part, asked.pack_weights, found.progress.note):
+            for order in orders:
+                found.arrive(order, place, name, graph)
+
+    found.probe(found.devices)
+    if not here:
+        found.capture(asked, captured)
+    results = found.tune(orders, account, "tuning on workers" if here else "capturing")
     return [(model, Ran(((order.batch, result),), result.session, found.load))
-            for _, result in found.tune([order], account)]
+            for order, result in zip(orders, results, strict=True)]
+
+
+def _is_captured_here(asked: Asked) -> bool:
+    """Patterns, and users' own modules: workers may not have their code."""
+    return asked.source is None or asked.source.kind == "module"
 
 
 def _tuned_together(found: Fleet, wanted: Mapping[str, Models], account: TimeAccount) -> list[tuple[Wanted, Ran]]:
     """The models of a manifest: all are captured first, so that each region is measured once."""
-    terms, progress, orders = found.terms(), found.progress, dict[str, list[Order]]()
+    progress, orders = found.progress, dict[str, list[Order]]()
     models = list(dict.fromkeys(asked for one in wanted.values() for asked in one.job.models))
     with account.spend("capturing"):
-        captured = dict(zip(models, _captured(found, wanted.keys(), terms, models), strict=True))
-    sessions = {one.device: found.session(one, terms) for one in found.devices if one.device in wanted}
+        found.probe(wanted)
+        captured = dict(zip(models, _captured(found, models), strict=True))
+    sessions = {device: found.session(device, found.terms) for device in wanted}
     for device, one in wanted.items():
         for name, why in one.job.left_out:
             progress.note(f"{name} is left out on {device}: {why}")
         one.captured = tuple(captured[asked] for asked in one.job.models)
         batches = one.batches(sessions[device], SILENT, account)
         progress.note(str(one.regions) if len(wanted) == 1 else f"{device}: {one.regions}")
-        orders[device] = [Order(replace(terms, settings=batch.settings), batch, devices=frozenset([device]))
-                          for batch in batches]
-    tuned = found.tune([order for its in orders.values() for order in its], account)
-    results = {id(order): result for order, result in tuned}
+        orders[device] = [Order(device, replace(found.terms, settings=batch.settings), batch) for batch in batches]
+    results = iter(found.tune([order for its in orders.values() for order in its], account))
     ran: list[tuple[Wanted, Ran]] = []
     for device, one in wanted.items():
-        its = tuple((order.batch, results[id(order)]) for order in orders[device])
+        its = tuple((order.batch, next(results)) for order in orders[device])
         ran.append((one, Ran(its, its[-1][1].session if its else sessions[device], found.load)))
     return ran
 
 
-def _captured(
-    found: Fleet, devices: Collection[str], terms: Terms, models: Sequence[Asked]
-) -> list[CapturedModel]:
-    """The graphs of models; devices that are not known yet are probed meanwhile. Users' own modules are captured here:
-    workers may not have their code.
-    """
-    scheduler = RegionScheduler(found.client, terms.kind, terms.run, note=found.progress.note)
-    for device in found.devices:
-        if device.device in devices and found.session(device, terms).spec is None:
-            scheduler.probe(device.device, terms, then=lambda probed: None)
-    theirs: dict[tuple[int, int], Captured] = {}
-    made: dict[int, CapturedModel] = {}
-    for number, asked in enumerate(models):
-        if asked.source is None or asked.source.kind == "module":
-            made[number] = captured_model(asked, found.progress)
-            continue
-        for place, workload in enumerate(asked.workloads):
-            scheduler.capture(asked.source, workload, terms.kind, asked.pack_weights,
-                           then=lambda one, at=(number, place): theirs.update({at: one}))  # type: ignore[misc]
-    with found.progress.status("capturing"):
-        scheduler.run()
-    for number, asked in enumerate(models):
-        if number not in made:
-            parts = [theirs[number, place] for place in range(len(asked.workloads))]
-            made[number] = _put_together(asked, parts, found.progress.note)
-    return [made[number] for number in range(len(models))]
+def _captured(found: Fleet, models: Sequence[Asked]) -> list[CapturedModel]:
+    """The graphs of models, while devices are probed."""
+    theirs: dict[tuple[Asked, int], Captured] = {}
+    made: dict[Asked, CapturedModel] = {}
+    for asked in models:
+        if _is_captured_here(asked):
+            made[asked] = captured_model(asked, found.progress)
+        else:
+            found.capture(asked, lambda place, part, asked=asked: theirs.update({(asked, place): part}))  # type: ignore[misc]
+    found.run("capturing")
+    for asked in models:
+        if asked not in made:
+            parts = [theirs[asked, place] for place in range(len(asked.workloads))]
+            made[asked] = _put_together(asked, parts, found.progress.note)
+    return [made[asked] for asked in models]
 
 
 def _put_together(asked: Asked, parts: Sequence[Captured], note: Callable[[str], None]) -> CapturedModel:

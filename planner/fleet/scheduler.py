@@ -10,10 +10,9 @@ import itertools
 import math
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -85,9 +84,8 @@ class RegionScheduler:
         self._client, self._kind, self._run, self._tell = client, kind, run, tell
         self._tasks = tasks if tasks is not None else Tasks()
         self._done: SimpleQueue[Future[Any]] = SimpleQueue()
-        #: Futures by their keys, and who is told.
-        self._coming: dict[Any, tuple[Future[Any], Callable[[Future[Any]], None]]] = {}
-        self._calls: list[tuple[Future[Any], str]] = []
+        #: Futures by their keys, with the device that each needs, and who is told.
+        self._coming: dict[Any, tuple[Future[Any], str, Callable[[Future[Any]], None]]] = {}
         self._captures: deque[tuple[tuple[Any, ...], Callable[[Captured], None]]] = deque()
         self._capturing = 0
         self._numbers = itertools.count()
@@ -102,16 +100,17 @@ class RegionScheduler:
         """Ask for a capture; they are made in the order in which they are asked for."""
         self._captures.append((args, then))
 
-    def probe(self, device: str, terms: Terms, then: Callable[[Any], None]) -> None:
+    def probe(self, device: str, terms: Terms) -> None:
         """Ask for a probe of a device, whose regions wait for it."""
         self._unprobed.add(device)
 
         def probed(future: Future[Any]) -> None:
             self._unprobed.discard(device)
             self.counts.began = time.monotonic()
-            then(future.result())
+            future.result()
 
-        self._submit(self._tasks.probe, terms, {measuring(device): 1}, _CAPTURE, ("probe", self._run, device), probed)
+        self._submit(self._tasks.probe, (terms,), device, measuring(device), _CAPTURE,
+                     ("probe", self._run, device), probed)
 
     def region(self, device: str, terms: Terms, task: RegionTask, then: Callable[[RegionOutcome], None]) -> None:
         """Ask for a region on a device."""
@@ -119,19 +118,12 @@ class RegionScheduler:
         self.counts.ops += task.ops
         self._waiting.setdefault(device, []).append((-task.ops, next(self._numbers), terms, task, then))
 
-    def call(self, function: Callable[..., Any], device: str, terms: Terms, *args: Any) -> Any:
-        """Run a task on a device when no region wants it, and wait for its result. Safe from any thread."""
-        with self._watch.in_words():
-            future = self._client.submit(
-                function, terms, *args, resources={measuring(device): 1}, priority=_STEP, retries=_RETRIES, pure=False)
-            self._calls.append((future, device))
-            while True:
-                try:
-                    return future.result(timeout=self._watch.patience.look_s)
-                except TimeoutError:
-                    if future.done():  # the task's own
-                        raise
-                    self._watch.look(self._without_worker)
+    def call(
+        self, function: Callable[..., Any], device: str, terms: Terms, *args: Any, then: Callable[[Any], None]
+    ) -> None:
+        """Ask for something else on a device, for when no region wants it."""
+        self._submit(function, (terms, *args), device, measuring(device), _STEP,
+                     (function.__name__, self._run, next(self._numbers)), lambda future: then(future.result()))
 
     def run(self) -> None:
         """Until everything that was asked for is done, and what is asked for meanwhile.
@@ -146,7 +138,7 @@ class RegionScheduler:
                 while self._coming:
                     with suppress(Empty):
                         future = self._done.get(timeout=self._watch.patience.look_s)
-                        self._coming.pop(future.key)[1](future)
+                        self._coming.pop(future.key)[-1](future)
                         self._ask()
                         self._tell()
                     self._watch.look(self._without_worker)
@@ -157,14 +149,13 @@ class RegionScheduler:
     def cancel(self) -> None:
         """Give up what is not done. What a worker measures at the moment is finished and stored."""
         if self._client.status == "running":
-            self._client.cancel([future for future, _ in (*self._coming.values(), *self._calls)])
+            self._client.cancel([future for future, *_ in self._coming.values()])
 
     def _without_worker(self) -> set[str]:
         """Devices that no worker owns at the moment, although something is to be done there."""
         owned = device_workers(self._client, self._kind)
-        busy = {device for device, tasks in self._under_way.items() if tasks} | self._unprobed
-        busy |= {device for future, device in self._calls if not future.done()}
-        return busy - owned.keys() or {self._kind for _ in range(self._capturing) if not owned}
+        busy = {device for _, device, _ in self._coming.values()} - owned.keys()
+        return busy - {""} or {self._kind for _ in busy if not owned}
 
     def _ask(self) -> None:
         """Submit what is next."""
@@ -177,17 +168,14 @@ class RegionScheduler:
         if is_cpu(self._kind) and self._capturing:  # which would disturb what is measured
             return
         for device, waiting in self._waiting.items():
-            while waiting and device not in self._unprobed and self._under_way[device] < self._most(workers, device):
+            most = AHEAD * max(1, len(workers.get(device, ())))
+            while waiting and device not in self._unprobed and self._under_way[device] < most:
                 # The longest, but rather one that has no part in common with those under way: a worker would wait for
                 # another's part, which is measured once.
                 apart = [one for one in waiting if not any(self._parts[device, key] for key in one[3].shares)]
                 chosen = min(apart or waiting, key=lambda one: one[:2])
                 waiting.remove(chosen)
                 self._next_region(device, *chosen[2:])
-
-    @staticmethod
-    def _most(workers: Mapping[str, Iterable[str]], device: str) -> int:
-        return AHEAD * max(1, len(list(workers.get(device, ()))))
 
     def _next_capture(self) -> None:
         args, then = self._captures.popleft()
@@ -197,7 +185,7 @@ class RegionScheduler:
             self._capturing -= 1
             then(received.captured(future.result()))
 
-        self._submit(partial(self._tasks.capture, *args), None, {capturing(self._kind): 1}, _CAPTURE,
+        self._submit(self._tasks.capture, args, "", capturing(self._kind), _CAPTURE,
                      ("capture", self._run, next(self._numbers)), captured)
 
     def _next_region(
@@ -224,17 +212,17 @@ class RegionScheduler:
             self._tasks.prepare, terms, task, dict(self._rankings[device, terms]),
             key=(f"prepare-{size}", *name), resources={preparing(device): 1},
             priority=_PREPARE + task.ops, retries=_RETRIES)
-        self._submit(self._tasks.measure, terms, {measuring(device): 1}, _MEASURE + task.ops,
-                     (f"measure-{size}", *name), measured, task, prepared)
+        self._submit(self._tasks.measure, (terms, task, prepared), device, measuring(device), _MEASURE + task.ops,
+                     (f"measure-{size}", *name), measured)
 
     def _submit(
-        self, function: Callable[..., Any], terms: Terms | None, resources: Mapping[str, float], priority: float,
-        key: tuple[Any, ...], then: Callable[[Future[Any]], None], *args: Any,
+        self, function: Callable[..., Any], args: tuple[Any, ...], device: str, resource: str, priority: float,
+        key: tuple[Any, ...], then: Callable[[Future[Any]], None],
     ) -> None:
-        given = (terms, *args) if terms is not None else args
+        """``device`` is the one that the task needs; "" for none."""
         future = self._client.submit(
-            function, *given, key=key, resources=dict(resources), priority=priority, retries=_RETRIES)
-        self._coming[future.key] = future, then
+            function, *args, key=key, resources={resource: 1}, priority=priority, retries=_RETRIES)
+        self._coming[future.key] = future, device, then
         future.add_done_callback(self._done.put)
 
 

@@ -13,7 +13,7 @@ from fuseplan.planner.fleet.terms import device_of
 from fuseplan.planner.fleet.watch import ask_workers, silences_s
 
 #: Names of tasks that are not of a region, in words.
-_WORDS = {"time_sides": "timing a whole step", "time_again": "checking shipped times", "probe_device": "probing",
+_WORDS = {"time_step": "timing a whole step", "time_again": "checking shipped times", "probe_device": "probing",
           "probe": "probing", "capture": "capturing", "prepare": "preparing"}
 #: Seconds without a heartbeat after which nothing is asked of a worker any more; hundreds of workers send one in five.
 _SILENT_S = 15.0

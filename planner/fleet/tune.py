@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeAlias
 
 from distributed import Client
 
 from fuseplan.costmodel.devices import is_cpu
+from fuseplan.costmodel.probe.probe import MachineLoad
+from fuseplan.planner.api.request import Asked, TuneRequest
+from fuseplan.planner.api.run import doubts
 from fuseplan.planner.capture.cache import graphs_of_text
 from fuseplan.planner.cost.prices import part_shares
-from fuseplan.planner.errors import CaptureError, PlanError
+from fuseplan.planner.errors import CaptureError, DeviceError, PlanError
 from fuseplan.planner.fleet import received, work
-from fuseplan.planner.fleet.scheduler import RegionScheduler, Tasks
+from fuseplan.planner.fleet.cluster import workers_of
+from fuseplan.planner.fleet.scheduler import RegionScheduler
 from fuseplan.planner.fleet.terms import Captured, RegionOutcome, RegionTask, Terms, WorkerDevice
+from fuseplan.planner.fleet.watch import ask_workers
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.graph.serialize import graph_to_json
 from fuseplan.planner.groups.compute_graph import compute_graph_of
@@ -24,277 +31,253 @@ from fuseplan.planner.groups.places import place_of
 from fuseplan.planner.groups.regions import find_regions, region_parts
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import implementations_for
-from fuseplan.planner.models.sources import ModelSource
 from fuseplan.planner.models.workload import Workload
 from fuseplan.planner.module_paths import located
 from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.planner.tuning.graph_stream import left_out, named_graphs
-from fuseplan.planner.tuning.plans import GraphPlan, RegionPlan
-from fuseplan.planner.tuning.recheck import Rechecked, recheck
+from fuseplan.planner.tuning.plans import GraphPlan, PlanSettings, RegionPlan
+from fuseplan.planner.tuning.progress import Progress
+from fuseplan.planner.tuning.recheck import longest_shipped, rechecked
 from fuseplan.planner.tuning.session import Session, session_on
 from fuseplan.planner.tuning.tune import Batch, RegionFailure, TuneResult, WorkloadPlan
-from fuseplan.planner.tuning.whole_step import measure_step, step_problem
 from fuseplan.planner.work.extract import region_data
-from fuseplan.search.errors import RecordError
 from fuseplan.search.store.database import Database
-from fuseplan.search.store.leases import Leases
-from fuseplan.search.store.record import Trial, TuningRecord
-from fuseplan.search.timing.sequence import Part
-from fuseplan.search.timing.subject import Subject
-from fuseplan.search.workers.worker import Outcome
+from fuseplan.search.tune.time_account import TimeAccount
 
-#: Steps that are put together at once, each waiting for its device most of the time.
-_STEPS = 8
 #: What an op of a part counts that takes too little of the model's time for an elaborate search.
 _MINOR_OP = 0.1
+#: A region that is asked for: a device's key, what for, and the region's key.
+_Asked: TypeAlias = tuple[str, Terms, str]
 
 
-@dataclass(frozen=True, eq=False)
-class Order:
-    """Graphs to be tuned: captured ones, and those of a model that workers capture.
-
-    Attributes:
-        terms: What for.
-        source, workloads, pack_weights: What workers capture; None and () for nothing.
-        devices: Keys of those that it is tuned for; None for all there are.
-    """
-
-    terms: Terms
-    batch: Batch
-    source: ModelSource | None = None
-    workloads: tuple[Workload, ...] = ()
-    pack_weights: bool = False
-    devices: frozenset[str] | None = None
-
-    def is_for(self, device: str) -> bool:
-        return self.devices is None or device in self.devices
-
-
-@dataclass
+@dataclass(eq=False)
 class _Planned:
-    """A graph of an order on a device. ``place`` is that of its workload; ``open`` are regions that are not done.
+    """A graph of an order. ``place`` is that of its workload; ``open`` are regions that are not done.
 
     ``untimed`` says why its whole step is not timed; "" where it is, or nobody asked for it.
     """
 
     order: Order
-    device: str
     place: int
     name: str
     graph: DataflowGraph
     open: set[str] = field(default_factory=set)
-    plan: GraphPlan | None = None
+    plan: GraphPlan = field(default_factory=lambda: GraphPlan(()))
     elapsed_s: float = 0.0
     untimed: str = ""
 
+    @property
+    def at(self) -> tuple[str, Terms]:
+        return self.order.device, self.order.terms
+
     def done(self) -> WorkloadPlan:
-        assert self.plan is not None
         return WorkloadPlan(self.name, self.graph, self.plan, self.elapsed_s)
 
 
-class FleetTune:
-    """Tunes orders on each of some devices, which workers of ``client`` own.
+@dataclass(eq=False)
+class Order:
+    """Graphs to be tuned on a device, by its key: those of the batch, and those that :meth:`Fleet.arrive` later."""
 
-    ``database`` is the location that all workers reach. ``say`` is told how far it is, ``note`` what is left out.
+    device: str
+    terms: Terms
+    batch: Batch
+    planned: list[_Planned] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Region:
+    """A region that was asked for, in the graph that had it first: which graphs wait for it, and what came of it."""
+
+    graph: DataflowGraph
+    region: Region
+    waiting: list[_Planned] = field(default_factory=list)
+    outcome: RegionOutcome | None = None
+    plan: RegionPlan | None = None
+
+
+class Fleet:
+    """Workers that are connected, their ``devices`` (each key once), and a database that all of them reach, by its
+    ``location``.
 
     Raises:
         DatabaseError: The database cannot be opened for writing.
     """
 
     def __init__(
-        self, client: Client, devices: Sequence[WorkerDevice], orders: Sequence[Order], database: str,
-        say: Callable[[str], None], note: Callable[[str], None], tasks: Tasks | None = None,
+        self, client: Client, devices: Sequence[WorkerDevice], location: str, request: TuneRequest, progress: Progress
     ) -> None:
-        self._devices = {device.device: device for device in devices}
-        self._databases = {key: Database(database, versions=one.versions) for key, one in self._devices.items()}
-        self._leases = {key: Leases(database) for key, database in self._databases.items()}
-        self._orders = orders
-        self._say, self._note = say, note
-        self._kind = devices[0].target.device_type
-        self._scheduler = RegionScheduler(client, self._kind, orders[0].terms.run, tasks, self._tell, note)
+        self.devices = {one.device: one for one in devices}
+        self.progress = progress
+        #: Of all tunes of this run; each adds its settings.
+        self.terms = Terms(uuid.uuid4().hex[:8], request.kind, location, PlanSettings(), request.how)
+        self._client, self._kind = client, request.kind
+        self._scheduler = RegionScheduler(client, request.kind, self.terms.run, tell=self._tell, note=progress.note)
+        self._databases = {key: Database(location, versions=one.versions) for key, one in self.devices.items()}
         self._sessions: dict[tuple[str, Terms], Session] = {}
-        self._planned: list[_Planned] = []
-        self._waiting: dict[tuple[str, Terms, str], list[_Planned]] = {}
-        self._outcomes: dict[tuple[str, Terms, str], RegionOutcome] = {}
-        self._plans: dict[tuple[str, Terms, str], RegionPlan] = {}
-        self._steps: list[Future[object]] = []
+        self._regions: dict[_Asked, _Region] = {}
+        #: Whole steps that are not asked for yet, and how many are under way.
+        self._steps: list[_Planned] = []
+        self._timing = 0
+        self._say: Callable[[str], None] = lambda text: None
 
-    def run(self) -> list[tuple[Order, TuneResult]]:
-        """What came of each order on each device. What was finished when it raises is stored.
+    @property
+    def load(self) -> MachineLoad:
+        """How busy the busiest machine was when it began."""
+        return max((one.load for one in self.devices.values()), key=lambda one: one.average / one.cores)
+
+    def session(self, device: str, terms: Terms) -> Session:
+        """A session to look plans up with, by the device's key."""
+        found = self._sessions.get((device, terms))
+        if found is None or found.spec is None:  # it may have been probed since
+            there = session_on(device, self.devices[device].target, self._databases[device], terms.settings)
+            found = self._sessions[device, terms] = terms.session(there)
+        return found
+
+    def probe(self, devices: Iterable[str]) -> None:
+        """Have those of these devices probed that are not known yet."""
+        for device in devices:
+            if self.session(device, self.terms).spec is None:
+                self._scheduler.probe(device, self.terms)
+
+    def capture(self, asked: Asked, then: Callable[[int, Captured], None]) -> None:
+        """Have a model captured; ``then`` is told of each workload's number what came of it."""
+        for place, workload in enumerate(asked.workloads):
+            self._scheduler.capture(
+                asked.source, workload, self._kind, asked.pack_weights, then=partial(then, place))
+
+    def run(self, what: str) -> None:
+        """Until all that was asked for is done, which progress calls ``what``.
 
         Raises:
             CaptureError: A workload cannot be captured.
             MachineFailureError: Several workers' machines fail what a tune needs.
             DatabaseError: Several workers cannot write the database.
         """
+        with self.progress.status(what) as self._say:
+            self._scheduler.run()
+
+    def tune(self, orders: Sequence[Order], account: TimeAccount, what: str = "tuning on workers") -> list[TuneResult]:
+        """What came of each order. What was finished when it raises (as :meth:`run`) is stored."""
+        if not orders:
+            return []
         began = time.monotonic()
-        for device in self._devices:
-            if self._session(device, self._orders[0].terms).spec is None:
-                self._scheduler.probe(device, self._orders[0].terms, then=partial(self._forget, device))
-        for order in self._orders:
-            for place, (name, graph) in enumerate(order.batch.graphs):
-                self._arrive(order, place, name, graph)
-            for place, workload in enumerate(order.workloads):
-                self._capture(order, place, workload)
-        # What is put together beside measurements on a CPU would disturb them.
-        with ThreadPoolExecutor(1 if is_cpu(self._kind) else _STEPS, thread_name_prefix="steps") as self._timing:
-            try:
-                self._scheduler.run()
-                if is_cpu(self._kind):
-                    for planned in self._planned:
-                        self._time_step(planned)
-                self._say(f"timing {len(self._steps)} whole steps")
-                for step in self._steps:
-                    step.result()
-            except BaseException:
-                self._scheduler.cancel()
-                self._timing.shutdown(wait=False, cancel_futures=True)
-                raise
-            finally:
-                for leases in self._leases.values():
-                    leases.close()
-            return [(order, self._result(order, device, began)) for order in self._orders
-                    for device in filter(order.is_for, self._devices)]
+        with account.spend("tuning on workers"):
+            for order in orders:
+                for place, (name, graph) in enumerate(order.batch.graphs):
+                    self.arrive(order, place, name, graph)
+            self.run(what)
+            if self._steps:  # on a CPU, where they would disturb other measurements
+                self._time_steps()
+                self.run("timing whole steps")
+            results = [self._result(order, began) for order in orders]
+        for session in {result.session.device: result.session for result in results}.values():
+            for doubt in doubts(session.spec) if session.spec is not None else ():
+                self.progress.warn(f"{session.device}: {doubt}")
+        with suppress(DeviceError):  # whoever does not answer ends it with the next tune
+            ask_workers(self._client, work.end, self.terms.run, workers=workers_of(self._client).keys())
+        return results
 
-    def _session(self, device: str, terms: Terms) -> Session:
-        """A session to look plans up with, and to time steps."""
-        if (device, terms) not in self._sessions:
-            found = session_on(device, self._devices[device].target, self._databases[device], terms.settings)
-            self._sessions[device, terms] = terms.session(found)
-        return self._sessions[device, terms]
-
-    def _forget(self, device: str, probed: None) -> None:
-        """Its sessions know nothing of a device that was probed since."""
-        for at in [one for one in self._sessions if one[0] == device]:
-            del self._sessions[at]
-
-    def _capture(self, order: Order, place: int, workload: Workload) -> None:
-        def captured(found: Captured) -> None:
-            for name, graph in graphs_of(workload, found, order.pack_weights, self._note):
-                self._arrive(order, place, name, graph)
-
-        self._scheduler.capture(order.source, workload, self._kind, order.pack_weights, then=captured)
-
-    def _arrive(self, order: Order, place: int, name: str, graph: DataflowGraph) -> None:
+    def arrive(self, order: Order, place: int, name: str, graph: DataflowGraph) -> None:
         """Ask for those regions of a graph that have no plan yet, and that nobody has asked for."""
-        terms, shares = order.terms, dict[str, float]()
-        for device in filter(order.is_for, self._devices):
-            planned = _Planned(order, device, place, name, graph)
-            self._planned.append(planned)
-            session = self._session(device, terms)
-            for region in session.planner().undecided(graph):
-                asked = device, terms, region.key
-                if asked not in self._outcomes and asked not in self._waiting:
-                    shares = shares or dict(_shares(session, graph))
-                    self._ask(asked, graph, region, shares)
-                if asked not in self._outcomes:
-                    planned.open.add(region.key)
-                    self._waiting[asked].append(planned)
-            if not planned.open:
-                self._complete(planned)
+        session, shares = self.session(order.device, order.terms), dict[str, float]()
+        planned = _Planned(order, place, name, graph)
+        order.planned.append(planned)
+        for region in session.planner().undecided(graph):
+            asked = order.device, order.terms, region.key
+            if asked not in self._regions:
+                shares = shares or dict(_shares(session, graph))
+                self._ask(asked, graph, region, shares)
+            if self._regions[asked].outcome is None:
+                planned.open.add(region.key)
+                self._regions[asked].waiting.append(planned)
+        if not planned.open:
+            self._complete(planned)
 
-    def _ask(
-        self, asked: tuple[str, Terms, str], graph: DataflowGraph, region: Region, shares: Mapping[str, float]
-    ) -> None:
+    def _ask(self, asked: _Asked, graph: DataflowGraph, region: Region, shares: Mapping[str, float]) -> None:
+        self._regions[asked] = _Region(graph, region)
         try:
             task = region_task(graph, region, shares, asked[1].settings.minor)
+            self._scheduler.region(*asked[:2], task, partial(self._done, asked))
         except PlanError as error:
-            self._outcomes[asked] = RegionOutcome(failure=error)
-            return
-        self._waiting[asked] = []
-        self._scheduler.region(*asked[:2], task, lambda outcome: self._done(asked, outcome))
+            self._regions[asked].outcome = RegionOutcome(failure=error)
 
-    def _done(self, asked: tuple[str, Terms, str], outcome: RegionOutcome) -> None:
-        waiting = self._waiting.pop(asked)
-        self._outcomes[asked] = outcome
+    def _done(self, asked: _Asked, outcome: RegionOutcome) -> None:
+        found = self._regions[asked]
+        found.outcome = outcome
         if outcome.stored:
-            graph = waiting[0].graph
-            region = next(one for one in find_regions(graph) if one.key == asked[2])
             try:
-                self._plans[asked] = received.stored_plan(self._session(*asked[:2]), graph, region, outcome)
+                found.plan = received.stored_plan(self.session(*asked[:2]), found.graph, found.region, outcome)
             except PlanError as error:
-                self._outcomes[asked] = RegionOutcome(failure=error)
-        waiting[0].elapsed_s += outcome.elapsed_s
-        for planned in waiting:
+                found.outcome = RegionOutcome(failure=error)
+        found.waiting[0].elapsed_s += outcome.elapsed_s
+        for planned in found.waiting:
             planned.open.discard(asked[2])
             if not planned.open:
                 self._complete(planned)
 
     def _complete(self, planned: _Planned) -> None:
         """All regions of a graph are done."""
-        session, regions = self._session(planned.device, planned.order.terms), find_regions(planned.graph)
-        asked = {one.key: (planned.device, planned.order.terms, one.key) for one in regions}
-        known = [one for one in regions if asked[one.key] not in self._outcomes]
-        stored = session.planner().plan_graph(planned.graph, regions=known)
+        session, regions = self.session(*planned.at), find_regions(planned.graph)
+        asked = {one.key: self._regions[*planned.at, one.key] for one in regions
+                 if (*planned.at, one.key) in self._regions}
+        stored = session.planner().plan_graph(planned.graph, regions=[one for one in regions if one.key not in asked])
         plans = {one.region.key: one for one in stored.regions}
-        plans |= {key: self._plans[one] for key, one in asked.items() if one in self._plans}
+        plans |= {key: one.plan for key, one in asked.items() if one.plan is not None}
         planned.plan = GraphPlan(
             tuple(replace(plans[one.key], region=one) for one in regions if one.key in plans), stored.lookup_us)
         planned.order.batch.keep_summary(session, planned.done())
+        if planned.order.batch.timed(planned.name):
+            self._steps.append(planned)
         if not is_cpu(self._kind):
-            self._time_step(planned)
+            self._time_steps()
 
-    def _time_step(self, planned: _Planned) -> None:
-        if planned.plan is not None and planned.order.batch.timed(planned.name):
-            session = self._session(planned.device, planned.order.terms)
-            self._steps.append(self._timing.submit(self._step_timed, session, planned, planned.plan))
+    def _time_steps(self) -> None:
+        """Have the whole steps timed that wait for it."""
+        for planned in self._steps:
+            self._scheduler.call(work.time_step, *planned.at, planned.name, planned.graph, planned.plan,
+                                 then=partial(self._step_timed, planned))
+        self._timing += len(self._steps)
+        self._steps.clear()
 
-    def _step_timed(self, session: Session, planned: _Planned, plan: GraphPlan) -> None:
-        began, terms = time.monotonic(), planned.order.terms
-        limit_s = terms.how.budget(self._kind).job_limit_s
-        found = measure_step(session, planned.graph, plan, self._remote(planned.device, terms), limit_s)
-        planned.untimed = step_problem(planned.name, found)
-        planned.elapsed_s += time.monotonic() - began
+    def _step_timed(self, planned: _Planned, found: object) -> None:
+        planned.untimed, elapsed_s = received.step(planned.name, found)
+        planned.elapsed_s += elapsed_s
+        self._timing -= 1
 
-    def _remote(self, device: str, terms: Terms) -> _RemoteTuner:
-        return _RemoteTuner(self._scheduler, device, terms, self._leases[device])
-
-    def _result(self, order: Order, device: str, began: float) -> TuneResult:
-        session = self._session(device, order.terms)
-        mine = [one for one in self._planned if one.order is order and one.device == device and one.plan is not None]
-        mine.sort(key=lambda one: one.place)
-        plans = tuple(one.done() for one in mine)
-        rechecked: tuple[Rechecked, ...] = ()
-        try:
-            rechecked = recheck(session, [(one.graph, one.plan) for one in plans], self._remote(device, order.terms))
-        except RecordError as error:
-            self._note(f"whether shipped times hold on {device} is not known: {error}")
+    def _result(self, order: Order, began: float) -> TuneResult:
+        session = self.session(order.device, order.terms)
+        order.planned.sort(key=lambda one: one.place)
+        plans = tuple(one.done() for one in order.planned)
+        kernels = longest_shipped(session, [(one.graph, one.plan) for one in plans])
+        if kernels:
+            self._scheduler.call(work.time_again, order.device, order.terms, kernels, then=lambda found: None)
+            self.run("checking shipped times")
+        checked = rechecked(session, kernels)
+        if len(checked) < len(kernels):
+            self.progress.note(f"whether shipped times hold on {order.device} is not known")
         result = TuneResult(
-            plans, session, time.monotonic() - began, rechecked, tuple(self._failures(mine, device, order.terms)),
-            tuple(one.untimed for one in mine if one.untimed))
+            plans, session, time.monotonic() - began, checked, tuple(self._failures(order)),
+            tuple(one.untimed for one in order.planned if one.untimed))
         return replace(result, session=session.recalibrated()) if result.measured else result
 
-    def _failures(self, mine: Sequence[_Planned], device: str, terms: Terms) -> Iterator[RegionFailure]:
+    def _failures(self, order: Order) -> Iterator[RegionFailure]:
         told: set[str] = set()
-        for planned in mine:
+        for planned in order.planned:
             for region in find_regions(planned.graph):
-                outcome = self._outcomes.get((device, terms, region.key))
-                if outcome is not None and outcome.failure is not None and region.key not in told:
+                found = self._regions.get((*planned.at, region.key))
+                failure = found.outcome.failure if found is not None and found.outcome is not None else None
+                if failure is not None and region.key not in told:
                     told.add(region.key)
-                    yield RegionFailure(planned.name, _label(planned.graph, region), outcome.failure)
+                    yield RegionFailure(planned.name, _label(planned.graph, region), failure)
 
     def _tell(self) -> None:
         counts = self._scheduler.counts
+        if self._timing and counts.regions_done == counts.regions:
+            return self._say(f"timing {self._timing} whole steps")
         left_s = counts.left_s()
         left = f", {_clock(left_s)} left" if left_s == left_s else ""
         devices = f"{counts.devices} device{'s' * (counts.devices != 1)}"
-        self._say(f"tuning on {devices}: {counts.regions_done} of {counts.regions} regions{left}")
-
-
-class _RemoteTuner:
-    """Times steps and kernels where the device is."""
-
-    def __init__(self, scheduler: RegionScheduler, device: str, terms: Terms, leases: Leases) -> None:
-        self.leases, self._scheduler, self._at = leases, scheduler, (device, terms)
-
-    def time_sides(
-        self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str], min_rounds: int
-    ) -> Outcome:
-        return received.timed(self._scheduler.call(work.time_sides, *self._at, parts, sides, kept, min_rounds), sides)
-
-    def time_again(self, kernels: Sequence[tuple[Subject, TuningRecord]]) -> list[Trial]:
-        found = self._scheduler.call(work.time_again, *self._at, kernels) if kernels else []
-        return received.trials(found, [record.key for _, record in kernels])
+        return self._say(f"tuning on {devices}: {counts.regions_done} of {counts.regions} regions{left}")
 
 
 def graphs_of(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import CancelledError
@@ -38,7 +37,7 @@ class Patience:
 
 
 class Watch:
-    """Looks at a fleet now and then, from any thread.
+    """Looks at a fleet now and then.
 
     ``note`` is told of workers that are started again, ``stored`` says what the tune has stored so far.
     """
@@ -50,7 +49,6 @@ class Watch:
         self._client, self._note, self._stored = client, note, stored
         scheduler: Any = client.scheduler
         self._scheduler, self._where = scheduler, str(scheduler.address)
-        self._lock = threading.Lock()
         self._next = 0.0
         self._gone_since: dict[str, float] = {}
 
@@ -60,20 +58,19 @@ class Watch:
         Raises:
             MachineFailureError: The scheduler does not answer, or nobody is left for a device.
         """
-        with self._lock:
-            if time.monotonic() < self._next:
-                return
-            try:
-                lost = self._restart_silent()
-                devices = without_worker()
-            except (OSError, TimeoutError):
-                raise self._no_scheduler() from None
-            now = time.monotonic()
-            self._next = now + self.patience.look_s
-            self._gone_since = {one: self._gone_since.get(one, now) for one in devices}
-            for device, since in self._gone_since.items():
-                if lost or now - since >= self.patience.gone_s:
-                    raise self._ended(f"no worker of {device} answers any more", "Start one with `plan fleet worker`")
+        if time.monotonic() < self._next:
+            return
+        try:
+            lost = self._restart_silent()
+            devices = without_worker()
+        except (OSError, TimeoutError):
+            raise self._no_scheduler() from None
+        now = time.monotonic()
+        self._next = now + self.patience.look_s
+        self._gone_since = {one: self._gone_since.get(one, now) for one in devices}
+        for device, since in self._gone_since.items():
+            if lost or now - since >= self.patience.gone_s:
+                raise self._ended(f"no worker of {device} answers any more", "Start one with `plan fleet worker`")
 
     def _restart_silent(self) -> bool:
         """Whether a worker could not be started again."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from distributed import Worker
 
@@ -26,11 +26,15 @@ from fuseplan.planner.fleet.terms import (
     carried,
 )
 from fuseplan.planner.fleet.worker_state import opened, state, state_of
+from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.models.sources import ModelSource
 from fuseplan.planner.models.workload import Workload
-from fuseplan.planner.tuning.plans import RegionPlan
+from fuseplan.planner.tuning.plans import GraphPlan, RegionPlan
+from fuseplan.planner.tuning.recheck import recheck
+from fuseplan.planner.tuning.whole_step import measure_step, step_problem
 from fuseplan.search.errors import OWN_FAULTS, DatabaseError, MachineFailureError
-from fuseplan.search.store.record import Versions
+from fuseplan.search.store.record import TuningRecord, Versions
+from fuseplan.search.timing.subject import Subject
 
 
 def describe(kind: str, database: str) -> WorkerDevice:
@@ -83,14 +87,19 @@ def measure(terms: Terms, task: RegionTask, prepared: Prepared) -> RegionOutcome
     return RegionOutcome(plan is not None, tuned, keys, failure, time.monotonic() - began, tuner.learnt())
 
 
-def time_sides(terms: Terms, *args: Any) -> Any:
-    """:meth:`~fuseplan.search.tune.tuner.Tuner.time_sides`, where the device is."""
-    return state().region_tuner(terms).tuner.time_sides(*args)
+def time_step(terms: Terms, workload: str, graph: DataflowGraph, plan: GraphPlan) -> tuple[str, float]:
+    """Time a workload's whole step, and store its times: why it is not timed, and how many seconds that took."""
+    began = time.monotonic()
+    tuner = state().region_tuner(terms)
+    limit_s = terms.how.budget(terms.kind).job_limit_s
+    found = measure_step(tuner.session, graph, plan, tuner.tuner, limit_s)
+    return step_problem(workload, found), time.monotonic() - began
 
 
-def time_again(terms: Terms, *args: Any) -> Any:
-    """:meth:`~fuseplan.search.tune.tuner.Tuner.time_again`, where the device is."""
-    return state().region_tuner(terms).tuner.time_again(*args)
+def time_again(terms: Terms, kernels: Sequence[tuple[Subject, TuningRecord]]) -> None:
+    """Measure shipped kernels, and store what they take here."""
+    tuner = state().region_tuner(terms)
+    recheck(tuner.session, kernels, tuner.tuner)
 
 
 async def end(run: str, dask_worker: Worker) -> None:

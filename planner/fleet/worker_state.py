@@ -175,7 +175,7 @@ class RegionTuner:
 
     def __init__(self, terms: Terms, pool: WorkerPool) -> None:
         with ExitStack() as stack:
-            session = opened(terms)
+            self.session = session = opened(terms)
             stack.callback(session.database.close)
             self.tuner = stack.enter_context(session.tuner(terms.how.budget(terms.kind), terms.how.seed, executor=pool))
             self._planner = session.planner(self.tuner)

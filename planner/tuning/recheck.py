@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol
 
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.implementations.tunable_group import TunableGroup, group_subject
@@ -17,8 +16,9 @@ from fuseplan.planner.tuning.planner import GraphPlan
 from fuseplan.planner.tuning.session import Session
 from fuseplan.search import policy
 from fuseplan.search.store import codec
-from fuseplan.search.store.record import RecordKey, Trial, TuningRecord
+from fuseplan.search.store.record import RecordKey, TuningRecord
 from fuseplan.search.timing.subject import Subject
+from fuseplan.search.tune.tuner import Tuner
 
 _PREFIX = "recheck"
 
@@ -38,29 +38,24 @@ class Rechecked:
     created: str = ""
 
 
-class KernelTimer(Protocol):
-    """What times kernels again: a tuner, here or where the device is."""
-
-    def time_again(self, kernels: Sequence[tuple[Subject, TuningRecord]]) -> list[Trial]: ...
-
-
-def recheck(
-    session: Session, planned: Iterable[tuple[DataflowGraph, GraphPlan]], tuner: KernelTimer
-) -> tuple[Rechecked, ...]:
-    """Measure the longest shipped kernels of some plans again; what was measured before is not repeated."""
-    wanted = _longest(session, planned)
-    known = {one.key: one for one in codec.stored(session.database, Rechecked, _PREFIX)}
-    new = [(subject, record) for subject, record in wanted if record.key not in known]
+def recheck(session: Session, kernels: Sequence[tuple[Subject, TuningRecord]], tuner: Tuner) -> tuple[Rechecked, ...]:
+    """Measure shipped kernels again; what was measured before is not repeated."""
+    known = {one.key for one in rechecked(session, kernels)}
+    new = [(subject, record) for subject, record in kernels if record.key not in known]
     for (_, record), trial in zip(new, tuner.time_again(new), strict=True):
-        known[record.key] = Rechecked(
-            record.key, record.label, record.best_us, trial.median_us, trial.reason, trial.created
-        )
+        found = Rechecked(record.key, record.label, record.best_us, trial.median_us, trial.reason, trial.created)
         name = codec.checksum(codec.dumps(record.key))
-        session.database.put_capture(f"{_PREFIX}/{name}", asdict(known[record.key]))
-    return tuple(known[record.key] for _, record in wanted)
+        session.database.put_capture(f"{_PREFIX}/{name}", asdict(found))
+    return rechecked(session, kernels)
 
 
-def _longest(
+def rechecked(session: Session, kernels: Iterable[tuple[Subject, TuningRecord]]) -> tuple[Rechecked, ...]:
+    """What is stored of these kernels."""
+    known = {one.key: one for one in codec.stored(session.database, Rechecked, _PREFIX)}
+    return tuple(known[record.key] for _, record in kernels if record.key in known)
+
+
+def longest_shipped(
     session: Session, planned: Iterable[tuple[DataflowGraph, GraphPlan]]
 ) -> list[tuple[TunableGroup, TuningRecord]]:
     """The shipped kernels of the plans, or of parts of them, that take longest, each once."""

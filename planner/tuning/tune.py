@@ -20,7 +20,7 @@ from fuseplan.planner.tuning.lookahead import Lookahead
 from fuseplan.planner.tuning.planner import GraphPlan, Planner, RegionPlan
 from fuseplan.planner.tuning.plans import PlanSettings
 from fuseplan.planner.tuning.progress import SILENT, Progress
-from fuseplan.planner.tuning.recheck import Rechecked, recheck
+from fuseplan.planner.tuning.recheck import Rechecked, longest_shipped, recheck
 from fuseplan.planner.tuning.session import Session
 from fuseplan.planner.tuning.summary import store_summary, summarise
 from fuseplan.planner.tuning.whole_step import measure_step, step_problem
@@ -218,7 +218,7 @@ def tune(
             plans[at] = replace(done, elapsed_s=done.elapsed_s + time.monotonic() - began)
         taken_over = [(done.graph, done.plan) for done in plans]
         with account.spend("checking shipped times"):
-            rechecked = recheck(session, taken_over, tuner)
+            rechecked = recheck(session, longest_shipped(session, taken_over), tuner)
     elapsed_s = time.monotonic() - start
     result = TuneResult(tuple(plans), session, elapsed_s, rechecked, tuple(failures), tuple(untimed))
     if not result.measured:

@@ -8,10 +8,9 @@ on neither side.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Protocol
 
 from fuseplan.planner.cost.lower_bound import floor_us, same_values
 from fuseplan.planner.graph.dataflow import DataflowGraph
@@ -27,12 +26,11 @@ from fuseplan.planner.tuning.session import Session
 from fuseplan.search import policy
 from fuseplan.search.errors import RecordError
 from fuseplan.search.store import codec
-from fuseplan.search.store.leases import Leases
 from fuseplan.search.store.limits import Amount
 from fuseplan.search.store.record import PlanRecord, RecordKey, now
 from fuseplan.search.timing.contest import Contest
 from fuseplan.search.timing.sequence import Part
-from fuseplan.search.workers.worker import Outcome
+from fuseplan.search.tune.tuner import Tuner
 
 _PREFIX, _UNTIMED = "step", "untimed"
 _UNFUSED, _PLANNED = "unfused", "planned"
@@ -95,18 +93,8 @@ def counted(plan: GraphPlan) -> list[tuple[int, PlanRecord]]:
     return [(counts[one.region.key], one.record) for one in plan.unique()]
 
 
-class StepTimer(Protocol):
-    """What times steps: a tuner, here or where the device is."""
-
-    leases: Leases
-
-    def time_sides(
-        self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str], min_rounds: int
-    ) -> Outcome: ...
-
-
 def measure_step(
-    session: Session, graph: DataflowGraph, plan: GraphPlan, tuner: StepTimer, job_limit_s: float = policy.JOB_LIMIT_S,
+    session: Session, graph: DataflowGraph, plan: GraphPlan, tuner: Tuner, job_limit_s: float = policy.JOB_LIMIT_S,
     on_start: Callable[[float], None] = lambda unfused_us: None
 ) -> StepTimes | Untimed:
     """The step's times, measured and stored unless they are stored. What another tuner is timing is waited for.
@@ -121,7 +109,7 @@ def measure_step(
         return stored_steps(session.store).get(key) or _known_untimed(session.store, key, job_limit_s)
 
     return tuner.leases.once(
-        lease, known, lambda: _measured(session, graph, plan, _Timing(tuner, key, job_limit_s, on_start)))
+        lease, known, lambda: _measured(session, graph, plan, tuner, key, job_limit_s, on_start))
 
 
 def step_problem(workload: str, found: StepTimes | Untimed) -> str:
@@ -139,17 +127,10 @@ def _known_untimed(database: codec.CaptureStore, key: str, job_limit_s: float) -
     return None
 
 
-@dataclass(frozen=True)
-class _Timing:
-    """Who times a step, what it is called, and within what limit."""
-
-    tuner: StepTimer
-    key: str
-    job_limit_s: float
+def _measured(
+    session: Session, graph: DataflowGraph, plan: GraphPlan, tuner: Tuner, key: str, job_limit_s: float,
     on_start: Callable[[float], None]
-
-
-def _measured(session: Session, graph: DataflowGraph, plan: GraphPlan, timing: _Timing) -> StepTimes | Untimed:
+) -> StepTimes | Untimed:
     planned = counted(plan)
     unfused_us = sum(count * record.unfused_us for count, record in planned)
     is_whole = bool(planned) and len(plan.regions) == len(find_regions(graph))
@@ -158,22 +139,22 @@ def _measured(session: Session, graph: DataflowGraph, plan: GraphPlan, timing: _
     if unfused_us > policy.LONGEST_STEP_US:
         return Untimed(f"it takes about {unfused_us * 1e-6:.2g} s, and steps of more than "
                        f"{policy.LONGEST_STEP_US * 1e-6:g} s are told by the sum of their regions")
-    timing.on_start(unfused_us)
+    on_start(unfused_us)
     regime = session.settings.regime
     table = GroupTable(graph, session.settings.numerics, session.target.device_type)
     step = _Step(table, plan, implementations_for(regime, session.backends, session.target))
     rounds = policy.LONG_STEP_ROUNDS if unfused_us > policy.LONG_STEP_US else policy.STEP_ROUNDS
-    outcome = timing.tuner.time_sides(step.parts, step.sides, step.kept, rounds)
+    outcome = tuner.time_sides(step.parts, step.sides, step.kept, rounds)
     if not outcome.ok:
-        untimed = Untimed(outcome.failure, timing.job_limit_s)
+        untimed = Untimed(outcome.failure, job_limit_s)
         if outcome.timed_out:
-            session.database.put_capture(f"{_UNTIMED}/{timing.key}", asdict(untimed))
+            session.database.put_capture(f"{_UNTIMED}/{key}", asdict(untimed))
         return untimed
     contest: Contest = outcome.value
     floor = floor_us(table, session.spec, "graph" if regime == "graph" else "eager")
     unfused, chosen = (contest.time(side).median_us for side in (_UNFUSED, _PLANNED))
     found = StepTimes(unfused, chosen, contest.noise, floor, now(), session.device)
-    session.database.put_capture(f"{_PREFIX}/{timing.key}", asdict(found))
+    session.database.put_capture(f"{_PREFIX}/{key}", asdict(found))
     return found
 
 

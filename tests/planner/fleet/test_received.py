@@ -26,11 +26,9 @@ from fuseplan.planner.fleet.tune import graphs_of
 from fuseplan.planner.fleet.worker_state import RegionTuner
 from fuseplan.planner.models.manifest import ModelArguments
 from fuseplan.planner.tuning.plans import RegionPlan
-from fuseplan.search.errors import RecordError
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.maintenance import verify_database
-from fuseplan.search.store.record import PlanRecord, RecordKey, Trial, Versions
-from fuseplan.search.timing.contest import Contest
+from fuseplan.search.store.record import PlanRecord, RecordKey, Versions
 
 ESCAPE = "\x1b[31mred"
 
@@ -158,21 +156,9 @@ def test_a_capture_of_another_form_costs_its_workload(found: object) -> None:
         graphs_of(SimpleNamespace(label="x", derived=False), received.captured(found), False, told.append)  # type: ignore[arg-type]
 
 
-def test_times_of_other_sides_are_none() -> None:
-    sound = Contest({"a": (1.0, 2.0), "b": (2.0, 3.0)}, 0.1, "eager")
-    assert received.contest(sound, ("a", "b")) == sound
-    odd: tuple[Any, ...] = ((), (0.0,), (float("nan"),), ("1",), (1e300,), 3.0, None)
-    for samples_us in (None, {"a": (1.0,)}, *({"a": (1.0,), "b": one} for one in odd)):
-        assert received.contest(replace(sound, samples=samples_us), ("a", "b")) is None
-    assert received.contest(replace(sound, noise=float("inf")), ("a", "b")) is None
-    assert received.contest(None, ("a", "b")) is received.contest(ESCAPE, ("a", "b")) is None
-
-
-def test_trials_of_other_kernels_are_refused() -> None:
-    keys = [RecordKey(name, "cpu-a-1", "eager", "fp32") for name in "xy"]
-    sound = [Trial(key, "cpp", {"unroll": 1}, 2.0) for key in keys]
-    assert received.trials(sound, keys) == sound
-    for found in (None, sound[:1], sound[::-1], [*sound, sound[0]], [sound[0], "trial"],
-                  [sound[0], replace(sound[1], median_us=-1.0)], [sound[0], replace(sound[1], backend=ESCAPE)]):
-        with pytest.raises(RecordError):
-            received.trials(found, keys)
+@pytest.mark.parametrize("found", [None, ESCAPE, ("", -1.0), ("", float("nan")), (7, 1.0), ("", 1.0, 2.0)])
+def test_another_answer_of_a_step_leaves_it_untimed(found: object) -> None:
+    problem, elapsed_s = received.step("prefill 1x16", found)
+    assert problem.startswith("prefill 1x16") and problem.isprintable() and elapsed_s == 0.0
+    assert received.step("prefill 1x16", ("", 2.0)) == ("", 2.0)
+    assert received.step("prefill 1x16", (ESCAPE, 2.0))[0].isprintable()

@@ -13,7 +13,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -47,11 +47,11 @@ _BATCH = 500
 
 @dataclass(frozen=True)
 class Missed:
-    """A look-up that found nothing. ``payload`` is what JSON has; None leaves what is stored of it."""
+    """A look-up that found nothing. ``payload`` is what JSON has."""
 
     key: RecordKey
     label: str = ""
-    payload: Mapping[str, Any] | None = None
+    payload: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -219,10 +219,6 @@ class Database:
         where += [columns.versions == codec.dumps(versions)] if versions is not None else []
         return list(self._read(tables.TRIALS, *where, order=(columns.created, columns.config_hash)))
 
-    def log_miss(self, key: RecordKey, label: str = "", payload: Mapping[str, Any] | None = None) -> bool:
-        """Count one look-up that found nothing; see :meth:`log_misses`."""
-        return self.log_misses([Missed(key, label, payload)])
-
     @property
     def logs_misses(self) -> bool:
         """Whether misses are to be stored, and there is hope that they can be: not where that failed already."""
@@ -243,9 +239,9 @@ class Database:
                 with transaction(engine) as connection:
                     # In one order: two that count the same keys would else wait for each other.
                     for miss in sorted(misses, key=lambda miss: astuple(miss.key)):
-                        payload = {} if miss.payload is None else {"payload": json.dumps(dict(miss.payload))}
-                        row = asdict(miss.key) | {"label": miss.label, "payload": "{}", "first_seen": now(), "count": 1}
-                        tables.upsert(connection, table, row | payload, counted | payload)
+                        payload = {"payload": json.dumps(dict(miss.payload))}
+                        row = asdict(miss.key) | {"label": miss.label, "first_seen": now(), "count": 1} | payload
+                        tables.upsert(connection, table, row, counted | payload)
                     for row in sorted(found, key=lambda row: str(row["name"])):
                         tables.upsert(connection, tables.CAPTURES, row)
                     too_many = self.url not in _UNTRIMMED and rows.too_many_misses(connection)

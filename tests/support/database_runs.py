@@ -41,7 +41,7 @@ from fuseplan.planner.tuning import summary
 from fuseplan.planner.tuning.session import open_session
 from fuseplan.search.errors import DatabaseError
 from fuseplan.search.store import maintenance
-from fuseplan.search.store.database import Database
+from fuseplan.search.store.database import Database, Missed
 from fuseplan.search.store.record import RecordKey, Trial, Versions
 
 #: Every so many cases run some commands in processes of their own, and write the HTML report.
@@ -126,7 +126,8 @@ def make_database(folder: Path) -> None:
         database.log_trial(trial, record.evidence.versions)
     planned = [(plan.region, plan.record) for plan in plans]
     summary.store_summary(database, summary.summarise("small", "forward", graph, planned))
-    database.log_miss(RecordKey("f" * 64, session.device), "gelu 7x13 float32", {"ops": ["aten.gelu.default"]})
+    missed = Missed(RecordKey("f" * 64, session.device), "gelu 7x13 float32", {"ops": ["aten.gelu.default"]})
+    database.log_misses([missed])
     database.close()
     assert main.run(["db", "export", str(folder / "export.jsonl"), "--db", str(path)]) == 0
 

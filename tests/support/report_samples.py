@@ -13,7 +13,7 @@ from fuseplan.costmodel.identity import DeviceIdentity, current_identity
 from fuseplan.costmodel.work import Work
 from fuseplan.planner.tuning import summary as summaries
 from fuseplan.planner.tuning.summary import RegionSummary, WorkloadSummary
-from fuseplan.search.store.database import Database
+from fuseplan.search.store.database import Database, Missed
 from fuseplan.search.store.record import (
     Alternative,
     Evidence,
@@ -129,5 +129,5 @@ def sample_database(path: Path) -> Database:
         database.put_plan(one)
     summaries.store_summary(database, workload("decode b1", REGIONS))
     summaries.store_summary(database, workload("prefill 1x128", REGIONS[:2]))
-    database.log_miss(RecordKey("f" * 64, DEVICE), "gelu 7x13 float32")
+    database.log_misses([Missed(RecordKey("f" * 64, DEVICE), "gelu 7x13 float32")])
     return database

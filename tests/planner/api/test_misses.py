@@ -23,7 +23,7 @@ from fuseplan.planner.tuning import misses as logged
 from fuseplan.planner.work import extract
 from fuseplan.search.errors import ReadOnlyDatabaseError
 from fuseplan.search.store import connections, rows, tables
-from fuseplan.search.store.database import Database
+from fuseplan.search.store.database import Database, Missed
 from fuseplan.search.store.maintenance import prune_database, verify_database
 from fuseplan.search.store.record import RecordKey
 from fuseplan.search.store.rows import MISSED
@@ -141,7 +141,7 @@ def test_misses_of_one_regime_are_tuned_alone(db: Path, capsys: pytest.CaptureFi
     compiled(swiglu, db)(torch.randn(3, 8), torch.randn(3, 8))
     with Database(db) as database:  # as a database has it that a GPU of this name shares
         (row,) = database.misses()
-        database.log_miss(RecordKey(row["workload"], row["device"], "graph"), "of a graph", row["payload"])
+        database.log_misses([Missed(RecordKey(row["workload"], row["device"], "graph"), "of a graph", row["payload"])])
     found = fuseplan.planner.tune(misses=True, regime="eager", db=db, trials=1, seconds=0.2, device="cpu")
     assert found.regions[["label", "regime"]].to_numpy().tolist() == [["silu+mul 3x8 float32", "eager"]]
     assert found.left[["label", "regime"]].to_numpy().tolist() == [["of a graph", "graph"]]
@@ -154,7 +154,8 @@ def test_misses_of_one_regime_are_tuned_alone(db: Path, capsys: pytest.CaptureFi
 def test_what_an_older_version_logged_is_listed_and_left(db: Path) -> None:
     key = RecordKey("ab" * 32, HERE.key())
     with Database(db) as database:
-        database.log_miss(key, "gelu 7x13 float32", {"ops": ["aten.gelu.default"], "inputs": [], "place": ""})
+        missed = Missed(key, "gelu 7x13 float32", {"ops": ["aten.gelu.default"], "inputs": [], "place": ""})
+        database.log_misses([missed])
     (row,) = fuseplan.planner.misses(db, device="cpu").to_dict("records")
     assert row["last_seen"] == "" and "run the model again" in row["tunable"]
     found = tune(db)

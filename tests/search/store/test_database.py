@@ -12,7 +12,7 @@ from sqlalchemy import select
 
 from fuseplan.search.errors import RecordError
 from fuseplan.search.store import tables
-from fuseplan.search.store.database import Database
+from fuseplan.search.store.database import Database, Missed
 from fuseplan.search.store.layered import LayeredDatabase
 from fuseplan.search.store.record import RecordKey, Trial, TuningRecord
 
@@ -102,10 +102,10 @@ def test_selects_are_ordered(db: Database) -> None:
 
 def test_misses_are_counted_once_each(db: Database, path: Path) -> None:
     one, two = RecordKey("w1", "d"), RecordKey("w2", "d")
-    assert db.log_miss(one, "swiglu", {"shape": [1, 2]})
-    assert db.log_miss(two)
+    assert db.log_misses([Missed(one, "swiglu", {"shape": [1, 2]})])
+    assert db.log_misses([Missed(two)])
     reader = Database(path, mode="read")
-    assert reader.log_miss(two)
+    assert reader.log_misses([Missed(two)])
     misses = db.misses()
     assert [(miss["workload"], miss["count"]) for miss in misses] == [("w2", 2), ("w1", 1)]
     assert misses[1]["payload"] == {"shape": [1, 2]}
@@ -114,7 +114,7 @@ def test_misses_are_counted_once_each(db: Database, path: Path) -> None:
 def test_a_miss_is_never_an_exception(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     reader = Database(tmp_path / "file" / "tuning.db", mode="read")
-    assert reader.log_miss(RecordKey("w", "d")) is False
+    assert reader.log_misses([Missed(RecordKey("w", "d"))]) is False
     assert reader.misses() == []
 
 

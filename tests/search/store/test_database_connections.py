@@ -105,7 +105,7 @@ def test_a_forked_process_opens_its_own(tmp_path: Path) -> None:
 WRITER = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from fuseplan.search.store.database import Database
+from fuseplan.search.store.database import Database, Missed
 from fuseplan.search.store.record import RecordKey, Trial
 from search_records import HERE, tuning
 db = Database(sys.argv[2])
@@ -113,7 +113,7 @@ for n in range(40):
     db.log_trial(Trial(tuning("shared").key, sys.argv[3], {"tile": n}, 1.0), HERE)
     db.put_record(tuning(f"{sys.argv[3]}-{n}"))
     db.put_record(tuning("contended", us=float(n)))
-    db.log_miss(RecordKey("m", "d"))
+    db.log_misses([Missed(RecordKey("m", "d"))])
 """
 
 

@@ -19,7 +19,7 @@ from sqlalchemy import Engine, event
 from fuseplan.planner.cli import main
 from fuseplan.search.errors import CorruptDatabaseError, DatabaseError, ForeignDatabaseError, SchemaVersionError
 from fuseplan.search.store import location, maintenance, tables
-from fuseplan.search.store.database import Database, OpenMode
+from fuseplan.search.store.database import Database, Missed, OpenMode
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_a_users_file_stays_where_it_is(path: Path, content: bytes) -> None:
         Database(path, mode="inspect")
     with pytest.warns(UserWarning, match="left as it is.*going on without it"):
         reader = Database(path, mode="read")
-    assert reader.log_miss(tuning().key) is False
+    assert reader.log_misses([Missed(tuning().key)]) is False
     assert [(file.name, file.read_bytes()) for file in path.parent.iterdir()] == [("tuning.db", content)]
 
 
@@ -110,7 +110,7 @@ def test_a_reader_that_logs_a_miss_sets_nothing_aside(db: Database, path: Path) 
     reader = Database(path, mode="read")
     damage_pages(path)
     content = path.read_bytes()
-    assert reader.log_miss(tuning("w2").key) is False
+    assert reader.log_misses([Missed(tuning("w2").key)]) is False
     assert path.read_bytes() == content
     assert set_aside(path) == []
 

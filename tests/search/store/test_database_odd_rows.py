@@ -17,7 +17,7 @@ from search_records import HERE, SPEC, plan, tuning
 
 from fuseplan.planner.cli import main
 from fuseplan.search.store import codec, maintenance
-from fuseplan.search.store.database import Database
+from fuseplan.search.store.database import Database, Missed
 from fuseplan.search.store.record import RecordKey, Trial
 
 #: Every table, and its column that names a row.
@@ -51,7 +51,7 @@ def path(tmp_path: Path) -> Path:
             database.put_device(f"cpu-{name}", SPEC)
             database.put_capture(name, {"nodes": [1]})
             database.log_trial(Trial(tuning(name).key, "cpp", {"threads": 1}, 1.0), HERE)
-            database.log_miss(RecordKey(name, DEVICE))
+            database.log_misses([Missed(RecordKey(name, DEVICE))])
     return path
 
 

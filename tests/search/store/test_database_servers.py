@@ -19,7 +19,7 @@ from fuseplan.planner.cli import main
 from fuseplan.planner.cli.output.options import STARTING
 from fuseplan.search.errors import DatabaseError
 from fuseplan.search.store import database, location, maintenance, tables, transfer
-from fuseplan.search.store.database import Database
+from fuseplan.search.store.database import Database, Missed
 from fuseplan.search.store.location import location_name, resolve_url, without_secrets
 
 SECRET = "hunter2hunter2"
@@ -103,7 +103,7 @@ def test_a_silent_server_is_asked_once(silent: str, monkeypatch: pytest.MonkeyPa
         for _ in range(3):
             reader = Database(silent, mode="read")
             assert reader.get_plans([plan().key])[plan().key].status == "miss"
-            assert reader.log_miss(plan().key) is False
+            assert reader.log_misses([Missed(plan().key)]) is False
     assert [str(one.message).endswith("going on without it") for one in caught] == [True]
     assert len(asked) == 1
     with pytest.raises(DatabaseError):  # a command asks again

@@ -15,7 +15,7 @@ from search_records import HERE, SPEC, evidence, plan, tuning
 
 from fuseplan.planner.cli import main
 from fuseplan.search.store import codec, location, maintenance, tables
-from fuseplan.search.store.database import Database
+from fuseplan.search.store.database import Database, Missed
 from fuseplan.search.store.record import RecordKey, Trial
 
 
@@ -107,7 +107,7 @@ def test_verify_names_what_is_of_the_future(kind: str, path: Path, request: pyte
     db.put_device("a", SPEC)
     db.put_capture("step/a", {"created": later})
     db.log_trial(Trial(tuning("w").key, "cpp", {"threads": 1}, 1.0, created=later), HERE)
-    db.log_miss(RecordKey("m", "d"), payload={"last_seen": later})
+    db.log_misses([Missed(RecordKey("m", "d"), payload={"last_seen": later})])
     found = {problem.table: problem for problem in maintenance.verify_database(db)}
     assert found.keys() == {"tuning_records", "plan_records", "captures", "trials", "misses"}
     assert all(later in one.what and "3 days, 1" in one.what for one in found.values())
@@ -148,7 +148,7 @@ def test_prune_deletes_only_what_is_asked(db: Database) -> None:
     db.log_trial(Trial(tuning("open").key, "cpp", {"threads": 1}, 1.0), HERE)
     db.log_trial(Trial(tuning("old").key, "cpp", {"threads": 1}, 1.0), HERE)
     db.put_record(tuning("old", evidence=old))  # ends its trials
-    db.log_miss(RecordKey("m", "d"))
+    db.log_misses([Missed(RecordKey("m", "d"))])
     assert {table: count for table, count in maintenance.prune_database(db).items() if count} == {"trials": 1}
     pruned = maintenance.prune_database(db, keep_versions=HERE)
     assert {table: count for table, count in pruned.items() if count} == {"tuning_records": 1}

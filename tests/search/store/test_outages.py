@@ -243,7 +243,7 @@ def test_a_pull_takes_the_place_of_the_one_before(server: Server, url: str) -> N
         db.put_record(tuning())
         db.put_capture("step/a", {"device": "cpu-a"})
         db.log_trial(Trial(tuning().key, "cpp", {"threads": 2}, 5.0), HERE)
-        db.log_miss(plan("r3").key)
+        db.log_misses([Missed(plan("r3").key)])
     assert snapshot.pull(url) == (file, 5)
     with Database(file, "inspect", HERE) as copy, Database(url, "inspect", HERE) as original:
         assert copy.everything() == original.everything()

@@ -151,7 +151,7 @@ def test_the_page_says_how_to_make_the_roles(server: Server) -> None:
         db.put_plan(plan())
     with Database(reading, "read", HERE) as reader:
         assert reader.get_plans([plan().key])[plan().key].hit == plan()
-        assert not reader.log_miss(plan("r2").key)
+        assert not reader.log_misses([Missed(plan("r2").key)])
     database._UNLOGGED.clear()
     server.sql(*collect.splitlines(), database="tuning")
     with Database(reading, "read", HERE) as reader:

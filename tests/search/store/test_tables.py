@@ -17,7 +17,7 @@ from sqlalchemy.schema import CreateTable
 
 from fuseplan.search.errors import BusyDatabaseError, DatabaseError, ReadOnlyDatabaseError
 from fuseplan.search.store import connections, location, tables
-from fuseplan.search.store.database import Database
+from fuseplan.search.store.database import Database, Missed
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path) -> None:
         with pytest.raises(DatabaseError, match=why):
             Database(place, mode="inspect")
         with pytest.warns(UserWarning, match=why):
-            assert Database(place, mode="read").log_miss(tuning().key) is False
+            assert Database(place, mode="read").log_misses([Missed(tuning().key)]) is False
     with pytest.raises(DatabaseError, match="cannot be used"):
         Database(tmp_path / ("x" * 300), mode="inspect")
 

@@ -25,7 +25,7 @@ from fuseplan.search.tune.resources import (
     TuningResources,
 )
 from fuseplan.search.tune.space import Space
-from fuseplan.search.tune.strategy import Strategy, make_strategy
+from fuseplan.search.tune.strategy import Strategy
 from fuseplan.search.workers import jobs
 from fuseplan.search.workers.worker import Outcome
 
@@ -140,7 +140,7 @@ class GroupSearch:
         if not whole:
             alone = [Space((), (dict(backend.default_config(ir, resources.target)),)) for backend in willing]
             pairs = zip(willing, alone, strict=True)
-            return [_Entry(backend, space, make_strategy(space, 1, seed)) for backend, space in pairs]
+            return [_Entry(backend, space, Strategy(space, 1, seed)) for backend, space in pairs]
         willing = willing[: resources.budget.backends]
         entries = []
         self._steep = any(backend.likeness(ir) is not None for backend in willing)
@@ -151,16 +151,16 @@ class GroupSearch:
             space = resources.space(backend, ir)
             if (ranking := resources.rankings.get((backend.name, backend.likeness(ir)))) is not None:
                 known = [position for config in ranking if (position := space.find(config)) is not None]
-                best = known[:policy.ALIKE_LIMIT]
-                entries.append(_Entry(backend, space, make_strategy(space, min(share, 1 + len(best)), seed, best)))
-                continue
-            suggested = [space.nearest(config) for config in backend.suggestions(ir, resources.target)]
-            winners = [space.nearest(record.config) for record in neighbours if record.backend == backend.name]
-            # Where neighbours won most often, the earlier neighbour among equals; with all of them there would be no
-            # trials left to search with.
-            often = [position for position, _ in Counter(winners).most_common()]
-            first = list(dict.fromkeys([*suggested, *often]))[: max(1, share // 3)]
-            entries.append(_Entry(backend, space, make_strategy(space, share, seed, first)))
+                first = known[:policy.ALIKE_LIMIT]
+                share = min(share, 1 + len(first))
+            else:
+                suggested = [space.nearest(config) for config in backend.suggestions(ir, resources.target)]
+                winners = [space.nearest(record.config) for record in neighbours if record.backend == backend.name]
+                # Where neighbours won most often, the earlier neighbour among equals; with all of them there would be
+                # no trials left to search with.
+                often = [position for position, _ in Counter(winners).most_common()]
+                first = list(dict.fromkeys([*suggested, *often]))[: max(1, share // 3)]
+            entries.append(_Entry(backend, space, Strategy(space, share, seed, first)))
         return entries
 
     def _open(self) -> None:

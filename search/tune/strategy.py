@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fuseplan.search import policy
@@ -30,24 +30,26 @@ _PROSPECTS = 12
 class Strategy:
     """Proposes positions of a space until its trials are used up or there is nothing left to learn.
 
-    Seeds; then Optuna's TPE for a share of the trials; then coordinate descent from the best. The descent walks the
-    enumerated list, so that it never proposes an infeasible point; it ends where no one-step neighbour is faster, and
-    what trials are left go to the sampler again.
+    The default, then ``first`` (positions worth trying early, best guess first), then all of a small space that fits
+    the trials. Else Optuna's TPE for a share of the trials; then coordinate descent from the best. The descent walks
+    the enumerated list, so that it never proposes an infeasible point; it ends where no one-step neighbour is faster,
+    and what trials are left go to the sampler again.
 
     Few trials asked for all at once are all steps from the default. Where a parameter is a choice between names, which
     as a rule has little to do with the numbers, one trial is kept for the best steps taken together, if they gained.
     """
 
-    def __init__(self, space: Space, trials: int, seeds: Sequence[int], seed: int) -> None:
+    def __init__(self, space: Space, trials: int, seed: int, first: Iterable[int] = ()) -> None:
         self.space = space
         self.limit = min(trials, len(space))
         #: Microseconds by position, infinite where it failed.
         self.times: dict[int, float] = {}
         self._asked: dict[int, None] = {}
-        self._seeds = seeds
+        everything = range(len(space)) if len(space) <= min(policy.EXHAUSTIVE_LIMIT, trials) else ()
+        self._seeds: list[int] = list(dict.fromkeys([0, *first, *everything]))
         self._sampler = _Sampler(space, seed)
-        spare = max(0, self.limit - len(seeds))
-        self._sampled_until = len(seeds) + (int(spare * _SAMPLER_SHARE) if spare >= _SAMPLER_MIN else 0)
+        spare = max(0, self.limit - len(self._seeds))
+        self._sampled_until = len(self._seeds) + (int(spare * _SAMPLER_SHARE) if spare >= _SAMPLER_MIN else 0)
         named = any(not is_ordered(tunable) for tunable in space.tunables)
         self._keeps_one = named and 3 < spare < _SAMPLER_MIN
         self._kept_one = False
@@ -138,15 +140,6 @@ class Strategy:
             if len(changed) == 1:
                 found.setdefault(changed[0], {})[config[changed[0]]] = position
         return found
-
-
-def make_strategy(space: Space, trials: int, seed: int, first: Iterable[int] = ()) -> Strategy:
-    """A search of the space; all of it in turn where it is small and fits the trials.
-
-    ``first`` are positions worth trying early, best guess first; the default always leads.
-    """
-    everything = range(len(space)) if len(space) <= min(policy.EXHAUSTIVE_LIMIT, trials) else ()
-    return Strategy(space, trials, list(dict.fromkeys([0, *first, *everything])), seed)
 
 
 class _Sampler:

@@ -29,7 +29,7 @@ from fuseplan.kernels.triton.backend import TritonBackend
 from fuseplan.planner.tuning import session
 from fuseplan.planner.tuning.planner import PlanSettings
 from fuseplan.search.tune.space import enumerate_space
-from fuseplan.search.tune.strategy import make_strategy
+from fuseplan.search.tune.strategy import Strategy
 
 IN_GRAPH = replace(SM90, in_graph=True)
 STATEMENTS = ("row = pid", "x = load(a)", "store(b, x)", "y = load(c)", "z = y + x", "store(d, z)")
@@ -198,7 +198,7 @@ def test_a_session_says_whether_its_kernels_will_be_replayed(
 )
 def test_few_trials_start_with_the_overlaps_of_the_default(ir: KernelIR, second: list[str], tmp_path: Path) -> None:
     space = enumerate_space(TritonBackend(tmp_path), ir, IN_GRAPH)
-    asked = [space.configs[n] for n in make_strategy(space, 6, seed=0).ask(8)]
+    asked = [space.configs[n] for n in Strategy(space, 6, seed=0).ask(8)]
     assert len(asked) == 5  # one is kept for the best steps together
     assert [config["overlap"] for config in asked] == ["wait", *second, *["wait"] * (4 - len(second))]
     assert all(plainly(config) == plainly(space.default) for config in asked[: 1 + len(second)])

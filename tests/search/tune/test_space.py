@@ -12,7 +12,7 @@ from search_fakes import CPU, FakeBackend, muladd_ir
 
 from fuseplan.kernels.ir.backend import Config, Tunable, config_key
 from fuseplan.search.tune.space import Space, enumerate_space
-from fuseplan.search.tune.strategy import Strategy, make_strategy
+from fuseplan.search.tune.strategy import Strategy
 
 
 def space_of(sizes: tuple[int, ...], keep: set[tuple[int, ...]] | None = None) -> Space:
@@ -65,7 +65,7 @@ def test_a_default_outside_the_choices_is_kept() -> None:
     space = enumerate_space(Odd(), muladd_ir(3, 127), CPU)
     assert space.default["tile"] == 48
     assert len(space) == 20
-    strategy = make_strategy(space, trials=12, seed=0)
+    strategy = Strategy(space, trials=12, seed=0)
     assert len(set(run(strategy, dict.fromkeys(range(20), 1.0)))) == 12
 
 
@@ -108,7 +108,7 @@ def test_strategies_never_repeat_and_exhaustive_finds_the_minimum(data: st.DataO
     space = space_of(sizes)
     raw = data.draw(st.lists(st.one_of(st.none(), st.integers(1, 99)), min_size=len(space), max_size=len(space)))
     times = {n: None if t is None else float(t) for n, t in enumerate(raw)}
-    strategy = make_strategy(space, trials=len(space), seed=0, first=[len(space) - 1])
+    strategy = Strategy(space, trials=len(space), seed=0, first=[len(space) - 1])
     asked = run(strategy, times, batch=data.draw(st.integers(1, 4)))
     assert sorted(asked) == list(range(len(space)))
     assert asked[0] == 0
@@ -121,7 +121,7 @@ def test_strategies_never_repeat_and_exhaustive_finds_the_minimum(data: st.DataO
 def test_guided_spends_its_trials_without_repeating(trials: int, batch: int) -> None:
     space = space_of((5, 5, 5))
     times = {n: 10.0 + n % 7 for n in range(len(space))}
-    strategy = make_strategy(space, trials, seed=3, first=[7, 0, 7])
+    strategy = Strategy(space, trials, seed=3, first=[7, 0, 7])
     asked = run(strategy, times, batch)
     assert len(asked) == len(set(asked)) == trials
     assert asked[:2] == [0, 7][:trials]
@@ -134,7 +134,7 @@ def test_coordinate_descent_ends_where_no_step_is_faster() -> None:
         x, y = math.log2(int(config["p0"])), math.log2(int(config["p1"]))
         times[n] = 5 + (x - 4) ** 2 + (y - 3) ** 2
     # Too few trials for the sampler: the walk 0,0 -> 4,3 must come from descent alone.
-    strategy = Strategy(space, 20, [0], seed=0)
+    strategy = Strategy(space, 20, seed=0)
     strategy._sampled_until = 0
     run(strategy, times)
     best = strategy.best
@@ -150,7 +150,7 @@ def test_guided_search_crosses_failures_and_infeasible_points() -> None:
     for n, config in enumerate(space.configs):
         x, y = round(math.log2(int(config["p0"]))), round(math.log2(int(config["p1"])))
         times[n] = None if (x, y) == (0, 1) else 5.0 + abs(x - 5) + abs(y - 5)
-    strategy = make_strategy(space, 24, seed=1)
+    strategy = Strategy(space, 24, seed=1)
     run(strategy, times)
     best = strategy.best
     assert best is not None
@@ -160,14 +160,14 @@ def test_guided_search_crosses_failures_and_infeasible_points() -> None:
 def test_same_seed_same_proposals() -> None:
     space = space_of((5, 5, 5))
     times = {n: 10.0 + (n * 37) % 101 for n in range(len(space))}
-    first, second = (run(make_strategy(space, 40, seed=9), dict(times)) for _ in range(2))
+    first, second = (run(Strategy(space, 40, seed=9), dict(times)) for _ in range(2))
     assert first == second
-    assert first != run(make_strategy(space, 40, seed=10), dict(times))
+    assert first != run(Strategy(space, 40, seed=10), dict(times))
 
 
 def test_known_times_are_not_asked_again() -> None:
     space = space_of((3, 3))
-    strategy = make_strategy(space, 9, seed=0)
+    strategy = Strategy(space, 9, seed=0)
     for position in (0, 4, 5):
         strategy.tell(position, 3.0)
     assert sorted(strategy.ask(20)) == [1, 2, 3, 6, 7, 8]
@@ -178,7 +178,7 @@ def test_named_choices_work_with_the_sampler() -> None:
     configs = tuple({"order": order, "n": n} for order in tunables[0].choices for n in tunables[1].choices)
     space = Space(tunables, configs)
     times = {i: (1.0 if c["order"] == "cols" else 2.0) + abs(int(c["n"]) - 40) / 100 for i, c in enumerate(configs)}
-    strategy = make_strategy(space, 60, seed=0)
+    strategy = Strategy(space, 60, seed=0)
     asked = run(strategy, dict(times), batch=2)
     assert len(set(asked)) == 60
     assert strategy.best is not None
@@ -221,7 +221,7 @@ def test_few_trials_end_at_the_best_steps_together(batch: int) -> None:
         n: ratio(config, {"wait": 1.0, "early": 0.7, "late": 0.8}, {1: 0.9, 2: 1.0, 4: 1.1, 8: 1.2})
         for n, config in enumerate(space.configs)
     }
-    strategy = make_strategy(space, 6, seed=0)
+    strategy = Strategy(space, 6, seed=0)
     asked = run(strategy, dict(times), batch)
     assert asked[0] == 0 and [space.configs[n]["mode"] for n in asked[1:3]] == ["early", "late"]
     assert len(asked) == 6
@@ -230,7 +230,7 @@ def test_few_trials_end_at_the_best_steps_together(batch: int) -> None:
 
 def test_prospects_hold_whatever_steps_together_come_next() -> None:
     space = tiles_and_modes()
-    strategy = make_strategy(space, 6, seed=0)
+    strategy = Strategy(space, 6, seed=0)
     assert strategy.prospects() == []  # nothing was asked for yet
     asked = strategy.ask(8)
     prospects = strategy.prospects()
@@ -240,7 +240,7 @@ def test_prospects_hold_whatever_steps_together_come_next() -> None:
     # Whatever times come back, the kept trial is one of them.
     wanted = set()
     for gains in itertools.product((0.8, 1.2), repeat=len(asked) - 1):
-        again = make_strategy(space, 6, seed=0)
+        again = Strategy(space, 6, seed=0)
         assert again.ask(8) == asked
         for position, gain in zip(asked, (1.0, *gains), strict=True):
             again.tell(position, 10.0 * gain)
@@ -249,7 +249,7 @@ def test_prospects_hold_whatever_steps_together_come_next() -> None:
 
 
 def test_strategies_that_keep_no_trial_have_no_prospects() -> None:
-    for strategy in (make_strategy(space_of((3, 2)), 20, seed=0), make_strategy(space_of((9, 9, 9)), 30, seed=0)):
+    for strategy in (Strategy(space_of((3, 2)), 20, seed=0), Strategy(space_of((9, 9, 9)), 30, seed=0)):
         strategy.ask(8)
         assert strategy.prospects() == []
 
@@ -269,12 +269,12 @@ def test_the_kept_trial_is_spent_on_a_promise_only(
     space = tiles_and_modes()
     first = [n for n, c in enumerate(space.configs) if c["tile"] in hint and c["mode"] == "wait" and c["warps"] == 4]
     times = {n: ratio(config, mode, tile) for n, config in enumerate(space.configs)}
-    assert len(run(make_strategy(space, 6, seed=0, first=first), dict(times), batch=8)) == 5
+    assert len(run(Strategy(space, 6, seed=0, first=first), dict(times), batch=8)) == 5
 
 
 def test_the_kept_trial_survives_failures() -> None:
     space = tiles_and_modes()
     failing: dict[int, float | None] = dict.fromkeys(range(len(space)))
-    assert len(run(make_strategy(space, 6, seed=0), failing, batch=8)) == 5
+    assert len(run(Strategy(space, 6, seed=0), failing, batch=8)) == 5
     default_fails: dict[int, float | None] = {**dict.fromkeys(range(len(space)), 3.0), 0: None}
-    assert len(run(make_strategy(space, 6, seed=0), default_fails, batch=8)) == 5
+    assert len(run(Strategy(space, 6, seed=0), default_fails, batch=8)) == 5

@@ -37,6 +37,12 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     return difflib.get_close_matches(name, sorted(set(known)), cutoff=0.5)
 
 
+def meant(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """``"did you mean llama?"``, or something else where no known name is close."""
+    close = nearest(name, known)
+    return f"did you mean {' or '.join(close)}?" if close else otherwise
+
+
 def in_words(error: BaseException) -> str:
     """What somebody else's error says, for a line of ours: its first sentence, without the names of Python's classes.
 
@@ -55,19 +61,14 @@ def in_words(error: BaseException) -> str:
 class _UnknownNameError(FuseplanError):
     """A name that is not in a closed list."""
 
-    kind = "name"
-    advice: tuple[str, ...] = ()
+    kind: str
+    advice: tuple[str, ...]
 
     def __init__(self, name: str, known: Iterable[str] = ()) -> None:
         known = sorted(set(known))
-        close = nearest(name, known)
-        hint = ""
-        if close:
-            hint = f"; did you mean {' or '.join(close)}?"
-        elif known and len(known) <= 12:
-            hint = f"; known: {', '.join(known)}"
-        more, *arguments = self.advice or ("",)
-        super().__init__("unknown {} {!r}{}" + (f"; {more}" if more else ""), self.kind, name, hint, *arguments)
+        hint = meant(name, known, f"known: {', '.join(known)}" if 0 < len(known) <= 12 else "")
+        more, *arguments = self.advice
+        super().__init__("unknown {} {!r}{}; " + more, self.kind, name, hint and f"; {hint}", *arguments)
         self.name, self._known = name, known
 
     def __reduce__(self) -> tuple[type, tuple[str, list[str]]]:  # a worker's error comes back through a pipe

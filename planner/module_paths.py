@@ -9,6 +9,7 @@ Places are for people. No key, canonical form or comparison that decides anythin
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
@@ -145,26 +146,22 @@ def joined_places(found: Iterable[tuple[int, Paths]]) -> str:
     >>> joined_places([(2, ["layers.*+1.mlp"]), (1, ["layers.0.mlp"]), (1, ["norm"])])
     'layers.*.mlp  x3; norm'
     """
-    repeated: dict[tuple[str, ...], int] = {}
-    single: list[tuple[str, ...]] = []
+    repeated, single = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
     for count, paths in found:
         written = tuple(_rebased(dict.fromkeys(paths)))
-        if any("*" in path for path in written):
-            repeated[written] = repeated.get(written, 0) + count
-        else:
-            single += [written] * count
+        (repeated if any("*" in path for path in written) else single)[written] += count
     left: list[tuple[str, ...]] = []
-    for one in single:
+    for one, count in single.items():
         pattern = next((pattern for pattern in repeated if _stands_for(pattern, one)), None)
         if pattern is None:
-            left.append(one)
+            left += [one] * count
         else:
-            repeated[pattern] += 1
-    times: dict[str, int] = {}
+            repeated[pattern] += count
+    times = Counter[str]()
     for count, each in [*((count, pattern) for pattern, count in repeated.items()), *patterns(left)]:
-        if text := _one_place(each):
-            times[text] = times.get(text, 0) + count
-    ranked = sorted(times.items(), key=lambda item: -item[1])
+        times[_one_place(each)] += count
+    del times[""]
+    ranked = times.most_common()
     texts = [text if count == 1 else f"{text}  x{count}" for text, count in ranked[:_MOST_PLACES]]
     more = sum(count for _, count in ranked[_MOST_PLACES:])
     return "; ".join([*texts, *([f"and {more} more"] if more else [])])

@@ -6,15 +6,14 @@ import json
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from fuseplan.costmodel.devices import KINDS
-from fuseplan.planner.errors import ConfigError, in_words, nearest
-
-#: Sizes as TOML has them: one, several, or text as the command line takes it; pairs are batch and length.
-TextOrSizes: TypeAlias = "int | str | tuple[int | str | tuple[int, ...], ...]"
+from fuseplan.planner.errors import ConfigError, meant
+from fuseplan.planner.models.sources import parsed_file
 
 
 @dataclass(frozen=True)
@@ -96,14 +95,7 @@ def read_manifest(path: str | Path) -> Manifest:
             and key.
     """
     path = Path(path).expanduser()
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read manifest {path}: {error.strerror or error}") from None
-    except RecursionError:
-        raise ConfigError(f"manifest {path} is nested too deeply") from None
-    except ValueError as error:  # no TOML, or no UTF-8
-        raise ConfigError(f"manifest {path} is not TOML: {in_words(error)}") from None
+    content = parsed_file(path, "manifest", "TOML", tomllib.loads)
     _known(content, ("defaults", "model"), path.name)
     tables, defaults = content.get("model", []), content.get("defaults", {})
     if not isinstance(tables, list) or not tables or not all(isinstance(one, dict) for one in tables):
@@ -141,91 +133,83 @@ def _models(path: Path, number: int, table: Mapping[str, Any], shared: Mapping[s
 def _known(table: Mapping[str, Any], allowed: tuple[str, ...], where: str) -> None:
     for key in table:
         if key not in allowed:
-            close = nearest(key, allowed)
-            hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(allowed)}"
+            hint = meant(key, allowed, f"there are {', '.join(allowed)}")
             raise ConfigError(f"{where}: unknown key {key[:60]!r}; {hint}")
 
 
 def _values(table: Mapping[str, Any], where: str) -> dict[str, Any]:
     found = {}
     for key, value in table.items():
-        read, allowed = _KEYS[key]
-        try:
-            found[key] = read(value)
-        except ValueError:
+        is_allowed, allowed = _KEYS[key]
+        several = [value] if key in _LISTED and not isinstance(value, list) else value
+        if not is_allowed(several):
             shown = json.dumps(value, default=str, ensure_ascii=False)  # what TOML has, too
             shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-            raise ConfigError(f"{where}: {key} = {shown} is not {allowed}") from None
+            raise ConfigError(f"{where}: {key} = {shown} is not {allowed}")
+        found[key] = _frozen(several)
     return found
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError
-    return value
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError
-    return value
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
 
 
-def _whole(least: int) -> Callable[[Any], int]:
-    def read(value: Any) -> int:
-        if type(value) is not int or value < least:
-            raise ValueError
-        return value
-
-    return read
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
 
 
-def _sizes(value: Any) -> TextOrSizes:
-    def one(size: Any) -> int | str | tuple[int, ...]:
-        if isinstance(size, list) and len(size) == 2:
-            return tuple(map(_whole(1), size))
-        return _text(size) if isinstance(size, str) else _whole(1)(size)
-
-    return tuple(map(one, value)) if isinstance(value, list) else one(value)
+def _is_whole(value: Any, least: int = 1) -> bool:
+    return type(value) is int and value >= least
 
 
-def _words(*allowed: str) -> Callable[[Any], tuple[str, ...]]:
-    """Reads one word or several, each once; any without ``allowed`` ones."""
+def _is_size(value: Any) -> bool:
+    return _is_text(value) or _is_whole(value)
 
-    def read(value: Any) -> tuple[str, ...]:
-        found = tuple(map(_text, value if isinstance(value, list) else [value]))
-        if not found or len(set(found)) < len(found) or (allowed and not set(found) <= set(allowed)):
-            raise ValueError
-        return found
 
-    return read
+def _are_sizes(value: Any) -> bool:
+    """Whether it is a size, or a list of sizes and of pairs of them."""
+    if not isinstance(value, list):
+        return _is_size(value)
+    return all(len(one) == 2 and all(map(_is_whole, one)) if isinstance(one, list) else _is_size(one) for one in value)
+
+
+def _are_words(value: Any, *allowed: str) -> bool:
+    """Whether it lists words, each once; any without ``allowed`` ones."""
+    if not value or not all(map(_is_text, value)) or len(set(value)) < len(value):
+        return False
+    return not allowed or set(value) <= set(allowed)
 
 
 _SIZE_WORDS = 'a size, or a list of them such as [1, 8] or ["4x512", 128]'
 _DTYPES, _REGIMES, _NUMERICS = ("bfloat16", "float16", "float32"), ("eager", "graph"), ("fp32", "eager")
-#: What each key of a table takes: how it is read, and what is allowed, in words.
-_KEYS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
-    "name": (_text, "text"),
-    "model": (_text, 'the name of a preset, such as "llama-3.2-1b"'),
-    "config": (_text, "the path of a config.json, or of its folder"),
-    "module": (_text, '"package.module:factory"'),
-    "pattern": (_text, 'the name of a pattern, such as "swiglu"'),
-    "shape": (_text, 'a shape such as "32x4096"'),
-    "decode": (_sizes, _SIZE_WORDS),
-    "kv_len": (_whole(2), "a whole number from 2"),
-    "prefill": (_sizes, _SIZE_WORDS),
-    "dtype": (_words(*_DTYPES), f"one of {', '.join(_DTYPES)}, or a list of them"),
-    "layers": (_whole(1), "a whole number from 1"),
-    "pack_weights": (_flag, "true or false"),
-    "calls": (_flag, "true or false"),
-    "regime": (_words(*_REGIMES), f"one of {', '.join(_REGIMES)}, or a list of both"),
-    "numerics": (_words(*_NUMERICS), f"one of {', '.join(_NUMERICS)}, or a list of both"),
-    "devices": (_words(), 'a list of devices, such as ["cuda"] or ["h100", "h200"]'),
+#: What each key of a table takes: what it has to be, and that in words.
+_KEYS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "name": (_is_text, "text"),
+    "model": (_is_text, 'the name of a preset, such as "llama-3.2-1b"'),
+    "config": (_is_text, "the path of a config.json, or of its folder"),
+    "module": (_is_text, '"package.module:factory"'),
+    "pattern": (_is_text, 'the name of a pattern, such as "swiglu"'),
+    "shape": (_is_text, 'a shape such as "32x4096"'),
+    "decode": (_are_sizes, _SIZE_WORDS),
+    "kv_len": (partial(_is_whole, least=2), "a whole number from 2"),
+    "prefill": (_are_sizes, _SIZE_WORDS),
+    "dtype": (lambda value: _are_words(value, *_DTYPES), f"one of {', '.join(_DTYPES)}, or a list of them"),
+    "layers": (_is_whole, "a whole number from 1"),
+    "pack_weights": (_is_flag, "true or false"),
+    "calls": (_is_flag, "true or false"),
+    "regime": (lambda value: _are_words(value, *_REGIMES), f"one of {', '.join(_REGIMES)}, or a list of both"),
+    "numerics": (lambda value: _are_words(value, *_NUMERICS), f"one of {', '.join(_NUMERICS)}, or a list of both"),
+    "devices": (_are_words, 'a list of devices, such as ["cuda"] or ["h100", "h200"]'),
 }
 #: What says which model it is; what tables may share; what may be several, for a model each.
 _SOURCES = ("model", "config", "module", "pattern")
 _SHARED = tuple(key for key in _KEYS if key not in (*_SOURCES, "name", "shape"))
 _ALTERNATIVES = ("dtype", "regime", "numerics")
+_LISTED = (*_ALTERNATIVES, "devices")
 #: What a module, which brings example inputs, and a pattern, which has a shape, do not take.
 _UNFIT = {
     "module": ("shape", "decode", "kv_len", "prefill", "layers"),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from fuseplan.costmodel.devices import ByDevice
-from fuseplan.planner.errors import Argument, ConfigError, UnknownModelError, in_words, nearest
+from fuseplan.planner.errors import Argument, ConfigError, UnknownModelError, in_words, meant
 from fuseplan.planner.models.workload import LARGEST, Workload, parse_workloads, with_calls
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -105,7 +105,8 @@ def find_source(
             raise ConfigError("{} needs a config; {} brings its own layers", Argument("layers"), Argument("module"))
         return ModelSource("module", module, dtype=name)
     if config is not None:
-        return source_of(_read_config(Path(config)), str(config), name, layers)
+        path = Path(config) / "config.json" if Path(config).is_dir() else Path(config)
+        return source_of(parsed_file(path, "config", "JSON", json.loads), str(config), name, layers)
     preset = alias_of("llama" if model is None else model, device_type)
     if preset not in PRESETS:
         raise UnknownModelError(preset, [*PRESETS, *ALIASES])
@@ -128,18 +129,16 @@ def source_of(entries: Any, name: str, dtype: str | None = None, layers: int | N
     return ModelSource("config", name, json.dumps(entries, sort_keys=True), dtype, layers)
 
 
-def _read_config(path: Path) -> Any:
-    if path.is_dir():
-        path = path / "config.json"
+def parsed_file(path: Path, what: str, language: str, parse: Callable[[str], Any]) -> Any:
+    """What a user's file holds; ConfigError where it cannot be read or is not in this language."""
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
+        return parse(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read config {path}: {error.strerror or error}") from None
+        raise ConfigError(f"cannot read {what} {path}: {error.strerror or error}") from None
     except RecursionError:
-        raise ConfigError(f"config {path} is nested too deeply for a Hugging Face config.json") from None
-    except ValueError as error:
-        raise ConfigError(f"config {path} is not JSON: {in_words(error)}") from None
-    return entries
+        raise ConfigError(f"{what} {path} is nested too deeply") from None
+    except ValueError as error:  # also of what is no UTF-8
+        raise ConfigError(f"{what} {path} is not {language}: {in_words(error)}") from None
 
 
 #: No model has more layers; one that says so would be captured for hours.
@@ -180,9 +179,9 @@ def hf_config(source: ModelSource) -> Any:
     entries = json.loads(source.config_json)
     model_type = entries.pop("model_type")
     if model_type not in CONFIG_MAPPING:
-        close = nearest(model_type, CONFIG_MAPPING)
-        hint = f"; did you mean {' or '.join(close)}?" if close else ""
-        raise ConfigError(f"config {source.name}: transformers knows no model_type {model_type[:60]!r}{hint}")
+        hint = meant(model_type, CONFIG_MAPPING)
+        raise ConfigError(f"config {source.name}: transformers knows no model_type {model_type[:60]!r}"
+                          + (hint and f"; {hint}"))
     try:
         with quiet():
             config = AutoConfig.for_model(model_type, **entries)

@@ -7,10 +7,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
-from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.ops.builder import BodyBuilder
 from fuseplan.planner.ops.op import Rows, float_result, no_booleans, of_one, rows
-from fuseplan.planner.ops.positions import Specs
 
 #: Of a builder, the operand's value in the type of the result, and the op's attributes.
 Activation: TypeAlias = Callable[[BodyBuilder, int, Mapping[str, Any]], int]
@@ -34,10 +32,6 @@ def _bounded(p: BodyBuilder, x: int, low: Any, high: Any = None) -> int:
     dtype = p.dtype_of(x)
     x = x if low is None else p.apply("maximum", p.const(low, dtype), x)
     return x if high is None else p.apply("minimum", p.const(high, dtype), x)
-
-
-def _clamp_refuse(node: OpNode, specs: Specs) -> str | None:
-    return None if len(node.inputs) == 1 else "tensor bounds are not supported"
 
 
 def _hard_sigmoid(p: BodyBuilder, x: int) -> int:
@@ -88,7 +82,8 @@ _function = partial(_smooth, effort="function")
 ACTIVATIONS = {
     **_row("relu", lambda p, x, attrs: _bounded(p, x, 0), refuse=no_booleans),
     **_row("relu6", lambda p, x, attrs: _bounded(p, x, 0.0, 6.0)),
-    **_row("clamp clamp_min clamp_max hardtanh", _clamp, refuse=_clamp_refuse),
+    **_row("clamp clamp_min clamp_max hardtanh", _clamp,
+           refuse=lambda node, specs: None if len(node.inputs) == 1 else "tensor bounds are not supported"),
     **_smooth("hardsigmoid", lambda p, x, attrs: _hard_sigmoid(p, x)),
     **_smooth("hardswish", lambda p, x, attrs: p.apply("mul", x, _hard_sigmoid(p, x))),
     **_smooth("leaky_relu", _leaky_relu),

@@ -105,7 +105,7 @@ def _unary(op: str) -> Build:
 
 
 def _rounding(op: str) -> Build:
-    """Of an integer, which is rounded already, itself."""
+    """Integers are rounded already."""
     return of_one(lambda p, node, x: p.apply(op, x) if p.dtype_of(x).startswith("float") else x)
 
 
@@ -188,10 +188,6 @@ def _filled_refuse(node: OpNode, specs: Specs) -> str | None:
     return None if known else f"fills {dtype} with a number of dtype {specs[value[0]].dtype}"
 
 
-def _dropout_refuse(node: OpNode, specs: Specs) -> str | None:
-    return "training mode" if node.attrs.get("train") and node.attrs.get("p") else None
-
-
 def _each(make: Callable[[str], Build], names: str, **also: Any) -> Rows:
     """A row for each of several ops; ``make`` is given what the name and its scalar op have in common."""
     return {name: op for full in names.split() for name, op in _row(full, make(full.split(".")[0]), **also).items()}
@@ -247,5 +243,6 @@ POINTWISE = {
     **_conversion("to.dtype to.dtype_layout to.device to.other _to_copy type_as", spelled="to"),
     **_conversion("lift_fresh_copy", spelled="clone"),
     **_conversion("clone contiguous"),
-    **_conversion("dropout", drops=True, refuse=_dropout_refuse),
+    **_conversion("dropout", drops=True, refuse=lambda node, specs: (
+        "training mode" if node.attrs.get("train") and node.attrs.get("p") else None)),
 }

@@ -59,10 +59,8 @@ def _float_type(p: BodyBuilder, node: OpNode) -> RegisterType:
 
 
 def _plain_fold(kind: str) -> Build:
-    def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
-        return _fold(p, node, _row_of(p, node, position), kind, lambda x: x, result_type(p, node))
-
-    return build
+    return lambda p, node, position: _fold(
+        p, node, _row_of(p, node, position), kind, lambda x: x, result_type(p, node))
 
 
 def _mean_of(p: BodyBuilder, total: int, count: Size, correction: float = 0.0) -> int:
@@ -170,10 +168,6 @@ def _sum(p: BodyBuilder, node: OpNode, position: Position) -> int:
     return reduce(lambda total, term: p.apply("add", total, term), terms)
 
 
-def _long_dims(node: OpNode, specs: Specs) -> tuple[int, ...]:
-    return _reduced_dims(node, specs) if _short_dim(node, specs) is None else ()
-
-
 _fold_row = partial(rows, "reduction", reduced_dim=_reduced_dims, effort="fold")
 _softmax_row = partial(_fold_row, refuse=float_result, effort="whole row")
 
@@ -189,7 +183,8 @@ def _extreme(kind: str) -> Rows:
 
 
 REDUCTIONS = {
-    **_fold_row("sum.dim_IntList", _sum, reduced_dim=_long_dims),
+    **_fold_row("sum.dim_IntList", _sum, reduced_dim=lambda node, specs: (
+        _reduced_dims(node, specs) if _short_dim(node, specs) is None else ())),
     **_extreme("max"),
     **_extreme("min"),
     **_fold_row("adaptive_avg_pool2d", _mean, refuse=_pool_refuse, reduced_dim=partial(_last_dims, count=2)),
@@ -225,10 +220,6 @@ def _standard(p: BodyBuilder, node: OpNode, position: Position, row: Position, a
     return _affine(p, node, affine, p.apply("mul", p.apply("sub", x, mean), scale), ("weight", "bias"))
 
 
-def _layer_norm(p: BodyBuilder, node: OpNode, position: Position) -> int:
-    return _standard(p, node, position, _row_of(p, node, position), position)
-
-
 def _rms_norm(p: BodyBuilder, node: OpNode, position: Position) -> int:
     """x / sqrt(mean(x^2) + eps) * weight (Zhang & Sennrich, arXiv:1910.07467)."""
     dtype = _float_type(p, node)
@@ -240,10 +231,6 @@ def _rms_norm(p: BodyBuilder, node: OpNode, position: Position) -> int:
     scale = p.apply("rsqrt", p.apply("add", mean, p.const(eps, dtype)))
     x = p.cast(p.pull(node.inputs[0], position), dtype)
     return _affine(p, node, position, p.apply("mul", x, scale), ("weight",))
-
-
-def _all_but_samples(node: OpNode, specs: Specs) -> tuple[int, ...]:
-    return tuple(range(1, len(specs[node.inputs[0]].shape)))
 
 
 def _group_rows(node: OpNode, specs: Specs) -> tuple[Size, ...]:
@@ -296,8 +283,10 @@ def _batch_refuse(node: OpNode, specs: Specs) -> str | None:
 _row = partial(rows, "normalisation", effort="whole row")
 
 NORMALISATIONS = {
-    **_row("layer_norm", _layer_norm, refuse=_affine_refuse, reduced_dim=_normalised_dims),
+    **_row("layer_norm", lambda p, node, position: _standard(p, node, position, _row_of(p, node, position), position),
+           refuse=_affine_refuse, reduced_dim=_normalised_dims),
     **_row("rms_norm", _rms_norm, refuse=float_result, reduced_dim=_normalised_dims),
-    **_row("group_norm", _group_norm, refuse=_group_refuse, reduced_dim=_all_but_samples, rows=_group_rows),
+    **_row("group_norm", _group_norm, refuse=_group_refuse, rows=_group_rows,
+           reduced_dim=lambda node, specs: tuple(range(1, len(specs[node.inputs[0]].shape)))),
     **rows("normalisation", "batch_norm", _batch_norm, refuse=_batch_refuse),
 }

@@ -9,7 +9,6 @@ from functools import partial
 
 from fuseplan.kernels.ir.index import Index, as_size
 from fuseplan.planner.graph.dataflow import OpNode
-from fuseplan.planner.ops.builder import BodyBuilder
 from fuseplan.planner.ops.op import rows
 from fuseplan.planner.ops.positions import (
     Position,
@@ -27,16 +26,9 @@ def _reshape(node: OpNode, value: str, position: Position, specs: Specs) -> Posi
     return reshape_position(position, specs[value].shape, specs[node.inputs[0]].shape)
 
 
-def _broadcast(node: OpNode, value: str, position: Position, specs: Specs) -> Position:
-    return broadcast(position, specs[node.inputs[0]].shape)
-
-
 def _permute(node: OpNode, value: str, position: Position, specs: Specs) -> Position:
-    rank = len(position)
-    moved: list[Index] = [Index(0)] * rank
-    for out_dim, in_dim in enumerate(node.attrs["dims"]):
-        moved[normalise_dim(in_dim, rank)] = position[out_dim]
-    return tuple(moved)
+    dims = [normalise_dim(dim, len(position)) for dim in node.attrs["dims"]]
+    return tuple(position[dims.index(dim)] for dim in range(len(dims)))
 
 
 def _transpose(node: OpNode, value: str, position: Position, specs: Specs) -> Position:
@@ -45,10 +37,6 @@ def _transpose(node: OpNode, value: str, position: Position, specs: Specs) -> Po
     moved = list(position)
     moved[a], moved[b] = moved[b], moved[a]
     return tuple(moved)
-
-
-def _unsqueeze(node: OpNode, value: str, position: Position, specs: Specs) -> Position:
-    return without(position, normalise_dim(node.attrs["dim"], len(position)))
 
 
 def _squeeze(node: OpNode, value: str, position: Position, specs: Specs) -> Position:
@@ -75,9 +63,10 @@ def _narrow(node: OpNode, value: str, position: Position, specs: Specs) -> Posit
 
 
 def _select(node: OpNode, value: str, position: Position, specs: Specs) -> Position:
+    """select, and unbind, which selects each in turn."""
     shape = specs[node.inputs[0]].shape
-    dim = normalise_dim(node.attrs["dim"], len(shape))
-    number = node.attrs["index"]
+    dim = normalise_dim(node.attrs.get("dim", 0), len(shape))
+    number = node.attrs.get("index", node.outputs.index(value))
     if isinstance(number, int) and number < 0:
         number = as_size(shape[dim] + number)
     return (*position[:dim], Index(number), *position[dim:])
@@ -90,34 +79,28 @@ def _split(node: OpNode, value: str, position: Position, specs: Specs) -> Positi
     return along(position, dim, position[dim] + as_size(sum(specs[output].shape[dim] for output in earlier)))
 
 
-def _unbind(node: OpNode, value: str, position: Position, specs: Specs) -> Position:
-    dim = normalise_dim(node.attrs.get("dim", 0), len(specs[node.inputs[0]].shape))
-    return (*position[:dim], Index(node.outputs.index(value)), *position[dim:])
-
-
-def _copied(p: BodyBuilder, node: OpNode, position: Position) -> int:
-    return p.pull(node.inputs[0], _reshape(node, node.outputs[0], position, p.specs))
-
-
 _row = partial(rows, "view")
+_broadcast_row = partial(
+    _row, view=lambda node, value, position, specs: broadcast(position, specs[node.inputs[0]].shape))
 
 VIEWS = {
     **_row("view view_as", view=_reshape, spelled="view"),
-    **_row("reshape reshape_as _unsafe_view flatten.using_ints", _copied, view=_reshape, may_copy=True, rearranges=True,
-           spelled="reshape"),
+    **_row("reshape reshape_as _unsafe_view flatten.using_ints",
+           lambda p, node, position: p.pull(node.inputs[0], _reshape(node, node.outputs[0], position, p.specs)),
+           view=_reshape, may_copy=True, rearranges=True, spelled="reshape"),
     **_row("unflatten.int", view=_reshape, spelled="reshape"),
-    **_row("expand expand_as", view=_broadcast, spelled="expand"),
-    **_row("broadcast_to", view=_broadcast),
+    **_broadcast_row("expand expand_as", spelled="expand"),
+    **_broadcast_row("broadcast_to"),
     **_row("permute", view=_permute),
     **_row("transpose.int", view=_transpose),
     **_row("t numpy_T", view=lambda node, value, position, specs: position[::-1]),
     **_row("mT", view=lambda node, value, position, specs: (*position[:-2], position[-1], position[-2])),
-    **_row("unsqueeze", view=_unsqueeze),
+    **_row("unsqueeze", view=lambda node, value, position, specs: without(
+        position, normalise_dim(node.attrs["dim"], len(position)))),
     **_row("squeeze squeeze.dim squeeze.dims", view=_squeeze),
     **_row("slice.Tensor", view=_slice, spelled="slice"),
     **_row("narrow", view=_narrow),
-    **_row("select.int", view=_select),
+    **_row("select.int unbind.int", view=_select),
     **_row("split.Tensor split.sizes split_with_sizes unsafe_split.Tensor chunk", view=_split),
-    **_row("unbind.int", view=_unbind),
     **_row("alias detach", view=lambda node, value, position, specs: position),
 }

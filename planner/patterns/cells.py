@@ -34,39 +34,19 @@ class Cell:
         return f"{self.pattern} {self.size} {self.dtype}"
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """The sizes of one pattern.
-
-    ``cols`` are widths of a row. A shape is written as the first of ``shapes`` whose rank the pattern takes. No model
-    uses the pattern at more than ``most_rows``.
-    """
-
-    cols: tuple[int, ...]
-    shapes: tuple[str, ...] = ("{rows}x{cols}",)
-    most_rows: int = ROWS[-1]
-
-
-_HEADS = Sweep((128,), ("1x32x8x{rows}x{cols}", "1x32x{rows}x{cols}"))
-_GATED = Sweep((8192, 14336, 28672))
-_NORMS = Sweep((2048, 4096, 8192, 5120))
-
-#: What is measured unless patterns are named.
-SWEEPS: Mapping[str, Sweep] = MappingProxyType({
-    "swiglu": _GATED,
-    "geglu": _GATED,
-    "geglu_tanh": _GATED,
-    "add_rms_norm": _NORMS,
-    "rms_norm": _NORMS,
-    "layer_norm": _NORMS,
-    "rope": _HEADS,
-    "qk_norm_rope": _HEADS,
-    "softmax": Sweep((4096, 32768)),
-    "causal_softmax": Sweep((4096, 16384)),
-    "sampling_softmax": Sweep((128256,), most_rows=512),
-    "rms_norm_fp8_token": _NORMS,
-    "rms_norm_fp8_tensor": _NORMS,
+_GATED, _NORMS, _HEADS = (8192, 14336, 28672), (2048, 4096, 8192, 5120), (128,)
+#: What is measured unless patterns are named, with the widths of a row.
+SWEEPS: Mapping[str, tuple[int, ...]] = MappingProxyType({
+    **dict.fromkeys(("swiglu", "geglu", "geglu_tanh"), _GATED),
+    **dict.fromkeys(("add_rms_norm", "rms_norm", "layer_norm"), _NORMS),
+    **dict.fromkeys(("rope", "qk_norm_rope"), _HEADS),
+    "softmax": (4096, 32768),
+    "causal_softmax": (4096, 16384),
+    "sampling_softmax": (128256,),
+    **dict.fromkeys(("rms_norm_fp8_token", "rms_norm_fp8_tensor"), _NORMS),
 })
+#: Rows at more than which no model uses a pattern.
+_MOST_ROWS = {"sampling_softmax": 512}
 
 
 def sweep_cells(
@@ -99,14 +79,13 @@ def sweep_cells(
 def _shapes(name: str, rows: Sequence[int], cols: Sequence[int]) -> Iterator[str]:
     """Shapes of a pattern's sweep, as text."""
     found = LISTING[name]
-    sweep = SWEEPS.get(name, _NORMS if 2 in found.ranks else _HEADS)
-    text = next((shape for shape in sweep.shapes if shape.count("x") + 1 in found.ranks), None)
-    if text is None:
+    if not {2, 4}.intersection(found.ranks):
         raise ShapeError("pattern {} takes {}; give {}, such as {} {}", name, found.dims, Argument("shape"),
                          Argument("shape"), found.example)
-    for width, count in product(cols or sweep.cols, rows or ROWS):
-        if count <= sweep.most_rows:
-            yield text.format(rows=count, cols=width)
+    outer, usual = ("", _NORMS) if 2 in found.ranks else ("1x32x", _HEADS)
+    for width, count in product(cols or SWEEPS.get(name, usual), rows or ROWS):
+        if count <= _MOST_ROWS.get(name, count):
+            yield f"{outer}{count}x{width}"
 
 
 def cell(name: str, shape: str, dtype: str | None = None) -> Cell:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fuseplan.planner.patterns.pattern import InputSpecs, Pattern, Shape, dense, rows
+from fuseplan.planner.patterns.pattern import InputSpecs, Pattern, Shape, dense
 
 
 def _normal(wide: Tensor) -> Tensor:
@@ -34,9 +34,11 @@ def _add_rms_norm_gemma(residual: Tensor, x: Tensor, weight: Tensor) -> tuple[Te
     return hidden, rms_norm_gemma(hidden, weight)
 
 
-def _norm_add_norm_gemma(residual: Tensor, x: Tensor, post: Tensor, pre: Tensor) -> tuple[Tensor, Tensor]:
+def _norm_add_norm_gemma(
+    residual: Tensor, x: Tensor, post_weight: Tensor, pre_weight: Tensor
+) -> tuple[Tensor, Tensor]:
     """Between the blocks of a Gemma 2 layer: the block's output is normalised, added, and normalised again."""
-    return _add_rms_norm_gemma(residual, rms_norm_gemma(x, post), pre)
+    return _add_rms_norm_gemma(residual, rms_norm_gemma(x, post_weight), pre_weight)
 
 
 def _residual_chain(
@@ -61,21 +63,14 @@ def _embedding_inputs(shape: Shape, dtype: str) -> InputSpecs:
     }
 
 
-NORMED, ADDED = rows("x", weights=("weight",)), rows("residual", "x", weights=("weight",))
 _BOTH = ("hidden", "out")
 NORM_PATTERNS = {
-    "rms_norm": Pattern(rms_norm, NORMED),
-    "add_rms_norm": Pattern(add_rms_norm, ADDED, _BOTH),
-    "rms_norm_gemma": Pattern(rms_norm_gemma, NORMED),
-    "add_rms_norm_gemma": Pattern(_add_rms_norm_gemma, ADDED, _BOTH),
-    "norm_add_norm_gemma": Pattern(
-        _norm_add_norm_gemma, rows("residual", "x", weights=("post_weight", "pre_weight")), _BOTH
-    ),
-    "residual_chain": Pattern(
-        _residual_chain, rows("residual", "attention", "mlp", "shared", weights=("weight",)), _BOTH
-    ),
+    "rms_norm": Pattern(rms_norm),
+    "add_rms_norm": Pattern(add_rms_norm, outputs=_BOTH),
+    "rms_norm_gemma": Pattern(rms_norm_gemma),
+    "add_rms_norm_gemma": Pattern(_add_rms_norm_gemma, outputs=_BOTH),
+    "norm_add_norm_gemma": Pattern(_norm_add_norm_gemma, outputs=_BOTH),
+    "residual_chain": Pattern(_residual_chain, outputs=_BOTH),
     "embedding_rms_norm": Pattern(_embedding_rms_norm, _embedding_inputs, _BOTH),
-    "layer_norm": Pattern(
-        lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias), rows("x", weights=("weight", "bias"))
-    ),
+    "layer_norm": Pattern(lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias)),
 }

@@ -6,7 +6,8 @@ Those are gated activations, soft-cap, and the chains of pointwise ops that fuse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -28,16 +29,21 @@ class Pattern:
 
     Attributes:
         compute: The function, on tensors in the order of ``inputs``; one tensor or several.
-        inputs: Layout of its arguments for a shape and dtype; a :class:`ShapeError` where the shape does not fit.
+        given: Layout of its arguments for a shape and dtype; where the shape does not fit, a :class:`ShapeError` that
+            goes on after the pattern's name. None: weights and biases as long as a row, all others of the shape.
         dtype: The one that it is built in unless another is given.
         typed: ``compute`` also takes the ``dtype``, which none of its tensors has.
     """
 
     compute: Callable[..., Any]
-    inputs: Inputs
+    given: Inputs | None = None
     outputs: tuple[str, ...] = ("out",)
     dtype: str = "bfloat16"
     typed: bool = False
+
+
+    def inputs(self, shape: Shape, dtype: str) -> InputSpecs:
+        return (self.given or usual_inputs(self.compute))(shape, dtype)
 
 
 def dense(shape: Shape, dtype: str) -> TensorSpec:
@@ -45,16 +51,15 @@ def dense(shape: Shape, dtype: str) -> TensorSpec:
     return TensorSpec.contiguous(shape, dtype)
 
 
-def rows(*names: str, weights: Sequence[str] = ()) -> Inputs:
-    """Inputs of the pattern's shape, and ``weights`` as long as a row."""
+def usual_inputs(compute: Callable[..., Any]) -> Inputs:
+    """Inputs named as a function's arguments: weights and biases as long as a row, others of the pattern's shape."""
     return lambda shape, dtype: {
-        **{name: dense(shape, dtype) for name in names}, **{name: dense(shape[-1:], dtype) for name in weights}
+        name: dense(shape[-1:] if name.endswith(("weight", "bias")) else shape, dtype)
+        for name in inspect.signature(compute).parameters
     }
 
 
 # -- patterns without reductions ------------------------------------------------------------------------------
-
-GATED = rows("gate", "up")
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -73,10 +78,10 @@ def _pointwise_chain(x: Tensor) -> Tensor:
 
 
 POINTWISE_PATTERNS = {
-    "swiglu": Pattern(swiglu, GATED),
-    "geglu": Pattern(lambda gate, up: F.gelu(gate) * up, GATED),
-    "geglu_tanh": Pattern(lambda gate, up: F.gelu(gate, approximate="tanh") * up, GATED),
-    "soft_cap": Pattern(lambda x: soft_capped(x, 30.0), rows("x")),
-    "pointwise_chain": Pattern(_pointwise_chain, rows("x"), dtype="float32"),
-    "sin_chain": Pattern(lambda x: torch.sin((x + 1.0) * 2.0), rows("x"), dtype="float32"),
+    "swiglu": Pattern(swiglu),
+    "geglu": Pattern(lambda gate, up: F.gelu(gate) * up),
+    "geglu_tanh": Pattern(lambda gate, up: F.gelu(gate, approximate="tanh") * up),
+    "soft_cap": Pattern(lambda x: soft_capped(x, 30.0)),
+    "pointwise_chain": Pattern(_pointwise_chain, dtype="float32"),
+    "sin_chain": Pattern(lambda x: torch.sin((x + 1.0) * 2.0), dtype="float32"),
 }

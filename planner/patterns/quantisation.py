@@ -7,14 +7,15 @@ is a second result. Per tensor: the scale is given. Spelled as the reference cod
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fuseplan.planner.errors import ShapeError
-from fuseplan.planner.patterns.norm import ADDED, NORMED, add_rms_norm, rms_norm
-from fuseplan.planner.patterns.pattern import GATED, Inputs, InputSpecs, Pattern, Shape, dense, swiglu
+from fuseplan.planner.patterns.norm import add_rms_norm, rms_norm
+from fuseplan.planner.patterns.pattern import Inputs, InputSpecs, Pattern, Shape, dense, swiglu, usual_inputs
 
 _AWQ_GROUP = 128
 #: int4 numbers in an int32 word.
@@ -71,7 +72,7 @@ def _awq_inputs(shape: Shape, dtype: str) -> InputSpecs:
     rows, columns = shape
     if columns % _PACKED or rows % _AWQ_GROUP:
         raise ShapeError(
-            f"pattern dequantise_awq takes rows in groups of {_AWQ_GROUP} and columns in words of {_PACKED}, "
+            f"takes rows in groups of {_AWQ_GROUP} and columns in words of {_PACKED}, "
             f"not {rows}x{columns}; try 4096x4096"
         )
     groups, words = rows // _AWQ_GROUP, columns // _PACKED
@@ -83,17 +84,14 @@ def _awq_inputs(shape: Shape, dtype: str) -> InputSpecs:
 
 def quantisation_patterns() -> dict[str, Pattern]:
     found = {}
-    for name, head, inputs, results in (
-        ("rms_norm", rms_norm, NORMED, ()), ("add_rms_norm", add_rms_norm, ADDED, ("hidden",)),
-        ("swiglu", swiglu, GATED, ()),
+    heads: dict[Callable[..., Any], tuple[str, ...]] = {
+        rms_norm: ("out",), add_rms_norm: ("hidden", "out"), swiglu: ("out",)}
+    for (head, results), (short, target) in product(
+        heads.items(), (("fp8", torch.float8_e4m3fn), ("int8", torch.int8))
     ):
-        for short, target in (("fp8", torch.float8_e4m3fn), ("int8", torch.int8)):
-            found[f"{name}_{short}_token"] = Pattern(
-                _quantised(head, target, True), inputs, (*results, "out", "scale")
-            )
-            found[f"{name}_{short}_tensor"] = Pattern(
-                _quantised(head, target, False), _with_scale(inputs), (*results, "out")
-            )
+        name, inputs = f"{head.__name__}_{short}", usual_inputs(head)
+        found[f"{name}_token"] = Pattern(_quantised(head, target, True), inputs, (*results, "scale"))
+        found[f"{name}_tensor"] = Pattern(_quantised(head, target, False), _with_scale(inputs), results)
     found["dequantise_int8"] = Pattern(
         _dequantise_int8,
         lambda shape, dtype: {"weight": dense(shape, "int8"), "scale": dense((shape[0], 1), "float32")},

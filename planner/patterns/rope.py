@@ -48,11 +48,11 @@ def _qk_norm_rope(
     return _rope(rms_norm(q, q_weight), rms_norm(k, k_weight), cos, sin)
 
 
-def _inputs(shape: Shape, dtype: str, name: str, share: int = 1, pairs: bool = False) -> InputSpecs:
+def _inputs(shape: Shape, dtype: str, share: int = 1, pairs: bool = False) -> InputSpecs:
     batch, heads, tokens, dim = shape
     if dim % (2 * share):
         multiple = "even" if share == 1 else f"a multiple of {2 * share}"
-        raise ShapeError(f"pattern {name} rotates pairs, so the head dimension must be {multiple}, not {dim}")
+        raise ShapeError(f"rotates pairs, so the head dimension must be {multiple}, not {dim}")
     projected = dense((batch, tokens, heads, dim), dtype)
     table = dense((batch, tokens, dim // share // (2 if pairs else 1)), dtype)
     return {"q": projected, "k": projected, "cos": table, "sin": table}
@@ -60,14 +60,12 @@ def _inputs(shape: Shape, dtype: str, name: str, share: int = 1, pairs: bool = F
 
 def _normed_inputs(shape: Shape, dtype: str) -> InputSpecs:
     weight = dense(shape[-1:], dtype)
-    return {**_inputs(shape, dtype, "qk_norm_rope"), "q_weight": weight, "k_weight": weight}
+    return {**_inputs(shape, dtype), "q_weight": weight, "k_weight": weight}
 
 
 _RESULTS = ("q_out", "k_out")
 ROPE_PATTERNS = {
-    name: Pattern(
-        partial(_rope, share=share, pairs=pairs), partial(_inputs, name=name, share=share, pairs=pairs), _RESULTS
-    )
+    name: Pattern(partial(_rope, share=share, pairs=pairs), partial(_inputs, share=share, pairs=pairs), _RESULTS)
     for name, share, pairs in (
         ("rope", 1, False), ("rope_interleaved", 1, True), ("rope_partial", 2, False),
         ("rope_partial_interleaved", 2, True),

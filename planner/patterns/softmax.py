@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from fuseplan.planner.errors import ShapeError
-from fuseplan.planner.patterns.pattern import InputSpecs, Pattern, Shape, dense, rows, soft_capped
+from fuseplan.planner.patterns.pattern import InputSpecs, Pattern, Shape, dense, soft_capped
 
 
 def _softmax(x: Tensor) -> Tensor:
@@ -24,10 +22,10 @@ def _masked_softmax(scores: Tensor) -> Tensor:
     return _softmax(scores.masked_fill(torch.logical_not(seen), float("-inf")))
 
 
-def _score_inputs(shape: Shape, dtype: str, name: str) -> InputSpecs:
+def _score_inputs(shape: Shape, dtype: str) -> InputSpecs:
     queries, keys = shape[-2:]
     if keys < queries:
-        raise ShapeError(f"pattern {name} needs at least as many keys as queries, not {queries}x{keys}")
+        raise ShapeError(f"needs at least as many keys as queries, not {queries}x{keys}")
     return {"scores": dense(shape, dtype)}
 
 
@@ -58,19 +56,15 @@ def _moe_sigmoid(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
 
 _ROUTED = ("weights", "experts")
 SOFTMAX_PATTERNS = {
-    "softmax": Pattern(_softmax, rows("x")),
-    "causal_softmax": Pattern(
-        lambda x: _masked_softmax(x * 0.125), partial(_score_inputs, name="causal_softmax")
-    ),
+    "softmax": Pattern(_softmax),
+    "causal_softmax": Pattern(lambda x: _masked_softmax(x * 0.125), _score_inputs),
     # Gemma 2's attention scores.
-    "soft_cap_softmax": Pattern(
-        lambda x: _masked_softmax(soft_capped(x * 0.0625, 50.0)), partial(_score_inputs, name="soft_cap_softmax")
-    ),
+    "soft_cap_softmax": Pattern(lambda x: _masked_softmax(soft_capped(x * 0.0625, 50.0)), _score_inputs),
     "sampling_softmax": Pattern(
         _sampling_softmax,
         lambda shape, dtype: {"logits": dense(shape, dtype), "temperature": dense(shape[:-1], "float32")},
     ),
-    "moe_softmax": Pattern(_moe_softmax, rows("logits"), _ROUTED),
+    "moe_softmax": Pattern(_moe_softmax, outputs=_ROUTED),
     "moe_sigmoid": Pattern(
         _moe_sigmoid, lambda shape, dtype: {"logits": dense(shape, dtype), "bias": dense(shape[-1:], "float32")},
         _ROUTED,

@@ -66,7 +66,10 @@ def inputs_of(name: str, shape: str | Sequence[int], dtype: str | None = None) -
     dtype = found.dtype if dtype is None else dtype
     if dtype not in _DTYPES:
         raise ShapeError(f"pattern {name} cannot be built in dtype {dtype!r}; use bfloat16, float16 or float32")
-    return sizes, dtype, found.inputs(sizes, dtype)
+    try:
+        return sizes, dtype, found.inputs(sizes, dtype)
+    except ShapeError as error:
+        raise ShapeError(f"pattern {name} {error}") from None
 
 
 def pattern(name: str, shape: str | Sequence[int], dtype: str | None = None) -> tuple[SubGraph, InputSpecs]:
@@ -78,9 +81,8 @@ def pattern(name: str, shape: str | Sequence[int], dtype: str | None = None) -> 
     _, dtype, specs = inputs_of(name, shape, dtype)
     found = PATTERNS[name]
     compute = partial(found.compute, dtype=torch_dtype(dtype)) if found.typed else found.compute
-    with FakeTensorMode() as mode:
+    with FakeTensorMode():
         fakes = [torch.empty(one.shape, dtype=torch_dtype(one.dtype)) for one in specs.values()]
-    with mode:
         traced = normalise(make_fx(lambda *tensors: compute(*tensors), pre_dispatch=True)(*fakes)).graph
     names = dict(zip((*traced.inputs, *traced.outputs), (*specs, *found.outputs), strict=True))
 

@@ -2,9 +2,8 @@
 
 What a trace asks of it costs more than it needs to, in five ways:
 
-* The pages of a cache are copied to where PyTorch's attention can read them
-  (:mod:`~fuseplan.planner.rewrites.paged_cache`).
-* Scores that are capped take many small ops (:mod:`~fuseplan.planner.rewrites.capped_attention`).
+* The pages of a cache are copied to where PyTorch's attention can read them, and scores that are capped take many small
+  ops (:mod:`~fuseplan.planner.rewrites.decode_attention`).
 * Keys and values that query heads share are copied for every head (:mod:`~fuseplan.planner.rewrites.grouped_queries`).
 * **Constant masks.** A model that is traced cannot look at numbers, so it hands over a mask where eagerly it would have
   seen that it is causal, and skipped it. A mask that is computed from nothing but constants (positions from ``arange``)
@@ -22,12 +21,12 @@ import torch
 from torch import fx
 
 from fuseplan.costmodel.devices import is_gpu
-from fuseplan.planner.rewrites.attention_call import ATTENTION, arguments_of, change_call, fake_arguments, masked_number
-from fuseplan.planner.rewrites.capped_attention import cap_scores
+from fuseplan.planner.rewrites.attention_call import ATTENTION, change_call, fake_arguments, masked_number
+from fuseplan.planner.rewrites.decode_attention import cap_scores, read_pages
 from fuseplan.planner.rewrites.grouped_queries import fold_grouped_queries
-from fuseplan.planner.rewrites.paged_cache import read_pages
 from fuseplan.planner.rewrites.trace_edit import (
     ancestors,
+    arguments_of,
     between,
     erase_unused,
     insert_call,
@@ -66,8 +65,7 @@ def rewrite_attention(
 ) -> AttentionRewrites:
     """Rewrite every attention call of a trace with fake values in ``meta["val"]``; the masks only with ``masks``.
 
-    ``grouped_queries`` is as :func:`~fuseplan.planner.rewrites.grouped_queries.fold_grouped_queries` takes it,
-    ``decode_attention`` as :func:`~fuseplan.planner.rewrites.paged_cache.read_pages` does.
+    ``grouped_queries`` and ``decode_attention``: whether that is done; None where it is measured to pay.
     """
     dropped = _drop_constant_masks(module.graph) if masks else 0
     paged = read_pages(module, decode_attention)
@@ -100,8 +98,7 @@ def _drop_constant_masks(graph: fx.Graph) -> int:
         kind = kinds[mask, sizes]
         if kind != "data" and change_call(node, attn_mask=None, is_causal=kind == "causal"):
             found += 1
-    for mask in dict.fromkeys(mask for (mask, _), kind in kinds.items() if kind != "data"):
-        erase_unused(graph, ancestors(mask))
+    erase_unused(*(mask for (mask, _), kind in kinds.items() if kind != "data"))
     return found
 
 
@@ -152,17 +149,12 @@ def _evaluated(made: list[fx.Node]) -> torch.Tensor:
     """The value of the last of some nodes, on the CPU."""
     here = torch.device("cpu")
     values: dict[fx.Node, torch.Tensor] = {}
-    left = {one: len(one.users.keys() & set(made)) for one in made}
     for one in made:
         args = [here if isinstance(arg, torch.device) else arg for arg in fx.map_arg(one.args, values.__getitem__)]
         kwargs = dict(fx.map_arg(one.kwargs, values.__getitem__))
         if "device" in kwargs:
             kwargs["device"] = here
         values[one] = one.target(*args, **kwargs)  # type: ignore[operator]
-        for read in one.all_input_nodes:
-            left[read] -= 1
-            if not left[read]:
-                del values[read]
     return values[made[-1]]
 
 
@@ -183,6 +175,5 @@ def _add_boolean_masks(graph: fx.Graph) -> int:
                 made = insert_call(graph, _aten.to.dtype, (where, query.dtype), replaces=[mask])
             numbers[mask, query.dtype, hidden] = made
         found += change_call(node, attn_mask=made)
-    for made in numbers.values():
-        erase_unused(graph, ancestors(made))
+    erase_unused(*numbers.values())
     return found

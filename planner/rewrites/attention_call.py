@@ -8,27 +8,16 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fuseplan.planner.rewrites.trace_edit import change_arguments
+from fuseplan.planner.rewrites.trace_edit import arguments_of, change_arguments, schema_of
 from fuseplan.search.errors import OWN_FAULTS
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
-_DEFAULTS: dict[str, Any] = {
-    "query": None, "key": None, "value": None, "attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None,
-    "enable_gqa": False,
-}
-#: What stands after the star in the schema.
-_KEYWORDS = frozenset({"scale", "enable_gqa"})
 #: PyTorch's number for what is masked, where cuDNN computes attention: finite (attention.cpp,
 #: ``convert_boolean_attn_mask_cudnn``) until pytorch#177868, minus infinity since. It matters where all is masked.
 _FINITE_BEFORE = "2.12"
 _FINITE = -65504.0
 #: Backends of PyTorch's attention on CUDA, by their numbers in its order of preference.
 _BACKENDS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
-
-
-def arguments_of(node: fx.Node) -> dict[str, Any]:
-    """Every argument of an attention call by its name, with the schema's defaults."""
-    return _DEFAULTS | dict(zip(_DEFAULTS, node.args, strict=False)) | dict(node.kwargs)
 
 
 def change_call(node: fx.Node, **changes: Any) -> bool:
@@ -38,10 +27,7 @@ def change_call(node: fx.Node, **changes: Any) -> bool:
     Where sizes are symbols and the result lies as before for the sizes seen, its fake value stays: PyTorch's choice of
     a back end would tie the graph to them.
     """
-    given = arguments_of(node) | changes
-    args = tuple(given[name] for name in _DEFAULTS if name not in _KEYWORDS)
-    # Not by equality: a scale of zero equals False, but is no default.
-    kwargs = {name: given[name] for name in _DEFAULTS if name in _KEYWORDS and given[name] is not _DEFAULTS[name]}
+    args, kwargs = _split(arguments_of(node) | changes)
     before, after = fake_arguments(node), fake_arguments(node, **changes)
     tensors = [one for one in after.values() if isinstance(one, FakeTensor)]
     is_dynamic = any(isinstance(size, torch.SymInt) for one in tensors for size in (*one.shape, *one.stride()))
@@ -53,21 +39,28 @@ def change_call(node: fx.Node, **changes: Any) -> bool:
 
 def _layout_as_seen(arguments: dict[str, Any]) -> tuple[tuple[int, ...], ...] | None:
     """Shape and strides of a call's result for the sizes seen; None where the call is refused."""
-    seen = {name: _as_seen(one) for name, one in arguments.items()}
-    keywords = {name: seen.pop(name) for name in _KEYWORDS}
+    args, kwargs = _split({name: _as_seen(one) for name, one in arguments.items()})
     try:
-        with torch.no_grad(), seen["query"].fake_mode:
-            result = ATTENTION(*seen.values(), **keywords)
+        with torch.no_grad(), args[0].fake_mode:
+            result = ATTENTION(*args, **kwargs)
     except Exception as error:  # an op may refuse operands for any reason
         OWN_FAULTS.tolerate(error)
         return None
     return tuple(result.shape), tuple(result.stride())
 
 
+def _split(arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments as they are handed over: by position, and by keyword those that are not the default."""
+    args = tuple(arguments[one.name] for one in schema_of(ATTENTION) if not one.kwarg_only)
+    # Not by equality: a scale of zero equals False, but is no default.
+    return args, {one.name: arguments[one.name] for one in schema_of(ATTENTION)
+                  if one.kwarg_only and arguments[one.name] is not one.default_value}
+
+
 def chosen_backend(arguments: dict[str, Any]) -> str:
     """What PyTorch computes a call with on this CUDA device: ``"cudnn"``, ``"flash"``, ``"efficient"`` or ``"math"``.
 
-    The arguments are :func:`arguments_of` a call, with fake tensors in the place of nodes.
+    The arguments are :func:`fake_arguments` of a call.
 
     PyTorch settles its order of preference when attention is first called, which a trace of attention has done. Sizes
     that are symbols are asked about as they were seen: the answer would tie the graph to them.
@@ -84,7 +77,7 @@ def can_use(backend: str, arguments: dict[str, Any]) -> bool:
     """Whether PyTorch says that a back end can run a call on this CUDA device; the arguments as above."""
     from torch.backends import cuda
 
-    params = cuda.SDPAParams(*(_as_seen(arguments[name]) for name in _DEFAULTS if name != "scale"))
+    params = cuda.SDPAParams(*(_as_seen(arguments[one.name]) for one in schema_of(ATTENTION) if one.name != "scale"))
     return bool(getattr(cuda, f"can_use_{backend}_attention")(params))
 
 
@@ -101,10 +94,7 @@ def _as_seen(argument: Any) -> Any:
 
 
 def masked_number(arguments: dict[str, Any]) -> float:
-    """The number that PyTorch itself would add where a boolean mask is false; rows of nothing else depend on it.
-
-    The arguments are as :func:`chosen_backend` takes them.
-    """
+    """The number that PyTorch itself would add where a boolean mask is false; rows of nothing else depend on it."""
     is_finite = torch.__version__ < _FINITE_BEFORE and chosen_backend(arguments) == "cudnn"
     return _FINITE if is_finite else -torch.inf
 

@@ -22,14 +22,13 @@ from torch import fx
 from fuseplan.costmodel.devices import KINDS, is_cpu, is_gpu
 from fuseplan.planner.rewrites.attention_call import (
     ATTENTION,
-    arguments_of,
     change_call,
     chosen_backend,
     fake_arguments,
     masked_number,
 )
 from fuseplan.planner.rewrites.trace_edit import (
-    ancestors,
+    arguments_of,
     between,
     change_arguments,
     erase_unused,
@@ -50,11 +49,11 @@ MEASURED = frozenset(filter(is_cpu, KINDS))
 class SharedHeads(NamedTuple):
     """A key or value that groups of query heads share: before it is repeated, ``[batch, kv, length, width]``.
 
-    From ``copied``, the node that copies it, to attention its memory must not change; None where nothing does.
+    From ``copied``, the node that copies it, to attention its memory must not change.
     """
 
     base: fx.Node
-    copied: fx.Node | None
+    copied: fx.Node
 
 
 def fold_grouped_queries(module: fx.GraphModule, wanted: bool | None = None) -> int:
@@ -66,19 +65,19 @@ def fold_grouped_queries(module: fx.GraphModule, wanted: bool | None = None) -> 
         return 0
     found = 0
     for node in list(module.graph.find_nodes(op="call_function", target=ATTENTION)):
-        if is_gpu(trace_device(node)) and _share(module.graph, node):
+        if is_gpu(trace_device(node)) and _share(node):
             found += 1
         elif wanted or trace_device(node) in MEASURED:
             found += _fold(module.graph, node)
     return found
 
 
-def _share(graph: fx.Graph, node: fx.Node) -> bool:
+def _share(node: fx.Node) -> bool:
     """Ask for ``enable_gqa`` instead of copies, where a fused back end then runs the plain op."""
     call = arguments_of(node)
     if call["enable_gqa"]:
         return False
-    key, value = shared_heads(call["key"], False), shared_heads(call["value"], False)
+    key, value = shared_heads(call["key"]), shared_heads(call["value"])
     if key is None or value is None or _written_between((key, value), node):
         return False
     query, keys, values = (sizes_of(one) for one in (call["query"], key.base, value.base))
@@ -97,8 +96,7 @@ def _share(graph: fx.Graph, node: fx.Node) -> bool:
         return False
     if not change_call(node, **shared):
         return False
-    for copied in dict.fromkeys((call["key"], call["value"])):
-        erase_unused(graph, ancestors(copied))
+    erase_unused(call["key"], call["value"])
     return True
 
 
@@ -114,10 +112,11 @@ def _fold(graph: fx.Graph, node: fx.Node) -> bool:
     rows = () if mask is None else sizes_of(mask)
     if rows is None or (mask is not None and not 2 <= len(rows) <= 4) or any(size != 1 for size in rows[-3:-1]):
         return False  # heads have masks of their own
-    shared = [shared_heads(call[name], bool(call["enable_gqa"])) for name in ("key", "value")]
+    operands = call["key"], call["value"]
+    shared = [SharedHeads(one, node) if call["enable_gqa"] else shared_heads(one) for one in operands]
     key, value = (one.base if one is not None else None for one in shared)
     key_sizes, value_sizes = sizes_of(key), sizes_of(value)
-    if key is None or value is None or key_sizes is None or value_sizes is None:
+    if key_sizes is None or value_sizes is None or not len(key_sizes) == len(value_sizes) == 4:
         return False
     if key_sizes[:2] != value_sizes[:2] or key_sizes[0] != sizes[0]:
         return False
@@ -135,14 +134,12 @@ def _fold(graph: fx.Graph, node: fx.Node) -> bool:
         together = insert_call(graph, ATTENTION, (folded, key, value, mask), scale, [node])
         apart = insert_call(graph, _aten.reshape.default, (together, result), replaces=[node])
     if not put_in_place(apart, node):
-        erase_unused(graph, (folded, together, apart))
+        erase_unused(apart)
         return False
     for user in list(apart.users):
         if user.target is _aten.reshape.default and _is_merely_read(apart):  # of a reshape: one does
             change_arguments(user, (together, *user.args[1:]), dict(user.kwargs))
-    # One node may be both.
-    for one in dict.fromkeys((call["key"], call["value"], apart)):
-        erase_unused(graph, ancestors(one))
+    erase_unused(*operands, apart)
     return True
 
 
@@ -155,43 +152,34 @@ def _is_merely_read(node: fx.Node) -> bool:
     return not shares_memory(output, readers) and not any(may_write(one, readers) for one in between(node, output))
 
 
-def shared_heads(node: Any, grouped: bool) -> SharedHeads | None:
+def shared_heads(node: Any) -> SharedHeads | None:
     """What a key or value is a repetition of: ``repeat_interleave`` over heads, or a new dimension that is expanded
-    and merged; with ``grouped`` the node itself."""
+    and merged."""
     sizes = sizes_of(node)
     if sizes is None or len(sizes) != 4:
         return None
-    if grouped:
-        return SharedHeads(node, None)
     if node.target is _aten.repeat_interleave.self_int:
-        call = dict(zip(("self", "repeats", "dim"), node.args, strict=False)) | dict(node.kwargs)
-        times, short = call["repeats"], sizes_of(call["self"])
-        if not isinstance(times, int) or short is None or call.get("dim") not in (1, -3):
+        call = arguments_of(node)
+        base, times = call["self"], call["repeats"]
+        if not isinstance(times, int) or call["dim"] not in (1, -3):
             return None
-        if sizes == (short[0], short[1] * times, *short[2:]):
-            return SharedHeads(call["self"], node)
-        return None
-    if not _merges(node) or not isinstance(expand := node.args[0], fx.Node):
-        return None
-    wide = sizes_of(expand)
-    if expand.target is not _aten.expand.default or wide is None or len(wide) != 5:
-        return None
-    insert = _whole(expand.args[0])
-    if not isinstance(insert, fx.Node) or insert.target is not _aten.unsqueeze.default:
-        return None
-    base = insert.args[0]
-    batch, heads, times, length, width = wide
-    if not isinstance(base, fx.Node) or sizes_of(base) != (batch, heads, length, width):
-        return None
-    if sizes_of(insert) != (batch, heads, 1, length, width) or sizes != (batch, heads * times, length, width):
-        return None
-    return SharedHeads(base, node)
+        short = sizes_of(base)
+    else:
+        expand = _operand(node, _aten.reshape.default, _aten.view.default, _aten._unsafe_view.default)
+        insert = _whole(_operand(expand, _aten.expand.default))
+        base, wide = _operand(insert, _aten.unsqueeze.default), sizes_of(expand)
+        if base is None or wide is None or len(wide) != 5:
+            return None
+        batch, heads, times, *rest = wide
+        short = batch, heads, *rest
+        if sizes_of(base) != short or sizes_of(insert) != (batch, heads, 1, *rest):
+            return None
+    return SharedHeads(base, node) if short and sizes == (short[0], short[1] * times, *short[2:]) else None
 
 
-def _merges(node: fx.Node) -> bool:
-    """Whether a call gives its operand's elements another shape, which it names."""
-    target = node.target
-    return target is _aten.reshape.default or target is _aten.view.default or target is _aten._unsafe_view.default
+def _operand(node: Any, *targets: Any) -> Any:
+    """The first operand of a call of one of some ops; None of others."""
+    return node.args[0] if isinstance(node, fx.Node) and node.target in targets else None
 
 
 def _whole(node: Any) -> Any:
@@ -203,7 +191,4 @@ def _whole(node: Any) -> Any:
 
 def _written_between(read: Iterable[SharedHeads | None], node: fx.Node) -> bool:
     """Whether something may write to a key or value, or to its copy, after it was copied and before attention."""
-    return any(
-        may_write(call, [one.base, one.copied])
-        for one in read if one is not None and one.copied is not None for call in between(one.copied, node)
-    )
+    return any(may_write(call, one) for one in read if one is not None for call in between(one.copied, node))

@@ -19,6 +19,7 @@ from torch import fx
 from fuseplan.planner.graph.merged_linear import MERGED
 from fuseplan.planner.ops.table import op_of
 from fuseplan.planner.rewrites.trace_edit import (
+    arguments_of,
     between,
     erase_unused,
     follow,
@@ -96,15 +97,10 @@ def _runs(graph: fx.Graph) -> Iterator[list[_Linear]]:
     Of linear ops on both sides of one, results would be kept until the last is read.
     """
     anchors = [node for node in graph.nodes if node.op == "call_function" and op_of(str(node.target)).is_anchor]
-    for _, nodes in groupby(anchors, lambda node: node.args[0] if node.target is _LINEAR else node):
-        run = [_linear_of(node) for node in nodes]
-        if len(run) > 1:
-            yield run
-
-
-def _linear_of(node: fx.Node) -> _Linear:
-    given: dict[str, Any] = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | dict(node.kwargs)
-    return _Linear(node, given["input"], given["weight"], given.get("bias"))
+    for _, run in groupby(anchors, lambda node: node.args[0] if node.target is _LINEAR else node):
+        nodes = list(run)
+        if len(nodes) > 1:
+            yield [_Linear(node, *arguments_of(node).values()) for node in nodes]
 
 
 def _why_unfit(one: _Linear, places: Collection[fx.Node]) -> str | None:
@@ -150,7 +146,7 @@ def _merge(graph: fx.Graph, site: Sequence[_Linear], places: Mapping[fx.Node, in
         reason = pack([places[one] for one in weights], [places[one] for one in biases])
     if reason is not None:
         set_values(before)
-        erase_unused(graph, made)
+        erase_unused(*made[1:])
         return reason
     for one, part in zip(site, made[1:], strict=True):
         one.node.replace_all_uses_with(part)

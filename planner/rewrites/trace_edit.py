@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,10 +41,8 @@ def fake_tensors(node: fx.Node) -> list[torch.Tensor]:
 
 def static_sizes(node: Any) -> tuple[int, ...] | None:
     """The shape of a node's tensor, None where it has none or where a size is dynamic."""
-    value = value_of(node)
-    if value is None or not all(type(size) is int for size in value.shape):
-        return None
-    return tuple(value.shape)
+    sizes = sizes_of(node)
+    return sizes if sizes is not None and all(type(size) is int for size in sizes) else None
 
 
 def sizes_of(node: Any) -> tuple[Any, ...] | None:
@@ -98,7 +97,6 @@ def change_arguments(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def set_values(values: Mapping[fx.Node, Any]) -> None:
-    """Give nodes their fake values."""
     for node, value in values.items():
         node.meta["val"] = value
 
@@ -222,12 +220,22 @@ def is_written(argument: torch._C.Argument) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
+@cache
+def schema_of(target: Any) -> tuple[torch._C.Argument, ...]:
+    """The arguments of an op."""
+    return tuple(target._schema.arguments)
+
+
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """Every argument of an op's call by its name, in the order and with the defaults of the schema."""
+    defaults = {argument.name: argument.default_value for argument in schema_of(node.target)}
+    return defaults | dict(zip(defaults, node.args, strict=False)) | dict(node.kwargs)
+
+
 def operands_where(node: fx.Node, wanted: Callable[[torch._C.Argument], bool]) -> list[fx.Node]:
     """The operands of an op's call whose arguments in the schema are ``wanted``."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    arguments = node.target._schema.arguments
-    given = {argument.name: value for argument, value in zip(arguments, node.args, strict=False)} | dict(node.kwargs)
-    values = [given.get(argument.name) for argument in arguments if wanted(argument)]
+    given = arguments_of(node)
+    values = [given[argument.name] for argument in schema_of(node.target) if wanted(argument)]
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, fx.Node)]
 
 
@@ -250,22 +258,22 @@ def ancestors(node: fx.Node) -> list[fx.Node]:
     return [one for one in node.graph.nodes if one in seen]
 
 
-def erase_unused(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
-    """Erase those of the given nodes, listed in the order of the graph, that nothing reads any more."""
-    for node in reversed(list(nodes)):
-        if not node.users and node.op == "call_function" and is_pure(node.target):
-            graph.erase_node(node)
+def erase_unused(*nodes: fx.Node) -> None:
+    """Erase nodes that nothing reads any more, and then what only they were computed from."""
+    for one in (one for node in nodes for one in reversed(ancestors(node))):
+        if not one.users and one.op == "call_function" and is_pure(one.target):
+            one.graph.erase_node(one)
 
 
 def between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
-    """The nodes after ``first`` and before ``last``."""
-    node = first.next
+    """The nodes after ``first`` and before ``last``; none if they are one."""
+    node = first if first is last else first.next
     while node is not last:
         yield node
         node = node.next
 
 
-def may_write(node: fx.Node, tensors: Iterable[fx.Node]) -> bool:
+def may_write(node: fx.Node, tensors: Iterable[Any]) -> bool:
     """Whether a node may write to the memory of one of ``tensors``: an unknown call always may."""
     if node.op != "call_function" or is_pure(node.target) or node.target in _HARMLESS:
         return False
@@ -276,7 +284,7 @@ def may_write(node: fx.Node, tensors: Iterable[fx.Node]) -> bool:
     return not (is_number and getattr(node.target, "__module__", "") in ("_operator", "math", "torch"))
 
 
-def shares_memory(node: fx.Node, tensors: Iterable[fx.Node]) -> bool:
+def shares_memory(node: fx.Node, tensors: Iterable[Any]) -> bool:
     """Whether a node reads the memory of one of ``tensors``, itself or a view of it."""
     kept, read = ({_storage(value) for one in nodes if (value := value_of(one)) is not None}
                   for nodes in (tensors, node.all_input_nodes))

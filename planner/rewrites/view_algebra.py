@@ -15,7 +15,7 @@ from typing import TypeAlias
 import torch
 from torch import fx
 
-from fuseplan.planner.rewrites.trace_edit import is_pure, static_sizes, value_of
+from fuseplan.planner.rewrites.trace_edit import arguments_of, is_pure, static_sizes, value_of
 from fuseplan.search.errors import OWN_FAULTS
 
 _aten = torch.ops.aten
@@ -53,8 +53,8 @@ class ElementMap:
         return self._viewed(node)
 
     def _repeated(self, node: fx.Node) -> ElementMap | None:
-        call = dict(zip(("self", "repeats", "dim"), node.args, strict=False)) | dict(node.kwargs)
-        times, dim = call["repeats"], call.get("dim")
+        call = arguments_of(node)
+        times, dim = call["repeats"], call["dim"]
         if not isinstance(times, int) or not isinstance(dim, int):
             return None
         dims = list(self.dims)

@@ -13,7 +13,8 @@ from torch import fx
 from fuseplan.planner.capture.trace import trace_predispatch
 from fuseplan.planner.rewrites import attention, attention_call, grouped_queries
 from fuseplan.planner.rewrites.attention import AttentionRewrites, rewrite_attention
-from fuseplan.planner.rewrites.attention_call import ATTENTION, arguments_of
+from fuseplan.planner.rewrites.attention_call import ATTENTION
+from fuseplan.planner.rewrites.trace_edit import arguments_of
 
 Function = Callable[..., Any]
 

@@ -1,0 +1,248 @@
+"""Attention of one query position over a cache as one op, which a kernel of ours computes where the cache lies.
+
+A model in plain PyTorch gathers the pages of each sequence by its block table (``key_pages[block_table]``), puts them
+one after another, and calls attention on that copy. The op reads the pages themselves
+(:mod:`~fuseplan.planner.graph.decode_attention`).
+
+PyTorch's attention has no argument for a cap (Gemma 2), so models write ``softmax(cap * tanh(q @ k.T * scale / cap) +
+mask) @ v``: a handful of small kernels, and copies of keys and values for every query head that shares them. Such a
+chain becomes the op, too. Without a cap it stays as it is: PyTorch's attention gives zeros where all keys are masked by
+minus infinity, and the chain NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fuseplan.costmodel.devices import for_gpu
+from fuseplan.planner.graph.decode_attention import DECODE_ATTENTION
+from fuseplan.planner.rewrites.attention_call import ATTENTION
+from fuseplan.planner.rewrites.grouped_queries import shared_heads
+from fuseplan.planner.rewrites.paged_cache import GatheredPages, gathered_pages, has_same_table, in_order, viewed
+from fuseplan.planner.rewrites.trace_edit import (
+    arguments_of,
+    between,
+    erase_unused,
+    insert_call,
+    may_write,
+    put_in_place,
+    static_sizes,
+    trace_device,
+    value_of,
+)
+
+_aten = torch.ops.aten
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class _Decode:
+    """``softmax(cap * tanh(scale * query @ key.T / cap) + mask) @ value``, or the same without a cap.
+
+    Attributes:
+        nodes: The calls that compute it, the last one last.
+        key_reader: The call that reads the key; the last one reads the value.
+        numbers: ``scale`` and ``cap``, where they are given.
+        is_shared: Whether groups of query heads may read one head of keys and values.
+    """
+
+    nodes: Sequence[fx.Node]
+    query: Any
+    key: Any
+    key_reader: fx.Node
+    value: Any
+    mask: Any
+    numbers: Mapping[str, float]
+    is_shared: bool = False
+
+    @property
+    def is_capped(self) -> bool:
+        return "cap" in self.numbers
+
+
+@dataclass(frozen=True)
+class _Cache:
+    """What keys or values are in: ``[batch, heads, length, width]``, or pages.
+
+    Attributes:
+        read: The call that copies them for attention, and what else it gets them by: nothing may write to that
+            afterwards, nor to the cache.
+    """
+
+    held: fx.Node
+    heads: int
+    read: tuple[fx.Node, ...]
+    pages: GatheredPages | None = None
+
+
+def read_pages(module: fx.GraphModule, wanted: bool | None = None) -> int:
+    """Let attention of one query position read pages in the place of gathered copies; how many calls there were.
+
+    Every node of the trace carries its fake value in ``meta["val"]``. ``wanted`` is None where it is done on devices
+    for which there is a kernel.
+    """
+    return _replaced(module, ATTENTION, _called, wanted)
+
+
+def cap_scores(module: fx.GraphModule, wanted: bool | None = None) -> int:
+    """Make one op of every chain of capped attention of one query position; how many there were. As above."""
+    return _replaced(module, _aten.matmul.default, _chain, wanted)
+
+
+def _replaced(
+    module: fx.GraphModule, target: Any, found: Callable[[fx.Node], _Decode | None], wanted: bool | None
+) -> int:
+    count = 0
+    for node in list(module.graph.find_nodes(op="call_function", target=target)):
+        if wanted or (wanted is None and for_gpu(trace_device(node))):
+            decode = found(node)
+            count += decode is not None and _replace(decode)
+    return count
+
+
+def _called(node: fx.Node) -> _Decode | None:
+    """What a call of PyTorch's attention computes."""
+    call = arguments_of(node)
+    scale = call["scale"]
+    is_positive = scale is None or (isinstance(scale, int | float) and 0 < scale < math.inf)
+    if call["dropout_p"] != 0.0 or call["is_causal"] or not is_positive:
+        return None
+    numbers = {} if scale is None else {"scale": scale}
+    query, key, value, mask = (call[name] for name in ("query", "key", "value", "attn_mask"))
+    return _Decode([node], query, key, node, value, mask, numbers, bool(call["enable_gqa"]))
+
+
+def _chain(last: fx.Node) -> _Decode | None:
+    """The chain that ends in a matmul, if nothing else reads what it computes on the way."""
+    nodes = [last]
+
+    def step(*targets: Any) -> fx.Node | None:
+        """The call that the node before reads first, if it is one of some ops and nothing else reads it."""
+        source = nodes[-1].args[0]
+        if not isinstance(source, fx.Node) or source.target not in targets or list(source.users) != [nodes[-1]]:
+            return None
+        nodes.append(source)
+        return source
+
+    while (moved := step(_aten.dropout.default, _aten.to.dtype)) is not None:
+        if moved.target is _aten.dropout.default and moved.args[1] != 0.0 and moved.args[2]:
+            return None
+    softmax = step(_aten.softmax.int)
+    if softmax is None or softmax.args[1] not in (-1, 3) or not _is_rounded_once(nodes):
+        return None
+    added = step(_aten.add.Tensor)
+    mask = None if added is None else added.args[1]
+    if added is not None and (added.kwargs.get("alpha", 1) != 1 or not isinstance(mask, fx.Node)):
+        return None
+    cap, tanh = _factor(step(_aten.mul.Tensor)), step(_aten.tanh.default)
+    factor = _factor(step(_aten.div.Tensor, _aten.mul.Tensor))
+    if cap is None or tanh is None or factor is None or not math.isclose(cap * factor, 1.0, rel_tol=1e-6):
+        return None
+    scaled, first = step(_aten.mul.Tensor, _aten.div.Tensor), step(_aten.matmul.default)
+    scale = 1.0 if scaled is None else _factor(scaled)
+    if first is None or scale is None:
+        return None
+    query, across = first.args[:2]
+    if not isinstance(across, fx.Node) or across.target is not _aten.transpose.int:
+        return None
+    key, *dims = across.args
+    if {dim % 4 for dim in dims} != {2, 3}:  # type: ignore[operator]
+        return None
+    return _Decode(nodes[::-1], query, key, across, last.args[1], mask, {"scale": scale, "cap": cap})
+
+
+def _is_rounded_once(nodes: list[fx.Node]) -> bool:
+    """Whether weights are rounded to the type that they are multiplied in, and to no other, after the softmax."""
+    last, *moved, softmax = nodes
+    types = [one.dtype for node in (*moved, last) if (one := value_of(node)) is not None]
+    whole = value_of(softmax)
+    return whole is not None and set(types) <= {types[-1], whole.dtype} and whole.dtype in (torch.float32, types[-1])
+
+
+def _factor(node: fx.Node | None) -> float | None:
+    """The number that a product or quotient multiplies by; None where it is no positive number."""
+    number = node.args[1] if node is not None and isinstance(node.args[0], fx.Node) else None
+    if node is None or not isinstance(number, int | float) or isinstance(number, bool) or not 0 < number < math.inf:
+        return None
+    found = float(number) if node.target is _aten.mul.Tensor else 1.0 / number
+    return found if 0 < found < math.inf else None
+
+
+def _replace(decode: _Decode) -> bool:
+    """Put one op in the place of the calls, if the program stays the same."""
+    last, query, sizes = decode.nodes[-1], static_sizes(decode.query), static_sizes(decode.key)
+    if query is None or sizes is None or len(query) != 4 or len(sizes) != 4 or query[2] != 1 or 0 in sizes:
+        return False
+    batch, heads, length, width = sizes
+    if static_sizes(decode.value) != sizes or (query[0], query[3]) != (batch, width):
+        return False
+    if query[1] != heads and (not decode.is_shared or query[1] % heads):
+        return False
+    operands = [value_of(one) for one in (decode.query, decode.key, decode.value, last)]
+    types, mask = {one.dtype for one in operands if one is not None}, value_of(decode.mask)
+    if len(types) != 1 or not _fits_scores(decode.mask, (batch, query[1], 1, length)):
+        return False
+    if decode.is_capped and (types.isdisjoint(_FLOATS) or (mask is not None and not mask.is_floating_point())):
+        return False
+    key, value = _cache(decode.key, decode.key_reader), _cache(decode.value, last)
+    if key is None or value is None or key.heads != value.heads or not _is_unchanged(decode, key, value):
+        return False
+    return _put(decode, key, value, (batch, length))
+
+
+def _cache(node: fx.Node, reader: fx.Node) -> _Cache | None:
+    """What a key or value that ``reader`` reads is a copy of."""
+    if (pages := gathered_pages(node, reader)) is not None:
+        return _Cache(pages.pages, pages.sizes[0], (*pages.path, pages.table), pages)
+    held, copied = shared_heads(node) or (node, reader)
+    sizes = static_sizes(held)
+    return None if sizes is None else _Cache(held, sizes[1], (copied,))
+
+
+def _is_unchanged(decode: _Decode, key: _Cache, value: _Cache) -> bool:
+    """Whether all that was read on the way to the last call is there what it was, and what is read there is one cache:
+    pages that one table lists, or two tensors, which only a chain does not read by itself.
+    """
+    if key.pages is not None and value.pages is not None:
+        if not has_same_table(key.pages, value.pages):
+            return False
+    elif key.pages is not value.pages or not decode.is_capped:
+        return False
+    read = [(one.read, [one.held]) for one in (key, value)] + [(decode.nodes, [decode.query, decode.mask])]
+    last = decode.nodes[-1]
+    return not any(may_write(one, [*calls, *more]) for calls, more in read for one in between(calls[0], last))
+
+
+def _put(decode: _Decode, key: _Cache, value: _Cache, sizes: tuple[int, int]) -> bool:
+    """``sizes``: sequences, and keys of each."""
+    last, numbers = decode.nodes[-1], dict[str, Any](decode.numbers)
+    graph, unread, made = last.graph, last.all_input_nodes, None
+    given: list[fx.Node | None] = [key.held, value.held]
+    table = None
+    with graph.inserting_before(last):
+        if key.pages is not None and value.pages is not None:
+            table = viewed(graph, key.pages.table, (sizes[0], sizes[1] // key.pages.sizes[1]))
+            given = [in_order(graph, key.pages), in_order(graph, value.pages), table]
+            numbers |= {} if key.pages.wraps else {"wraps": False}
+        if None not in given:
+            made = insert_call(graph, DECODE_ATTENTION, (decode.query, *given[:2], table, decode.mask), numbers,
+                               decode.nodes)
+    done = made is not None and put_in_place(made, last)
+    erase_unused(*(unread if done else [one for one in (*given, made) if one is not None]))
+    return done
+
+
+def _fits_scores(mask: Any, scores: Sequence[int]) -> bool:
+    """Whether a mask says something of each score, and no more is broadcast than batches and heads."""
+    if mask is None:
+        return True
+    sizes = static_sizes(mask)
+    if sizes is None or not 2 <= len(sizes) <= 4 or sizes[-1] != scores[-1]:
+        return False
+    return all(own in (1, its) for own, its in zip(sizes, scores[-len(sizes) :], strict=True))

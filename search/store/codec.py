@@ -68,8 +68,7 @@ def from_data(cls: type[T], data: Any) -> T:
     try:
         value: T = _decoder(kind)(data)
     except ValueError as error:
-        reasons = "; ".join(f"{cls.__name__}{where}: {reason}" for where, reason in _reasons(error))
-        raise RecordError(plain(reasons)) from None
+        raise RecordError(plain(str(_inside(cls.__name__, error)))) from None
     return value
 
 
@@ -108,19 +107,11 @@ def checksum(text: str) -> str:
 
 
 class _Misfit(ValueError):
-    """Data that does not fit its type: where below the record, and why; several where a union offers a choice."""
-
-    def __init__(self, reasons: list[tuple[str, str]]) -> None:
-        super().__init__()
-        self.reasons = reasons
-
-
-def _reasons(error: ValueError) -> list[tuple[str, str]]:
-    return error.reasons if isinstance(error, _Misfit) else [("", str(error))]
+    """Data that does not fit its type: where below the record, and why (``.config.tile: expected int, found 'x'``)."""
 
 
 def _inside(where: str, error: ValueError) -> _Misfit:
-    return _Misfit([(where + path, reason) for path, reason in _reasons(error)])
+    return _Misfit(f"{where}{error}" if isinstance(error, _Misfit) else f"{where}: {error}")
 
 
 @functools.cache
@@ -206,13 +197,13 @@ def _items(decoders: list[_Decoder], repeated: bool, data: Any) -> tuple[Any, ..
 def _one_of_kinds(decoders: list[_Decoder], kinds: tuple[Any, ...], data: Any) -> Any:
     if data is None and type(None) in kinds:
         return None
-    reasons: list[tuple[str, str]] = []
+    reasons = []
     for decode in decoders:
         try:
             return decode(data)
         except ValueError as error:
-            reasons += _reasons(error)
-    raise _Misfit(reasons)
+            reasons.append(error)
+    raise reasons[0] if len(reasons) == 1 else ValueError("; ".join(map(str, reasons)))
 
 
 def _limited(decode: _Decoder, kind: Any, limit: Limit, data: Any) -> Any:

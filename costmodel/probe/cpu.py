@@ -17,13 +17,7 @@ import torch
 from fuseplan.costmodel.device import CallTimes
 from fuseplan.costmodel.identity import DeviceIdentity
 from fuseplan.costmodel.probe.fit import RateTiming, StreamTiming
-from fuseplan.costmodel.probe.measurements import (
-    Measurements,
-    ProbeListener,
-    stream_sizes,
-    time_host_calls,
-    time_streams,
-)
+from fuseplan.costmodel.probe.measurements import Measurements, stream_sizes, time_host_calls, time_streams
 from fuseplan.costmodel.probe.timing import CallTimer, HostCallTimer, TimeBudget, TimedCall, Timing, time_calls
 from fuseplan.costmodel.probe.yardstick import processor_yardstick
 
@@ -51,7 +45,7 @@ _SPECIAL_FLOPS: dict[Callable[..., torch.Tensor], float] = {
 
 
 def measure_cpu(
-    identity: DeviceIdentity, quick: bool, progress: ProbeListener, kernel_call: TimedCall | None, budget: TimeBudget
+    identity: DeviceIdentity, quick: bool, kernel_call: TimedCall | None, budget: TimeBudget
 ) -> Measurements:
     """Time everything a CPU spec needs, with all of PyTorch's threads (and once with one).
 
@@ -61,26 +55,25 @@ def measure_cpu(
     timer = _timer(sample_us=500.0 if quick else 2000.0, repeats=9 if quick else 25)
     largest_bytes = _largest_bytes(identity)
     ratio = 2.0 if quick else 2.0**0.5
-    step = partial(budget.step, progress)
-    eager, kernel, view = time_host_calls("cpu", timer, kernel_call, *step(0.0, 0.05, 0.05, "launch latency"))
+    eager, kernel, view = time_host_calls("cpu", timer, kernel_call, budget.step(0.0, 0.05, 0.05, "launch latency"))
     calls_timer = _timer(sample_us=100.0 if quick else 500.0, repeats=5 if quick else 15)
     calls = time_aten_calls(calls_timer, identity.cores, budget.part(0.15, "ATen calls"))
-    rates = _rates(identity, quick, *step(0.05, 0.25, 0.15, "arithmetic"), timer)
+    rates = _rates(identity, quick, budget.step(0.05, 0.25, 0.15, "arithmetic"), timer)
     thread_streams: list[StreamTiming] = []
     if identity.cores > 1:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            single = _rates(identity, quick, *step(0.25, 0.4, 0.15, "arithmetic, one thread"), timer)
+            single = _rates(identity, quick, budget.step(0.25, 0.4, 0.15, "arithmetic, one thread"), timer)
             thread_streams = time_streams(
                 stream_sizes(largest_bytes // 4, ratio * ratio), _PATTERNS, "cpu", timer,
-                *step(0.4, 0.5, 0.2, "memory bandwidth, one thread"),
+                budget.step(0.4, 0.5, 0.2, "memory bandwidth, one thread"),
             )
         finally:
             torch.set_num_threads(threads)
         rates += _from_one_thread(single, identity.cores)
     streams = time_streams(
-        stream_sizes(largest_bytes, ratio), _PATTERNS, "cpu", timer, *step(0.5, 1.0, 1.0, "memory bandwidth")
+        stream_sizes(largest_bytes, ratio), _PATTERNS, "cpu", timer, budget.step(0.5, 1.0, 1.0, "memory bandwidth")
     )
     return Measurements(streams, eager, rates, thread_streams, kernel, view=view, calls=calls)
 
@@ -106,10 +99,8 @@ def _from_one_thread(single: list[RateTiming], cores: int) -> list[RateTiming]:
     return single + [replace(rate, flops=rate.flops * cores, typical=False) for rate in single]
 
 
-def _rates(
-    identity: DeviceIdentity, quick: bool, progress: Callable[[float], None], budget: TimeBudget, timer: HostCallTimer
-) -> list[RateTiming]:
-    return _special_rates(identity, timer, budget.part(0.3)) + _matmul_rates(quick, progress, budget)
+def _rates(identity: DeviceIdentity, quick: bool, budget: TimeBudget, timer: HostCallTimer) -> list[RateTiming]:
+    return _special_rates(identity, timer, budget.part(0.3)) + _matmul_rates(quick, budget)
 
 
 def _special_rates(identity: DeviceIdentity, timer: HostCallTimer, budget: TimeBudget) -> list[RateTiming]:
@@ -117,14 +108,14 @@ def _special_rates(identity: DeviceIdentity, timer: HostCallTimer, budget: TimeB
     x = torch.rand(2**15 * identity.cores) + 0.5
     out = torch.empty_like(x)
     calls = {function: partial(function, x, out=out) for function in _SPECIAL_FLOPS}
-    timings = time_calls(calls, timer, budget=budget)
+    timings = time_calls(calls, timer, budget)
     return [
         RateTiming("sfu", x.numel() * _SPECIAL_FLOPS[function], timing, typical=function in (torch.exp, torch.sigmoid))
         for function, timing in timings.items()
     ]
 
 
-def _matmul_rates(quick: bool, progress: Callable[[float], None], budget: TimeBudget) -> list[RateTiming]:
+def _matmul_rates(quick: bool, budget: TimeBudget) -> list[RateTiming]:
     """Square matmuls, each type at the first size that keeps it busy (some CPUs have no fast half precision)."""
     rates: list[RateTiming] = []
     for number, (unit, dtype) in enumerate(_MATMUL_UNITS.items()):
@@ -137,7 +128,7 @@ def _matmul_rates(quick: bool, progress: Callable[[float], None], budget: TimeBu
             elementwise = unit.removesuffix("_matmul")
             rates.append(RateTiming(elementwise, flops / 2, timing))
             rates.append(RateTiming(elementwise, flops, timing, typical=False))
-        progress((number + 1) / len(_MATMUL_UNITS))
+        budget.report((number + 1) / len(_MATMUL_UNITS), budget.purpose)
     return rates
 
 

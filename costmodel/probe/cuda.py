@@ -11,13 +11,7 @@ import torch
 from fuseplan.costmodel.devices import local_architecture
 from fuseplan.costmodel.identity import DeviceIdentity
 from fuseplan.costmodel.probe.fit import RateTiming
-from fuseplan.costmodel.probe.measurements import (
-    Measurements,
-    ProbeListener,
-    stream_sizes,
-    time_host_calls,
-    time_streams,
-)
+from fuseplan.costmodel.probe.measurements import Measurements, stream_sizes, time_host_calls, time_streams
 from fuseplan.costmodel.probe.timing import GraphTimer, HostCallTimer, TimeBudget, TimedCall, time_calls
 
 _GIB = 2**30
@@ -34,22 +28,21 @@ _BLOCKS_PER_CORE = 32
 
 
 def measure_cuda(
-    identity: DeviceIdentity, quick: bool, progress: ProbeListener, kernel_call: TimedCall | None, budget: TimeBudget
+    identity: DeviceIdentity, quick: bool, kernel_call: TimedCall | None, budget: TimeBudget
 ) -> Measurements:
     """Time everything a CUDA spec needs. Allocates up to 1 GiB (or an eighth of the memory)."""
     graph_timer = GraphTimer(sample_us=1000.0 if quick else 4000.0, repeats=7 if quick else 25)
     largest_bytes = min(_GIB, identity.memory_bytes // 8)
-    step = partial(budget.step, progress)
     sizes = stream_sizes(largest_bytes, 2.0 if quick else 2.0**0.5, identity.l2_bytes)
-    streams = time_streams(sizes, _PATTERNS, _DEVICE, graph_timer, *step(0.0, 0.5, 0.5, "memory bandwidth"))
+    streams = time_streams(sizes, _PATTERNS, _DEVICE, graph_timer, budget.step(0.0, 0.5, 0.5, "memory bandwidth"))
     # A few hundred calls stay inside the launch queue, so the host never waits for the device.
     host_timer = HostCallTimer(2000.0, 7 if quick else 25, finish=torch.cuda.synchronize, max_calls=500)
-    report, launches = step(0.5, 0.6, 0.5, "launch latency")
-    eager, kernel, view = time_host_calls(_DEVICE, host_timer, kernel_call, report, launches)
-    nodes = time_calls(_node_calls(), graph_timer, budget=launches)
+    launches = budget.step(0.5, 0.6, 0.5, "launch latency")
+    eager, kernel, view = time_host_calls(_DEVICE, host_timer, kernel_call, launches)
+    nodes = time_calls(_node_calls(), graph_timer, launches.part(1.0))
     calls = {**_arithmetic_calls(identity), **_matmul_calls(_MATMUL_SIZES[quick])}
     alone = {unit: call for unit, (_, call) in calls.items()}
-    timings = time_calls(alone, graph_timer, *step(0.6, 1.0, 1.0, "arithmetic"))
+    timings = time_calls(alone, graph_timer, budget.step(0.6, 1.0, 1.0, "arithmetic"))
     rates = [RateTiming(unit, flops, timings[unit]) for unit, (flops, _) in calls.items()]
     return Measurements(
         streams, eager, rates, kernel=kernel, graph_node=nodes["empty"], overlapped_node=nodes.get("waiting"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -30,8 +30,6 @@ _PATTERN_PARTS = {"copy": 2, "neg": 2, "add": 3, "read": 1}
 #: Patterns like a fused kernel's: a library's copy may bypass the cache, which no compiled loop does; a sum writes
 #: nothing.
 _TYPICAL = ("neg", "add")
-#: Receives the fraction done (0 to 1) and what is being measured.
-ProbeListener = Callable[[float, str], None]
 
 
 @dataclass(frozen=True)
@@ -61,17 +59,17 @@ class Measurements:
 
 
 def time_host_calls(
-    device: str, timer: CallTimer, kernel_call: TimedCall | None, progress: Callable[[float], None], budget: TimeBudget
+    device: str, timer: CallTimer, kernel_call: TimedCall | None, budget: TimeBudget
 ) -> tuple[dict[int, Timing], Timing | None, Timing]:
     """What :class:`Measurements` calls ``eager``, ``kernel`` and ``view``."""
     arrays = {size: torch.rand(size // 12, device=device) for size in _EAGER_BYTES}
     eager = {size: partial(torch.ops.aten.add.Tensor, x, torch.rand_like(x)) for size, x in arrays.items()}
-    timings = time_calls(eager, timer, progress, budget.part(0.6))
+    timings = time_calls(eager, timer, budget.part(0.6))
     view = partial(torch.ops.aten.transpose.int, torch.zeros(4, 4, device=device), 0, 1)
     others: dict[str, TimedCall] = {"view": view}
     if kernel_call is not None:
         others["kernel"] = kernel_call
-    found = time_calls(others, timer, budget=budget)
+    found = time_calls(others, timer, budget)
     return timings, found.get("kernel"), found["view"]
 
 
@@ -87,8 +85,7 @@ def stream_sizes(largest_bytes: int, step: float, cache_bytes: int = 0) -> list[
 
 
 def time_streams(
-    sizes: Iterable[int], patterns: Iterable[str], device: str, timer: CallTimer, progress: Callable[[float], None],
-    budget: TimeBudget = UNLIMITED,
+    sizes: Iterable[int], patterns: Iterable[str], device: str, timer: CallTimer, budget: TimeBudget = UNLIMITED
 ) -> list[StreamTiming]:
     """Time every pattern at every size, in one buffer as large as the largest.
 
@@ -101,7 +98,7 @@ def time_streams(
     streams = [(pattern, size) for size in sizes for pattern in patterns]
     least = sum(size <= _LEAST_BYTES for _, size in streams)
     calls = {(pattern, size): _stream_call(pattern, size, buffer, total) for pattern, size in streams}
-    timings = time_calls(calls, timer, progress, budget, least)
+    timings = time_calls(calls, timer, budget, least)
     return [StreamTiming(pattern, size, timing, pattern in _TYPICAL) for (pattern, size), timing in timings.items()]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 import torch
@@ -14,8 +14,8 @@ from fuseplan.costmodel.device import DeviceSpec, Latency, LinearFit, Mode
 from fuseplan.costmodel.devices import ByDevice, is_gpu
 from fuseplan.costmodel.identity import DeviceIdentity, current_identity, current_versions
 from fuseplan.costmodel.probe.fit import bandwidth_curve, fit_launches, fit_linear, memory_fit, peaks
-from fuseplan.costmodel.probe.measurements import Measurements, ProbeListener
-from fuseplan.costmodel.probe.timing import TimeBudget, TimedCall
+from fuseplan.costmodel.probe.measurements import Measurements
+from fuseplan.costmodel.probe.timing import ProbeListener, TimeBudget, TimedCall
 
 #: Processes for each core, in the mean of a minute, from which on times are doubtful. One of them may be ours.
 _BUSY = 1.25
@@ -100,14 +100,14 @@ def probe(
     identity = current_identity(device_type)
     before = load()
     budget = budget or TimeBudget.of(_BUDGET_S.on(device_type)[quick])
-    report = progress or (lambda fraction, label: None)
+    budget = budget if progress is None else replace(budget, report=progress)
     if is_gpu(device_type):
         from fuseplan.costmodel.probe.cuda import measure_cuda as measure  # needs a GPU's libraries
     else:
         from fuseplan.costmodel.probe.cpu import measure_cpu as measure
     with torch.no_grad():
-        measured = measure(identity, quick, report, kernel_call, budget)
-    report(1.0, "done")
+        measured = measure(identity, quick, kernel_call, budget)
+    budget.report(1.0, "done")
     return assemble(identity, measured, before, budget.short)
 
 

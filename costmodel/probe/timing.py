@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TypeAlias, TypeVar
 
@@ -17,6 +17,8 @@ import torch
 TimedCall = Callable[[], object]
 #: Gives one batch of samples, in microseconds per call: at least one, and no more once so many microseconds are over.
 BatchSampler = Callable[[float], list[float]]
+#: Receives the fraction done (0 to 1) and what is being measured.
+ProbeListener = Callable[[float, str], None]
 _Key = TypeVar("_Key")
 #: How many times its even share of what is left one of several jobs may take: what short ones leave, long ones use.
 _GENEROUS = 3.0
@@ -31,7 +33,7 @@ _WARM_UP = 0.4
 
 @dataclass(frozen=True)
 class TimeBudget:
-    """Time that may be spent until a fixed moment by ``clock``.
+    """Time that may be spent until a fixed moment by ``clock``; who spends it tells ``report`` how much is done.
 
     ``short`` says in words what the time was too short for; a budget and its parts share it.
     """
@@ -40,6 +42,7 @@ class TimeBudget:
     clock: Callable[[], float] = time.monotonic
     purpose: str = ""
     short: list[str] = field(default_factory=list)
+    report: ProbeListener = lambda fraction, label: None
 
     @staticmethod
     def of(seconds: float, clock: Callable[[], float] = time.monotonic) -> TimeBudget:
@@ -53,15 +56,15 @@ class TimeBudget:
         return self.left_us() * min(1.0, _GENEROUS / jobs)
 
     def part(self, share: float, purpose: str = "") -> TimeBudget:
-        """That share of what is left, from now on."""
+        """That share of what is left, from now on, for what is too small to be reported."""
         end_s = self.clock() + share * self.left_us() * 1e-6
         return TimeBudget(end_s, self.clock, purpose or self.purpose, self.short)
 
-    def step(
-        self, progress: Callable[[float, str], None], begin: float, end: float, share: float, purpose: str
-    ) -> tuple[Callable[[float], None], TimeBudget]:
-        """What reports a step's own fraction, from ``begin`` to ``end`` of a probe, and the time the step may take."""
-        return lambda fraction: progress(begin + fraction * (end - begin), purpose), self.part(share, purpose)
+    def step(self, begin: float, end: float, share: float, purpose: str) -> TimeBudget:
+        """That share for a step, whose own fractions are reported from ``begin`` to ``end``."""
+        return replace(
+            self.part(share, purpose),
+            report=lambda fraction, label: self.report(begin + fraction * (end - begin), label))
 
     def note(self) -> None:
         """Remember that the time was too short for :attr:`purpose`."""
@@ -231,14 +234,13 @@ CallTimer: TypeAlias = HostCallTimer | GraphTimer
 
 
 def time_calls(
-    calls: Mapping[_Key, TimedCall], timer: CallTimer, progress: Callable[[float], None] | None = None,
-    budget: TimeBudget = UNLIMITED, least: int | None = None,
+    calls: Mapping[_Key, TimedCall], timer: CallTimer, budget: TimeBudget = UNLIMITED, least: int | None = None,
 ) -> dict[_Key, Timing]:
     """Time every call in two passes over all of them, and the disturbed ones in up to three passes more.
 
     A disturbance that lasts less than a pass spoils only some of a call's batches. Where the budget runs short, batches
     get smaller, passes after the first are left out, and so are the calls after the first ``least`` ones (None: all
-    are timed, with one sample each); it is noted then. ``progress`` receives what is done of the first two passes.
+    are timed, with one sample each); it is noted then. What is done of the first two passes is reported.
     """
     warm_up = budget.part(_WARM_UP)
     samplers: dict[_Key, BatchSampler] = {}
@@ -251,8 +253,7 @@ def time_calls(
         for position, (key, sampler) in enumerate(samplers.items(), start=1):
             if number == 0 or budget.left_us() > 0:
                 batches[key].append(sampler(budget.share_us((2 - number) * len(samplers) - position + 1)))
-            if progress is not None:
-                progress((number + position / len(samplers)) / 2)
+            budget.report((number + position / len(samplers)) / 2, budget.purpose)
     for _ in range(_EXTRA_PASSES):
         for key, sampler in samplers.items():
             if budget.left_us() > 0 and Timing.of(batches[key]).disturbed:

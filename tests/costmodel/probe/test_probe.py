@@ -177,7 +177,7 @@ def cuda_on_cpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeKernel]:
 
 def test_cuda_measurements_cover_every_unit(cuda_on_cpu: dict[str, FakeKernel]) -> None:
     identity = DeviceIdentity("cuda", "fake", 10, MIB, 64 * MIB)
-    measured = cuda.measure_cuda(identity, True, lambda fraction, label: None, lambda: None, UNLIMITED)
+    measured = cuda.measure_cuda(identity, True, lambda: None, UNLIMITED)
     assert {rate.unit for rate in measured.rates} == {
         "fp32", "fp64", "sfu", "fp32_matmul", "bf16_matmul", "fp16_matmul"
     }

@@ -111,9 +111,10 @@ class ScriptedTimer:
 def test_passes_interleave_and_repeat_only_what_was_disturbed() -> None:
     timer = ScriptedTimer()
     fractions: list[float] = []
+    listening = TimeBudget(math.inf, report=lambda fraction, label: fractions.append(fraction))
     calm = [[1.0], [1.0]]
     shaky = [[5.0], [2.0], [2.0], [2.0], [2.0]]
-    timings = time_calls({"calm": lambda: ("calm", calm), "shaky": lambda: ("shaky", shaky)}, timer, fractions.append)
+    timings = time_calls({"calm": lambda: ("calm", calm), "shaky": lambda: ("shaky", shaky)}, timer, listening)
     # Third pass: the even half (5, 2) still says 2 and the odd half 2, so nothing more is taken.
     assert timer.taken == ["calm", "shaky", "calm", "shaky", "shaky"]
     assert timings["calm"] == Timing(1.0, 1.0, 0.0)

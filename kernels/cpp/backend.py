@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
-
-import torch
 
 from fuseplan.kernels.cpp.config import PARAMETERS, config_space, default_settings, infeasible, run_settings
 from fuseplan.kernels.cpp.emitter import emit_cpp, prelude
@@ -73,11 +70,6 @@ class CppBackend(Backend):
     def load(self, ir: KernelIR, config: Config, target: Target) -> CppKernel:
         settings = run_settings(ir, config, target)
         return load_kernel(ir, self._build(ir, config), settings, self._compiler(), self._cache_dir)
-
-    def fused_callable(
-        self, ir: KernelIR, config: Config, target: Target
-    ) -> Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]:
-        return self.load(ir, config, target).fused
 
     def _compiler(self) -> Compiler:
         return required_compiler(self._compilers)

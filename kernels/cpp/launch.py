@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from fuseplan.kernels.ir.backend import BuildError, CompiledKernel, OutsideTable, Resources
+from fuseplan.kernels.ir.backend import NOTHING, BuildError, CompiledKernel, Layouts, OutsideTable, Resources
 from fuseplan.kernels.ir.dtypes import torch_dtype
+from fuseplan.kernels.ir.in_place import Reuse
 from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.kernels.native.build import (
     OPENMP_FUNCTIONS,
@@ -40,16 +41,19 @@ class RunSettings:
 
 
 class CppKernel(CompiledKernel):
-    """A loaded CPU kernel: ``run(*inputs, *outputs, *sizes)``; ``fused(*inputs, *sizes)`` makes the outputs.
+    """A loaded CPU kernel; calls raise :class:`~fuseplan.kernels.ir.backend.OutsideTable`.
 
-    Both raise :class:`~fuseplan.kernels.ir.backend.OutsideTable`.
+    ``call`` is the extension's ``call(*inputs, *sizes)``, which makes the outputs; None without the extension.
     """
 
-    def __init__(self, run: Callable[..., None], fused: Callable[..., Any]) -> None:
-        self.run, self.fused, self.resources = run, fused, Resources()
+    def __init__(self, run: Callable[..., None], call: Callable[..., Any] | None = None) -> None:
+        self.run, self.resources, self._call = run, Resources(), call
 
     def __call__(self, *args: torch.Tensor | int) -> None:
         self.run(*args)
+
+    def fused(self, inputs: int, layouts: Layouts, reuse: Reuse = NOTHING) -> Callable[..., Any]:
+        return self._call or super().fused(inputs, layouts, reuse)
 
 
 def load_kernel(
@@ -100,7 +104,7 @@ class _Launch(ctypes.Structure):
 def _ctypes_kernel(ir: KernelIR, library: Library, settings: RunSettings) -> CppKernel:
     """The same call path without the extension: some microseconds a call."""
     how = _Launch(settings.threads, settings.grain, settings.rows_per_task, settings.col_tile, *shared_openmp())
-    tensors, inputs, symbols = len(ir.buffers), len(ir.inputs), ir.symbols
+    tensors, symbols = len(ir.buffers), ir.symbols
     pointers, sizes = ctypes.c_void_p * (tensors + 1), ctypes.c_longlong * max(len(symbols), 1)
 
     def run(*args: torch.Tensor | int) -> None:
@@ -113,14 +117,4 @@ def _ctypes_kernel(ir: KernelIR, library: Library, settings: RunSettings) -> Cpp
         if outside.value:
             raise OutsideTable("an index is outside its table")
 
-    def fused(*args: torch.Tensor | int) -> Any:
-        values = {name: int(value) for name, value in zip(symbols, args[inputs:], strict=True)}
-        made = tuple(
-            torch.empty_strided(buffer.shape, buffer.strides, dtype=torch_dtype(buffer.dtype))
-            if buffer.over is None else args[buffer.over]
-            for buffer in ir.bind(values).outputs
-        )
-        run(*args[:inputs], *made, *args[inputs:])
-        return made[0] if len(made) == 1 else made
-
-    return CppKernel(run, fused)
+    return CppKernel(run)

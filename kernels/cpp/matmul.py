@@ -11,6 +11,7 @@ from typing import Any
 from fuseplan.kernels.cpp.emitter import prelude
 from fuseplan.kernels.cpp.launch import RunSettings, load_kernel
 from fuseplan.kernels.cpp.types import STORAGE_TYPE
+from fuseplan.kernels.ir.backend import fused_call
 from fuseplan.kernels.ir.index import row_major_strides
 from fuseplan.kernels.ir.ir import Buffer, KernelIR
 from fuseplan.kernels.native.build import build_library, default_cache_dir, required_compiler
@@ -47,8 +48,8 @@ class FewRows:
         """``call(x, w)`` or ``call(x, w, bias)``; BuildError without a compiler."""
         compiler, folder = required_compiler(), default_cache_dir()
         settings = RunSettings(threads=os.cpu_count() or 1, release_gil=True)
-        return load_kernel(self._buffers(), build_library(self.source(), compiler, folder), settings, compiler,
-                           folder).fused
+        ir, library = self._buffers(), build_library(self.source(), compiler, folder)
+        return fused_call(load_kernel(ir, library, settings, compiler, folder), ir)
 
     def _buffers(self) -> KernelIR:
         def buffer(name: str, *shape: int, is_output: bool = False) -> Buffer:

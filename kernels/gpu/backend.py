@@ -5,20 +5,21 @@ from __future__ import annotations
 import functools
 import importlib.util
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
 from fuseplan.kernels.gpu.build import KernelSpec, ModuleStore, compile_kernel
-from fuseplan.kernels.gpu.direct import OutputLayout, find_launcher
+from fuseplan.kernels.gpu.direct import find_launcher
 from fuseplan.kernels.gpu.launch import (
+    Arguments,
     Geometry,
     GpuKernel,
     InterpretedKernel,
+    Loader,
     Variant,
-    fused_call,
     interpreter_is_on,
 )
 from fuseplan.kernels.gpu.overlap import plainly
@@ -26,8 +27,7 @@ from fuseplan.kernels.gpu.scratch import ScratchKernel
 from fuseplan.kernels.gpu.targets import read_resources, toolchain
 from fuseplan.kernels.gpu.tile import WARP, chunk_width, needs_int64, tile_of
 from fuseplan.kernels.ir.backend import Backend, BuildError, CompiledKernel, Config, Resources, Target, config_key
-from fuseplan.kernels.ir.dtypes import torch_dtype
-from fuseplan.kernels.ir.in_place import Execution, Reuse, WritesInPlace
+from fuseplan.kernels.ir.in_place import Execution, ReuseOptions, reuse_options
 from fuseplan.kernels.ir.ir import KernelIR
 
 
@@ -37,7 +37,7 @@ def _is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-class GpuBackend(Backend, WritesInPlace):
+class GpuBackend(Backend):
     """A back end whose kernels run on CUDA devices, compiled by Triton.
 
     In a process that has Triton's interpreter on (``TRITON_INTERPRET=1`` before the first import), :meth:`load` gives
@@ -78,33 +78,28 @@ class GpuBackend(Backend, WritesInPlace):
         return resources
 
     def load(self, ir: KernelIR, config: Config, target: Target) -> CompiledKernel:
-        if interpreter_is_on():
-            config = plainly(config)
-            interpreted = InterpretedKernel(
-                self._function(ir, config, Variant()), functools.partial(self._programs, ir, config, target),
-                ir.symbols, self._arguments(ir, config), self._buffer_count(ir, config),
-            )
-            return self._with_scratch(interpreted, ir, config)
-        if not torch.cuda.is_available():
+        is_interpreted = interpreter_is_on()
+        if is_interpreted:
+            config, resources = plainly(config), Resources()
+            binary = functools.partial(self._function, ir, config)
+        elif torch.cuda.is_available():
+            resources = self.prepare(ir, config, target)
+            binary = functools.partial(self._compile, ir, config, target, known=resources)
+        else:
             raise BuildError(f"{self.name}: no CUDA device is visible to load a kernel on; prepare() needs none")
-        resources = self.prepare(ir, config, target)
-        kernel = GpuKernel(
-            functools.partial(self._compile, ir, config, target, known=resources),
-            lambda sizes: Geometry(self._programs(ir, config, target, sizes), needs_int64(ir, sizes)),
-            ir.symbols, self._arguments(ir, config), self._buffer_count(ir, config), resources, find_launcher(),
-        )
-        return self._with_scratch(kernel, ir, config)
+
+        def geometry(sizes: Mapping[str, int]) -> Geometry:
+            return Geometry(self._programs(ir, config, target, sizes), needs_int64(ir, sizes))
+
+        numbers, counters = self.scratch(ir, config)
+        buffers = len(ir.buffers) + (2 if counters else 0)
+        loader = Loader(binary, geometry, ir.symbols, self._arguments(ir, config), buffers)
+        kernel = InterpretedKernel(loader) if is_interpreted else GpuKernel(loader, resources, find_launcher())
+        return ScratchKernel(kernel, len(ir.inputs), numbers, counters) if counters else kernel
 
     def scratch(self, ir: KernelIR, config: Config) -> tuple[int, int]:
         """Float32 numbers and counters of the kernel's own, which it takes behind its inputs; (0, 0) for none."""
         return 0, 0
-
-    def _buffer_count(self, ir: KernelIR, config: Config) -> int:
-        return len(ir.buffers) + (2 if any(self.scratch(ir, config)) else 0)
-
-    def _with_scratch(self, kernel: CompiledKernel, ir: KernelIR, config: Config) -> CompiledKernel:
-        numbers, counters = self.scratch(ir, config)
-        return ScratchKernel(kernel, len(ir.inputs), numbers, counters) if counters else kernel
 
     def _compile(
         self, ir: KernelIR, config: Config, target: Target, variant: Variant, known: Resources | None = None
@@ -129,32 +124,14 @@ class GpuBackend(Backend, WritesInPlace):
         """Programs of a launch, for given dynamic sizes."""
 
     @abstractmethod
-    def _arguments(self, ir: KernelIR, config: Config) -> tuple[tuple[int | None, int], ...]:
-        """The function's arguments before the dynamic sizes, as :class:`GpuKernel` wants them."""
+    def _arguments(self, ir: KernelIR, config: Config) -> Arguments:
+        """The function's arguments before the dynamic sizes."""
 
-    def fused_callable(
-        self, ir: KernelIR, config: Config, target: Target
-    ) -> Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]:
-        return self.call(self.load(ir, config, target), ir, target, {})
+    def reuse_options(self, ir: KernelIR, config: Config) -> ReuseOptions:
+        return reuse_options(ir, self.executions(ir, config))
 
     def executions(self, ir: KernelIR, config: Config) -> tuple[Execution, ...]:
         """How each segment is computed: a tile with fewer elements than threads is held by several alike."""
         threads = WARP * int(config["num_warps"])
         tiles = ((tile_of(segment, config), chunk_width(ir.buffers, segment, config)) for segment in ir.segments)
         return tuple(Execution(tile.looped, tile.elements < threads, chunk > 0) for tile, chunk in tiles)
-
-    def call(
-        self, kernel: CompiledKernel, ir: KernelIR, target: Target, reuse: Reuse
-    ) -> Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]:
-        """Outputs that lie in no input are allocated where the first input lives."""
-        inputs, symbols, reuse = len(ir.inputs), ir.symbols, {**reuse, **ir.overwritten}
-
-        @functools.lru_cache(maxsize=1024)
-        def layout(sizes: tuple[int, ...]) -> tuple[OutputLayout, ...]:
-            outputs = enumerate(ir.bind(dict(zip(symbols, sizes, strict=True))).outputs)
-            made = [output for number, output in outputs if number not in reuse]
-            return tuple((output.shape, output.strides, torch_dtype(output.dtype)) for output in made)
-
-        if isinstance(kernel, ScratchKernel):
-            return kernel.given(fused_call(kernel.kernel, inputs + 2, layout, reuse))
-        return fused_call(kernel, inputs, layout, reuse)

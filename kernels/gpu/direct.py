@@ -9,17 +9,17 @@ from __future__ import annotations
 import ctypes
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from fuseplan.kernels.gpu.tile import WARP
-from fuseplan.kernels.ir.backend import BuildError
+from fuseplan.kernels.ir.backend import NOTHING, BuildError
+from fuseplan.kernels.ir.in_place import Reuse
 from fuseplan.kernels.native.build import (
     address,
     data_ptr_address,
@@ -33,12 +33,8 @@ logger = logging.getLogger(__name__)
 _SOURCE = Path(__file__).parent.parent / "native" / "gpu_launcher.cpp"
 _MAX_ARGUMENTS = 256  # of launcher.h
 
-NOTHING: Mapping[int, int] = MappingProxyType({})
-
 #: Addresses of the driver's ``cuLaunchKernel``, ``cuCtxGetCurrent``, ``cuGetErrorString`` and ``cuLaunchKernelEx``.
 Driver: TypeAlias = tuple[int, int, int, int]
-#: ``(shape, strides, dtype)`` of one output.
-OutputLayout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 class Entry(NamedTuple):
@@ -65,7 +61,7 @@ class Launcher:
 
     def bind(
         self, counts: tuple[int, int, int], arguments: Sequence[tuple[int, int]], slow_run: Callable[..., None],
-        slow_fused: Callable[..., Any], reuse: Mapping[int, int] = NOTHING
+        slow_fused: Callable[..., Any], reuse: Reuse = NOTHING
     ) -> Any | None:
         """A ``Kernel`` of the extension; None when there are more arguments than it holds.
 
@@ -111,8 +107,9 @@ def _search() -> Launcher | str:
             internals._cuda_getCurrentRawStream, torch.cuda.device_count() > 1,
         )
     except (BuildError, AttributeError) as error:  # AttributeError: PyTorch names its internals otherwise
-        logger.info("GPU kernels go through Triton's launcher, some microseconds slower a call: %s", error)
-        return str(error)
+        problem = str(error)  # a logged error would keep its frames, and their kernels
+        logger.info("GPU kernels go through Triton's launcher, some microseconds slower a call: %s", problem)
+        return problem
 
 
 def load_cubin(cache_dir: Path | None = None) -> Any:

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 
 from fuseplan.kernels.gpu.build import POINTER_TYPES, KernelSpec, compile_kernel
-from fuseplan.kernels.gpu.direct import OutputLayout, find_launcher
-from fuseplan.kernels.gpu.launch import (
-    Geometry,
-    GpuKernel,
-    InterpretedKernel,
-    Variant,
-    fused_call,
-    interpreter_is_on,
-)
+from fuseplan.kernels.gpu.direct import find_launcher
+from fuseplan.kernels.gpu.launch import Geometry, GpuKernel, InterpretedKernel, Loader, Variant, interpreter_is_on
 from fuseplan.kernels.gpu.scratch import ScratchKernel
-from fuseplan.kernels.ir.backend import CompiledKernel, Resources, Target
+from fuseplan.kernels.ir.backend import CompiledKernel, OutputLayout, Resources, Target
 
 
 @dataclass(frozen=True)
@@ -67,40 +59,24 @@ class FixedFunction:
                 and the output.
             scratch: How many numbers and counters.
         """
-        arguments = tuple((place, 0) for place in places)
-        key = self, arguments, inputs + 3, target
+        key = self, tuple(places), inputs + 3, target
         loaded = _LOADED.get(key)  # a name holds it: the dictionary does not
         if loaded is None:
             loaded = _LOADED[key] = _loaded(*key)
-        kernel = ScratchKernel(loaded, inputs, *scratch)
-        return kernel.given(fused_call(kernel.kernel, inputs + 2, lambda _: (layout,), {}))
+        return ScratchKernel(loaded, inputs, *scratch).fused(inputs, lambda _: (layout,))
 
 
-#: A function, its arguments, how many buffers it has, and for what it is compiled.
-_Key: TypeAlias = tuple[FixedFunction, tuple[tuple[int | None, int], ...], int, Target]
 #: What is loaded, as long as a call of it is kept: the layers of a model ask for the same kernel.
-_LOADED: WeakValueDictionary[_Key, CompiledKernel] = WeakValueDictionary()
+_LOADED: WeakValueDictionary[tuple[FixedFunction, tuple[int, ...], int, Target], CompiledKernel] = WeakValueDictionary()
 
 
-def _loaded(
-    fixed: FixedFunction, arguments: tuple[tuple[int | None, int], ...], buffers: int, target: Target
-) -> CompiledKernel:
+def _loaded(fixed: FixedFunction, places: tuple[int, ...], buffers: int, target: Target) -> CompiledKernel:
     """The function as a kernel."""
-    if interpreter_is_on():
-        return InterpretedKernel(_Folded(fixed), lambda _: fixed.programs, (), arguments, buffers)
-    # Triton's launcher expects something in the place of each compile-time argument.
-    given = (*arguments, *((None, 0) for _ in fixed.constants))
-    return GpuKernel(
-        functools.partial(fixed.compiled, target), lambda _: Geometry(fixed.programs, False), (), given, buffers,
-        Resources(), find_launcher(),
-    )
+    arguments = (*((place, 0) for place in places), *((None, value) for _, value in fixed.constants))
+    is_interpreted = interpreter_is_on()
 
+    def binary(variant: Variant) -> Any:
+        return fixed.function if is_interpreted else fixed.compiled(target, variant)
 
-@dataclass(frozen=True)
-class _Folded:
-    """The function as the interpreter calls it: by addresses alone."""
-
-    fixed: FixedFunction
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return functools.partial(self.fixed.function[grid], **dict(self.fixed.constants))
+    loader = Loader(binary, lambda _: Geometry(fixed.programs, False), (), arguments, buffers)
+    return InterpretedKernel(loader) if is_interpreted else GpuKernel(loader, Resources(), find_launcher())

@@ -11,14 +11,16 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from fuseplan.kernels.gpu.direct import NOTHING, Entry, Launcher, OutputLayout, entry_of
-from fuseplan.kernels.ir.backend import BuildError, CompiledKernel, Resources
+from fuseplan.kernels.gpu.direct import Entry, Launcher, entry_of
+from fuseplan.kernels.ir.backend import NOTHING, BuildError, CompiledKernel, Layouts, Resources, allocating
+from fuseplan.kernels.ir.in_place import Reuse
 
 logger = logging.getLogger(__name__)
 
 
-#: Dynamic sizes -> layout of each output.
-Layouts: TypeAlias = Callable[[tuple[int, ...]], tuple[OutputLayout, ...]]
+#: Of each argument before the dynamic sizes: a buffer and the bytes to add to its address, or None and the value of a
+#: compile-time argument (Triton's launcher expects those in their places).
+Arguments: TypeAlias = tuple[tuple[int | None, Any], ...]
 
 
 @dataclass(frozen=True)
@@ -43,99 +45,58 @@ class GpuKernel(CompiledKernel):
     after one warm-up call.
 
     Args:
-        arguments: For each argument before the dynamic sizes: a buffer and the bytes to add to its address, or None and
-            the value of a compile-time argument (Triton's launcher expects those in their places).
         resources: Facts of the default variant.
         launcher: Makes calls direct; None to go through Triton's launcher.
     """
 
-    def __init__(
-        self, compile_variant: Callable[[Variant], Any], geometry: Callable[[Mapping[str, int]], Geometry],
-        symbols: tuple[str, ...], arguments: tuple[tuple[int | None, int], ...], num_buffers: int,
-        resources: Resources, launcher: Launcher | None = None
-    ) -> None:
-        self.resources = resources
-        self._loader = _Loader(compile_variant, geometry, symbols, arguments, num_buffers, launcher is not None)
-        self._launcher = launcher
-        direct = self._bind((num_buffers, 0, len(symbols)), _never)
-        self.run: Callable[..., None] = functools.partial(self._loader.run, None) if direct is None else direct.run
+    def __init__(self, loader: Loader, resources: Resources, launcher: Launcher | None = None) -> None:
+        self.resources, self._loader, self._launcher = resources, loader, launcher
+        direct = self._bind(loader.num_buffers, 0, _never)
+        self.run: Callable[..., None] = functools.partial(loader.run, None) if direct is None else direct.run
 
     def __call__(self, *args: Any) -> None:
         self.run(*args)
 
-    def fused(self, inputs: int, layout: Layouts, reuse: Mapping[int, int] = NOTHING) -> Callable[..., Any]:
-        """``call(*inputs, *sizes)``, which allocates the outputs as ``layout`` says, and returns them.
-
-        ``reuse``: for positions among the outputs, the position of the input that each overwrites.
-        """
+    def fused(self, inputs: int, layouts: Layouts, reuse: Reuse = NOTHING) -> Callable[..., Any]:
         loader = self._loader
 
         def slow(direct: Any, *args: Any) -> Any:
             sizes = args[inputs:]
-            result = allocating(functools.partial(loader.run, direct), inputs, layout, reuse)(*args)
-            direct.add_grid(sizes, *loader.geometry(sizes), layout(sizes))
+            result = allocating(functools.partial(loader.run, direct), inputs, layouts, reuse, "cuda")(*args)
+            direct.add_grid(sizes, *loader.geometry(sizes), layouts(sizes))
             return result
 
-        direct = self._bind((inputs, loader.num_buffers - inputs, len(loader.symbols)), slow, reuse)
-        if direct is None:
-            return allocating(self.run, inputs, layout, reuse)
-        call: Callable[..., Any] = direct.fused
+        direct = self._bind(inputs, loader.num_buffers - inputs, slow, reuse)
+        call: Callable[..., Any] = (
+            allocating(self.run, inputs, layouts, reuse, "cuda") if direct is None else direct.fused)
         return call
 
-    def _bind(
-        self, counts: tuple[int, int, int], slow_fused: Callable[..., Any], reuse: Mapping[int, int] = NOTHING
-    ) -> Any | None:
+    def _bind(self, inputs: int, outputs: int, slow_fused: Callable[..., Any], reuse: Reuse = NOTHING) -> Any | None:
         """A direct call path, None without a launcher. It knows the loader but not this object: no cycle."""
         if self._launcher is None:
             return None
-        addresses = [(buffer, offset) for buffer, offset in self._loader.arguments if buffer is not None]
-        return self._launcher.bind(counts, addresses, self._loader.run, slow_fused, reuse)
+        loader = self._loader
+        addresses = [(buffer, offset) for buffer, offset in loader.arguments if buffer is not None]
+        return self._launcher.bind((inputs, outputs, len(loader.symbols)), addresses, loader.run, slow_fused, reuse)
 
 
 def _never(*_: Any) -> None:
     raise AssertionError("this call path has no outputs to allocate")
 
 
-def allocating(
-    run: Callable[..., None], inputs: int, layout: Layouts, reuse: Mapping[int, int] = NOTHING
-) -> Callable[..., Any]:
-    """``call(*inputs, *sizes)`` for a kernel called with every buffer: outputs are made beside the first input."""
-    empty = torch.empty_strided
-
-    def call(*args: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        sizes = args[inputs:]
-        device = args[0].device if inputs else torch.device("cuda", torch.cuda.current_device())
-        made = [empty(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in layout(sizes)]
-        for number in sorted(reuse):
-            made.insert(number, args[reuse[number]])
-        run(*args[:inputs], *made, *sizes)
-        return made[0] if len(made) == 1 else tuple(made)
-
-    return call
-
-
-def fused_call(
-    kernel: CompiledKernel, inputs: int, layout: Layouts, reuse: Mapping[int, int]
-) -> Callable[..., Any]:
-    """:meth:`GpuKernel.fused` of any kernel."""
-    if isinstance(kernel, GpuKernel):
-        return kernel.fused(inputs, layout, reuse)
-    return allocating(kernel, inputs, layout, reuse)
-
-
 @dataclass(eq=False)
-class _Loader:
+class Loader:
     """Binaries of one kernel, by device and variant; and calls of them through Triton's launcher.
 
     What a direct call path does not know yet (a device, sizes, an alignment) comes here, and the path is told.
+    ``binary`` gives Triton's ``CompiledKernel`` or, under the interpreter, the function.
     """
 
-    compile_variant: Callable[[Variant], Any]
+    binary: Callable[[Variant], Any]
     geometry_of: Callable[[Mapping[str, int]], Geometry]
     symbols: tuple[str, ...]
-    arguments: tuple[tuple[int | None, int], ...]
+    arguments: Arguments
     num_buffers: int
-    direct: bool
     _geometries: dict[tuple[int, ...], Geometry] = field(default_factory=dict)
     #: Triton's ``CompiledKernel``, and what a direct call needs (None: impossible).
     _binaries: dict[tuple[int, bool, bool], tuple[Any, Entry | None]] = field(default_factory=dict)
@@ -162,9 +123,9 @@ class _Loader:
 
     def _launch(self, key: tuple[int, bool, bool], direct: Any, programs: int, arguments: tuple[int, ...]) -> None:
         if key not in self._binaries:
-            compiled = self.compile_variant(Variant(*key[1:]))
+            compiled = self.binary(Variant(*key[1:]))
             _ = compiled.run  # loads it on the current device
-            self._binaries[key] = compiled, self._entry(compiled, key[1]) if self.direct else None
+            self._binaries[key] = compiled, None if direct is None else self._entry(compiled, key[1])
         compiled, entry = self._binaries[key]
         # Triton's compiled launcher takes addresses as integers, and skips the inspection of arguments.
         stream = torch.cuda.current_stream(key[0]).cuda_stream
@@ -211,20 +172,16 @@ def interpreter_is_on() -> bool:
 class InterpretedKernel(CompiledKernel):
     """A generated kernel under Triton's interpreter, for machines without a GPU: right, and very slow."""
 
-    function: Any
-    programs: Callable[[Mapping[str, int]], int]
-    symbols: tuple[str, ...]
-    arguments: tuple[tuple[int | None, int], ...]
-    num_buffers: int
+    loader: Loader
     resources: Resources = field(default_factory=Resources)
 
     def __call__(self, *args: Any) -> None:
-        tensors, sizes = args[: self.num_buffers], args[self.num_buffers :]
-        count = self.programs(dict(zip(self.symbols, sizes, strict=True)))
-        passed = [rest if buffer is None else _from(tensors[buffer], rest) for buffer, rest in self.arguments]
-        if count:
+        loader = self.loader
+        tensors, sizes = args[: loader.num_buffers], args[loader.num_buffers :]
+        passed = [rest if buffer is None else _from(tensors[buffer], rest) for buffer, rest in loader.arguments]
+        if count := loader.geometry(sizes).programs:
             _assert_when_interpreted()
-            self.function[(count,)](*passed, *sizes)
+            loader.binary(Variant())[(count,)](*passed, *sizes)
 
 
 def _assert_when_interpreted() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from fuseplan.kernels.ir.backend import CompiledKernel
+from fuseplan.kernels.ir.backend import NOTHING, CompiledKernel, Layouts
+from fuseplan.kernels.ir.in_place import Reuse
 
 _internals: Any = torch._C
 #: Counters kept ready for streams that record CUDA graphs, where nothing can be zeroed once for all replays.
@@ -56,15 +57,18 @@ class ScratchKernel(CompiledKernel):
         self._counters = Counters(counters)
 
     def __call__(self, *args: Any) -> None:
-        self.given(self.kernel)(*args)
+        self._given(self.kernel)(*args)
 
-    def given(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """``call(*inputs, ...)`` of a call that takes the kernel's memory behind its inputs; it keeps this kernel."""
-        inputs, counters = self.inputs, self._counters
+    def fused(self, inputs: int, layouts: Layouts, reuse: Reuse = NOTHING) -> Callable[..., Any]:
+        return self._given(self.kernel.fused(inputs + 2, layouts, reuse))
+
+    def _given(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """``call`` without the kernel's memory, which is given to it behind the inputs."""
+        inputs, numbers, counters = self.inputs, self.numbers, self._counters
 
         def run(*args: Any) -> Any:
             first = args[0]
-            held = torch.empty(self.numbers, dtype=torch.float32, device=first.device)
+            held = torch.empty(numbers, dtype=torch.float32, device=first.device)
             return call(*args[:inputs], held, counters.of(first), *args[inputs:])
 
         return run

@@ -5,17 +5,24 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeAlias
+
+import torch
 
 from fuseplan.costmodel.devices import Architecture, architecture, is_gpu
-
-if TYPE_CHECKING:
-    import torch
-
-    from fuseplan.kernels.ir.ir import KernelIR
+from fuseplan.kernels.ir.dtypes import torch_dtype
+from fuseplan.kernels.ir.in_place import Reuse, ReuseOptions
+from fuseplan.kernels.ir.ir import KernelIR
 
 #: A kernel configuration, by parameter name (never by position): JSON-able.
 Config: TypeAlias = Mapping[str, int | str]
+#: ``(shape, strides, dtype)`` of one output.
+OutputLayout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+#: Dynamic sizes -> layout of each output that a call makes.
+Layouts: TypeAlias = Callable[[tuple[int, ...]], tuple[OutputLayout, ...]]
+NOTHING: Reuse = MappingProxyType({})
 
 
 class BuildError(Exception):
@@ -117,6 +124,45 @@ class CompiledKernel(ABC):
     def __call__(self, *args: torch.Tensor | int) -> None:
         """Launch on the current stream (CUDA) or run to completion (CPU)."""
 
+    def fused(self, inputs: int, layouts: Layouts, reuse: Reuse = NOTHING) -> Callable[..., Any]:
+        """``call(*inputs, *sizes)``, which makes the outputs that are not in ``reuse``, and returns all."""
+        return allocating(self, inputs, layouts, reuse)
+
+
+def allocating(
+    run: Callable[..., None], inputs: int, layouts: Layouts, reuse: Reuse, device: torch.device | str = "cpu"
+) -> Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]:
+    """:meth:`CompiledKernel.fused` of ``run``, which takes every buffer. Outputs are made beside the first input, on
+    ``device`` where there is none.
+    """
+    empty = torch.empty_strided
+
+    def call(*args: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        sizes, beside = args[inputs:], args[0].device if inputs else device
+        made = [empty(shape, strides, dtype=dtype, device=beside) for shape, strides, dtype in layouts(sizes)]
+        for number in sorted(reuse):
+            made.insert(number, args[reuse[number]])
+        run(*args[:inputs], *made, *sizes)
+        return made[0] if len(made) == 1 else tuple(made)
+
+    return call
+
+
+def fused_call(kernel: CompiledKernel, ir: KernelIR, reuse: Reuse = NOTHING) -> Callable[..., Any]:
+    """``call(*inputs, *sizes)`` of a loaded kernel: makes the outputs as the IR says, runs, and returns one or a tuple.
+
+    Those in ``reuse``, and those that lie over an input by the IR, are that input.
+    """
+    symbols, reuse = ir.symbols, {**reuse, **ir.overwritten}
+
+    @lru_cache(maxsize=1024)
+    def layouts(sizes: tuple[int, ...]) -> tuple[OutputLayout, ...]:
+        outputs = enumerate(ir.bind(dict(zip(symbols, sizes, strict=True))).outputs)
+        made = [output for number, output in outputs if number not in reuse]
+        return tuple((output.shape, output.strides, torch_dtype(output.dtype)) for output in made)
+
+    return kernel.fused(len(ir.inputs), layouts, reuse)
+
 
 class Backend(ABC):
     """A way to turn a :class:`KernelIR` into machine code. What cannot be built raises :class:`BuildError`."""
@@ -179,11 +225,13 @@ class Backend(ABC):
     def load(self, ir: KernelIR, config: Config, target: Target) -> CompiledKernel:
         """Compile (or reuse the cache) and load."""
 
-    @abstractmethod
-    def fused_callable(
-        self, ir: KernelIR, config: Config, target: Target
-    ) -> Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]:
-        """``call(*inputs, *sizes)``: allocates the outputs as the IR says, runs, and returns the tensor or a tuple."""
+    def fused_callable(self, ir: KernelIR, config: Config, target: Target) -> Callable[..., Any]:
+        """:func:`fused_call` of the loaded kernel."""
+        return fused_call(self.load(ir, config, target), ir)
+
+    def reuse_options(self, ir: KernelIR, config: Config) -> ReuseOptions:
+        """Inputs whose memory each output may take; none where kernels do not write in place."""
+        return {}
 
 
 def same_config(one: Config, other: Config) -> bool:

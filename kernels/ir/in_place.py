@@ -12,14 +12,12 @@ before it, whose columns would have been overwritten already.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import networkx as nx
 
-from fuseplan.kernels.ir.backend import CompiledKernel, Config, Target
 from fuseplan.kernels.ir.index import Size, as_size, is_static, product, row_major_strides
 from fuseplan.kernels.ir.ir import KernelIR, Load, Reduce, Segment, Store, ancestors, operands
 from fuseplan.kernels.ir.schedule import Phase, schedule
@@ -42,21 +40,6 @@ class Execution:
     replicated: bool
     #: ``schedule``'s ``rescale``.
     rescaled: bool = False
-
-
-class WritesInPlace(ABC):
-    """A back end whose kernels may write an output over an input (a mix-in for ``Backend``)."""
-
-    @abstractmethod
-    def executions(self, ir: KernelIR, config: Config) -> tuple[Execution, ...]:
-        """How each segment is computed under ``config``."""
-
-    @abstractmethod
-    def call(self, kernel: CompiledKernel, ir: KernelIR, target: Target, reuse: Reuse) -> Callable[..., Any]:
-        """``call(*inputs, *sizes)`` of a loaded kernel: outputs not in ``reuse`` are allocated, all are returned."""
-
-    def reuse_options(self, ir: KernelIR, config: Config) -> ReuseOptions:
-        return reuse_options(ir, self.executions(ir, config))
 
 
 def reuse_options(ir: KernelIR, executions: Sequence[Execution]) -> dict[int, tuple[int, ...]]:

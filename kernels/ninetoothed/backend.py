@@ -17,7 +17,7 @@ import torch
 
 from fuseplan.kernels.gpu.backend import GpuBackend
 from fuseplan.kernels.gpu.build import POINTER_TYPES, KernelSpec, ModuleStore, digest, load_file
-from fuseplan.kernels.gpu.launch import Variant
+from fuseplan.kernels.gpu.launch import Arguments, Variant
 from fuseplan.kernels.gpu.overlap import OVERLAP, OVERLAP_IMPORT, is_overlapped, overlap_of, overlapped
 from fuseplan.kernels.gpu.tile import needs_int64, next_power_of_2, segment_programs, tile_of
 from fuseplan.kernels.ir.backend import SM90, BuildError, Config, Target, Tunable
@@ -119,7 +119,7 @@ class NinetoothedBackend(GpuBackend):
         """Segments share programs, so the longest decides."""
         return max(segment_programs(segment, config, sizes) for segment in ir.segments)
 
-    def _arguments(self, ir: KernelIR, config: Config) -> tuple[tuple[int | None, int], ...]:
+    def _arguments(self, ir: KernelIR, config: Config) -> Arguments:
         """Addresses as buffer and byte offset, strides as constants."""
         return tuple(
             (view.buffer, _byte_offset(ir, view)) if dimension is None else (None, view.strides[dimension])

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from fuseplan.kernels.gpu.backend import GpuBackend
 from fuseplan.kernels.gpu.build import POINTER_TYPES, KernelSpec
-from fuseplan.kernels.gpu.launch import Variant
+from fuseplan.kernels.gpu.launch import Arguments, Variant
 from fuseplan.kernels.gpu.overlap import is_overlapped
 from fuseplan.kernels.gpu.tile import needs_int64, programs
 from fuseplan.kernels.ir.backend import BuildError, Config, Target, Tunable
@@ -91,7 +91,7 @@ class TritonBackend(GpuBackend):
     def scratch(self, ir: KernelIR, config: Config) -> tuple[int, int]:
         return scratch(ir, config) if contracts(ir) else (0, 0)
 
-    def _arguments(self, ir: KernelIR, config: Config) -> tuple[tuple[int | None, int], ...]:
+    def _arguments(self, ir: KernelIR, config: Config) -> Arguments:
         inputs, own = len(ir.inputs), 2 if any(self.scratch(ir, config)) else 0
         # Memory of the kernel's own is given behind the inputs, and taken behind the outputs.
         outputs = range(inputs + own, len(ir.buffers) + own)

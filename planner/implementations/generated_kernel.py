@@ -12,9 +12,9 @@ import torch
 from fuseplan.costmodel.device import Mode
 from fuseplan.costmodel.devices import is_cpu
 from fuseplan.costmodel.work import Work
-from fuseplan.kernels.ir.backend import Backend, BuildError, Config, Target, config_key
+from fuseplan.kernels.ir.backend import Backend, BuildError, Config, Target, config_key, fused_call
 from fuseplan.kernels.ir.gathers import may_fail
-from fuseplan.kernels.ir.in_place import ReuseOptions, WritesInPlace
+from fuseplan.kernels.ir.in_place import ReuseOptions
 from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.dispatch_stats import Tally
@@ -105,10 +105,9 @@ class GeneratedKernel(Implementation):
 
     def reuse(self, table: GroupTable, group: Candidate, config: Config) -> Mapping[str, tuple[str, ...]]:
         backend, lowered = self.backends[0], table.lowered(group)
-        options = backend.reuse_options(lowered.ir, config) if isinstance(backend, WritesInPlace) else {}
         return {
             lowered.outputs[output]: tuple(lowered.inputs[source] for source in sources)
-            for output, sources in options.items()
+            for output, sources in backend.reuse_options(lowered.ir, config).items()
         }
 
     # -- at run time ------------------------------------------------------------------------------------------
@@ -180,10 +179,7 @@ class GeneratedKernel(Implementation):
 def _build(
     backend: Backend, ir: KernelIR, config: Config, target: Target, in_place: bool
 ) -> tuple[Calling, ReuseOptions]:
-    if in_place and isinstance(backend, WritesInPlace) and (options := backend.reuse_options(ir, config)):
-        call = partial(backend.call, backend.load(ir, config, target), ir, target)
-        calling = cache(lambda reuse: call(dict(reuse)))
-        calling(())  # what fails here costs this group alone
-        return calling, options
-    made = backend.fused_callable(ir, config, target)
-    return lambda reuse: made, {}
+    kernel, options = backend.load(ir, config, target), backend.reuse_options(ir, config) if in_place else {}
+    calling = cache(lambda reuse: fused_call(kernel, ir, dict(reuse)))
+    calling(())  # what fails here costs this group alone
+    return calling, options

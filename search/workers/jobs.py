@@ -18,8 +18,7 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from fuseplan.costmodel.devices import is_gpu
-from fuseplan.kernels.ir.backend import Backend, CompiledKernel, Config, Resources, Target
-from fuseplan.kernels.ir.in_place import WritesInPlace
+from fuseplan.kernels.ir.backend import Backend, Config, Resources, Target, fused_call
 from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.kernels.native.overlap import span_bytes
 from fuseplan.search.errors import OWN_FAULTS
@@ -204,19 +203,12 @@ def screen_config(
         verdict = check_result(kernel, subject, desk.oracle, desk.device)
         if not verdict.ok:
             return Screened(verdict, None)
-        run = _allocating(kernel, subject, backend, config, bench.target)
+        run = fused_call(kernel, subject.ir)
         alone = bench.timer.of_device() if on_device else None
         # Where times depend much on the configuration, many are screened, and less tells them apart.
         seconds = bench.screen_s if backend.likeness(subject.ir) is None else bench.screen_s / 2
         device = None if alone is None else screen(alone, run, desk.operands, seconds)
         return Screened(verdict, screen(bench.timer, run, desk.operands, seconds), device)
-
-
-def _allocating(kernel: CompiledKernel, subject: Subject, backend: Backend, config: Config, target: Target) -> Run:
-    """A call that allocates its results, of the kernel that is loaded already where the back end can make one."""
-    if isinstance(backend, WritesInPlace):
-        return backend.call(kernel, subject.ir, target, {})
-    return backend.fused_callable(subject.ir, config, target)
 
 
 def decide_finalists(bench: Bench, subject: Subject, entrants: Sequence[Entrant], twice: str | None = None) -> Decision:
@@ -235,7 +227,7 @@ def decide_finalists(bench: Bench, subject: Subject, entrants: Sequence[Entrant]
             resources[entrant.name] = resource_facts(kernel.resources)
             verdict = check_result(kernel, subject, fresh, desk.device)
             if verdict.ok:
-                runs[entrant.name] = _allocating(kernel, subject, entrant.backend, entrant.config, bench.target)
+                runs[entrant.name] = fused_call(kernel, subject.ir)
             else:
                 failed[entrant.name] = verdict.reason
         result = decisive(bench.timer, runs, desk.operands, bench.decide_s, UNFUSED, twice if twice in runs else None)

@@ -15,7 +15,7 @@ from ir_samples import Sample
 from fuseplan.kernels.gpu import backend as gpu_backend
 from fuseplan.kernels.gpu.build import load_file
 from fuseplan.kernels.gpu.direct import find_launcher, launcher_problem
-from fuseplan.kernels.gpu.launch import Geometry, GpuKernel, Variant
+from fuseplan.kernels.gpu.launch import Geometry, GpuKernel, Loader, Variant
 from fuseplan.kernels.gpu.targets import Nvidia
 from fuseplan.kernels.ir.backend import Resources
 from fuseplan.kernels.registry import local_target
@@ -212,7 +212,8 @@ def step(backend: TritonBackend, tmp_path: Path) -> GpuKernel:
 
     arguments = ((0, 0), (1, 0), (None, numel), (None, _BLOCK))
     geometry = Geometry(-(-numel // _BLOCK), wide=False)
-    return GpuKernel(compile_variant, lambda _: geometry, (), arguments, 2, Resources(), find_launcher())
+    loader = Loader(compile_variant, lambda _: geometry, (), arguments, 2)
+    return GpuKernel(loader, Resources(), find_launcher())
 
 
 def _chain(step: GpuKernel, x: torch.Tensor, y: torch.Tensor, count: int) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 import fuseplan.planner
 from fuseplan.kernels.gpu.backend import GpuBackend
-from fuseplan.kernels.ir.backend import Config
+from fuseplan.kernels.ir.backend import Config, fused_call
 from fuseplan.kernels.ninetoothed.backend import NinetoothedBackend
 from fuseplan.kernels.registry import local_target
 from fuseplan.kernels.triton.backend import TritonBackend
@@ -75,7 +75,7 @@ def test_results_over_inputs_are_the_same_bits(sample: Sample, backend: GpuBacke
         expected = [tensor.cuda() for tensor in sample.outputs()]
         kernel(*inputs, *expected)
         for reuse in choices(options):
-            call = backend.call(kernel, ir, target, reuse)
+            call = fused_call(kernel, ir, reuse)
             for _ in range(_REPEATS):
                 own = [tensor.clone() for tensor in inputs]
                 made = call(*own)

@@ -15,7 +15,7 @@ from compilers import find_compiler
 
 from fuseplan.kernels.gpu import direct as gpu_direct
 from fuseplan.kernels.gpu.direct import Launcher
-from fuseplan.kernels.gpu.launch import Geometry, GpuKernel, Variant
+from fuseplan.kernels.gpu.launch import Geometry, GpuKernel, Loader, Variant
 from fuseplan.kernels.ir.backend import Resources
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
@@ -162,7 +162,8 @@ class Machine:
             return Unloaded(compiled_kernel(self.bits(variant.wide), run, FUNCTIONS[variant.wide], **changes))
 
         symbols = tuple("nmk"[: self.sizes])
-        return GpuKernel(compile_variant, geometry, symbols, arguments, buffers, Resources(), self.launcher(allocate))
+        loader = Loader(compile_variant, geometry, symbols, arguments, buffers)
+        return GpuKernel(loader, Resources(), self.launcher(allocate))
 
 
 def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,37 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from reference_backend import ReferenceBackend
+from reference_backend import ReferenceBackend, ReferenceKernel
 
-from fuseplan.kernels.gpu.direct import OutputLayout
-from fuseplan.kernels.gpu.launch import allocating
-from fuseplan.kernels.ir.backend import CompiledKernel, Config, Target
-from fuseplan.kernels.ir.in_place import Execution, Reuse, WritesInPlace
+from fuseplan.kernels.ir.backend import NOTHING, CompiledKernel, Config, Layouts, Target
+from fuseplan.kernels.ir.in_place import Execution, Reuse, ReuseOptions, reuse_options
 from fuseplan.kernels.ir.ir import KernelIR
 
 
-class InPlaceBackend(ReferenceBackend, WritesInPlace):
+@dataclass
+class InPlaceKernel(ReferenceKernel):
+    taken: list[Reuse] = field(default_factory=list)
+
+    def fused(self, inputs: int, layouts: Layouts, reuse: Reuse = NOTHING) -> Callable[..., Any]:
+        if chosen := {output: source for output, source in reuse.items() if output not in self.ir.overwritten}:
+            self.taken.append(chosen)
+        return super().fused(inputs, layouts, reuse)
+
+
+class InPlaceBackend(ReferenceBackend):
     """``taken`` collects the reuse of each call that was made."""
 
     def __init__(self, **how: Any) -> None:
         super().__init__(**how)
         self.taken: list[Reuse] = []
 
-    def executions(self, ir: KernelIR, config: Config) -> tuple[Execution, ...]:
-        return (Execution(looped=False, replicated=False),) * len(ir.segments)
+    def reuse_options(self, ir: KernelIR, config: Config) -> ReuseOptions:
+        return reuse_options(ir, (Execution(looped=False, replicated=False),) * len(ir.segments))
 
-    def call(self, kernel: CompiledKernel, ir: KernelIR, target: Target, reuse: Reuse) -> Callable[..., Any]:
-        def layout(sizes: tuple[int, ...]) -> tuple[OutputLayout, ...]:
-            outputs = ir.bind(dict(zip(ir.symbols, sizes, strict=True))).outputs
-            return tuple(
-                (one.shape, one.strides, getattr(torch, one.dtype))
-                for number, one in enumerate(outputs) if number not in taken
-            )
-
-        taken = {**reuse, **ir.overwritten}
-        if reuse:
-            self.taken.append(reuse)
-        return allocating(kernel, len(ir.inputs), layout, taken)
+    def load(self, ir: KernelIR, config: Config, target: Target) -> CompiledKernel:
+        super().load(ir, config, target)
+        return InPlaceKernel(ir, self.calls, self.fails_in_call, taken=self.taken)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fuseplan.kernels.gpu.backend import GpuBackend
-from fuseplan.kernels.ir.backend import SM90
+from fuseplan.kernels.ir.backend import SM90, fused_call
 from fuseplan.kernels.ir.in_place import ReuseOptions
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -56,7 +56,7 @@ def main(name: str, cache_dir: str) -> None:
             kernel(*sample.inputs(), *expected, *sizes)
             for reuse in choices(options):
                 inputs = sample.inputs()
-                made = backend.call(kernel, ir, SM90, reuse)(*inputs, *sizes)
+                made = fused_call(kernel, ir, reuse)(*inputs, *sizes)
                 results = [made] if isinstance(made, torch.Tensor) else list(made)
                 equal = all(same_bits(own, other) for own, other in zip(results, expected, strict=True))
                 equal &= all(results[to] is inputs[source] for to, source in reuse.items())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -31,37 +30,7 @@ class ReferenceKernel(CompiledKernel):
             made.copy_(result.to(made.dtype))
 
 
-class AllocatingBackend(Backend):
-    """A back end whose calls allocate the outputs in Python."""
-
-    def fused_callable(
-        self, ir: KernelIR, config: Config, target: Target
-    ) -> Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]:
-        """``call(*inputs, *sizes)``: allocates the outputs as the IR says, runs, and returns the tensor or a tuple."""
-        kernel = self.load(ir, config, target)
-        inputs, symbols = len(ir.inputs), ir.symbols
-        dtypes = [getattr(torch, buffer.dtype) for buffer in ir.outputs]
-
-        def layout(values: Mapping[str, int]) -> list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]:
-            outputs = ir.bind(values).outputs
-            return [(one.shape, one.strides, dtype) for one, dtype in zip(outputs, dtypes, strict=True)]
-
-        static = None if symbols else layout({})
-
-        def call(*args: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
-            outputs = static if static is not None else layout(dict(zip(symbols, args[inputs:], strict=True)))
-            made = tuple(
-                args[ir.overwritten[number]] if number in ir.overwritten
-                else torch.empty_strided(shape, strides, dtype=dtype, device=target.device_type)
-                for number, (shape, strides, dtype) in enumerate(outputs)
-            )
-            kernel(*args[:inputs], *made, *args[inputs:])
-            return made[0] if len(made) == 1 else made
-
-        return call
-
-
-class ReferenceBackend(AllocatingBackend):
+class ReferenceBackend(Backend):
     """Interprets kernels with fp64 registers. ``calls`` counts launches.
 
     Args:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from reference_backend import AllocatingBackend
 
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.backend import (
+    Backend,
     BuildError,
     CompiledKernel,
     Config,
@@ -175,7 +175,7 @@ def misbehave(fault: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor
 
 
 @dataclass(frozen=True)
-class FakeBackend(AllocatingBackend):
+class FakeBackend(Backend):
     """Configs ``tile`` x ``unroll`` with a bowl-shaped cost surface.
 
     Attributes:

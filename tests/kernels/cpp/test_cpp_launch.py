@@ -19,7 +19,7 @@ from paths import SUPPORT
 from fuseplan.kernels.cpp import launch
 from fuseplan.kernels.cpp.backend import CppBackend
 from fuseplan.kernels.cpp.launch import CppKernel, load_launcher
-from fuseplan.kernels.ir.backend import Config, Target
+from fuseplan.kernels.ir.backend import Config, Target, fused_call
 from fuseplan.kernels.ir.index import symbol
 from fuseplan.kernels.native.build import shared_openmp
 
@@ -61,7 +61,7 @@ def test_both_paths_compute_static_and_dynamic_kernels(backend: CppBackend, path
         y = torch.zeros_like(x)
         kernel(x, y, *sizes)
         torch.testing.assert_close(y, torch.softmax(x, -1))
-        torch.testing.assert_close(kernel.fused(x, *sizes), y, rtol=0, atol=0)
+        torch.testing.assert_close(fused_call(kernel, sample.ir)(x, *sizes), y, rtol=0, atol=0)
 
 
 def test_several_outputs_come_as_a_tuple(backend: CppBackend, path: str) -> None:
@@ -77,17 +77,17 @@ def test_a_wrong_number_of_arguments_is_a_type_error(backend: CppBackend, path: 
 
 
 def test_something_else_than_a_tensor_is_an_error(backend: CppBackend) -> None:
-    kernel = backend.load(softmax(dynamic=True).ir, config(), TARGET)
+    call = backend.fused_callable(softmax(dynamic=True).ir, config(), TARGET)
     with pytest.raises((TypeError, AttributeError)):
-        kernel.fused("a string", 3)
+        call("a string", 3)
     with pytest.raises(TypeError):
-        kernel.fused(torch.zeros(ROWS, COLS), "three")
+        call(torch.zeros(ROWS, COLS), "three")
 
 
 def test_a_failing_allocator_is_passed_on(backend: CppBackend) -> None:
-    kernel = backend.load(softmax(dynamic=True).ir, config(), TARGET)
+    call = backend.fused_callable(softmax(dynamic=True).ir, config(), TARGET)
     with pytest.raises(RuntimeError):
-        kernel.fused(torch.zeros(ROWS, COLS), -5)
+        call(torch.zeros(ROWS, COLS), -5)
 
 
 def test_calls_from_several_threads_agree(backend: CppBackend) -> None:
@@ -171,16 +171,16 @@ def test_any_team_covers_segments_and_column_tiles(load_with: Load, granted: int
 def test_torch_s_limit_of_threads_holds(load_with: Load) -> None:
     team = Team(granted=1, limit=1)
     kernel = load_with(team, softmax(), config(threads=8))
-    kernel.fused(*softmax().inputs())
+    fused_call(kernel, softmax().ir)(*softmax().inputs())
     assert team.requested == []
 
 
 def test_small_dynamic_work_stays_on_one_thread(load_with: Load) -> None:
     team, sample = Team(2), softmax(dynamic=True)
-    kernel = load_with(team, sample, config(threads=8))
-    kernel.fused(torch.zeros(8, COLS), 8)
+    call = fused_call(load_with(team, sample, config(threads=8)), sample.ir)
+    call(torch.zeros(8, COLS), 8)
     assert team.requested == []
-    kernel.fused(torch.zeros(9000, COLS), 9000)
+    call(torch.zeros(9000, COLS), 9000)
     assert team.requested == [6]
 
 
@@ -189,7 +189,7 @@ def test_without_an_openmp_runtime_one_thread_does_all(
 ) -> None:
     monkeypatch.setattr(launch, "shared_openmp", lambda: (0, 0, 0, 0))
     (x,) = softmax().inputs()
-    torch.testing.assert_close(backend.load(softmax().ir, config(threads=8), TARGET).fused(x), torch.softmax(x, -1))
+    torch.testing.assert_close(backend.fused_callable(softmax().ir, config(threads=8), TARGET)(x), torch.softmax(x, -1))
 
 
 def test_the_launcher_is_built_once(backend: CppBackend, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from mapped_files import mapped
 
 from fuseplan.kernels.cpp import launch
 from fuseplan.kernels.cpp.backend import CppBackend
-from fuseplan.kernels.ir.backend import Target
+from fuseplan.kernels.ir.backend import Target, fused_call
 from fuseplan.kernels.ir.index import symbol
 from fuseplan.kernels.native.build import required_compiler
 
@@ -58,7 +58,7 @@ def test_a_library_goes_with_its_last_call_path(
     (x,) = sample.inputs()
     sizes = list(symbols.values())
     kernel = backend.load(sample.ir, backend.default_config(sample.ir, TARGET), TARGET)
-    fused = kernel.fused
+    fused = fused_call(kernel, sample.ir)
     expected = fused(x, *sizes)
     assert len(kernels(tmp_path)) == 1
     del kernel
@@ -74,12 +74,12 @@ def test_two_kernels_of_one_library_do_not_take_it_from_each_other(backend: CppB
     sample = samples.softmax(3, 24)
     (x,) = sample.inputs()
     config = backend.default_config(sample.ir, TARGET)
-    first, second = (backend.load(sample.ir, config, TARGET) for _ in range(2))
-    expected = first.fused(x)
+    first, second = (backend.fused_callable(sample.ir, config, TARGET) for _ in range(2))
+    expected = first(x)
     assert len(kernels(tmp_path)) == 1
     del first
     gc.collect()
-    assert torch.equal(second.fused(x), expected) and len(kernels(tmp_path)) == 1
+    assert torch.equal(second(x), expected) and len(kernels(tmp_path)) == 1
     del second
     gc.collect()
     assert kernels(tmp_path) == set()
@@ -101,7 +101,7 @@ def test_nothing_goes_while_a_call_runs_in_another_thread(
     monkeypatch.setattr(torch, "empty_strided", stopping)
     sample = samples.softmax(3, 24)
     (x,) = sample.inputs()
-    held = [backend.load(sample.ir, backend.default_config(sample.ir, TARGET), TARGET).fused]
+    held = [backend.fused_callable(sample.ir, backend.default_config(sample.ir, TARGET), TARGET)]
     thread = threading.Thread(target=lambda: results.append(held.pop()(x)))
     thread.start()
     assert inside.wait(600)

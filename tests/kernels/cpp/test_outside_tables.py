@@ -14,7 +14,7 @@ from ir_samples import FAR, Sample, label, lookups
 from fuseplan.kernels.cpp import launch
 from fuseplan.kernels.cpp.backend import CppBackend
 from fuseplan.kernels.cpp.config import _GIL_ELEMENTS
-from fuseplan.kernels.ir.backend import Config, OutsideTable, Target
+from fuseplan.kernels.ir.backend import Config, OutsideTable, Target, fused_call
 from fuseplan.kernels.ir.gathers import may_fail
 
 REASON = CppBackend().unavailable()
@@ -48,15 +48,16 @@ def test_a_number_outside_its_table_fails_and_changes_nothing(
     first, middle, last = sample.places
     for config in configs(backend, sample):
         kernel = backend.load(sample.ir, config, TARGET)
-        expected = kernel.fused(*sample.inputs(), *sizes)
+        call = fused_call(kernel, sample.ir)
+        expected = call(*sample.inputs(), *sizes)
         for place, number in ((first, sample.extent), (last, -1), (middle, FAR), (last, -(2**63))):
             given, before = sample.outside(place, number), sample.outside(place, number)
             with pytest.raises(OutsideTable):
-                kernel.fused(*given, *sizes)
+                call(*given, *sizes)
             with pytest.raises(OutsideTable):
                 kernel(*given, *sample.outputs(), *sizes)
             assert all(map(torch.equal, given, before))
-        again = kernel.fused(*sample.inputs(), *sizes)
+        again = call(*sample.inputs(), *sizes)
         for one, other in zip(*((x,) if isinstance(x, torch.Tensor) else x for x in (again, expected)), strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=0)
 

@@ -17,7 +17,7 @@ from ptx_paths import vector_bytes
 
 from fuseplan.kernels.gpu import build
 from fuseplan.kernels.gpu.build import KernelSpec, ModuleStore, compile_kernel
-from fuseplan.kernels.gpu.launch import Geometry, GpuKernel, Variant
+from fuseplan.kernels.gpu.launch import Geometry, GpuKernel, Loader, Variant
 from fuseplan.kernels.gpu.targets import Nvidia
 from fuseplan.kernels.ir.backend import SM90, BuildError, CompiledKernel, Config, Resources, Target
 from fuseplan.kernels.ir.ir import KernelIR
@@ -106,7 +106,7 @@ def test_the_launcher_picks_a_binary_for_alignment_and_size(launches: list[tuple
     def geometry(sizes: dict[str, int]) -> Geometry:
         return Geometry(sizes["n"] // 2, sizes["n"] > 100)
 
-    kernel = GpuKernel(recording(launches), geometry, ("n",), ((0, 0), (1, 0)), 2, Resources())
+    kernel = GpuKernel(Loader(recording(launches), geometry, ("n",), ((0, 0), (1, 0)), 2), Resources())
     storage = torch.zeros(64)
     base = next(offset for offset in range(4) if storage[offset:].data_ptr() % 16 == 0)
     aligned, odd = storage[base:], storage[base + 1 :]
@@ -124,7 +124,7 @@ def test_the_launcher_picks_a_binary_for_alignment_and_size(launches: list[tuple
 
 def test_views_and_constants_take_their_places(launches: list[tuple[Any, ...]]) -> None:
     arguments = ((0, 0), (None, 128), (0, 64), (1, 0))
-    kernel = GpuKernel(recording(launches), lambda _: Geometry(3, False), (), arguments, 2, Resources())
+    kernel = GpuKernel(Loader(recording(launches), lambda _: Geometry(3, False), (), arguments, 2), Resources())
     x, y = torch.zeros(64), torch.zeros(64)
     kernel(x, y)
     assert launches[0][3] == (x.data_ptr(), 128, x.data_ptr() + 64, y.data_ptr())
@@ -142,7 +142,7 @@ def test_a_kernel_on_another_device_switches_to_it(
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "device", switch)
-    kernel = GpuKernel(recording(launches), lambda _: Geometry(1, False), (), ((0, 0),), 1, Resources())
+    kernel = GpuKernel(Loader(recording(launches), lambda _: Geometry(1, False), (), ((0, 0),), 1), Resources())
     kernel(torch.zeros(4))
     assert entered == [-1] and len(launches) == 1
 

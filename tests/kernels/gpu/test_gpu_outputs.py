@@ -9,8 +9,8 @@ import pytest
 import torch
 from fake_driver import Machine, aligned, needs_compiler, pretend_cuda
 
-from fuseplan.kernels.gpu import direct as gpu_direct
 from fuseplan.kernels.gpu.launch import Geometry
+from fuseplan.kernels.ir.backend import OutputLayout
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def test_fused_allocates_what_the_layout_says(count: int) -> None:
     kernel = machine.kernel(tuple((n, 0) for n in range(1 + count)), 1 + count)
     asked: list[tuple[int, ...]] = []
 
-    def layout(sizes: tuple[int, ...]) -> tuple[gpu_direct.Layout, ...]:
+    def layout(sizes: tuple[int, ...]) -> tuple[OutputLayout, ...]:
         asked.append(sizes)
         return tuple(((sizes[0], 3), (1, sizes[0] + n), torch.bfloat16) for n in range(count))
 
@@ -103,7 +103,7 @@ def test_mistakes_are_errors_and_lose_no_memory() -> None:
     fail = False
     machine = Machine(addresses=3)
     kernel = machine.kernel(((0, 0), (1, 0), (2, 0)), 3, allocate=allocate)
-    one: gpu_direct.Layout = ((4,), (1,), torch.float32)
+    one: OutputLayout = ((4,), (1,), torch.float32)
     call, x = kernel.fused(1, lambda _: (one, one)), aligned(4)
     call(x)
     held = sys.getrefcount(x)

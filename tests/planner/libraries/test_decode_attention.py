@@ -19,7 +19,7 @@ from fuseplan.kernels.gpu import fixed as fixed_functions
 from fuseplan.kernels.gpu.direct import ptx_parameter_bits
 from fuseplan.kernels.gpu.launch import Variant
 from fuseplan.kernels.gpu.targets import read_resources
-from fuseplan.kernels.ir.backend import SM90, Resources
+from fuseplan.kernels.ir.backend import SM90, CompiledKernel, Resources
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
 from fuseplan.planner.groups.candidates import single_candidates
 from fuseplan.planner.groups.regions import find_regions
@@ -172,7 +172,7 @@ def test_layers_share_a_kernel_and_no_counters(monkeypatch: pytest.MonkeyPatch) 
     made: list[Any] = []
     counters: list[torch.Tensor] = []
 
-    class Kernel:
+    class Kernel(CompiledKernel):
         resources = Resources()
 
         def __init__(self, *_: Any) -> None:

@@ -103,7 +103,7 @@ def test_a_kernel_that_falls_back_is_no_contestant(monkeypatch: pytest.MonkeyPat
     def fail(*_: Any) -> None:
         raise BuildError("no such register")
 
-    monkeypatch.setattr(CppBackend, "fused_callable", fail)
+    monkeypatch.setattr(CppBackend, "load", fail)
     case = case_of("swiglu", "3x16")
     with pytest.raises(PeerError, match="no such register"):
         PEERS["cpp default"].build(case)

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -34,21 +34,22 @@ class Allowance:
         They stay in this process's group, so that whoever kills the group (a tune's supervisor, a terminal) ends them.
         In a thread of :func:`in_threads` whose caller was interrupted they are killed: ``KeyboardInterrupt``.
         """
-        pipe, crew = subprocess.PIPE, getattr(_HERE, "crew", None)
+        pipe = subprocess.PIPE
         with subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, errors="replace"
         ) as process:
             try:
-                with contextlib.nullcontext() if crew is None else crew.minds(process):
-                    out, err = self._wait(process)
+                out, err = self._wait(process)
             except BaseException:
                 kill_tree(process.pid)
                 raise
         return subprocess.CompletedProcess(command, process.returncode, out, err)
 
     def _wait(self, process: subprocess.Popen[str]) -> tuple[str, str]:
-        computed_s = 0.0
+        computed_s, called_off = 0.0, getattr(_HERE, "called_off", threading.Event())
         while self.left_s > 0 and self._patience_s > 0:
+            if called_off.is_set():
+                raise KeyboardInterrupt
             slice_s = min(SLICE_S, self.left_s)
             try:
                 return process.communicate(timeout=slice_s)
@@ -60,58 +61,22 @@ class Allowance:
         raise subprocess.TimeoutExpired(process.args, self.total_s)
 
 
-#: ``crew``: the :class:`_Crew` that a thread is of.
+#: ``called_off``: the event that ends the commands of a thread of :func:`in_threads`.
 _HERE = threading.local()
-
-
-class _Crew:
-    """Threads that wait for commands, and can be called off."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._running: set[subprocess.Popen[str]] = set()
-        self._is_off = False
-
-    def join(self) -> None:
-        """Let the current thread be of this crew."""
-        _HERE.crew = self
-
-    @contextlib.contextmanager
-    def minds(self, process: subprocess.Popen[str]) -> Iterator[None]:
-        """Around the time in which a process is waited for."""
-        with self._lock:
-            self._running.add(process)
-        try:
-            if self._is_off:  # before the process started
-                raise KeyboardInterrupt
-            yield
-            if self._is_off:
-                raise KeyboardInterrupt
-        finally:
-            with self._lock:
-                self._running.discard(process)
-
-    def call_off(self) -> None:
-        """Kill what runs, and whatever is started from now on."""
-        with self._lock:
-            self._is_off = True
-            for process in self._running:
-                if process.poll() is None:
-                    kill_tree(process.pid)
 
 
 def in_threads(function: Callable[[T], R], items: Iterable[T], threads: int) -> list[R]:
     """``function`` of each item, in order. What interrupts the caller, such as Ctrl-C, ends the commands of all threads
-    and is raised at once.
+    within a second, and is raised.
     """
     if threads <= 1:
         return list(map(function, items))
-    crew = _Crew()
-    with ThreadPoolExecutor(threads, initializer=crew.join) as pool:
+    called_off = threading.Event()
+    with ThreadPoolExecutor(threads, initializer=setattr, initargs=(_HERE, "called_off", called_off)) as pool:
         try:
             return list(pool.map(function, items))
         except BaseException:
-            crew.call_off()
+            called_off.set()
             raise
 
 

@@ -169,79 +169,54 @@ def _steps(index: Index, col_axis: int, cols: int) -> set[int]:
 
 def _piece(segment: Segment, low: int, high: int) -> Segment:
     """Columns ``[low, high)`` as a segment of their own, with what is decided there folded."""
-    axis = segment.col_axis
-    column = {axis: Index.coord(axis, high - low) + low}
+    axis, cols = segment.col_axis, high - low
+    column = {axis: Index.coord(axis, cols) + low}
     moved = segment.with_indices(lambda index: index.substitute(column))
-    folded = _Folded(axis, high - low)
+    body: list[Instr] = []
+    #: New ids of the old values.
+    names: list[int] = []
+
+    def truth(value: int) -> bool | None:
+        """An old value that is the same bool in every column."""
+        instr = body[names[value]]
+        return bool(instr.value) if isinstance(instr, Const) and instr.dtype == "bool" else None
+
     for instr in moved.body:
-        folded.add(instr)
-    stores = tuple(store.with_values(folded.value) for store in moved.stores)
-    return Segment(segment.rows, high - low, tuple(folded.body), stores)
+        if isinstance(instr, Apply):
+            known = [truth(arg) for arg in instr.args]
+            if instr.op == "where" and known[0] is not None:
+                names.append(names[instr.args[1 if known[0] else 2]])
+                continue
+            line = _difference((body[names[arg]] for arg in instr.args), axis) if instr.op in _COMPARE else None
+            decided = _logic(instr.op, known) if line is None else _outcome(instr.op, line, cols)
+            instr = instr if decided is None else Const("bool", decided)
+        elif isinstance(instr, Load) and instr.mask is not None and (shown := truth(instr.mask)) is not None:
+            if not shown:
+                instr = Const(instr.dtype, instr.other)
+            elif instr.gather is None:
+                instr = replace(instr, mask=None)
+        names.append(len(body))
+        body.append(renamed(instr, names.__getitem__))
+    stores = tuple(store.with_values(names.__getitem__) for store in moved.stores)
+    return Segment(segment.rows, cols, tuple(body), stores)
 
 
-class _Folded:
-    """A body under construction: ``truth`` holds the decided bools, ``names`` the new ids of the others."""
+def _logic(op: str, known: Sequence[bool | None]) -> bool | None:
+    """The result of a logical op where the operands that are known decide it."""
+    if op == "logical_not" and known[0] is not None:
+        return not known[0]
+    if op == "logical_and" and (False in known or None not in known):
+        return False not in known
+    if op == "logical_or" and (True in known or None not in known):
+        return True in known
+    return None
 
-    def __init__(self, col_axis: int, cols: int) -> None:
-        self.col_axis, self.cols = col_axis, cols
-        self.body: list[Instr] = []
-        self._names: list[int | None] = []
-        self._truth: list[bool | None] = []
 
-    def add(self, instr: Instr) -> None:
-        """Append the next instruction of the old body, or what it folds to."""
-        truth = self._decide(instr)
-        name = None
-        if isinstance(instr, Apply) and instr.op == "where" and self._truth[instr.args[0]] is not None:
-            name = self.value(instr.args[1] if self._truth[instr.args[0]] else instr.args[2])
-        elif truth is None:
-            name = self._append(self._simplified(instr))
-        self._names.append(name)
-        self._truth.append(truth)
-
-    def value(self, old: int) -> int:
-        """New id of an old value; a decided bool becomes a constant on demand."""
-        name = self._names[old]
-        if name is None:
-            name = self._names[old] = self._append(Const("bool", bool(self._truth[old])))
-        return name
-
-    def _append(self, instr: Instr) -> int:
-        self.body.append(instr)
-        return len(self.body) - 1
-
-    def _simplified(self, instr: Instr) -> Instr:
-        if isinstance(instr, Load) and instr.mask is not None:
-            truth = self._truth[instr.mask]
-            if truth is False:
-                return Const(instr.dtype, instr.other)
-            if truth and instr.gather is None:
-                return replace(instr, mask=None)
-        return renamed(instr, self.value)
-
-    def _decide(self, instr: Instr) -> bool | None:
-        """The outcome of a bool that is the same in every column of the piece, else None."""
-        if not isinstance(instr, Apply):
-            return None
-        known = [self._truth[arg] for arg in instr.args]
-        if instr.op == "logical_not" and known[0] is not None:
-            return not known[0]
-        if instr.op == "logical_and" and (False in known or None not in known):
-            return False not in known
-        if instr.op == "logical_or" and (True in known or None not in known):
-            return True in known
-        return self._compared(instr) if instr.op in _COMPARE else None
-
-    def _compared(self, instr: Apply) -> bool | None:
-        names = [name for arg in instr.args if (name := self._names[arg]) is not None]
-        line = _difference((self.body[name] for name in names), self.col_axis) if len(names) == 2 else None
-        if line is None:
-            return None
-        slope, offset = line
-        ends = offset, slope * (self.cols - 1) + offset
-        outcomes = {_COMPARE[instr.op](end, 0) for end in ends}
-        # A sign change inside could hide an equality from both ends.
-        same_side = ends[0] * ends[1] > 0 or slope == 0 or self.cols == 1
-        if len(outcomes) == 1 and (instr.op not in ("eq", "ne") or same_side):
-            return outcomes.pop()
-        return None
+def _outcome(op: str, line: _Line, cols: int) -> bool | None:
+    """How a line compares with 0, where that is the same in every column."""
+    slope, offset = line
+    ends = offset, slope * (cols - 1) + offset
+    outcomes = {_COMPARE[op](end, 0) for end in ends}
+    # A sign change inside could hide an equality from both ends.
+    same_side = ends[0] * ends[1] > 0 or slope == 0 or cols == 1
+    return outcomes.pop() if len(outcomes) == 1 and (op not in ("eq", "ne") or same_side) else None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _ctypes
 import ctypes
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,11 +20,11 @@ from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.kernels.native.build import (
     OPENMP_FUNCTIONS,
     Compiler,
+    address,
     data_ptr_address,
     load_extension,
     shared_openmp,
 )
-from fuseplan.kernels.native.library import Library
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,22 @@ class RunSettings:
     col_tile: int = 4096
     #: Let other Python threads run meanwhile.
     release_gil: bool = False
+
+
+class Library:
+    """A loaded shared library. Whoever calls into it keeps this object; the library is unloaded with it.
+
+    The system counts how often a library was loaded: two objects of one file keep each other's code.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.loaded = ctypes.CDLL(str(path))
+        # Not when the process ends: other threads may still be in it.
+        weakref.finalize(self, _ctypes.dlclose, self.loaded._handle).atexit = False
+
+    def address(self, function: str) -> int:
+        """Where a function lies; good for as long as this object."""
+        return address(getattr(self.loaded, function))
 
 
 class CppKernel(CompiledKernel):

@@ -66,17 +66,11 @@ def guarded(
 
 def _any_meets(written: Sequence[torch.Tensor], read: Sequence[torch.Tensor]) -> bool:
     """Whether memory of one of ``written`` meets that of another tensor."""
-    spans = sorted(
-        (tensor.data_ptr(), tensor.data_ptr() + span_bytes(tensor), is_written)
-        for tensors, is_written in ((written, True), (read, False)) for tensor in tensors
+    spans = [(one.data_ptr(), one.data_ptr() + span_bytes(one)) for one in (*written, *read)]
+    return any(
+        max(begin, other) < min(end, other_end)
+        for at, (begin, end) in enumerate(spans[: len(written)], 1) for other, other_end in spans[at:]
     )
-    ends = {True: 0, False: 0}  # of what was seen, by whether it is written
-    for begin, end, is_written in spans:
-        if begin < end:
-            if begin < ends[True] or (is_written and begin < ends[False]):
-                return True
-            ends[is_written] = max(ends[is_written], end)
-    return False
 
 
 @lru_cache(maxsize=1)

@@ -1,4 +1,4 @@
-"""The default configuration of every kernel is in that kernel's own space, for every back end and target."""
+"""Every kernel is well formed, and its default configuration is in its own space, for every back end and target."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from matmul_groups import groups, lowered_whole
 from model_families import build, inputs
 from recipe_samples import recipe_samples
+from validate_kernel import validate
 
 from fuseplan.kernels.cpp.backend import CppBackend
 from fuseplan.kernels.ir.backend import Backend, Target, gpu_target, misfit
@@ -47,6 +48,7 @@ SHAPED = [
 
 def check(backend: Backend, ir: KernelIR) -> int:
     """The targets for which the back end takes the kernel: on each the default is a choice of the space."""
+    validate(ir)
     targets = [target for target in (*ON_CPU, *ON_GPU) if backend.refuse(ir, target) is None]
     for target in targets:
         default = backend.default_config(ir, target)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -122,15 +121,11 @@ def _of_scheduler(address: str) -> tuple[pd.DataFrame, dict[str, Versions], dict
     from fuseplan.planner.fleet.status import device_statuses, known_labels
 
     versions: dict[str, Versions] = {}
-    with ExitStack() as stack:
-        client = stack.enter_context(scheduler_client(address))
-        statuses = device_statuses(client)
+    with scheduler_client(address) as client:
+        frame = pd.DataFrame(device_statuses(client), columns=list(DEVICE_COLUMNS))
         for kind in KINDS:
             versions |= {one.device: one.versions for one in described(client, kind)}
-        labels = known_labels(client)
-    frame = pd.DataFrame([[getattr(one, name) for name in DEVICE_COLUMNS] for one in statuses],
-                         columns=list(DEVICE_COLUMNS))
-    return frame, versions, labels
+        return frame, versions, known_labels(client)
 
 
 def _missed(store: LayeredDatabase, device: str) -> Iterator[tuple[str, str, str, str, int, str]]:

@@ -87,7 +87,7 @@ def _tuned_together(found: Fleet, wanted: Mapping[str, Models], account: TimeAcc
     models = list(dict.fromkeys(asked for one in wanted.values() for asked in one.job.models))
     with account.spend("capturing"):
         found.probe(wanted)
-        captured = dict(zip(models, _captured(found, models), strict=True))
+        captured = _captured(found, models)
     sessions = {device: found.session(device, found.terms) for device in wanted}
     for device, one in wanted.items():
         for name, why in one.job.left_out:
@@ -104,29 +104,26 @@ def _tuned_together(found: Fleet, wanted: Mapping[str, Models], account: TimeAcc
     return ran
 
 
-def _captured(found: Fleet, models: Sequence[Asked]) -> list[CapturedModel]:
+def _captured(found: Fleet, models: Sequence[Asked]) -> dict[Asked, CapturedModel]:
     """The graphs of models, while devices are probed."""
-    theirs: dict[tuple[Asked, int], Captured] = {}
     made: dict[Asked, CapturedModel] = {}
+    parts: dict[Asked, dict[int, Captured]] = {}
     for asked in models:
         if _is_captured_here(asked):
             made[asked] = captured_model(asked, found.progress)
         else:
-            found.capture(asked, lambda place, part, asked=asked: theirs.update({(asked, place): part}))  # type: ignore[misc]
+            parts[asked] = {}
+            found.capture(asked, parts[asked].__setitem__)
     found.run("capturing")
-    for asked in models:
-        if asked not in made:
-            parts = [theirs[asked, place] for place in range(len(asked.workloads))]
-            made[asked] = _put_together(asked, parts, found.progress.note)
-    return [made[asked] for asked in models]
+    return made | {asked: _put_together(asked, its, found.progress.note) for asked, its in parts.items()}
 
 
-def _put_together(asked: Asked, parts: Sequence[Captured], note: Callable[[str], None]) -> CapturedModel:
+def _put_together(asked: Asked, parts: Mapping[int, Captured], note: Callable[[str], None]) -> CapturedModel:
     """A model of what workers captured; one that cannot be captured costs only itself."""
     graphs, failure = list[tuple[str, DataflowGraph]](), ""
     try:
-        for workload, part in zip(asked.workloads, parts, strict=True):
-            graphs += graphs_of(workload, part, asked.pack_weights, note)
+        for place, workload in enumerate(asked.workloads):
+            graphs += graphs_of(workload, parts[place], asked.pack_weights, note)
     except FuseplanError as error:
         graphs, failure = [], f"{asked.label} is left out: {error}"
-    return CapturedModel(asked, tuple(graphs), failure, sum(part.elapsed_s for part in parts))
+    return CapturedModel(asked, tuple(graphs), failure, sum(part.elapsed_s for part in parts.values()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from distributed import Client, Worker
@@ -19,19 +18,10 @@ _WORDS = {"time_step": "timing a whole step", "time_again": "checking shipped ti
 _SILENT_S = 15.0
 
 
-@dataclass(frozen=True)
-class DeviceStatus:
-    """A worker's device: ``doing`` is what the worker does, in words; ``waiting`` are regions it has beside that."""
-
-    device: str
-    worker: str
-    host: str
-    doing: str
-    waiting: int
-
-
-def device_statuses(client: Client) -> list[DeviceStatus]:
-    """Every device of a fleet, by its key."""
+def device_statuses(client: Client) -> list[tuple[str, str, str, str, int]]:
+    """Each worker of a fleet: its device's key, its name, its host, what it does, and how many regions it has beside
+    that.
+    """
     found = []
     workers = workers_of(client)
     silent = {address: seconds for address, seconds in silences_s(client).items() if seconds > _SILENT_S}
@@ -46,10 +36,10 @@ def device_statuses(client: Client) -> list[DeviceStatus]:
             words = [f"has not answered for {silent[address]:.0f} s"]
         words = words or [_WORDS.get(name, name) for name in dict.fromkeys(map(_name, under_way))]
         found += [
-            DeviceStatus(device, str(worker["name"]), worker["host"], ", ".join(words) or "idle", len(waiting))
+            (device, str(worker["name"]), worker["host"], ", ".join(words) or "idle", len(waiting))
             for resource in worker["resources"] if (device := device_of(resource)) is not None
         ]
-    return sorted(found, key=lambda one: (one.device, one.worker))
+    return sorted(found)
 
 
 def known_labels(client: Client) -> dict[str, str]:

@@ -14,7 +14,6 @@ from fuseplan.costmodel.identity import current_identity
 from fuseplan.costmodel.probe import probe
 from fuseplan.kernels.registry import local_target
 from fuseplan.planner.api.run import ready
-from fuseplan.planner.errors import FuseplanError
 from fuseplan.planner.fleet.terms import (
     Captured,
     Prepared,
@@ -54,13 +53,7 @@ def probe_device(terms: Terms) -> None:
 
 def capture(source: ModelSource, workload: Workload, kind: str, pack_weights: bool) -> Captured:
     """A workload's graphs, or why it cannot be captured."""
-    began = time.monotonic()
-    text, failure = "", None
-    try:
-        text = state().capture(source, workload, kind, pack_weights)
-    except FuseplanError as error:
-        failure = error
-    return Captured(text, failure, time.monotonic() - began)
+    return state().capture(source, workload, kind, pack_weights)
 
 
 def prepare(terms: Terms, task: RegionTask, rankings: Rankings) -> Prepared:

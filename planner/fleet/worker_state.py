@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 import socket
 import threading
+import time
 from contextlib import ExitStack
 from typing import Any
 
@@ -21,6 +22,7 @@ from fuseplan.planner.capture.cache import capture_as_text
 from fuseplan.planner.errors import FuseplanError
 from fuseplan.planner.fleet.terms import (
     PLENTY,
+    Captured,
     Rankings,
     RegionTask,
     Terms,
@@ -136,14 +138,14 @@ class WorkerState(WorkerPlugin):
                 self._tuners[terms] = RegionTuner(terms, self.pool(terms.kind))
             return self._tuners[terms]
 
-    def capture(self, *args: Any) -> str:
-        """:func:`~fuseplan.planner.capture.cache.capture_as_text` in a process that does nothing else.
+    def capture(self, *args: Any) -> Captured:
+        """What :func:`~fuseplan.planner.capture.cache.capture_as_text` gives in a process that does nothing else.
 
         Raises:
-            CaptureError, ConfigError: It cannot be captured.
             MachineFailureError: The process failed.
         """
         secede()  # regions are measured and prepared meanwhile
+        began = time.monotonic()
         pool = self._capturing.pop() if self._capturing else WorkerPool(compilers=1, preload=_CAPTURING)
         try:
             outcome = pool.call(_captured, *args, limit_s=_CAPTURE_S)
@@ -151,10 +153,8 @@ class WorkerState(WorkerPlugin):
             self._capturing.append(pool)
         if not outcome.ok:
             raise MachineFailureError(f"a capture failed: {outcome.failure}")
-        if isinstance(outcome.value, Exception):
-            raise outcome.value
-        text: str = outcome.value
-        return text
+        text, failure = outcome.value
+        return Captured(text, failure, time.monotonic() - began)
 
     def end(self, run: str) -> None:
         """Close what was made for a tune."""
@@ -225,12 +225,12 @@ class RegionTuner:
         return self._graphs[task.key]
 
 
-def _captured(*args: Any) -> str | Exception:
-    """A job: an error comes back as it is."""
+def _captured(*args: Any) -> tuple[str, Exception | None]:
+    """A job: the text, or the error."""
     try:
-        return capture_as_text(*args)
+        return capture_as_text(*args), None
     except FuseplanError as error:
-        return carried(error)
+        return "", carried(error)
 
 
 def opened(terms: Terms) -> Session:

@@ -144,8 +144,9 @@ class Planner:
                 region = occurrences[0]
                 found, leased = stored[key], ExitStack()
                 if found.hit is None and self.tuner is not None:
-                    if not self._lease(self.tuner, region, leased, wait=on_taken is None):
-                        assert on_taken is not None
+                    if on_taken is None:
+                        leased.enter_context(self.tuner.leases.alone(self.key(key)))
+                    elif not leased.enter_context(self.tuner.leases.taking([self.key(key)])):
                         on_taken(region)
                         continue
                     found = self.stored.find_all(table, [region])[key]  # another tuner may have tuned it meanwhile
@@ -232,15 +233,6 @@ class Planner:
             predicted = RegionPlan(region, self._joined(table, region, plans, 0.0, reason), "model")
             return lambda: predicted
         return self._by_measurement(region, parts, table, self.tuner, lookahead)
-
-    def _lease(self, tuner: Tuner, region: Region, leased: ExitStack, wait: bool) -> bool:
-        """Be at work on a region alone until ``leased`` is closed; False where another tuner is, and not to be waited
-        for.
-        """
-        if wait:
-            leased.enter_context(tuner.leases.alone(self.key(region.key)))
-            return True
-        return bool(leased.enter_context(tuner.leases.taking([self.key(region.key)])))
 
     def _predicted(self, table: GroupTable, part: Region, problem: RegionProblem, reason: str) -> PlanRecord:
         prices = ModelPrices(table, self.spec, part)

@@ -182,8 +182,8 @@ def tune(
         while waiting or (stream is not None and stream.waiting):
             if in_vain >= len(waiting) and stream is not None and stream.waiting:
                 with account.spend("capturing"):
-                    found = stream.take()
-                arrive(found)
+                    graphs = stream.take()
+                arrive(graphs)
                 in_vain = 0
                 continue
             if in_vain and in_vain >= len(waiting):
@@ -204,23 +204,22 @@ def tune(
                 waiting.append(one)
             else:
                 batch.keep_summary(session, one.planned(known))
-        plans = [one.planned(known) for one in work]
-        asked = [at for at, done in enumerate(plans) if batch.timed(done.workload)]
-        untimed: list[str] = []
-        for number, at in enumerate(asked, 1):
-            done, began = plans[at], time.monotonic()
+        timed, untimed = [one for one in work if batch.timed(one.workload)], list[str]()
+        for number, one in enumerate(timed, 1):
+            began = time.monotonic()
 
-            def on_start(unfused_us: float, event: tuple[str, int, int] = (done.workload, number, len(asked))) -> None:
+            def on_start(unfused_us: float, event: tuple[str, int, int] = (one.workload, number, len(timed))) -> None:
                 told.on_trial(ProgressEvent(*event, unfused_us, "step"))
 
-            timed = measure_step(session, done.graph, done.plan, tuner, budget.job_limit_s, on_start)
-            untimed += filter(None, [step_problem(done.workload, timed)])
-            plans[at] = replace(done, elapsed_s=done.elapsed_s + time.monotonic() - began)
-        taken_over = [(done.graph, done.plan) for done in plans]
+            found = measure_step(session, one.graph, one.planned(known).plan, tuner, budget.job_limit_s, on_start)
+            untimed += filter(None, [step_problem(one.workload, found)])
+            one.elapsed_s += time.monotonic() - began
+        plans = tuple(one.planned(known) for one in work)
         with account.spend("checking shipped times"):
-            rechecked = recheck(session, longest_shipped(session, taken_over), tuner)
+            kernels = longest_shipped(session, [(done.graph, done.plan) for done in plans])
+            rechecked = recheck(session, kernels, tuner)
     elapsed_s = time.monotonic() - start
-    result = TuneResult(tuple(plans), session, elapsed_s, rechecked, tuple(failures), tuple(untimed))
+    result = TuneResult(plans, session, elapsed_s, rechecked, tuple(failures), tuple(untimed))
     if not result.measured:
         return result
     with account.spend("calibrating"):

@@ -8,7 +8,7 @@ on neither side.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
@@ -21,7 +21,7 @@ from fuseplan.planner.implementations.choices import Choice, in_order
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import Implementations, implementations_for
 from fuseplan.planner.partition.whole_region import planned_parts
-from fuseplan.planner.tuning.plans import GraphPlan
+from fuseplan.planner.tuning.plans import GraphPlan, RegionPlan
 from fuseplan.planner.tuning.session import Session
 from fuseplan.search import policy
 from fuseplan.search.errors import RecordError
@@ -142,9 +142,9 @@ def _measured(
     on_start(unfused_us)
     regime = session.settings.regime
     table = GroupTable(graph, session.settings.numerics, session.target.device_type)
-    step = _Step(table, plan, implementations_for(regime, session.backends, session.target))
+    parts, sides, kept = _sides(table, plan, implementations_for(regime, session.backends, session.target))
     rounds = policy.LONG_STEP_ROUNDS if unfused_us > policy.LONG_STEP_US else policy.STEP_ROUNDS
-    outcome = tuner.time_sides(step.parts, step.sides, step.kept, rounds)
+    outcome = tuner.time_sides(parts, sides, kept, rounds)
     if not outcome.ok:
         untimed = Untimed(outcome.failure, job_limit_s)
         if outcome.timed_out:
@@ -158,43 +158,37 @@ def _measured(
     return found
 
 
-class _Step:
-    """Both sides of a step as sequences: parts by name, the names that each side runs, and values that are returned."""
+def _sides(
+    table: GroupTable, plan: GraphPlan, ways: Implementations
+) -> tuple[dict[str, Part], dict[str, list[str]], list[str]]:
+    """Both sides of a step: parts by name, the names that each side runs in order, and values that are returned."""
+    graph, flow = table.graph, compute_graph_of(table.graph)
+    members = {flow.position[name] for one in plan.regions for name in one.region.ops}
+    members = {at for at in members if flow.is_member(at)}
+    made = {value for at in members for value in flow.nodes[at].outputs}
+    parts: dict[str, Part] = {}
+    sides: dict[str, list[str]] = {_UNFUSED: [], _PLANNED: []}
+    first = {one.region.key: (one.region, _parts_of(table, one, ways)) for one in plan.unique()}
+    for number, one in enumerate(plan.regions):
+        region, of_sides = first[one.region.key]
+        same = same_values(graph, region, one.region)
+        names = {a: b if b in made or a in made else a for a, b in same.items()}  # what no region makes all share
+        for side, run in of_sides.items():
+            for at, part in enumerate(run):
+                name = f"{number}.{side}.{at}"
+                parts[name] = _renamed(part, names)
+                sides[side].append(name)
+    return parts, sides, flow.needed_outside(members)
 
-    def __init__(self, table: GroupTable, plan: GraphPlan, ways: Implementations) -> None:
-        self.graph = table.graph
-        self.parts: dict[str, Part] = {}
-        self.sides: dict[str, list[str]] = {_UNFUSED: [], _PLANNED: []}
-        flow = compute_graph_of(self.graph)
-        members = {flow.position[name] for one in plan.regions for name in one.region.ops}
-        members = {at for at in members if flow.is_member(at)}
-        self.kept = flow.needed_outside(members)
-        self._made = {value for at in members for value in flow.nodes[at].outputs}
-        first = {one.region.key: one.region for one in plan.unique()}
-        both = {one.region.key: tuple(self._parts_of(table, plan, one.region.key, ways)) for one in plan.unique()}
-        for number, one in enumerate(plan.regions):
-            names = self._names(same_values(self.graph, first[one.region.key], one.region))
-            for side, parts in both[one.region.key]:
-                for at, part in enumerate(parts):
-                    name = f"{number}.{side}.{at}"
-                    self.parts[name] = _renamed(part, names)
-                    self.sides[side].append(name)
 
-    def _parts_of(
-        self, table: GroupTable, plan: GraphPlan, key: str, ways: Implementations
-    ) -> Iterator[tuple[str, list[Part]]]:
-        """The parts of a region on either side, in order."""
-        one = next(one for one in plan.regions if one.region.key == key)
-        plain = {
-            Choice(single, ways.aten): ways.aten.part(table, single, "", {})
-            for single in single_candidates(self.graph, one.region)
-        }
-        for side, parts in ((_UNFUSED, plain), (_PLANNED, planned_parts(table, [(one.region, one.record)], ways))):
-            yield side, [parts[choice] for choice in in_order(self.graph, parts)]
-
-    def _names(self, same: Mapping[str, str]) -> dict[str, str]:
-        """Names of an occurrence's values by those of the first one: what no region makes is shared by all."""
-        return {a: b if b in self._made or a in self._made else a for a, b in same.items()}
+def _parts_of(table: GroupTable, one: RegionPlan, ways: Implementations) -> dict[str, list[Part]]:
+    """The parts of a region on either side, in order."""
+    plain = {
+        Choice(single, ways.aten): ways.aten.part(table, single, "", {})
+        for single in single_candidates(table.graph, one.region)
+    }
+    sides = {_UNFUSED: plain, _PLANNED: planned_parts(table, [(one.region, one.record)], ways)}
+    return {side: [parts[choice] for choice in in_order(table.graph, parts)] for side, parts in sides.items()}
 
 
 def _renamed(part: Part, names: Mapping[str, str]) -> Part:

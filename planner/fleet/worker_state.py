@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import click
@@ -179,9 +179,7 @@ class RegionTuner:
             stack.callback(session.database.close)
             self.tuner = stack.enter_context(session.tuner(terms.how.budget(terms.kind), terms.how.seed, executor=pool))
             self._planner = session.planner(self.tuner)
-            self._lookahead = self._planner.lookahead()
-            if self._lookahead is not None:
-                stack.enter_context(self._lookahead)
+            stack.enter_context(self._planner.lookahead() or nullcontext())
             self._stack = stack.pop_all()
         self._graphs: dict[str, tuple[DataflowGraph, Region]] = {}
         self._told: set[Alike] = set()
@@ -193,10 +191,9 @@ class RegionTuner:
         """
         self.tuner.take_rankings(rankings)
         self._told.update(rankings)
-        if self._lookahead is not None:
+        if self.session.target.is_gpu:
             graph, region = self._graph(task)
-            self._lookahead.send(graph, self._planner.undecided_parts(graph, [region]))
-            self._lookahead.send_whole(graph, [region])
+            self._planner.prepare(graph, [region])
 
     def measure(self, task: RegionTask) -> RegionPlan | None:
         """The region's plan: the stored one, else measured now and stored; None where another tuner is at work on it,
@@ -205,7 +202,7 @@ class RegionTuner:
         graph, region = self._graph(task)
         taken: list[Region] = []
         plans = self._planner.plan_graph(
-            graph, self._lookahead, regions=[region], on_taken=None if task.waits else taken.append).regions
+            graph, regions=[region], on_taken=None if task.waits else taken.append).regions
         return plans[0] if plans else None
 
     def learnt(self) -> Rankings:

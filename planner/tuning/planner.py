@@ -75,6 +75,7 @@ class Planner:
         #: What was measured by this planner, by key: a part is decided once for all regions that have it.
         self._decided: dict[str, PlanRecord] = {}
         self._shares: WeakKeyDictionary[GroupTable, Mapping[str, float]] = WeakKeyDictionary()
+        self._ahead: Lookahead | None = None
         self._joint = JointProblems(self.implementations, self.settings.limits)
 
     @property
@@ -87,11 +88,18 @@ class Planner:
         return self.settings.margin_on(self.target.device_type)
 
     def lookahead(self) -> Lookahead | None:
-        """Something to look ahead with, where that disturbs no measurement: not on CPUs. Needs a tuner."""
+        """What prepares regions from now on, where that disturbs no measurement: not on CPUs. Needs a tuner."""
         if self.tuner is None or not self.target.is_gpu:
             return None
-        return Lookahead(self._problem, lambda table, part: ModelPrices(table, self.spec, part), self._table,
+        self._ahead = Lookahead(self._problem, lambda table, part: ModelPrices(table, self.spec, part), self._table,
                          self._rehearse, self.tuner, self._is_minor, self._nominal_joint)
+        return self._ahead
+
+    def prepare(self, graph: DataflowGraph, regions: Sequence[Region]) -> None:
+        """Begin to enumerate regions, and to compile their kernels, if anything looks ahead; at once returns."""
+        if self._ahead is not None:
+            self._ahead.send(graph, self.undecided_parts(graph, regions))
+            self._ahead.send_whole(graph, regions)
 
     def _rehearse(self, problem: RegionProblem, prices: Prices) -> None:
         guided_partition(problem, prices, self.settings.tolerance, self._margin, self._limit(problem))
@@ -102,7 +110,6 @@ class Planner:
     def plan_graph(
         self,
         graph: DataflowGraph,
-        lookahead: Lookahead | None = None,
         on_failure: Callable[[Region, Exception], None] | None = None,
         regions: Sequence[Region] | None = None,
         on_taken: Callable[[Region], None] | None = None,
@@ -113,14 +120,13 @@ class Planner:
 
         Args:
             graph: The graph.
-            lookahead: Has prepared some of its regions already.
             on_failure: Told about a region that cannot be planned, which is then left out with all regions equal to
                 it. Without it the error is raised.
             regions: What to plan; None for all regions.
             on_taken: Told about a region that another tuner is at work on, which is then left out with all regions
                 equal to it. Without it the other tuner is waited for.
         """
-        table = lookahead.table(graph) if lookahead is not None else self._table(graph)
+        table = self._ahead.table(graph) if self._ahead is not None else self._table(graph)
         if regions is None:
             regions = find_regions(graph)
             if self.tuner is None:
@@ -157,7 +163,7 @@ class Planner:
                         if found.hit is not None:
                             planned[key] = RegionPlan(region, found.hit, "database", found.shipped)
                         else:
-                            last_word = self._decide(graph, region, table, lookahead)
+                            last_word = self._decide(graph, region, table)
                             finish()  # the region before was run as a whole beside this one's planning
                             unfinished.append((region, last_word, ending.enter_context(leased.pop_all())))
             finish()
@@ -221,9 +227,7 @@ class Planner:
         stored = self.look_up_all(graph, distinct)
         return [region for region in distinct if region.key not in stored]
 
-    def _decide(
-        self, graph: DataflowGraph, region: Region, table: GroupTable, lookahead: Lookahead | None
-    ) -> Callable[[], RegionPlan]:
+    def _decide(self, graph: DataflowGraph, region: Region, table: GroupTable) -> Callable[[], RegionPlan]:
         """The plan of a region, once what was measured of it as a whole is waited for."""
         parts = region_parts(graph, region)
         if self.tuner is None:
@@ -232,7 +236,7 @@ class Planner:
                      for part in parts]
             predicted = RegionPlan(region, self._joined(table, region, plans, 0.0, reason), "model")
             return lambda: predicted
-        return self._by_measurement(region, parts, table, self.tuner, lookahead)
+        return self._by_measurement(region, parts, table, self.tuner)
 
     def _predicted(self, table: GroupTable, part: Region, problem: RegionProblem, reason: str) -> PlanRecord:
         prices = ModelPrices(table, self.spec, part)
@@ -246,15 +250,15 @@ class Planner:
         return parts[0][1] if len(parts) == 1 else self._writer(table, region).joined(parts, elapsed_s, reason)
 
     def _by_measurement(
-        self, region: Region, parts: Sequence[Region], table: GroupTable, tuner: Tuner, lookahead: Lookahead | None
+        self, region: Region, parts: Sequence[Region], table: GroupTable, tuner: Tuner
     ) -> Callable[[], RegionPlan]:
         """The region's parts, those without a plan decided and stored now, and then the region as a whole.
 
         While the islands are planned, the calls of matmuls and attention are timed.
         """
         began = time.monotonic()
-        if lookahead is not None:
-            lookahead.remind(region)
+        if self._ahead is not None:
+            self._ahead.remind(region)
         stored = self.stored.find_all(table, parts)
         known = {part.key: self._decided.get(part.key) or stored[part.key].hit for part in parts}
         fresh = {part.key: part for part in reversed(parts) if known[part.key] is None}
@@ -263,7 +267,7 @@ class Planner:
         while fresh:
             with tuner.leases.taking(self.key(key) for key in fresh) as taken:
                 mine = {key: part for key, part in fresh.items() if self.key(key) in taken}
-                found = self._measured_parts(table, mine, tuner, lookahead)
+                found = self._measured_parts(table, mine, tuner)
                 known |= found
                 decided += [found[key] for key in mine if key in self._decided]
             fresh = {key: part for key, part in fresh.items() if key not in mine}
@@ -279,9 +283,7 @@ class Planner:
         verdict = beats_plain(table, plans, self.implementations, tuner)
         return lambda: self._finished(table, region, plans, tuple(decided), tuner, verdict(), began)
 
-    def _measured_parts(
-        self, table: GroupTable, parts: Mapping[str, Region], tuner: Tuner, lookahead: Lookahead | None
-    ) -> dict[str, PlanRecord]:
+    def _measured_parts(self, table: GroupTable, parts: Mapping[str, Region], tuner: Tuner) -> dict[str, PlanRecord]:
         """Plans of leased parts: decided and stored now, unless another tuner has done it."""
         found = {key: lookup.hit for key, lookup in self.stored.find_all(table, parts.values()).items() if lookup.hit}
         fresh = {key: part for key, part in parts.items() if key not in found}
@@ -289,7 +291,7 @@ class Planner:
         for opened in anchors.values():
             opened.begin()
         for key in sorted(fresh, key=anchors.__contains__):
-            found[key] = self._decided[key] = self._measured(table, fresh[key], tuner, anchors.get(key), lookahead)
+            found[key] = self._decided[key] = self._measured(table, fresh[key], tuner, anchors.get(key))
             tuner.leases.release([self.key(key)])  # others may wait for it
         return found
 
@@ -330,20 +332,16 @@ class Planner:
             tuner.database.put_plan(record)
         return RegionPlan(region, record, "tuned", decided=decided)
 
-    def _opened(
-        self, table: GroupTable, part: Region, tuner: Tuner, lookahead: Lookahead | None = None
-    ) -> MeasuredRegion:
-        problem = (lookahead.problem(part) if lookahead is not None else None) or self._problem(table, part)
+    def _opened(self, table: GroupTable, part: Region, tuner: Tuner) -> MeasuredRegion:
+        problem = (self._ahead.problem(part) if self._ahead is not None else None) or self._problem(table, part)
         prices = MeasuredPrices(table, self.spec, tuner, self.learner, part, self._is_minor(table, part))
         return MeasuredRegion(problem, prices, self.settings.tolerance, self._margin, self._limit(problem))
 
-    def _measured(
-        self, table: GroupTable, part: Region, tuner: Tuner, opened: MeasuredRegion | None, lookahead: Lookahead | None
-    ) -> PlanRecord:
+    def _measured(self, table: GroupTable, part: Region, tuner: Tuner, opened: MeasuredRegion | None) -> PlanRecord:
         """A part decided by measurement, and stored."""
         began = time.monotonic()
         if opened is None:
-            opened = self._opened(table, part, tuner, lookahead)
+            opened = self._opened(table, part, tuner)
         result, prices = opened.decide(), opened.prices
         record = self._writer(table, part).record(prices, result, time.monotonic() - began)
         samples = region_samples(record.key, record.label, table.graph, part, record.enumerated, prices.samples.items())

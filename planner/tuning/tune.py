@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 
 from fuseplan.planner.cost.running_calibration import RunningCalibration
@@ -16,7 +16,6 @@ from fuseplan.planner.groups.regions import find_regions, unique_regions
 from fuseplan.planner.module_paths import located
 from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.planner.tuning.graph_stream import GraphStream
-from fuseplan.planner.tuning.lookahead import Lookahead
 from fuseplan.planner.tuning.planner import GraphPlan, Planner, RegionPlan
 from fuseplan.planner.tuning.plans import PlanSettings
 from fuseplan.planner.tuning.progress import SILENT, Progress
@@ -155,9 +154,7 @@ def tune(
         stack.enter_context(account.spend("planning"))
         tuner = stack.enter_context(session.tuner(budget, seed, told.on_trial, account, executor))
         planner = session.planner(tuner, learner=learner)
-        lookahead = planner.lookahead()
-        if lookahead is not None:
-            stack.enter_context(lookahead)
+        stack.enter_context(planner.lookahead() or nullcontext())
         waiting: deque[_Work] = deque()
         work: list[_Work] = []
         known, sent = _Known(), set[str]()
@@ -166,11 +163,8 @@ def tune(
             for workload, graph in found:
                 undecided = planner.undecided(graph)
                 told.on_graph(graph, undecided)
-                if lookahead is not None:
-                    fresh = [region for region in undecided if region.key not in sent]
-                    sent.update(region.key for region in fresh)
-                    lookahead.send(graph, planner.undecided_parts(graph, fresh))
-                    lookahead.send_whole(graph, fresh)
+                planner.prepare(graph, [region for region in undecided if region.key not in sent])
+                sent.update(region.key for region in undecided)
                 work.append(_Work(workload, graph, batch.regions[workload] if workload in batch.regions else
                                   find_regions(graph)))
                 waiting.append(work[-1])
@@ -198,7 +192,7 @@ def tune(
                 told.on_region(workload, label, number, total)
 
             planner.on_region = at_region
-            gains = one.plan(planner, lookahead, known, failures)
+            gains = one.plan(planner, known, failures)
             in_vain = 0 if gains else in_vain + 1
             if one.left:  # everything else comes first
                 waiting.append(one)
@@ -248,9 +242,7 @@ class _Work:
     def __post_init__(self) -> None:
         self.left = list(self.regions)
 
-    def plan(
-        self, planner: Planner, lookahead: Lookahead | None, known: _Known, failures: list[RegionFailure]
-    ) -> bool:
+    def plan(self, planner: Planner, known: _Known, failures: list[RegionFailure]) -> bool:
         """Plan what is not known, and what nobody else is at work on; False where that was nothing."""
         began, taken = time.monotonic(), set[str]()
         note = noting(failures, self.workload, self.graph)
@@ -263,7 +255,7 @@ class _Work:
             if key in known.errors:
                 note(region, known.errors[key])
         fresh = [one for one in self.left if one.key not in known.plans and one.key not in known.errors]
-        plan = planner.plan_graph(self.graph, lookahead, failed, fresh, lambda region: taken.add(region.key))
+        plan = planner.plan_graph(self.graph, failed, fresh, lambda region: taken.add(region.key))
         known.plans |= {one.region.key: one for one in plan.unique()}
         before, self.left = len(self.left), [region for region in self.left if region.key in taken]
         self.lookup_us += plan.lookup_us

@@ -179,7 +179,7 @@ def test_groups_with_matmuls_are_compiled_before_they_are_measured(
         lookahead.send(graph, parts)
         assert lookahead.problem(parts[0]) is not None  # one after the other
         prefetched = set(tuner.prefetched)
-        planner.plan_graph(graph, lookahead)
+        planner.plan_graph(graph)
     screened = {label for label in tuner.screened if "linear" in label}
     assert screened and screened <= prefetched
     assert len(looked) == len(set(looked)) == 1

@@ -56,7 +56,7 @@ def test_plans_are_the_same_with_and_without(tmp_path: Path) -> None:
     assert lookahead is not None
     with lookahead:
         lookahead.send(graph, ahead.undecided(graph))
-        found = ahead.plan_graph(graph, lookahead)
+        found = ahead.plan_graph(graph)
     expected = alone.plan_graph(graph)
     assert [essence(plan.record) for plan in found.regions] == [essence(plan.record) for plan in expected.regions]
     assert len(found.regions) == 2
@@ -70,7 +70,7 @@ def test_a_region_that_was_not_sent_is_planned_all_the_same(tmp_path: Path) -> N
     assert lookahead is not None
     graph = chain(3)
     with lookahead:
-        assert ahead.plan_graph(graph, lookahead).regions[0].source == "tuned"
+        assert ahead.plan_graph(graph).regions[0].source == "tuned"
         assert lookahead.problem(find_regions(graph)[0]) is None
 
 
@@ -100,7 +100,7 @@ def test_a_failure_to_compile_ahead_costs_no_plan(tmp_path: Path, caplog: pytest
     assert lookahead is not None
     with lookahead:
         lookahead.send(graph, find_regions(graph))
-        found = ahead.plan_graph(graph, lookahead)
+        found = ahead.plan_graph(graph)
     assert [plan.source for plan in found.regions] == ["tuned", "tuned"]
     assert "RuntimeError: the pool is gone" in caplog.text
 

@@ -314,7 +314,7 @@ def test_a_lookahead_prepares_exactly_the_parts_that_lack_a_plan(tmp_path: Path)
             continue
         with lookahead:
             lookahead.send(graph, parts)
-            found.append(planner.plan_graph(graph, lookahead))
+            found.append(planner.plan_graph(graph))
             again = find_regions(graph)[1]
             twin = next(part for part in region_parts(graph, again) if part.key == parts[0].key)
             assert lookahead.problem(parts[0]) is not None and lookahead.problem(twin) is None

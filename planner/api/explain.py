@@ -79,16 +79,25 @@ class Explained:
         rows = [row for one in self.planned for row in one.rows()]
         return pd.DataFrame(rows, columns=list(EXPLAINED_COLUMNS))
 
+    def kernels(self) -> list[KernelSource]:
+        """The generated kernels of all workloads, each text once."""
+        session = self.planned[0].session
+        return kernel_sources(session, [(one.workload, one.graph, one.plan) for one in self.planned])
+
     def sources(self, group: str = "") -> Mapping[str, str]:
         """Generated code by group, of those with ``group`` in their labels."""
-        return {one.label: one.text for one in kernels(self.planned) if group in one.label}
+        return {one.label: one.text for one in self.kernels() if group in one.label}
+
+    def side_by_side(self) -> Iterator[str]:
+        """Lines that put the plans of several workloads side by side; none where they have nothing in common."""
+        yield from words.compare_plans([(one.workload, one.graph, one.plan) for one in self.planned])
 
     def lines(self) -> Iterator[str]:
         """The explanation in words, as the terminal has it."""
         for one in self.planned:
             yield from one.lines
             yield ""
-        yield from side_by_side(self.planned)
+        yield from self.side_by_side()
 
     def __str__(self) -> str:
         return "\n".join(plain(line) for line in self.lines())
@@ -142,14 +151,3 @@ def explained(
         lines = (*words.explain_plan(session, name, graph, plan), *failures)
         yield Planned(session, name, graph, plan, lines)
 
-
-def kernels(planned: Sequence[Planned]) -> list[KernelSource]:
-    """The generated kernels of several workloads, each text once."""
-    if not planned:
-        return []
-    return kernel_sources(planned[0].session, [(one.workload, one.graph, one.plan) for one in planned])
-
-
-def side_by_side(planned: Sequence[Planned]) -> Iterator[str]:
-    """Lines that put the plans of several workloads side by side; none where they have nothing in common."""
-    yield from words.compare_plans([(one.workload, one.graph, one.plan) for one in planned])

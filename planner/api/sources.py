@@ -48,10 +48,6 @@ class KernelSource:
             text = text.replace(f"{part}\n\n\n", "", 1) if f"{part}\n\n\n" in text else text.replace(part, "", 1)
         return text
 
-    def is_called(self, words: str) -> bool:
-        """Whether that is part of its group's label or place, in any case of letters."""
-        return words.lower() in self.label.lower() or words.lower() in self.place.lower()
-
 
 def kernel_sources(
     session: Session, planned: Iterable[tuple[str, DataflowGraph, GraphPlan]]
@@ -87,7 +83,7 @@ def called(kernels: Sequence[KernelSource], wanted: str) -> list[KernelSource]:
         raise ConfigError("no group of these workloads runs a generated kernel, so there is no source to show")
     chosen = list(kernels) if wanted == ALL else [one for one in kernels if wanted.upper() in one.names]
     if not chosen and wanted.strip():
-        chosen = [one for one in kernels if one.is_called(wanted)]
+        chosen = [one for one in kernels if wanted.lower() in f"{one.label}\n{one.place}".lower()]
     if not chosen:
         labels = list(dict.fromkeys(one.label for one in kernels))
         close = nearest(wanted, labels) or labels[:3]

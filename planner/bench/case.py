@@ -1,34 +1,25 @@
-"""One cell of the pattern bench made concrete: our plan for it, what that moves and what the cost model says of it."""
+"""One cell of the pattern bench made concrete: our plan for it and what that moves."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from fuseplan.costmodel.device import DeviceSpec, Mode
-from fuseplan.costmodel.roofline import predict
-from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.backend import config_key
 from fuseplan.kernels.native.overlap import span_bytes
-from fuseplan.planner.cost.prices import shared_cache
 from fuseplan.planner.dispatch_stats import CompileStats, Tally
 from fuseplan.planner.graph.dataflow import DataflowGraph
-from fuseplan.planner.groups.compute_graph import lower_group
-from fuseplan.planner.groups.regions import find_regions, region_parts
-from fuseplan.planner.implementations.aten import UNFUSED
-from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementation import PlannedGroup
 from fuseplan.planner.implementations.tunable_group import reference_results
-from fuseplan.planner.lowering.lower import Lowered, lower
 from fuseplan.planner.ops.table import kind_of
 from fuseplan.planner.patterns.cells import Cell
 from fuseplan.planner.peers.contestant import Case, make_case
 from fuseplan.planner.runtime.lookup import look_up
 from fuseplan.planner.tuning.session import Session
-from fuseplan.planner.work.group_work import hot_inputs, kernel_work, launch_mode, op_work
+from fuseplan.planner.work.group_work import kernel_work
 from fuseplan.search.timing.measure import CACHE_MULTIPLE, rotating_operands
 from fuseplan.search.timing.timers import Operands
 
@@ -83,40 +74,6 @@ def plan_note(case: Case, seen: CompileStats) -> str:
     words += [f"{seen.misses} regions by the cost model, not tuned"] if seen.misses else []
     words += [f"{count} fell back: {reason}" for reason, count in seen.fallbacks.items()]
     return "; ".join(words)
-
-
-def predicted_us(
-    graph: DataflowGraph, groups: Sequence[PlannedGroup], spec: DeviceSpec | None, regime: str, numerics: str = "fp32"
-) -> float | None:
-    """Microseconds that the cost model predicts for a plan of a static graph, launch after launch.
-
-    On GPUs with what its kernels cost each other in the cache. None where the device was not probed (``spec``).
-    """
-    if spec is None:
-        return None
-    around: list[tuple[frozenset[str], Any]] = []
-    if spec.identity.is_gpu:
-        table = GroupTable(graph, numerics, "cuda")
-        parts = [part for region in find_regions(graph) for part in region_parts(graph, region)]
-        around = [(frozenset(part.ops), shared_cache(table, part)) for part in parts]
-    total_us = 0.0
-    for lowered, work, mode, backend in _launches(graph, groups, regime, numerics):
-        total_us += predict(work, spec, mode, backend=backend)
-        maker = graph.producer(lowered.outputs[0])
-        total_us += sum(cache.delay_us(work, spec, mode, lowered) for ops, cache in around if maker in ops)
-    return total_us
-
-
-def _launches(
-    graph: DataflowGraph, groups: Sequence[PlannedGroup], regime: str, numerics: str
-) -> Iterator[tuple[Lowered, Work, Mode, str]]:
-    for group in groups:
-        lowered = lower_group(graph, group.ops, numerics)
-        work = kernel_work(lowered.ir, hot_inputs(graph, lowered.inputs))
-        yield lowered, work, launch_mode(group.config, regime), group.implementation.backends[0].name
-    for name in unfused_ops(graph, groups):
-        lowered = lower(graph, (name,), numerics, graph.op(name).outputs)
-        yield lowered, op_work(graph, name), "graph" if regime == "graph" else "eager", UNFUSED
 
 
 def reference_outputs(case: Case) -> list[torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 
 from fuseplan.costmodel.devices import is_gpu
-from fuseplan.planner.bench.case import operand_sets, plan_case, plan_facts, plan_note, predicted_us, reference_outputs
+from fuseplan.planner.bench.case import operand_sets, plan_case, plan_facts, plan_note, reference_outputs
 from fuseplan.planner.bench.rows import BenchRow, Race, bench_frame, failure
 from fuseplan.planner.errors import Argument, ConfigError
 from fuseplan.planner.patterns.cells import Cell
@@ -40,8 +40,7 @@ class PatternRow(BenchRow):
     """One contestant's time for one pattern (``subject``) at one size (``workload``).
 
     ``bytes`` have to be moved, in ``kernels`` launches of our plan for the cell; ``measured_at`` is UTC. ``in_place``
-    says that the contestant writes results over operands. ``predicted_us`` is what the cost model says of our plan, in
-    the mode that its plans are made for.
+    says that the contestant writes results over operands.
     """
 
     dtype: str = ""
@@ -51,7 +50,6 @@ class PatternRow(BenchRow):
     registers: str = ""
     measured_at: str = ""
     in_place: bool = False
-    predicted_us: float | None = None
 
 
 @dataclass(frozen=True)
@@ -77,9 +75,8 @@ class PatternBench:
                 torch.cuda.empty_cache()  # the next cell's tuning happens in another process
 
     def _rows(self, cell: Cell, common: Mapping[str, Any]) -> list[PatternRow]:
-        session, regime = self.session, self.session.settings.regime
-        target, device = session.target, session.target.device_type
-        case, seen = plan_case(session, cell)
+        target, device = self.session.target, self.session.target.device_type
+        case, seen = plan_case(self.session, cell)
         facts, judge = plan_facts(case), _Judge(case)
         race, entered = Race(PatternRow, measured_at=now(), **common, **facts), dict[str, Contestant]()
 
@@ -112,11 +109,7 @@ class PatternBench:
         for mode in self.modes:
             timer = cold_timer(target.l2_bytes) if mode == "cold" else timer_for(device, mode)
             rows += race.rows(timer, sets, self.seconds, own)
-        predicted = predicted_us(case.traced.graph, case.groups, session.spec, regime, case.numerics)
-        return [
-            replace(row, predicted_us=predicted) if row.contestant == OURS and row.mode == regime else row
-            for row in rows
-        ]
+        return rows
 
 
 def _contestant(case: Case, name: str) -> Contestant:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pandas as pd
 
-from fuseplan.costmodel.accuracy import spearman
 from fuseplan.planner.bench.patterns import COPY, LARGE_BYTES, OURS_IN_PLACE
 from fuseplan.planner.peers.contestant import OURS
 from fuseplan.planner.reports.frames import geometric_mean
@@ -16,8 +15,6 @@ from fuseplan.planner.reports.frames import geometric_mean
 LOST = 0.97
 #: Share of copy bandwidth that large cells should have.
 _COPY_SHARE = 0.94
-#: A rank correlation of fewer cells than this says little.
-_FEWEST = 5
 
 
 def pattern_table(frame: pd.DataFrame) -> pd.DataFrame:
@@ -26,7 +23,7 @@ def pattern_table(frame: pd.DataFrame) -> pd.DataFrame:
     Like is compared with like: a peer that writes over its operands with ours that does (with ours that does not, where
     the pattern allows it no more), every other peer with ours that allocates. ``vs_best`` is the best peer's time over
     ours, and the worse of the two where both kinds took part: above 1, ours is faster. ``vs_in_place`` is the second
-    kind alone. ``predicted_us`` is the cost model's time for ours. ``copy_share`` is ours over what a copy of
+    kind alone. ``copy_share`` is ours over what a copy of
     as many bytes reaches in the same run; only large cells have one. In a CUDA graph a copy of another mode
     counts where it is faster: graphs copy some sizes at two thirds of the speed.
     """
@@ -42,7 +39,6 @@ def pattern_table(frame: pd.DataFrame) -> pd.DataFrame:
         in_place = set(part.loc[part["in_place"].eq(True), "contestant"])
         rows.append({
             "pattern": subject, "shape": workload, "mode": mode, **{f"{name}_us": times.get(name) for name in names},
-            "predicted_us": part.loc[part["contestant"] == OURS, "predicted_us"].max(),
             **_standing(known, copy_us, in_place, float(part["bytes"].max())),
         })
     return pd.DataFrame(rows)
@@ -90,22 +86,7 @@ def pattern_verdict(frame: pd.DataFrame) -> list[str]:
                 f"{mode}: {len(share)} cells move {LARGE_BYTES / 1e6:.0f} MB or more, at {share.min():.1%} to "
                 f"{share.max():.1%} of a copy's bandwidth; {(share < _COPY_SHARE).sum()} under {_COPY_SHARE:.0%}"
             )
-    return lines + prediction_verdict(frame) + _losses(frame, table)
-
-
-def prediction_verdict(frame: pd.DataFrame) -> list[str]:
-    """A sentence for each mode in which ours was both predicted and timed."""
-    ours = frame[(frame["contestant"] == OURS) & frame["predicted_us"].notna() & frame["median_us"].notna()]
-    lines = []
-    for mode, part in ours.groupby("mode", sort=False):
-        error = (part["predicted_us"] / part["median_us"] - 1.0).abs()
-        words = f"median error {error.median():.1%}, nine of ten within {error.quantile(0.9):.1%}"
-        if len(part) >= _FEWEST:
-            words += f", rank correlation {spearman(list(part['predicted_us']), list(part['median_us'])):.3f}"
-        lines.append(
-            f"{mode}: the cost model, as calibrated before this run, on its plans' times: {words} ({len(part)} cells)"
-        )
-    return lines
+    return lines + _losses(frame, table)
 
 
 def _losses(frame: pd.DataFrame, table: pd.DataFrame) -> list[str]:

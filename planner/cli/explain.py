@@ -17,6 +17,7 @@ from fuseplan.planner.reports.document import Table
 
 if TYPE_CHECKING:
     from fuseplan.planner.api.explain import Planned
+    from fuseplan.planner.api.sources import KernelSource
 
 
 @answers("the groups, or with --source the kernels")
@@ -39,7 +40,7 @@ def explain(
     Last come tuned workloads side by side: what runs with each matmul and attention at how many rows, and where it
     turns. Uses the stored plan; what was never tuned is planned by the cost model. Nothing is measured.
     """
-    from fuseplan.planner.api.explain import Explained, explained, side_by_side
+    from fuseplan.planner.api.explain import Explained, explained
     from fuseplan.planner.api.request import asked_for
     from fuseplan.planner.errors import ConfigError
 
@@ -49,25 +50,24 @@ def explain(
     planned: list[Planned] = []
     for one in explained(asked, db, workload, opt.Terminal()):
         planned.append(one)
-        if source is None:
-            for line in (*one.lines, ""):
-                screen.tell(line)
+        for line in (*one.lines, "") if source is None else ():
+            screen.tell(line)
+    found = Explained(asked.label, tuple(planned))
     if source is not None:
-        _print_sources(planned, source, prelude)
+        _print_sources(found.kernels(), source, prelude)
         return
     if not screen.at_once:
-        screen.table(Explained(asked.label, tuple(planned)).groups, "groups")
-    for line in side_by_side(planned):
+        screen.table(found.groups, "groups")
+    for line in found.side_by_side():
         screen.tell(line)
 
 
-def _print_sources(planned: Sequence[Planned], wanted: str, prelude: bool) -> None:
-    from fuseplan.planner.api.explain import kernels
+def _print_sources(kernels: Sequence[KernelSource], wanted: str, prelude: bool) -> None:
     from fuseplan.planner.api.sources import called
     from fuseplan.planner.module_paths import located
 
-    chosen, screen = called(kernels(planned), wanted), current()
-    texts = [(one, one.text if prelude else one.own_text()) for one in chosen]
+    screen = current()
+    texts = [(one, one.text if prelude else one.own_text()) for one in called(kernels, wanted)]
     if not screen.at_once:
         screen.add(Table("kernels", ("group", "names", "place", "backend", "workloads", "source"), tuple(
             (one.label, ", ".join(one.names), one.place, one.backend, ", ".join(one.workloads), text)

@@ -25,8 +25,8 @@ def steps_against(here: ReportData, there: ReportData) -> pd.DataFrame:
     rows = [
         {
             "workload": one.name, "here_us": one.planned_us, "there_us": other.planned_us,
-            "change_us": one.planned_us - other.planned_us, "here_measured": _how(one), "there_measured": _how(other),
-            "regime": one.workload.regime,
+            "change_us": one.planned_us - other.planned_us, "here_measured": one.measured,
+            "there_measured": other.measured, "regime": one.workload.regime,
         }
         for one, other in _pairs(here, there)
     ]
@@ -99,7 +99,3 @@ def _groups(one: Step) -> Mapping[str, tuple[float, str]]:
         time_us, way = found.get(saved.label, (0.0, saved.group.implementation))
         found[saved.label] = time_us + saved.uses * saved.planned_us, way
     return found
-
-
-def _how(one: Step) -> str:
-    return "end to end" if one.times is not None else "by regions"

@@ -39,7 +39,6 @@ COVERAGE_COLUMNS = (
 )
 
 
-
 @dataclass(frozen=True)
 class ReportData:
     """What a report is made from.
@@ -63,15 +62,17 @@ class ReportData:
     shipped: frozenset[RecordKey] = frozenset()
     steps: Mapping[str, StepTimes] = field(default_factory=dict)
 
-    def planned(self) -> Iterator[tuple[WorkloadSummary | None, RegionSummary | None, PlanRecord]]:
-        """Every plan with the workload and region it belongs to; without summaries, every stored plan."""
-        if not self.workloads:
-            yield from ((None, None, plan) for plan in self.plans.values())
+    def placed(self) -> Iterator[tuple[WorkloadSummary, RegionSummary, PlanRecord]]:
+        """Every plan of a workload's regions."""
         for workload in self.workloads:
             for region in workload.regions:
                 plan = self.plans.get(workload.plan_key(region))
                 if plan is not None and region.has_plan(plan):
                     yield workload, region, plan
+
+    def planned(self) -> Iterator[tuple[WorkloadSummary | None, RegionSummary | None, PlanRecord]]:
+        """The same; without summaries, every stored plan."""
+        yield from self.placed() if self.workloads else ((None, None, plan) for plan in self.plans.values())
 
     def decided(self) -> dict[RecordKey, PlanRecord]:
         """The plans of what was decided by itself: parts in the place of their regions."""

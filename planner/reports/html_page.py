@@ -18,7 +18,7 @@ from fuseplan.planner.reports.against import against_lines, groups_against
 from fuseplan.planner.reports.drawing import group_class, group_name, partition_svg, templates
 from fuseplan.planner.reports.frames import ReportData
 from fuseplan.planner.reports.log_plot import LogPlot
-from fuseplan.planner.reports.plots import Places, bandwidth_plot, roofline_plot, scatter_plot
+from fuseplan.planner.reports.plots import bandwidth_plot, roofline_plot, scatter_plot, workloads_by_key
 from fuseplan.planner.reports.side_by_side import PlannedRegion, as_frame, side_by_side
 from fuseplan.planner.reports.step_words import answers, bars, time_text
 from fuseplan.planner.reports.steps import PARTS, Step, steps
@@ -65,7 +65,7 @@ def html_report(data: ReportData, other: ReportData | None = None) -> str:
         usual=LOST,
         words=None if found else list(_record_words(groups, layers_alone)),
         longest=[] if found else _longest(layers_alone),
-        saved=_saved_rows(told) if found else _record_rows(groups),
+        saved=_saved_rows(told, groups),
         answers=groups["answer"],
         totals=coverage.drop(columns="workload").sum() if len(coverage) else None,
         plans=data.decided().values(),
@@ -93,7 +93,7 @@ def html_report(data: ReportData, other: ReportData | None = None) -> str:
 def _step(one: Step) -> dict[str, Any]:
     """A workload: what its step takes in words and as bars."""
     unfused, planned = bars(one)
-    floor_us = one.times.floor_us if one.times is not None else None
+    floor_us = one.floor_us
     longest_us = max(one.unfused_us, one.planned_us)
     return {
         "name": one.name, "faster": _faster(one), "answers": list(zip(_QUESTIONS, answers(one), strict=True)),
@@ -105,45 +105,30 @@ def _step(one: Step) -> dict[str, Any]:
 
 def _faster(one: Step) -> str:
     """The first thing to know of a step."""
-    if one.times is not None and abs(one.unfused_us - one.planned_us) <= one.times.noise * one.planned_us:
+    if one.hidden:
         return "no faster, as far as noise lets one tell"
     return f"{one.unfused_us / one.planned_us:.2f}x as fast" if one.planned_us > 0 else ""
 
 
-def _saved_rows(found: Sequence[Step]) -> list[dict[str, Any]]:
-    """What each group saves in a step of each workload, most first."""
-    rows = [
-        {
-            "workload": one.name, "group": saved.label, "place": saved.place, "uses": saved.uses,
-            "saved_us": saved.saved_us, "each": f"{time_text(saved.unfused_us)} → {time_text(saved.planned_us)}",
-            "how": frames.how_it_runs(saved.group),
-        }
+def _saved_rows(found: Sequence[Step], groups: pd.DataFrame) -> list[dict[str, Any]]:
+    """What each group saves, most first: in a step of each workload; without any, every time that it runs."""
+    rows: list[dict[str, Any]] = [
+        {"workload": one.name, "group": saved.label, "place": saved.place, "uses": saved.uses,
+         "saved_us": saved.saved_us, "each": (saved.unfused_us, saved.planned_us),
+         "how": frames.how_it_runs(saved.group)}
         for one in found for saved in one.saved
     ]
-    return _with_shares(rows)
-
-
-def _record_rows(groups: pd.DataFrame) -> list[dict[str, Any]]:
-    """What each group saves every time that it runs, most first: all that records without a model say."""
-    timed = groups[groups["fused_us"].notna() & groups["unfused_us"].notna()]
-    rows = [
-        {
-            "workload": _LAUNCHED[row["regime"]], "group": row["group"], "place": "", "uses": None,
-            "saved_us": row["unfused_us"] - row["fused_us"],
-            "each": f"{time_text(row['unfused_us'])} → {time_text(row['fused_us'])}",
-            "how": f"one {row['backend']} kernel",
-        }
-        for row in timed.to_dict("records")
-    ]
-    return _with_shares(rows)
-
-
-def _with_shares(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows in order, with their bars' lengths in percent of the longest."""
+    if not found:
+        rows = [
+            {"workload": _LAUNCHED[row["regime"]], "group": row["group"], "place": "", "uses": None,
+             "saved_us": row["unfused_us"] - row["fused_us"], "each": (row["unfused_us"], row["fused_us"]),
+             "how": f"one {row['backend']} kernel"}
+            for row in groups.dropna(subset=["fused_us", "unfused_us"]).to_dict("records")
+        ]
     rows.sort(key=lambda row: -row["saved_us"])
     most_us = rows[0]["saved_us"] if rows else 0.0
     return [
-        {**row, "saved": time_text(row["saved_us"]),
+        {**row, "saved": time_text(row["saved_us"]), "each": " → ".join(map(time_text, row["each"])),
          "share": max(0.0, 100 * row["saved_us"] / most_us) if most_us > 0 else 0.0}
         for row in rows
     ]
@@ -203,10 +188,9 @@ def _longest(regions: pd.DataFrame) -> list[dict[str, Any]]:
 def _side_by_side(data: ReportData) -> list[Markup]:
     """A table for each model, regime and numerics: what runs with each matmul and attention at how many rows."""
     found: dict[tuple[str, str, str], list[PlannedRegion]] = {}
-    for workload, region, plan in data.planned():
-        if workload is not None and region is not None:
-            of = workload.model, workload.regime, workload.numerics
-            found.setdefault(of, []).append((workload.workload, region, plan))
+    for workload, region, plan in data.placed():
+        of = workload.model, workload.regime, workload.numerics
+        found.setdefault(of, []).append((workload.workload, region, plan))
     tables = {of: as_frame(side_by_side(planned)) for of, planned in found.items()}
     return [table_html(frame, f"{model}, {regime}, {numerics}")
             for (model, regime, numerics), frame in tables.items() if len(frame)]
@@ -214,7 +198,7 @@ def _side_by_side(data: ReportData) -> list[Markup]:
 
 def _plots(data: ReportData) -> list[dict[str, Any]]:
     """Title, caption, picture, and the points that are named, of the plots that the data allows."""
-    places = Places.of(data)
+    places = workloads_by_key(data)
     found: list[tuple[str, str, LogPlot]] = []
     if data.spec is not None and (roofs := roofline_plot(data.spec, data, places)).points:
         caption = "Every tuned group under the roofs measured on this device. The named ones save most time each run."
@@ -232,12 +216,11 @@ def _plots(data: ReportData) -> list[dict[str, Any]]:
 def _layers(data: ReportData) -> list[tuple[str, list[dict[str, Any]]]]:
     """By model, regime and numerics: of each workload the region that is most of a layer."""
     found: dict[str, dict[str, tuple[RegionSummary, PlanRecord]]] = {}
-    for workload, region, plan in replace(data, workloads=data.workloads[:_MAX_LAYERS]).planned():
-        if workload is not None and region is not None:
-            known = found.setdefault(f"{workload.model}, {workload.regime}, {workload.numerics}", {})
-            other = known.get(workload.workload)
-            if other is None or _like_a_layer(other[0]) < _like_a_layer(region):
-                known[workload.workload] = region, plan
+    for workload, region, plan in replace(data, workloads=data.workloads[:_MAX_LAYERS]).placed():
+        known = found.setdefault(f"{workload.model}, {workload.regime}, {workload.numerics}", {})
+        other = known.get(workload.workload)
+        if other is None or _like_a_layer(other[0]) < _like_a_layer(region):
+            known[workload.workload] = region, plan
     return [
         (of, [_drawing(data, *workloads[name], f"{name}, {workloads[name][0].occurrences} ×")
               for name in _in_turn(workloads)])
@@ -261,8 +244,8 @@ def _like_a_layer(region: RegionSummary) -> int:
 def _drawings(data: ReportData, shown: Collection[RecordKey]) -> list[dict[str, Any]]:
     """One drawing per distinct region besides those ``shown``, the most expensive in a pass over its workload first."""
     first: dict[str, tuple[RegionSummary, PlanRecord, list[str]]] = {}
-    for workload, region, plan in data.planned():
-        if workload is not None and region is not None and plan.key not in shown:
+    for workload, region, plan in data.placed():
+        if plan.key not in shown:
             _, _, where = first.setdefault(plan.key.workload, (region, plan, []))
             where.append(f"{region.occurrences} × {data.name_of(workload)}")
     costly = sorted(first.values(), key=lambda found: -found[0].occurrences * found[1].unfused_us)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.costmodel.device_report import format_bytes
@@ -18,27 +18,15 @@ from fuseplan.search.store.record import ATEN, RecordKey, TuningRecord
 _KINDS = {"unfused": "unfused", "fused": "fused"}
 
 
-@dataclass(frozen=True)
-class Places:
-    """The workloads that plans and groups of them occur in, by key."""
-
-    of_plans: Mapping[RecordKey, str]
-    of_groups: Mapping[RecordKey, str]
-
-    @staticmethod
-    def of(data: ReportData) -> Places:
-        """Of everything that the data names."""
-        plans: defaultdict[RecordKey, dict[str, None]] = defaultdict(dict)
-        groups: defaultdict[RecordKey, dict[str, None]] = defaultdict(dict)
-        for workload, region, plan in data.planned():
-            if workload is None or region is None:
-                continue
-            name = data.name_of(workload)
-            for key in (plan.key, *workload.part_keys(region)):
-                plans[key][name] = None
-            for group in (*(one.workload for one in plan.groups), *(one.workload for one in plan.rejected)):
-                groups[replace(plan.key, workload=group)][name] = None
-        return Places(*({key: ", ".join(names) for key, names in found.items()} for found in (plans, groups)))
+def workloads_by_key(data: ReportData) -> Mapping[RecordKey, str]:
+    """The names of the workloads that a plan, or a group of one, occurs in."""
+    found: defaultdict[RecordKey, dict[str, None]] = defaultdict(dict)
+    for workload, region, plan in data.placed():
+        groups = {*(one.workload for one in plan.groups), *(one.workload for one in plan.rejected)} - {""}
+        own = (replace(plan.key, workload=group) for group in groups)
+        for key in (plan.key, *workload.part_keys(region), *own):
+            found[key][data.name_of(workload)] = None
+    return {key: ", ".join(names) for key, names in found.items()}
 
 
 def bandwidth_plot(spec: DeviceSpec) -> LogPlot:
@@ -62,10 +50,10 @@ def bandwidth_plot(spec: DeviceSpec) -> LogPlot:
                    texts=(format_bytes, "{:,g}".format), ticks=ticks)
 
 
-def roofline_plot(spec: DeviceSpec, data: ReportData, places: Places) -> LogPlot:
+def roofline_plot(spec: DeviceSpec, data: ReportData, places: Mapping[RecordKey, str]) -> LogPlot:
     """Each group, unfused and by its best kernel, under the measured roofs; those without arithmetic have no place."""
     groups = [one for one in data.records.values() if one.work.total_flops > 0 and one.work.dram_bytes > 0]
-    points = [point for one in groups for point in _of_group(one, places.of_groups.get(one.key, ""))]
+    points = [point for one in groups for point in _of_group(one, places.get(one.key, ""))]
     # Matmuls have a unit of their own, so theirs is the highest roof where any group holds one.
     units = {unit for one in groups for unit in one.work.flops if "matmul" in unit and unit in spec.peaks}
     peaks = {unit: spec.peak(unit).per_s * 1e-9 for unit in (*sorted(units), "fp32") if unit in spec.peaks}
@@ -103,11 +91,11 @@ def _of_group(one: TuningRecord, workload: str) -> list[Point]:
     ]
 
 
-def scatter_plot(data: ReportData, places: Places) -> LogPlot:
+def scatter_plot(data: ReportData, places: Mapping[RecordKey, str]) -> LogPlot:
     """Predicted over measured times, the band a factor of 1.25; the names are of what is off by most time."""
     points = [
         Point(measured_us, predicted_us, short_name(one.label),
-              f"{_where(one.label, places.of_plans.get(key, ''))}, {one.implementation}: {time_text(measured_us)} "
+              f"{_where(one.label, places.get(key, ''))}, {one.implementation}: {time_text(measured_us)} "
               f"measured, {time_text(predicted_us)} predicted",
               "unfused" if one.implementation == ATEN else "fused",
               abs(math.log(predicted_us / measured_us)) * measured_us)

@@ -55,16 +55,14 @@ def step_words(one: Step) -> str:
     words = f"{one.name}: {times} ({faster:.2f}x)" if faster is not None else f"{one.name}: {times}"
     if one.times is None:
         return f"{words}; the sum of its regions, a whole step was not timed{_left_out(one)}"
-    floor = f"; floor {_in(one.times.floor_us, unit)} {unit}" if one.times.floor_us is not None else ""
+    floor = f"; floor {_in(one.floor_us, unit)} {unit}" if one.floor_us is not None else ""
     below = f" (the step is {one.doubt})" if one.doubt else ""
     return f"{words}{floor}{below}{_doubt(one)}{_left_out(one)}"
 
 
 def _doubt(one: Step) -> str:
-    """Whether the run's own noise could be the difference; "" where not, and where nothing was run."""
-    if one.times is None or abs(one.unfused_us - one.planned_us) > one.times.noise * one.planned_us:
-        return ""
-    return f"; within the noise of {one.times.noise:.0%}"
+    """That the run's own noise could be the difference; "" where not, and where nothing was run."""
+    return f"; within the noise of {one.times.noise:.0%}" if one.times is not None and one.hidden else ""
 
 
 def _left_out(one: Step) -> str:
@@ -104,7 +102,8 @@ def answers(one: Step) -> list[str]:
     """Three sentences: how much faster a step is, which groups made it, and what is left to gain."""
     faster = ratio(one.unfused_us, one.planned_us) or 1.0
     how = "measured end to end" if one.times is not None else "the sum of its regions; a whole step was not timed"
-    how += _launched(one)
+    if not is_cpu(kind_of_key(one.workload.device)):  # launching takes most of the time of a small unfused step
+        how += "; replayed from a CUDA graph" if one.workload.regime == "graph" else "; launched from Python"
     took = f"a step takes {time_text(one.planned_us)}, unfused {time_text(one.unfused_us)}"
     best = [saved for saved in one.saved if saved.saved_us > 0][:_SHOWN_OF_ONE]
     names = "; ".join(f"{time_text(saved.saved_us)} by {where(saved)}" for saved in best)
@@ -113,18 +112,11 @@ def answers(one: Step) -> list[str]:
             _what_is_left(one)]
 
 
-def _launched(one: Step) -> str:
-    """How a GPU's kernels were launched, which takes most of the time of a small unfused step; "" on CPUs."""
-    if is_cpu(kind_of_key(one.workload.device)):
-        return ""
-    return "; replayed from a CUDA graph" if one.workload.regime == "graph" else "; launched from Python"
-
-
 def _besides(one: Step, named: Sequence[Saved]) -> str:
     """What a step that was timed gains beyond the groups that are named; "" where that is little."""
     gained_us = one.unfused_us - one.planned_us
     rest_us = gained_us - math.fsum(saved.saved_us for saved in named)
-    if one.times is None or _doubt(one):
+    if one.times is None or one.hidden:
         return ""
     if rest_us < -_LITTLE * abs(gained_us):
         return (f" Each was measured by itself, with its data in memory: in the step all groups together save "
@@ -146,11 +138,11 @@ def _what_is_left(one: Step) -> str:
     if most is not None:
         share = most.share * max(one.unfused_us, one.planned_us) / (100 * one.planned_us)
         found.append(f"What is left is mostly {most.part} ({share:.0%}).")
-    if one.times is not None and one.times.floor_us:
-        over = one.planned_us / one.times.floor_us
+    if one.floor_us:
+        over = one.planned_us / one.floor_us
         known = f"so no plan can be more than {over:.2f} times as fast as this one" if over > 1 else (
             f"but the step is {one.doubt}" if one.doubt else "so no plan can be faster")
-        found.append(f"Memory and arithmetic alone take {time_text(one.times.floor_us)}, {known}.")
+        found.append(f"Memory and arithmetic alone take {time_text(one.floor_us)}, {known}.")
     else:
         found.append("How fast a step could be at best is not known: none was timed.")
     return " ".join(found)

@@ -81,17 +81,31 @@ class Step:
     left_out: int = 0
 
     @property
+    def floor_us(self) -> float | None:
+        """What memory and arithmetic alone take, as far as the step was timed as a whole."""
+        return self.times.floor_us if self.times is not None else None
+
+    @property
+    def measured(self) -> str:
+        """How, in words."""
+        return "end to end" if self.times is not None else "by regions"
+
+    @property
+    def hidden(self) -> bool:
+        """Whether the run's own noise could be the difference."""
+        return self.times is not None and abs(self.unfused_us - self.planned_us) <= self.times.noise * self.planned_us
+
+    @property
     def doubt(self) -> str | None:
         """In words, that the step was measured to take less than its floor; None where it was not."""
-        return floor_doubt(min(self.unfused_us, self.planned_us), self.times.floor_us if self.times else None)
+        return floor_doubt(min(self.unfused_us, self.planned_us), self.floor_us)
 
 
 def steps(data: ReportData) -> list[Step]:
     """The steps of workloads that are planned in every region, those that were timed as a whole first."""
     planned: defaultdict[int, list[tuple[RegionSummary, PlanRecord]]] = defaultdict(list)
-    for workload, region, plan in data.planned():
-        if workload is not None and region is not None:
-            planned[id(workload)].append((region, plan))
+    for workload, region, plan in data.placed():
+        planned[id(workload)].append((region, plan))
     found = [
         _step(data, workload, planned[id(workload)]) for workload in data.workloads
         if planned[id(workload)] and len(planned[id(workload)]) == len(workload.regions)
@@ -167,16 +181,15 @@ def _part(region: RegionSummary, group: GroupChoice) -> str:
 
 def step_frame(data: ReportData) -> pd.DataFrame:
     """One row per workload: a step unfused and as planned. ``measured`` says whether end to end, or by its regions."""
-    rows = []
-    for one in steps(data):
-        floor = one.times.floor_us if one.times is not None else None
-        rows.append({
+    rows = [
+        {
             "workload": one.name, "unfused_us": one.unfused_us, "planned_us": one.planned_us,
-            "speedup": ratio(one.unfused_us, one.planned_us), "floor_us": floor,
-            "over_floor": ratio(one.planned_us, floor), "noise": one.times.noise if one.times is not None else None,
-            "measured": "end to end" if one.times is not None else "by regions", "left_out": one.left_out,
-            "doubt": one.doubt, "regime": one.workload.regime,
-        })
+            "speedup": ratio(one.unfused_us, one.planned_us), "floor_us": one.floor_us,
+            "over_floor": ratio(one.planned_us, one.floor_us), "noise": one.times.noise if one.times else None,
+            "measured": one.measured, "left_out": one.left_out, "doubt": one.doubt, "regime": one.workload.regime,
+        }
+        for one in steps(data)
+    ]
     return pd.DataFrame(rows, columns=list(STEP_COLUMNS))
 
 

@@ -22,6 +22,7 @@ import pandas as pd
 from fresh_starts import Order, fresh_times
 from headlines import CLAIMS, headline_table
 from launch_costs import bench_launch, bench_lookup, launch_verdict
+from pattern_predictions import prediction_verdict, with_predictions
 from step_profile import device_step_us, host_step_us
 from synthetic_decoders import plan_scaling
 
@@ -70,7 +71,8 @@ def headlines(session: Session, options: argparse.Namespace) -> None:
     bench = PatternBench(session, peer_names(None, kind), modes_of(None, kind), options.seconds)
     frame = bench_frame([row for one in cells for row in bench.rows(one)])
     table = headline_table(frame, {one.key: words for one, words in cells.items()})
-    said += [*pattern_verdict(frame), *notes(frame)]
+    frame = with_predictions(frame, session, [*cells])
+    said += [*pattern_verdict(frame), *prediction_verdict(frame), *notes(frame)]
     publish(session, "headlines", {"cells": frame}, said, options.out, {"cells": table})
 
 

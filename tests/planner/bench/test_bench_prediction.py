@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
 import report_samples as samples
+from bench_samples import row as bench_row
+from pattern_predictions import predicted_us, prediction_verdict, with_predictions
 
 from fuseplan.costmodel.roofline import lower_bound
-from fuseplan.planner.bench.case import plan_case, predicted_us
-from fuseplan.planner.bench.patterns import PatternBench, PatternRow
+from fuseplan.planner.bench.case import plan_case
+from fuseplan.planner.bench.patterns import PatternBench
 from fuseplan.planner.bench.rows import bench_frame
-from fuseplan.planner.bench.verdicts import pattern_table, prediction_verdict
 from fuseplan.planner.ops.table import kind_of
 from fuseplan.planner.patterns.cells import cell
 from fuseplan.planner.peers.contestant import EAGER, OURS, trace_cell
@@ -48,9 +48,10 @@ def test_a_plan_is_priced_between_its_bound_and_the_unfused_chain(session: Sessi
 
 
 def test_only_ours_is_predicted_and_only_as_its_plan_is_meant(session: Session) -> None:
-    rows = PatternBench(session, (EAGER,), ("eager",), 0.0).rows(cell("rms_norm", "3x127", "float32"))
-    by_name = {row.contestant: row.predicted_us for row in rows}
-    assert by_name[EAGER] is None
+    one = cell("rms_norm", "3x127", "float32")
+    frame = bench_frame(PatternBench(session, (EAGER,), ("eager",), 0.0).rows(one))
+    by_name = with_predictions(frame, session, [one]).set_index("contestant")["predicted_us"]
+    assert pd.isna(by_name[EAGER])
     assert by_name[OURS] == pytest.approx(predicted(session, "rms_norm", "3x127"))
 
 
@@ -58,29 +59,24 @@ def test_a_device_that_was_not_probed_predicts_nothing(tmp_path: Path) -> None:
     assert predicted(open_session("cpu", tmp_path / "empty.db"), "swiglu", "3x8") is None
 
 
-def row(shape: str, median_us: float | None, predicted_us: float | None, mode: str = "graph") -> PatternRow:
-    more: dict[str, Any] = {"key": f"swiglu {shape}", "bytes": 2e6, "noise": 0.01}
-    return PatternRow(shape, "swiglu", OURS, mode, median_us, predicted_us=predicted_us, **more)
+def frame_of(*rows: tuple[str, float | None, float | None, str]) -> pd.DataFrame:
+    """Rows of ours: the shape, the median, the prediction and the mode."""
+    frame = bench_frame([bench_row(shape, OURS, median_us, mode) for shape, median_us, _, mode in rows])
+    return frame.assign(predicted_us=pd.Series([predicted for *_, predicted, _ in rows], dtype="float64"))
 
 
-def test_the_verdict_says_how_far_predictions_are(session: Session) -> None:
+def test_the_verdict_says_how_far_predictions_are() -> None:
     measured = [1.0, 2.0, 4.0, 8.0, 16.0]
     factors = [1.0, 1.1, 0.9, 1.1, 0.5]  # the last is predicted at the time of the one before, and a little less
-    rows = [row(f"{n}x8", us, us * factor) for n, (us, factor) in enumerate(zip(measured, factors, strict=True))]
-    rows += [row("9x8", None, 3.0), row("8x8", 3.0, None), row("0x8", 5.0, None, "cold")]
-    (line,) = prediction_verdict(bench_frame(rows))
+    rows = [(f"{n}x8", us, us * factor, "graph") for n, (us, factor) in enumerate(zip(measured, factors, strict=True))]
+    (line,) = prediction_verdict(frame_of(
+        *rows, ("9x8", None, 3.0, "graph"), ("8x8", 3.0, None, "graph"), ("0x8", 5.0, None, "cold")))
     assert line.startswith("graph: ") and "(5 cells)" in line
     assert "median error 10.0%" in line and "within 34.0%" in line
     assert "rank correlation 0.900" in line  # 1 - 6 * (1 + 1) / (5 * 24)
 
 
 def test_few_cells_have_no_rank_correlation() -> None:
-    (line,) = prediction_verdict(bench_frame([row("1x8", 2.0, 1.0), row("2x8", 4.0, 2.0)]))
+    (line,) = prediction_verdict(frame_of(("1x8", 2.0, 1.0, "graph"), ("2x8", 4.0, 2.0, "graph")))
     assert "median error 50.0%" in line and "correlation" not in line
-    assert prediction_verdict(bench_frame([row("1x8", 2.0, None)])) == []
-
-
-def test_the_table_has_the_prediction_beside_the_time() -> None:
-    table = pattern_table(bench_frame([row("1x8", 2.0, 1.5), row("1x8", 3.0, None, "cold")]))
-    by_mode = dict(zip(table["mode"], table["predicted_us"], strict=True))
-    assert by_mode["graph"] == 1.5 and pd.isna(by_mode["cold"])
+    assert prediction_verdict(frame_of(("1x8", 2.0, None, "graph"))) == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -10,12 +10,14 @@ from typing import Any
 
 import pandas as pd
 
+from fuseplan.costmodel.devices import Kind, is_cpu
 from fuseplan.planner.api.answer import TuneAnswer, first_screen
 from fuseplan.planner.api.regions import CapturedModel, Regions, captured_model, distinct_regions
+from fuseplan.planner.api.request import Asked, asked_for
 from fuseplan.planner.api.run import Ran, complaints, outcome
-from fuseplan.planner.api.tune_job import TuneJob
-from fuseplan.planner.errors import PlanError
+from fuseplan.planner.errors import ConfigError, FuseplanError, NothingForDeviceError, PlanError
 from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.models.manifest import Manifest, ManifestModel
 from fuseplan.planner.reports import frames
 from fuseplan.planner.reports.step_words import step_words
 from fuseplan.planner.reports.steps import step_frame, steps
@@ -92,26 +94,46 @@ class TunedMany(TuneAnswer):
 
 
 class Models:
-    """The models of a manifest on one device: a batch for each way to launch and to round."""
+    """The models of a manifest that are for a device, by its key: a batch for each way to launch and to round.
 
-    def __init__(self, job: TuneJob) -> None:
-        self.job = job
+    ``left_out`` are those that are for others, and why. Nothing is captured yet.
+
+    Raises:
+        ConfigError: A model cannot be planned as it is asked for, or is there twice. The message names file and table.
+        NothingForDeviceError: None is for this device.
+    """
+
+    def __init__(self, manifest: Manifest, kind: Kind, device: str) -> None:
+        self.title = manifest.path.name
+        self.left_out: list[tuple[str, str]] = []
+        found: list[tuple[ManifestModel, Asked]] = []
+        for one in manifest.models:
+            if not one.is_for(device):
+                self.left_out.append((one.source, f"it is for {', '.join(one.devices)}"))
+            elif one.regime == "graph" and is_cpu(kind):
+                self.left_out.append((one.source, "it is for CUDA graphs, which a CPU does not have"))
+            else:
+                found.append((one, _asked(one, kind)))
+        if not found:
+            reasons = "; ".join(f"{name}: {why}" for name, why in self.left_out)
+            raise NothingForDeviceError(f"{self.title}: no model is for this device, {device} ({reasons})")
+        self.models = tuple(_named_apart(found))
         self.captured: tuple[CapturedModel, ...] = ()
         self.regions = Regions((), 0)
         #: By settings and name of a graph: its model, and its workload there.
         self._of: dict[tuple[PlanSettings, str], tuple[CapturedModel, str]] = {}
 
     def capture(self, stack: ExitStack, progress: Progress, account: TimeAccount) -> None:
-        for name, why in self.job.left_out:
+        for name, why in self.left_out:
             progress.note(f"{name} is left out: {why}")
         with account.spend("capturing"):
-            self.captured = tuple(captured_model(asked, progress) for asked in self.job.models)
+            self.captured = tuple(captured_model(asked, progress) for asked in self.models)
 
     def batches(self, session: Session, progress: Progress, account: TimeAccount) -> Sequence[Batch]:
         with account.spend("looking regions up"):
             self.regions = distinct_regions(self.captured, session)
         progress.note(str(self.regions))
-        found = [self._batch(settings) for settings in dict.fromkeys(one.settings for one in self.job.models)]
+        found = [self._batch(settings) for settings in dict.fromkeys(one.settings for one in self.models)]
         return [batch for batch in found if batch.graphs]
 
     def _batch(self, settings: PlanSettings) -> Batch:
@@ -137,7 +159,7 @@ class Models:
         captured, distinct, data = self.captured, self.regions.distinct, _stored(self.captured, ran.session)
         rows = [self._row(number, one, ran, data) for number, one in enumerate(captured)]
         rows += [dict.fromkeys(_COUNTED, 0) | {"model": name, "outcome": f"left out: {why}"}
-                 for name, why in self.job.left_out]
+                 for name, why in self.left_out]
         models = pd.DataFrame(rows, columns=list(MODEL_COLUMNS))
         sums = {name: round(sum(row[name] for row in rows), 2) for name in _COUNTED}
         totals = {"models": len(captured), **sums, "distinct": len(distinct)}
@@ -152,7 +174,7 @@ class Models:
             warnings += more
             why += [failure] if failure else []
         return TunedMany(
-            self.job.title, ran.session.database.where, models, pd.DataFrame(found, columns=list(REGION_COLUMNS)),
+            self.title, ran.session.database.where, models, pd.DataFrame(found, columns=list(REGION_COLUMNS)),
             totals, data, tuple(result for _, result in ran.results), tuple(dict.fromkeys(warnings)),
             "; ".join(dict.fromkeys(why)),
         )
@@ -202,3 +224,43 @@ def _stored(captured: Sequence[CapturedModel], session: Session) -> frames.Repor
         return frames.ReportData(session.device, "", session.spec, {}, {})
     chosen = [one for one in data.workloads if (one.model, one.workload, one.regime, one.numerics) in wanted]
     return replace(data, model="", workloads=tuple(chosen))
+
+
+def _asked(one: ManifestModel, kind: Kind) -> Asked:
+    try:
+        asked = asked_for(kind, one)
+    except FuseplanError as error:
+        raise ConfigError(f"{one.where}: {error}") from None
+    return replace(asked, label=one.name or asked.label)
+
+
+def _named_apart(models: Sequence[tuple[ManifestModel, Asked]]) -> Iterator[Asked]:
+    """The models under names that keep their reports apart: those of several dtypes have these in their names.
+
+    ConfigError where two are the same, or where different ones are called the same.
+    """
+    known: dict[object, ManifestModel] = {}
+    dtypes: defaultdict[str, set[str | None]] = defaultdict(set)
+    made: list[tuple[ManifestModel, Asked, object, str | None]] = []
+    for table, one in models:
+        source = one.source
+        what: object = (table.pattern, table.dtype) if source is None else source
+        if source is not None and source.config_json:
+            what = replace(source, name="")  # wherever its file is
+        same = known.setdefault((what, table.shape, one.workloads, one.pack_weights, one.settings), table)
+        if same is not table:
+            raise ConfigError(f"{table.where}: {_number(same)} asks for the same; leave one of them out")
+        dtype = source.dtype if source is not None else table.dtype
+        dtypes[one.label].add(dtype)
+        made.append((table, one, what, dtype))
+    called: dict[str, tuple[object, ManifestModel]] = {}
+    for table, one, what, dtype in made:
+        label = one.label if len(dtypes[one.label]) == 1 else f"{one.label}:{dtype}"
+        known_as, other = called.setdefault(label, (what, table))
+        if known_as != what:
+            raise ConfigError(f"{table.where}: {_number(other)} is called {label}, too; give one of them a name")
+        yield replace(one, label=label)
+
+
+def _number(table: ManifestModel) -> str:
+    return table.where.partition(": ")[2]

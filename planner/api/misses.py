@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from fuseplan.costmodel.devices import Kind, kind_of_key
+from fuseplan.costmodel.devices import kind_of_key
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.api.answer import TuneAnswer, first_screen
 from fuseplan.planner.api.device import device_kind
@@ -96,15 +96,11 @@ def misses(
         FuseplanError: The database cannot be read, or there is no such device.
     """
     with one_family():
-        return listed(db, device_kind(device), device_key)
-
-
-def listed(db: str | Path | None, kind: Kind, device_key: str | None = None) -> pd.DataFrame:
-    """:func:`misses`, with errors in the words of the command line."""
-    key = device_key if device_key is not None else current_identity(kind).key()
-    versions = Versions.current(kind) if device_key is None else None
-    with Database(db, mode="inspect", versions=versions) as database:
-        return misses_frame(logged_misses(LayeredDatabase(database, shipped_files(key)), key))
+        kind = device_kind(device)
+        key = device_key if device_key is not None else current_identity(kind).key()
+        versions = Versions.current(kind) if device_key is None else None
+        with Database(db, mode="inspect", versions=versions) as database:
+            return misses_frame(logged_misses(LayeredDatabase(database, shipped_files(key)), key))
 
 
 class LoggedMisses:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from fuseplan.planner.api.request import Asked
 from fuseplan.planner.errors import FuseplanError
-from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.places import place_of
 from fuseplan.planner.groups.regions import find_regions, unique_regions
 from fuseplan.planner.partition.plan_record import region_label
@@ -39,7 +39,6 @@ class DistinctRegion:
         key: Of its plan.
         label, place: What it computes, and where in the first model that has it.
         models: Numbers of the captured models that have it, in order.
-        graph, region: Where it occurs first: the number of a graph of the first of these models.
         uses: How often it occurs, in all graphs.
         stored: Whether it has a plan.
     """
@@ -48,8 +47,6 @@ class DistinctRegion:
     label: str
     place: str
     models: tuple[int, ...]
-    graph: int
-    region: Region
     uses: int
     stored: bool
 
@@ -64,15 +61,10 @@ class Regions:
     distinct: tuple[DistinctRegion, ...]
     listed: int
 
-    @property
-    def stored(self) -> int:
-        return sum(one.stored for one in self.distinct)
-
     def __str__(self) -> str:
-        return (
-            f"regions: {self.listed} in all models, {len(self.distinct)} distinct, {self.stored} stored, "
-            f"{len(self.distinct) - self.stored} to measure"
-        )
+        stored = sum(one.stored for one in self.distinct)
+        return (f"regions: {self.listed} in all models, {len(self.distinct)} distinct, {stored} stored, "
+                f"{len(self.distinct) - stored} to measure")
 
 
 def captured_model(asked: Asked, progress: Progress = SILENT) -> CapturedModel:
@@ -87,29 +79,24 @@ def captured_model(asked: Asked, progress: Progress = SILENT) -> CapturedModel:
 
 def distinct_regions(captured: Sequence[CapturedModel], session: Session) -> Regions:
     """The regions of all graphs, each once for each way to launch and to round, looked up in the session's database."""
-    first: dict[RecordKey, tuple[int, int, Region]] = {}
+    first: dict[RecordKey, tuple[str, str]] = {}
     uses: Counter[RecordKey] = Counter()
     models: defaultdict[RecordKey, dict[int, None]] = defaultdict(dict)
     stored: set[RecordKey] = set()
     for number, one in enumerate(captured):
         planner = session.planning_for(one.asked.settings).planner()
-        for at, (_, graph) in enumerate(one.graphs):
+        for _, graph in one.graphs:
             new = []
             for name, occurrences in unique_regions(find_regions(graph)).items():
-                key = planner.key(name)
+                key, region = planner.key(name), occurrences[0]
                 if key not in first:
-                    first[key] = number, at, occurrences[0]
-                    new.append(occurrences[0])
+                    first[key] = region_label(graph, region), place_of(graph, region.ops)
+                    new.append(region)
                 uses[key] += len(occurrences)
                 models[key][number] = None
             stored |= set(map(planner.key, planner.look_up_all(graph, new)))
-    distinct = []
-    for key, (number, at, region) in first.items():
-        graph = captured[number].graphs[at][1]
-        label, place = region_label(graph, region), place_of(graph, region.ops)
-        distinct.append(
-            DistinctRegion(key, label, place, tuple(models[key]), at, region, uses[key], key in stored))
     # A session tunes what it plans for together.
     order = list(dict.fromkeys((key.regime, key.numerics) for key in first))
-    distinct.sort(key=lambda one: order.index((one.key.regime, one.key.numerics)))
+    distinct = (DistinctRegion(key, *first[key], tuple(models[key]), uses[key], key in stored)
+                for key in sorted(first, key=lambda key: order.index((key.regime, key.numerics))))
     return Regions(tuple(distinct), sum(map(len, models.values())))

@@ -16,6 +16,7 @@ from fuseplan.planner.api.device import DEVICES, device_kind
 from fuseplan.planner.errors import Argument, PlanError, one_family
 from fuseplan.planner.models.sources import alias_of
 from fuseplan.planner.reports import accuracy, against, frames, step_words, steps
+from fuseplan.planner.reports.document import write_text
 from fuseplan.planner.reports.frames import ReportData, load_report
 from fuseplan.planner.tuning.session import stored_spec
 from fuseplan.search.errors import plain
@@ -114,10 +115,7 @@ class Report:
 
     def to_html(self, path: str | Path) -> Path:
         """Write the page to a file, making its folder; OSError where that cannot be."""
-        target = Path(path).expanduser()
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(self.html(), encoding="utf-8")
-        return target
+        return write_text(path, self.html())
 
     def __str__(self) -> str:
         return "\n".join(plain(line) for line in self.lines())

@@ -17,7 +17,7 @@ from fuseplan.planner.errors import Argument, ConfigError, DeviceError, ShapeErr
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.models.build import twin
 from fuseplan.planner.models.manifest import ModelArguments
-from fuseplan.planner.models.sources import ModelSource, find_source, source_of, workloads_for
+from fuseplan.planner.models.sources import DTYPES, ModelSource, find_source, source_of, workloads_for
 from fuseplan.planner.models.workload import Workload
 from fuseplan.planner.tuning.graph_stream import GraphStream
 from fuseplan.planner.tuning.plans import PlanSettings
@@ -170,7 +170,7 @@ def asked_for(kind: Kind, given: ModelArguments) -> Asked:
             raise ConfigError("{} takes {} and {} only: leave out " + " and ".join("{}" for _ in more),
                               Argument("pattern"), Argument("shape"), Argument("dtype"), *more)
         shape = given.shape if isinstance(given.shape, str | None) else "x".join(map(str, given.shape))
-        return replace(_of_pattern(kind, given.pattern, shape, full_dtype_name(dtype)), settings=settings)
+        return replace(_of_pattern(kind, given.pattern, shape, dtype and DTYPES.get(dtype, dtype)), settings=settings)
     if given.shape is not None:
         raise ConfigError("{} belongs to {}; a model's sizes are {}, {} and {}",
                           *map(Argument, ("shape", "pattern", "decode", "kv_len", "prefill")))
@@ -267,12 +267,3 @@ def memory_bytes(kind: str) -> int:
     if is_gpu(kind) and is_gpu(local_kind()):
         return int(torch.cuda.get_device_properties().total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def full_dtype_name(text: str | None) -> str | None:
-    """A dtype as PyTorch names it; None stays None.
-
-    >>> full_dtype_name("bf16")
-    'bfloat16'
-    """
-    return {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(text, text) if text is not None else None

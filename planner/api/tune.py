@@ -13,7 +13,6 @@ import pandas as pd
 
 from fuseplan.costmodel.devices import is_gpu
 from fuseplan.costmodel.identity import current_identity
-from fuseplan.costmodel.probe.probe import MachineLoad
 from fuseplan.planner.api.answer import TuneAnswer, first_screen
 from fuseplan.planner.api.device import device_kind
 from fuseplan.planner.api.many import Models, TunedMany
@@ -30,7 +29,6 @@ from fuseplan.planner.api.request import (
     python_arguments,
 )
 from fuseplan.planner.api.run import Ran, Wanted, complaints, outcome, run
-from fuseplan.planner.api.tune_job import manifest_job
 from fuseplan.planner.errors import PlanError, one_family
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.models.manifest import read_manifest
@@ -208,7 +206,7 @@ def tune_request(
 
     def wanted_on(device: str) -> Wanted:
         if manifest is not None:
-            return Models(manifest_job(manifest, request.kind, device))
+            return Models(manifest, request.kind, device)
         return OneModel(asked) if asked is not None else LoggedMisses(request.given.regime, request.most)
 
     ran = runner(request, wanted_on, progress, account)
@@ -246,26 +244,21 @@ class OneModel:
     def answer(self, ran: Ran) -> Tuned:
         """What came of it, as a report."""
         ((_, result),) = ran.results
-        return tuned(result, self.asked.label, self.asked.is_asked_for, ran.load)
-
-
-def tuned(result: TuneResult, name: str, is_asked_for: Callable[[str], bool], load: MachineLoad) -> Tuned:
-    """What came of a tune, as a report of it. ``load`` is how busy the machine was when it began."""
-    session = result.session
-    warnings, failure = complaints(result, load)
-    if not result.distinct():
-        data = frames.ReportData(session.device, name, session.spec, {}, {})
-        return Tuned(data, None, name, result, warnings=warnings, failure=failure)
-    data = frames.load_report(replace(session, run="").store, session.device, session.spec, name)
-    known = frames.group_frame(data)
-    shown = known[known["key"].isin(_tuned_groups([region.record for _, region in result.distinct()]))]
-    measured = _tuned_groups(result.decided())
-    shown = shown.assign(source=shown["source"].mask(shown["key"].isin(measured), "measured"))
-    noises = tuple(record.unfused.noise for record in data.records.values() if record.key.workload in measured)
-    asked = {one.workload for one in result.plans if is_asked_for(one.workload)}
-    chosen = [one for one in data.workloads if one.workload in asked and one.regime == session.settings.regime]
-    return Tuned(
-        replace(data, workloads=tuple(chosen)), None, name, result, shown, known, warnings, failure, noises)
+        session, name = result.session, self.asked.label
+        warnings, failure = complaints(result, ran.load)
+        if not result.distinct():
+            data = frames.ReportData(session.device, name, session.spec, {}, {})
+            return Tuned(data, None, name, result, warnings=warnings, failure=failure)
+        data = frames.load_report(replace(session, run="").store, session.device, session.spec, name)
+        known = frames.group_frame(data)
+        shown = known[known["key"].isin(_tuned_groups([region.record for _, region in result.distinct()]))]
+        measured = _tuned_groups(result.decided())
+        shown = shown.assign(source=shown["source"].mask(shown["key"].isin(measured), "measured"))
+        noises = tuple(record.unfused.noise for record in data.records.values() if record.key.workload in measured)
+        asked = {one.workload for one in result.plans if self.asked.is_asked_for(one.workload)}
+        chosen = [one for one in data.workloads if one.workload in asked and one.regime == session.settings.regime]
+        return Tuned(
+            replace(data, workloads=tuple(chosen)), None, name, result, shown, known, warnings, failure, noises)
 
 
 def _tuned_groups(records: Sequence[PlanRecord]) -> set[str]:

@@ -103,12 +103,11 @@ class ForwardTimer(Timer):
             end.record()
             end.synchronize()
             return float(begin.elapsed_time(end)) * 1e3 / calls
-        synchronise: Callable[[], Any] = torch.cuda.synchronize if is_gpu(self.device_type) else lambda: None
-        synchronise()
+        synchronise(self.device_type)
         start = time.perf_counter()
         for _ in range(calls):
             go()
-        synchronise()
+        synchronise(self.device_type)
         return (time.perf_counter() - start) * 1e6 / calls
 
 
@@ -146,13 +145,23 @@ def _compiled(session: Session, model: Model, name: str) -> Callable[..., Any]:
     if name == EAGER:
         return model.module
     if name == OURS:
-        options: dict[str, Any] = {
-            "db": session.database.url.render_as_string(hide_password=False), "numerics": session.settings.numerics,
-            "regime": session.settings.regime,
-        }
-        return torch.compile(model.module, backend="fuseplan", dynamic=False, options=options)
+        ours = dispatch_options(session) | {"regime": session.settings.regime}
+        return torch.compile(model.module, backend="fuseplan", dynamic=False, options=ours)
     options = dict(torch._inductor.list_mode_options("max-autotune-no-cudagraphs") if name == MAX_AUTOTUNE else {})
     return torch.compile(model.module, dynamic=False, options=options | {"autotune_num_choices_displayed": 0})
+
+
+def dispatch_options(session: Session) -> dict[str, Any]:
+    """What our back end is told of the plans and their numerics."""
+    return {
+        "db": session.database.url.render_as_string(hide_password=False), "numerics": session.settings.numerics,
+    }
+
+
+def synchronise(device_type: str) -> None:
+    """Wait for the device."""
+    if is_gpu(device_type):
+        torch.cuda.synchronize()
 
 
 def first_tensor(output: Any) -> torch.Tensor:

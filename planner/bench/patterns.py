@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +11,24 @@ import pandas as pd
 import torch
 
 from fuseplan.costmodel.devices import is_gpu
-from fuseplan.planner.bench.case import operand_sets, plan_case, plan_facts, plan_note, reference_outputs
+from fuseplan.kernels.ir.backend import config_key
+from fuseplan.kernels.native.overlap import span_bytes
 from fuseplan.planner.bench.rows import BenchRow, Race, bench_frame, failure
+from fuseplan.planner.dispatch_stats import CompileStats, Tally
 from fuseplan.planner.errors import Argument, ConfigError
+from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.implementations.implementation import PlannedGroup
+from fuseplan.planner.implementations.tunable_group import reference_results
+from fuseplan.planner.ops.table import kind_of
 from fuseplan.planner.patterns.cells import Cell
-from fuseplan.planner.peers.contestant import EAGER, OURS, Case, Contestant, PeerError
+from fuseplan.planner.peers.contestant import EAGER, OURS, Case, Contestant, PeerError, make_case
 from fuseplan.planner.peers.peers import PEERS, fused
+from fuseplan.planner.runtime.lookup import look_up
 from fuseplan.planner.tuning.session import Session
+from fuseplan.planner.work.group_work import kernel_work
 from fuseplan.search.store.record import now
-from fuseplan.search.timing.measure import cache_bytes
-from fuseplan.search.timing.timers import Run, cold_timer, timer_for
+from fuseplan.search.timing.measure import CACHE_MULTIPLE, cache_bytes, rotating_operands
+from fuseplan.search.timing.timers import Operands, Run, cold_timer, timer_for
 from fuseplan.search.timing.verify import errors
 from fuseplan.search.workers.jobs import free_bytes
 
@@ -33,6 +41,8 @@ COPY = "copy"
 LARGE_BYTES = 256e6
 #: An error this many times eager's (or this many roundings of the output) is another result, not another rounding.
 _WRONG = 8
+#: Weights so small that it takes more copies than this to fill a cache are in a cache in every model too.
+_MAX_SETS = 32
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,63 @@ class PatternRow(BenchRow):
     registers: str = ""
     measured_at: str = ""
     in_place: bool = False
+
+
+def plan_case(session: Session, cell: Cell) -> tuple[Case, CompileStats]:
+    """The case with the plan that dispatch would find for it, and what finding it was like."""
+    case = make_case(cell, session.target, session.backends, session.settings.numerics)
+    tally = Tally(f"bench {cell.key}")
+    groups = look_up(session, case.traced.graph, "model", tally).groups
+    kernels = tuple(group for group in groups if group.implementation.backends)
+    return replace(case, groups=kernels), tally.snapshot()
+
+
+def plan_facts(case: Case) -> dict[str, Any]:
+    """What a case's plan moves and launches, as fields of the bench's rows.
+
+    ``bytes`` have to be moved: the plan's, where all of it is one kernel, else every input and output once.
+    ``registers`` are those of a thread of each fused group, where the back end knows them.
+    """
+    graph = case.traced.graph
+    kernels = [case.kernel(group.ops).ir for group in case.groups]
+    unfused = unfused_ops(graph, case.groups)
+    registers = [
+        group.implementation.backends[0].prepare(ir, group.config, case.target).registers
+        for group, ir in zip(case.groups, kernels, strict=True)
+    ]
+    whole = len(kernels) == 1 and not unfused
+    return {
+        "bytes": kernel_work(kernels[0]).dram_bytes if whole else float(
+            sum(graph.specs[name].nbytes() for name in {*graph.inputs, *graph.outputs})
+        ),
+        "kernels": len(kernels) + len(unfused),
+        "config": "; ".join(
+            f"{group.implementation.backends[0].name} {config_key(group.config)}" for group in case.groups
+        ),
+        "registers": "; ".join(str(count) for count in registers if count is not None),
+    }
+
+
+def unfused_ops(graph: DataflowGraph, groups: Sequence[PlannedGroup]) -> list[str]:
+    """The ops, besides views, that no group has."""
+    fused = {op for group in groups for op in group.ops}
+    return [node.name for node in graph if kind_of(node, graph.specs) != "view" and node.name not in fused]
+
+
+def plan_note(case: Case, seen: CompileStats) -> str:
+    """Misses and fallbacks, so that they cannot pass for a result of the plan."""
+    words = [] if case.groups else ["the plan fuses nothing"]
+    words += [f"{seen.misses} regions by the cost model, not tuned"] if seen.misses else []
+    words += [f"{count} fell back: {reason}" for reason, count in seen.fallbacks.items()]
+    return "; ".join(words)
+
+
+def operand_sets(case: Case, llc_bytes: int, limit_bytes: int) -> Operands:
+    """Operand sets to use in turn, so that activations are where their producer left them and weights are not."""
+    cold_bytes = sum(span_bytes(tensor) for tensor, hot in zip(case.inputs, case.hot, strict=True) if not hot)
+    if cold_bytes * _MAX_SETS < CACHE_MULTIPLE * llc_bytes:
+        return [case.inputs]
+    return rotating_operands(case.inputs, case.hot, llc_bytes, limit_bytes)
 
 
 @dataclass(frozen=True)
@@ -124,7 +191,9 @@ class _Judge:
     """Compares contestants with float64; ``allowed`` is the error that rounding explains."""
 
     def __init__(self, case: Case) -> None:
-        self._inputs, self._references = case.inputs, reference_outputs(case)
+        graph, self._inputs = case.traced.graph, case.inputs
+        self._references = reference_results(
+            tuple(graph), graph.inputs, graph.outputs, case.inputs, case.target.device_type)
         eager = PEERS[EAGER].build(case)
         outputs = eager.outputs(eager.run(*case.inputs), case.inputs)
         rounding = max((torch.finfo(one.dtype).eps for one in outputs if one.is_floating_point()), default=0.0)

@@ -10,8 +10,8 @@ from typer import Argument, Option
 
 from fuseplan.costmodel.devices import kind_of_key
 from fuseplan.planner.api.device import device_kind
-from fuseplan.planner.cli.common import DbOption, Device
 from fuseplan.planner.cli.output.options import answers, current
+from fuseplan.planner.cli.source import DbOption, Device
 from fuseplan.planner.reports.document import Table
 
 if TYPE_CHECKING:

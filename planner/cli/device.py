@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from typer import Option
 
 from fuseplan.costmodel.devices import KINDS, is_gpu, local_kind
 from fuseplan.planner.api.device import device_kind
-from fuseplan.planner.cli.common import DbOption, DeviceOption
 from fuseplan.planner.cli.output.options import answers, current
 from fuseplan.planner.cli.output.screen import check_writable
+from fuseplan.planner.cli.source import DbOption, DeviceOption
 from fuseplan.planner.reports.document import Table
 
 
@@ -45,14 +44,14 @@ def probe(
         plot = plot.expanduser()
         check_writable(plot, "--plot")
     session, screen = open_session(device_kind(device), db), current()
-    with screen.status("probing") as doing:
+    with screen.status("probing") as say:
         found = session.measure_device(
-            not full, lambda fraction, step: doing.update(f"probing: {step}, {fraction:.0%}")
+            not full, lambda fraction, step: say(f"probing: {step}, {fraction:.0%}")
         )
     screen.table(spec_table(found), "probe", spare=("detail", "best"), keep=("quantity", "typical", "unit"))
     screen.say(f"{found.identity.name} ({session.device})")
     for doubt in doubts(found):
-        typer.echo(f"plan: warning: {doubt}", err=True)
+        screen.warn(doubt)
     if plot is not None:
         bandwidth_figure(found).savefig(plot, dpi=150)
         screen.say(f"plot written to {plot}")
@@ -62,10 +61,8 @@ def probe(
         session.with_spec(found).recalibrated()
         screen.say(f"stored in {session.database.where}")
         return
-    typer.echo(
-        f"plan: warning: not stored, for the probe of {known.measured_at} is better ({'; '.join(lost)}); "
-        "`plan probe --force` replaces it", err=True,
-    )
+    screen.warn(f"not stored, for the probe of {known.measured_at} is better ({'; '.join(lost)}); "
+                "`plan probe --force` replaces it")
 
 
 @answers()

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from fuseplan.costmodel.devices import KINDS
 from fuseplan.planner.api.device import device_kind
-from fuseplan.planner.cli.common import DbOption, Device, DeviceOption
 from fuseplan.planner.cli.device import backend_rows
 from fuseplan.planner.cli.output.options import answers, current
+from fuseplan.planner.cli.source import DbOption, Device, DeviceOption
 from fuseplan.planner.errors import in_words
 from fuseplan.planner.reports.document import Facts
 from fuseplan.search.errors import OWN_FAULTS

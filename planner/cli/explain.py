@@ -10,8 +10,8 @@ from typer import Option
 
 from fuseplan.planner.api.device import device_kind
 from fuseplan.planner.cli import source as opt
-from fuseplan.planner.cli.common import DbOption, DeviceOption
 from fuseplan.planner.cli.output.options import answers, current
+from fuseplan.planner.cli.source import DbOption, DeviceOption
 from fuseplan.planner.models.manifest import ModelArguments
 from fuseplan.planner.reports.document import Table
 
@@ -48,7 +48,7 @@ def explain(
         raise ConfigError("--prelude is of the code that --source prints; give --source GROUP, too")
     screen, asked = current(), asked_for(device_kind(device), replace(given, calls=False))
     planned: list[Planned] = []
-    for one in explained(asked, db, workload, opt.Terminal()):
+    for one in explained(asked, db, workload, screen):
         planned.append(one)
         for line in (*one.lines, "") if source is None else ():
             screen.tell(line)

@@ -10,7 +10,6 @@ import typer
 from typer import Argument
 
 from fuseplan.planner.api.device import device_kind
-from fuseplan.planner.cli import common
 from fuseplan.planner.cli import source as opt
 from fuseplan.planner.cli.output.options import answers, current
 from fuseplan.planner.models.manifest import ModelArguments
@@ -31,7 +30,7 @@ def worker(
     interface: Annotated[str | None, typer.Option(
         "--interface", metavar="NAME", help="Network interface to listen on, such as eth0.")] = None,
     tls: opt.TlsFiles = opt.NO_TLS,
-    device: common.DeviceOption = "auto",
+    device: opt.DeviceOption = "auto",
 ) -> None:
     """Offer this host's devices: up to three workers for each GPU, or one for the CPU. A lost one is started again.
 
@@ -61,8 +60,8 @@ def status(
     ] = None,
     manifest: opt.ManifestOption = None,
     tls: opt.TlsFiles = opt.NO_TLS,
-    device: common.DeviceOption = "auto",
-    db: common.DbOption = None,
+    device: opt.DeviceOption = "auto",
+    db: opt.DbOption = None,
 ) -> None:
     """Say what each device does, who holds which lease, and what has no plan yet for which device.
 
@@ -79,7 +78,7 @@ def status(
     if given.given() or manifest is not None:
         of_fleet = scheduler is not None and manifest is None
         kind = opt.fleet_kind(str(scheduler), device) if of_fleet else device_kind(device)
-        wanted = wanted_by(TuneRequest(kind, given, manifest, db=db), opt.Terminal())
+        wanted = wanted_by(TuneRequest(kind, given, manifest, db=db), screen)
         here = current_identity(kind).key() if scheduler is None else ""
     found = fleet_status(scheduler, db, wanted, here)
     if found.devices is not None:

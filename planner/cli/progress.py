@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from fuseplan.planner.cli.output.options import current
-from fuseplan.planner.cli.output.progress_log import ProgressLog
-from fuseplan.planner.cli.output.screen import stderr_console
+from fuseplan.planner.cli.output.progress_log import ProgressLog, stderr_console
 
 if TYPE_CHECKING:
     from fuseplan.planner.graph.dataflow import DataflowGraph, Region
@@ -68,7 +65,7 @@ class TuneProgress:
         self.doing(what)
 
 
-class _Bar(TuneProgress, Progress):
+class TuneBar(TuneProgress, Progress):
     """On a terminal: a bar, and a line below it."""
 
     def __init__(self) -> None:
@@ -109,16 +106,3 @@ class TuneLog(TuneProgress):
 
     def began(self, what: str) -> None:
         self._log.phase(what)
-
-
-@contextmanager
-def tune_progress() -> Iterator[TuneProgress]:
-    """The progress of a tune, for who reads the standard error."""
-    screen = current()
-    if screen.log is not None:
-        yield TuneLog(screen.log)
-    elif screen.quiet:
-        yield TuneProgress()
-    else:
-        with _Bar() as bar:
-            yield bar

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 from typer import Argument, Option
 
 from fuseplan.planner.cli import completion
-from fuseplan.planner.cli.common import DbOption
 from fuseplan.planner.cli.output.options import answers, current
+from fuseplan.planner.cli.source import DbOption
 
 
 @answers("that of the topic", page=True)

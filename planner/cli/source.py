@@ -3,26 +3,57 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 
 import typer
 from typer import Option
 
+from fuseplan.costmodel.devices import Kind
 from fuseplan.planner.cli import completion
-from fuseplan.planner.cli.common import whole
-from fuseplan.planner.cli.output.options import C, current, declared
+from fuseplan.planner.cli.output.options import C, declared
 from fuseplan.planner.models.manifest import ModelArguments
-from fuseplan.search.errors import plain
 
 if TYPE_CHECKING:
-    from fuseplan.costmodel.devices import Kind
     from fuseplan.planner.api.tune import Runner
-    from fuseplan.planner.tuning.progress import TuneEvents
 
-Regime: TypeAlias = Literal["eager", "graph"]
+N = TypeVar("N", int, float)
+
+
+def whole(least: int, most: int = 2**31 - 1) -> Callable[[str | int], int]:
+    """What reads an option's whole number: plain digits, from ``least`` to ``most``."""
+    return _reader(int, r"-?[0-9]{1,19}", "a whole number", least, most)
+
+
+def decimal(least: float, most: float = 1e6) -> Callable[[str | float], float]:
+    """What reads an option's number: plain digits, with a point or an exponent, from ``least`` to ``most``."""
+    return _reader(float, r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", "a number", least, most)
+
+
+def _reader(kind: type[N], form: str, what: str, least: N, most: N) -> Callable[[object], N]:
+    def read(given: object) -> N:
+        if not re.fullmatch(form, str(given)):
+            text = repr(given)
+            shown = text if len(text) <= 40 else f"{text[:37]}..."
+            raise typer.BadParameter(f"{shown} is not {what}, from {least} to {most}")
+        number = kind(str(given))
+        if not least <= number <= most:
+            raise typer.BadParameter(f"{number} is not in the range from {least} to {most}")
+        return number
+
+    return read
+
+
+Device: TypeAlias = Literal["auto", Kind]
+DbOption: TypeAlias = Annotated[str | None, Option(
+    "--db", metavar="URL",
+    help="Tuning database: a file path or a SQLAlchemy URL. Default: tuning.db in your user data folder.",
+)]
+DeviceOption: TypeAlias = Annotated[Device, Option(
+    help="Device to use; auto takes CUDA where PyTorch sees a GPU, else the CPU.")]
+RegimeChoice: TypeAlias = Literal["eager", "graph"]
 ManifestOption: TypeAlias = Annotated[Path | None, Option(
     "--manifest", metavar="FILE", help="Models that are tuned together: a TOML file.")]
 #: The files of a ``tls://`` scheduler: the certificate that signs, that of this side, and its private key.
@@ -59,7 +90,7 @@ _MODEL: Mapping[str, Any] = {
         help="Linear ops that read one value (Q, K and V; gate and up) are one op, as with the option pack_weights.")],
     "numerics": Annotated[Literal["fp32", "eager"], Option(
         help="fp32 keeps a kernel's intermediates in fp32; eager rounds where PyTorch does.")],
-    "regime": Annotated[Regime | None, Option(
+    "regime": Annotated[RegimeChoice | None, Option(
         help="eager: launched from Python; the default. graph: replayed from a CUDA graph (CUDA only).")],
 }
 _TLS: Mapping[str, Any] = {
@@ -138,24 +169,3 @@ def use_tls(context: typer.Context, workers: str | None, files: TlsFiles) -> Non
         raise ConfigError("--tls-ca, --tls-cert and --tls-key go with the tls:// address of a scheduler; "
                           "--workers local has a key of its own")
     context.with_resource(tls_files(*files))
-
-
-class Terminal:
-    """Shows on the standard error what a job is doing (:class:`~fuseplan.planner.tuning.progress.Progress`)."""
-
-    @contextmanager
-    def status(self, what: str) -> Iterator[Callable[[str], None]]:
-        with current().status(what) as status:
-            yield status.update
-
-    def tuning(self) -> AbstractContextManager[TuneEvents]:
-        from fuseplan.planner.cli.progress import tune_progress
-
-        return tune_progress()
-
-    def note(self, text: str) -> None:
-        if not current().quiet:
-            typer.echo(plain(text), err=True)
-
-    def warn(self, text: str) -> None:
-        typer.echo(f"plan: warning: {plain(text)}", err=True)

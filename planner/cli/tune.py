@@ -8,7 +8,6 @@ import typer
 from typer import Option
 
 from fuseplan.planner.api.device import device_kind
-from fuseplan.planner.cli import common
 from fuseplan.planner.cli import source as opt
 from fuseplan.planner.cli.output.options import answers, current
 from fuseplan.planner.models.manifest import ModelArguments
@@ -28,14 +27,14 @@ def tune(
     given: ModelArguments,
     manifest: opt.ManifestOption = None,
     trials: Annotated[int | None, Option(
-        parser=common.whole(1), metavar="N", help="Configurations tried per group, over all back ends: 12 on CPUs, 8 "
+        parser=opt.whole(1), metavar="N", help="Configurations tried per group, over all back ends: 12 on CPUs, 8 "
         "on CUDA by default; two for a group that takes little of the model's time.",
     )] = None,
     seconds: Annotated[float, Option(
-        parser=common.decimal(0.1), metavar="S", help="Search time per group, in seconds.",
+        parser=opt.decimal(0.1), metavar="S", help="Search time per group, in seconds.",
     )] = 6.0,
     seed: Annotated[int, Option(
-        parser=common.whole(0, 2**32 - 1), metavar="N", help="Seed of the search and of the inputs.",
+        parser=opt.whole(0, 2**32 - 1), metavar="N", help="Seed of the search and of the inputs.",
     )] = 0,
     shipped: Annotated[bool, Option(help="Take the records that come with fuseplan for this device.")] = True,
     again: Annotated[bool, Option(
@@ -46,7 +45,7 @@ def tune(
         "or the path of a journal file. optuna-dashboard opens them.",
     )] = None,
     job_limit: Annotated[float | None, Option(
-        parser=common.decimal(policy.LEAST_JOB_LIMIT_S), metavar="SECONDS", help="After how long a call of a kernel "
+        parser=opt.decimal(policy.LEAST_JOB_LIMIT_S), metavar="SECONDS", help="After how long a call of a kernel "
         "or an op counts as hanging: 60 seconds by default, and what a call of its size should take.",
     )] = None,
     misses: Annotated[bool, Option(
@@ -54,15 +53,15 @@ def tune(
         "only what was missed so.",
     )] = False,
     most: Annotated[int, Option(
-        parser=common.whole(1), metavar="N", help="Regions that --misses tunes, those missed most often first.",
+        parser=opt.whole(1), metavar="N", help="Regions that --misses tunes, those missed most often first.",
     )] = 16,
     workers: Annotated[str | None, Option(
         metavar="URL|local", help="Who measures: `local` are workers for the GPUs of this host, tcp://HOST:8786 are "
         "those of a Dask scheduler (tls://HOST:8786 with a key); see `plan fleet`.",
     )] = None,
     tls: opt.TlsFiles = opt.NO_TLS,
-    device: common.DeviceOption = "auto",
-    db: common.DbOption = None,
+    device: opt.DeviceOption = "auto",
+    db: opt.DbOption = None,
 ) -> None:
     """Plan a model's fusion, tune it on this device, and store the result.
 
@@ -80,9 +79,9 @@ def tune(
     if misses and workers is not None:
         raise ConfigError("--misses tunes on this device; leave out --workers")
     how = HowToTune(trials, seconds, seed, shipped, again, study, job_limit)
-    screen, terminal = current(), opt.Terminal()
+    screen = current()
     found = tune_request(
-        TuneRequest(kind, given, manifest, misses, most, how, db), terminal, account, opt.runner(workers))
+        TuneRequest(kind, given, manifest, misses, most, how, db), screen, account, opt.runner(workers))
     for one in found:
         _print_tables(one)
         for line in one.course():
@@ -91,7 +90,7 @@ def tune(
     for line in (line for one in found for line in one.step_lines()):
         screen.tell(line, one_line=True)
     for text in (text for one in found for text in one.warnings):
-        terminal.warn(text)
+        screen.warn(text)
     if failures := dict.fromkeys(one.failure for one in found if one.failure):  # more than a region or some noise
         typer.echo(f"plan: error: {'; '.join(failures)}", err=True)
         raise typer.Exit(1)

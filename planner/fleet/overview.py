@@ -10,9 +10,9 @@ from typing import TypeAlias
 import pandas as pd
 
 from fuseplan.costmodel.devices import KINDS, kind_of_key
+from fuseplan.planner.api.many import Models
 from fuseplan.planner.api.regions import CapturedModel, captured_model
 from fuseplan.planner.api.request import Asked, TuneRequest, asked_for
-from fuseplan.planner.api.tune_job import manifest_job
 from fuseplan.planner.errors import NothingForDeviceError
 from fuseplan.planner.fleet.terms import needs_dask
 from fuseplan.planner.groups.places import place_of
@@ -49,7 +49,7 @@ def wanted_by(request: TuneRequest, progress: Progress = SILENT) -> WantedOn:
 
     def wanted(device: str) -> Sequence[CapturedModel]:
         try:
-            models = manifest_job(manifest, kind_of_key(device), device).models
+            models = Models(manifest, kind_of_key(device), device).models
         except NothingForDeviceError:
             return ()
         for model in models:

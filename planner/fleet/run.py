@@ -84,15 +84,15 @@ def _is_captured_here(asked: Asked) -> bool:
 def _tuned_together(found: Fleet, wanted: Mapping[str, Models], account: TimeAccount) -> list[tuple[Wanted, Ran]]:
     """The models of a manifest: all are captured first, so that each region is measured once."""
     progress, orders = found.progress, dict[str, list[Order]]()
-    models = list(dict.fromkeys(asked for one in wanted.values() for asked in one.job.models))
+    models = list(dict.fromkeys(asked for one in wanted.values() for asked in one.models))
     with account.spend("capturing"):
         found.probe(wanted)
         captured = _captured(found, models)
     sessions = {device: found.session(device, found.terms) for device in wanted}
     for device, one in wanted.items():
-        for name, why in one.job.left_out:
+        for name, why in one.left_out:
             progress.note(f"{name} is left out on {device}: {why}")
-        one.captured = tuple(captured[asked] for asked in one.job.models)
+        one.captured = tuple(captured[asked] for asked in one.models)
         batches = one.batches(sessions[device], SILENT, account)
         progress.note(str(one.regions) if len(wanted) == 1 else f"{device}: {one.regions}")
         orders[device] = [Order(device, replace(found.terms, settings=batch.settings), batch) for batch in batches]

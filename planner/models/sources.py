@@ -19,7 +19,9 @@ from fuseplan.planner.errors import Argument, ConfigError, UnknownModelError, in
 from fuseplan.planner.models.workload import LARGEST, Workload, parse_workloads, with_calls
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_DTYPES = {name: name for name in _SHORT.values()} | _SHORT
+#: PyTorch's name of each dtype that weights may have, by that and by its short name.
+#: PyTorch's names of dtypes, by these and by short ones.
+DTYPES = {name: name for name in _SHORT.values()} | _SHORT
 #: Entries of a Hugging Face config.json.
 ConfigEntries: TypeAlias = Mapping[str, Any]
 
@@ -97,9 +99,9 @@ def find_source(
         raise ConfigError("give one of {}, {} and {}, not several", *map(Argument, ("model", "config", "module")))
     if layers is not None and layers < 1:
         raise ConfigError("{} {}: a model has at least one layer", Argument("layers"), layers)
-    if dtype is not None and dtype not in _DTYPES:
+    if dtype is not None and dtype not in DTYPES:
         raise ConfigError("{} {!r} is not one of bfloat16, float16, float32", Argument("dtype"), dtype)
-    name = _DTYPES[dtype] if dtype else None
+    name = DTYPES[dtype] if dtype else None
     if module is not None:
         if layers is not None:
             raise ConfigError("{} needs a config; {} brings its own layers", Argument("layers"), Argument("module"))
@@ -122,7 +124,7 @@ def source_of(entries: Any, name: str, dtype: str | None = None, layers: int | N
         raise ConfigError(f"config {name}: architectures is no list of names")
     _check_numbers(entries, name)
     given = str(entries.get("dtype") or entries.get("torch_dtype") or "auto")
-    dtype = dtype or {**_DTYPES, "auto": "bfloat16"}.get(given.removeprefix("torch."))
+    dtype = dtype or {**DTYPES, "auto": "bfloat16"}.get(given.removeprefix("torch."))
     if dtype is None:
         raise ConfigError("config {}: dtype {!r} cannot be planned; give {} bfloat16", name, given[:40],
                           Argument("dtype"))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -69,37 +69,33 @@ def regret_table(data: ReportData) -> pd.DataFrame:
         if key in parts and region is None:
             continue
         choices = list(_measured(plan))
-        problem = measured_problem([one.ops for one, _, _ in choices], compute_edges(region) if region else ())
-        if problem is None:
+        groups, edges = [one.ops for one, _, _ in choices], list(compute_edges(region)) if region else []
+        if not is_a_choice(groups):
             continue
         predicted = [predicted_us + one.delay_us for one, predicted_us, _ in choices]
         measured = [measured_us + one.delay_us for one, _, measured_us in choices]
+        problems = (cover_problem(groups, times_us, edges) for times_us in (measured, predicted))
         best_us, model_us = (
-            math.fsum(measured[at] for at in solve_cover(problem(times_us), break_ties=False).chosen)
-            for times_us in (measured, predicted)
-        )
+            math.fsum(measured[at] for at in solve_cover(one, break_ties=False).chosen) for one in problems)
         rows.append((plan.label, len(choices), best_us, model_us, model_us / best_us - 1.0, key.workload))
     return pd.DataFrame(rows, columns=["region", "choices", "best_us", "model_us", "regret", "key"])
 
 
-def measured_problem(
-    groups: Sequence[tuple[int, ...]], edges: Iterable[tuple[int, int]]
-) -> Callable[[Sequence[float]], CoverProblem] | None:
-    """Makes the problem of covering a region by measured groups of ops, from the groups' times in microseconds.
+def is_a_choice(groups: Sequence[tuple[int, ...]]) -> bool:
+    """Whether there is more than one way to cover the ops, each of which is a group by itself, too."""
+    ops = {op for group in groups for op in group}
+    return len(groups) > len(ops) == len({group for group in groups if len(group) == 1})
 
-    None where there is nothing to choose, or an op that was not measured by itself.
-    """
+
+def cover_problem(
+    groups: Sequence[tuple[int, ...]], times_us: Sequence[float], edges: Iterable[tuple[int, int]]
+) -> CoverProblem:
+    """How to cover the ops of some groups by these groups, at these times in microseconds."""
     number = {op: at for at, op in enumerate(sorted({op for group in groups for op in group}))}
-    if len(groups) <= len(number) or len({group for group in groups if len(group) == 1}) < len(number):
-        return None
-    masks = [sum(1 << number[op] for op in group) for group in groups]
-    among = tuple((number[a], number[b]) for a, b in edges if a in number and b in number)
-
-    def problem(times_us: Sequence[float]) -> CoverProblem:
-        options = tuple(Option(mask, time_us * 1e-6) for mask, time_us in zip(masks, times_us, strict=True))
-        return CoverProblem(len(number), options, among)
-
-    return problem
+    options = (Option(sum(1 << number[op] for op in group), time_us * 1e-6)
+               for group, time_us in zip(groups, times_us, strict=True))
+    among = ((number[a], number[b]) for a, b in edges if a in number and b in number)
+    return CoverProblem(len(number), tuple(options), tuple(among))
 
 
 def compute_edges(region: RegionSummary) -> Iterable[tuple[int, int]]:
@@ -176,11 +172,9 @@ def rejected_groups(plan: PlanRecord, region: RegionSummary, most: int) -> list[
     Of those with a time, the covers are solved of the ``most`` that cost least beyond their share of the chosen cover.
     """
     timed: list[GroupChoice | Alternative] = [*plan.groups, *(one for one in plan.rejected if _has_time(one))]
-    number = {op: at for at, op in enumerate(sorted({op for one in plan.groups for op in one.ops}))}
-    usable = [one for one in timed if set(one.ops) <= number.keys()]
-    edges = tuple((number[a], number[b]) for a, b in compute_edges(region) if a in number and b in number)
-    options = tuple(Option(sum(1 << number[op] for op in one.ops), time_of(one) * 1e-6) for one in usable)
-    problem = CoverProblem(len(number), options, edges)
+    ops = {op for one in plan.groups for op in one.ops}
+    usable = [one for one in timed if ops.issuperset(one.ops)]
+    problem = cover_problem([one.ops for one in usable], list(map(time_of, usable)), compute_edges(region))
     chosen_us = math.fsum(map(time_of, plan.groups))
     asked = [one for one in plan.rejected if one.implementation != ATEN]
     share_us = {op: time_of(group) / len(group.ops) for group in plan.groups for op in group.ops}

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from fuseplan.search.errors import plain
@@ -58,11 +59,11 @@ class Table:
         return [plain(self.title), *lines] if self.title else lines
 
     def markdown(self) -> str:
-        """As GitHub shows it: numbers to the right with three decimals; "" without rows."""
-        if not self.rows:
-            return ""
-        text = markdown_text(self.columns, self.rows, [self.numeric(at) for at in range(len(self.columns))])
-        return f"## {plain(self.title)}\n\n{text}" if self.title else text
+        """As GitHub shows it: numbers to the right with three decimals, ``|`` escaped; "" without rows."""
+        rules = ["---:" if self.numeric(at) else "---" for at in range(len(self.columns))]
+        lines = [self.columns, rules, *(map(_markdown_cell, row) for row in self.rows)] if self.rows else []
+        text = "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+        return f"## {plain(self.title)}\n\n{text}" if self.title and text else text
 
     def csv(self) -> str:
         """As :meth:`pandas.DataFrame.to_csv` writes it: numbers in full, nothing for a missing value."""
@@ -173,6 +174,14 @@ def table_of(
     return Table(name, tuple(map(str, frame.columns)), rows, title, digits, tuple(spare), tuple(keep), shown)
 
 
+def write_text(path: str | Path, text: str) -> Path:
+    """Write a file, making its folder; an unwritable one is an :class:`OSError` that names it."""
+    target = Path(path).expanduser()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text, encoding="utf-8")
+    return target
+
+
 # -- cells ------------------------------------------------------------------------------------------------------
 
 
@@ -202,12 +211,6 @@ def json_value(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)
-
-
-def markdown_text(columns: Sequence[str], rows: Sequence[Sequence[Any]], numeric: Sequence[bool]) -> str:
-    """A GitHub-flavoured Markdown table; numbers to the right with three decimals, ``|`` escaped."""
-    lines = [columns, ["---:" if right else "---" for right in numeric], *(map(_markdown_cell, row) for row in rows)]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def _markdown_cell(value: object) -> str:

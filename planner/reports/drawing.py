@@ -17,6 +17,7 @@ from typing import NamedTuple
 import networkx as nx
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from fuseplan.planner.reports.accuracy import compute_edges
 from fuseplan.planner.tuning.summary import RegionSummary
 from fuseplan.search.store.record import ATEN, GroupChoice, PlanRecord
 
@@ -97,21 +98,12 @@ def reads(region: RegionSummary, plan: PlanRecord) -> list[tuple[int, int]]:
 
     A value that several groups compute comes from the reader itself, else from the first of them.
     """
-    graph: nx.DiGraph[int] = nx.DiGraph(region.edges)
-    graph.add_nodes_from(range(len(region.ops)))
-    makers: dict[int, list[int]] = {}
-    for number, group in enumerate(plan.groups):
-        for op in group.ops:
-            makers.setdefault(op, []).append(number)
-    sources: dict[int, set[int]] = {}  # of each op: the ops with a group that it is, or is a view of
-    for op in nx.topological_sort(graph):
-        sources[op] = {op} if op in makers else {one for before in graph.pred[op] for one in sources[before]}
-    found: dict[tuple[int, int], None] = {}
-    for number, group in enumerate(plan.groups):
-        read = {one for op in group.ops for before in graph.pred[op] for one in sources[before]}
-        for op in sorted(read - set(group.ops)):
-            found[makers[op][0], number] = None
-    return list(found)
+    numbered = list(enumerate(plan.groups))
+    makers = {op: number for number, group in reversed(numbered) for op in group.ops}
+    edges = list(compute_edges(region))
+    return list(dict.fromkeys(
+        (makers[before], number) for number, group in numbered
+        for before in sorted({a for a, b in edges if b in group.ops} - set(group.ops)) if before in makers))
 
 
 def place(heights: Sequence[float], edges: Iterable[tuple[int, int]]) -> Drawing:

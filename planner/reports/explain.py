@@ -104,11 +104,6 @@ class _Group:
     choice: GroupChoice
     ops: frozenset[str]
 
-    @property
-    def time_us(self) -> float:
-        """Measured, else predicted; with what it was held to take longer in its region."""
-        return time_of(self.choice)
-
 
 class _RegionWords:
     """Explains one region."""
@@ -154,7 +149,7 @@ class _RegionWords:
         return f"{found}; {record.evidence.reason}{gain}"
 
     def _group(self, group: _Group) -> Iterator[str]:
-        choice = group.choice
+        choice, tuning = group.choice, self._tuning(group.choice.workload)
         ops = ", ".join(_short(self.graph.op(name).op) for name in self.plan.group_ops(choice))
         yield f"  {group.name}: {how_it_runs(choice)}: {ops}"
         if where := group_place(self.places, choice.ops):
@@ -171,14 +166,12 @@ class _RegionWords:
         if choice.config:
             parts.append(config_text(choice.config))
         yield f"     {'; '.join(parts)}"
-        tuning = self._tuning(choice.workload)
         if tuning is not None:
             yield f"     why: {tuning.evidence.reason}"
 
     def _tuning(self, workload: str) -> TuningRecord | None:
-        if not workload:
-            return None
-        return self.session.store.get_record(replace(self.plan.record.key, workload=workload)).record
+        key = replace(self.plan.record.key, workload=workload)
+        return self.session.store.get_record(key).record if workload else None
 
     def _pairs(
         self, candidates: Mapping[frozenset[str], Candidate], refusals: Sequence[Refusal]
@@ -197,7 +190,7 @@ class _RegionWords:
         self, first: _Group, second: _Group, candidates: Mapping[frozenset[str], Candidate], refusals: Sequence[Refusal]
     ) -> str:
         union = first.ops | second.ops
-        apart = f"apart {first.time_us:.2f} + {second.time_us:.2f} us"
+        apart = f"apart {time_of(first.choice):.2f} + {time_of(second.choice):.2f} us"
         for one in reversed(self.plan.record.rejected):
             if one.implementation != ATEN and union == {self.plan.region.ops[at] for at in one.ops}:
                 measured = "no working kernel"

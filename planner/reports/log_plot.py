@@ -88,7 +88,7 @@ class LogPlot:
     def svg(self) -> str:
         """The ``<svg>`` element."""
         across, up = self._scales()
-        marks = list(_marks([(across(one.x), up(one.y), one) for one in self.points]))
+        marks = _marks((across(one.x), up(one.y), one) for one in self.points)
         spots = [(across(one.x), up(one.y), one) for one in self.most()]
         low, high = max(across.low, up.low), min(across.high, up.high)
         band = [(low, low / self.band), (high, high / self.band), (high, high * self.band), (low, low * self.band)] \
@@ -160,15 +160,10 @@ def _apart(ticks: Iterable[tuple[float, str]]) -> Iterator[tuple[float, str]]:
             yield x, text
 
 
-class _Mark(NamedTuple):
-    x: float
-    y: float
-    tone: str
-    words: str
-
-
-def _marks(placed: Iterable[tuple[float, float, Point]]) -> Iterator[_Mark]:
-    """One mark for the points of each cell and tone, in reading order; it lies on the one that matters most."""
+def _marks(placed: Iterable[tuple[float, float, Point]]) -> list[tuple[float, float, str, str]]:
+    """One mark for the points of each cell and tone, in reading order: where, on the one that matters most, its tone
+    and its words.
+    """
     cells: dict[tuple[str, int, int], list[tuple[float, float, Point]]] = {}
     for x, y, point in placed:
         cells.setdefault((point.tone, round(x / _CELL), round(y / _CELL)), []).append((x, y, point))
@@ -177,8 +172,8 @@ def _marks(placed: Iterable[tuple[float, float, Point]]) -> Iterator[_Mark]:
         own.sort(key=lambda one: -one[2].weight)
         words = list(dict.fromkeys(point.words for _, _, point in own))
         more = [f"and {len(words) - _IN_A_MARK} more here"] if len(words) > _IN_A_MARK else []
-        found.append(_Mark(own[0][0], own[0][1], tone, "\n".join([*words[:_IN_A_MARK], *more])))
-    yield from sorted(found)
+        found.append((own[0][0], own[0][1], tone, "\n".join([*words[:_IN_A_MARK], *more])))
+    return sorted(found)
 
 
 class _Label(NamedTuple):

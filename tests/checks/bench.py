@@ -28,8 +28,8 @@ from synthetic_decoders import plan_scaling
 
 from fuseplan.planner.api.request import plan_settings
 from fuseplan.planner.api.run import ready
-from fuseplan.planner.bench.generate import dispatch_options, forget
-from fuseplan.planner.bench.generation import Generation, contestants, how_compiled
+from fuseplan.planner.bench.generate import Generation, contestants, forget, how_compiled
+from fuseplan.planner.bench.model import dispatch_options
 from fuseplan.planner.bench.patterns import PatternBench
 from fuseplan.planner.bench.rows import bench_frame, failure
 from fuseplan.planner.bench.verdicts import notes, pattern_verdict

@@ -44,7 +44,7 @@ from decoder_layers import MODELS, probe_once
 from layer_errors import Call, LayerRow, layer_rows, run_layer
 
 import fuseplan.planner
-from fuseplan.planner.bench import generation
+from fuseplan.planner.bench import generate as generation
 from fuseplan.planner.bench.generate import forget
 from fuseplan.planner.dispatch_stats import Stats
 from fuseplan.planner.models.sources import find_source, hf_config, quiet

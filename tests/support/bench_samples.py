@@ -7,8 +7,7 @@ from typing import Any
 
 import report_samples as samples
 
-from fuseplan.planner.bench.case import plan_case
-from fuseplan.planner.bench.patterns import PatternRow
+from fuseplan.planner.bench.patterns import PatternRow, plan_case
 from fuseplan.planner.patterns.cells import cell
 from fuseplan.planner.peers.contestant import Case
 from fuseplan.planner.tuning.session import Session, open_session

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from fuseplan.costmodel.devices import is_gpu
-from fuseplan.planner.bench.generation import Generation, Sizes, how_compiled
+from fuseplan.planner.bench.generate import Generation, Sizes, how_compiled
 from fuseplan.planner.models.build import build_model
 from fuseplan.planner.models.sources import ModelSource
 from fuseplan.planner.peers.contestant import PeerError

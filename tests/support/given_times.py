@@ -19,7 +19,8 @@ from fast_tunes import count_instead_of_timing
 
 from fuseplan.costmodel.devices import ByDevice
 from fuseplan.costmodel.identity import current_identity
-from fuseplan.planner.bench import generation, model
+from fuseplan.planner.bench import generate as generation
+from fuseplan.planner.bench import model
 from fuseplan.planner.cli.bench import generate as bench_generate
 from fuseplan.planner.models import sources, workload
 from fuseplan.planner.patterns import cells

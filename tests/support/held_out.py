@@ -21,7 +21,7 @@ from fuseplan.costmodel.calibrate import MIN_SAMPLES, FitTable, Sample
 from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.costmodel.roofline import predict, roofline_terms
 from fuseplan.planner.cost.samples import ChoiceSample, RegionSamples
-from fuseplan.planner.reports.accuracy import measured_problem
+from fuseplan.planner.reports.accuracy import cover_problem, is_a_choice
 from fuseplan.planner.reports.frames import ReportData, geometric_mean
 
 #: What the model has to reach, on every device.
@@ -116,14 +116,15 @@ def regret_frame(regions: Sequence[RegionSamples], frame: pd.DataFrame, column: 
     by_key = dict(list(frame.groupby(["key", "regime"])))
     rows = []
     for region in regions:
-        problem = measured_problem([sample.ops for sample in region.samples], region.edges)
-        if problem is None or (region.key.workload, region.key.regime) not in by_key:
+        groups = [sample.ops for sample in region.samples]
+        if not is_a_choice(groups) or (region.key.workload, region.key.regime) not in by_key:
             continue
         own = by_key[region.key.workload, region.key.regime].reset_index(drop=True)
         predicted, measured = list(own[column] + own["delay_us"]), list(own["measured_us"] + own["delay_us"])
         if any(map(math.isnan, predicted)):
             continue
-        likes, (best,) = list(best_covers(problem(predicted), _TOP)), best_covers(problem(measured), 1)
+        likes = list(best_covers(cover_problem(groups, predicted, region.edges), _TOP))
+        (best,) = best_covers(cover_problem(groups, measured, region.edges), 1)
         best_us, *likes_us = (math.fsum(measured[at] for at in cover) for cover in (best, *likes))
         model_us = likes_us[0]
         why = _why(own, column, likes[0], best) if model_us > best_us else ""

@@ -16,7 +16,7 @@ import torch
 
 from fuseplan.costmodel.devices import is_gpu
 from fuseplan.kernels.ir.ir import KernelIR
-from fuseplan.planner.bench.case import plan_case
+from fuseplan.planner.bench.patterns import plan_case
 from fuseplan.planner.bench.rows import failure
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import PlanError

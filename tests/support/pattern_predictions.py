@@ -11,7 +11,7 @@ from fuseplan.costmodel.accuracy import spearman
 from fuseplan.costmodel.device import DeviceSpec, Mode
 from fuseplan.costmodel.roofline import predict
 from fuseplan.costmodel.work import Work
-from fuseplan.planner.bench.case import plan_case, unfused_ops
+from fuseplan.planner.bench.patterns import plan_case, unfused_ops
 from fuseplan.planner.cost.prices import shared_cache
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.compute_graph import lower_group

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from fuseplan.planner.bench.generation import Generation, synchronise
+from fuseplan.planner.bench.generate import Generation
+from fuseplan.planner.bench.model import synchronise
 
 #: Decode steps that the profiler looks at, at most: more have no other kernels.
 _PROFILED_STEPS = 32

@@ -11,10 +11,9 @@ from typer import Argument, Context, Option
 
 from fuseplan.costmodel.devices import is_gpu
 from fuseplan.planner.api.device import device_kind
-from fuseplan.planner.cli import common, completion
+from fuseplan.planner.cli import completion
 from fuseplan.planner.cli import source as opt
 from fuseplan.planner.cli.bench import generate, patterns
-from fuseplan.planner.cli.common import decimal, whole
 from fuseplan.planner.cli.output.options import answers, current
 from fuseplan.planner.cli.output.screen import check_writable
 from fuseplan.planner.models.manifest import ModelArguments
@@ -48,13 +47,13 @@ def bench(
         help="model: end to end. groups: every fused group. all: both. generate: Hugging Face's generate(), with its "
         "own compilation and with ours. patterns: named patterns beside every peer, tuned first.",
     )] = "all",
-    regime: Annotated[opt.Regime | None, Option(
+    regime: Annotated[opt.RegimeChoice | None, Option(
         help="Plans tuned for launches from Python, or for CUDA graphs. Default: eager; "
         "graph for patterns on CUDA, where device time decides.",
     )] = None,
     seconds: Annotated[float | None, Option(
-        parser=decimal(0.01), metavar="S", help="Seconds of interleaved rounds per comparison, seven rounds at least. "
-        "Default: 1; 30 for generate, 0.3 for patterns.",
+        parser=opt.decimal(0.01), metavar="S", help="Seconds of interleaved rounds per comparison, seven rounds at "
+        "least. Default: 1; 30 for generate, 0.3 for patterns.",
     )] = None,
     max_autotune: Annotated[bool | None, Option(
         "--max-autotune/--no-max-autotune",
@@ -65,10 +64,10 @@ def bench(
         metavar="1,16", help="generate: sequences; each number is a comparison of its own. Default: 1,16.",
     )] = None,
     prompt: Annotated[int | None, Option(
-        parser=whole(1), metavar="N", help="generate: tokens of each prompt. Default: 512.",
+        parser=opt.whole(1), metavar="N", help="generate: tokens of each prompt. Default: 512.",
     )] = None,
     new_tokens: Annotated[int | None, Option(
-        parser=whole(2), metavar="N", help="generate: tokens to make. Default: 128.",
+        parser=opt.whole(2), metavar="N", help="generate: tokens to make. Default: 128.",
     )] = None,
     pattern: Annotated[list[str] | None, Option(
         metavar="NAME", autocompletion=completion.patterns,
@@ -91,26 +90,26 @@ def bench(
     )] = None,
     tune: Annotated[bool, Option(help="patterns: tune what is not stored before measuring it.")] = True,
     trials: Annotated[int, Option(
-        parser=whole(1), metavar="N", help="patterns: configurations tried per group when tuning.",
+        parser=opt.whole(1), metavar="N", help="patterns: configurations tried per group when tuning.",
     )] = 12,
     tune_seconds: Annotated[float, Option(
-        parser=decimal(0.1), metavar="S", help="patterns: search time per group when tuning.",
+        parser=opt.decimal(0.1), metavar="S", help="patterns: search time per group when tuning.",
     )] = 6.0,
     compile_processes: Annotated[int | None, Option(
-        parser=whole(0, 1024), metavar="N",
+        parser=opt.whole(0, 1024), metavar="N",
         help="patterns: processes that compile the peers' kernels beforehand. Default: the cores, on CPUs none.",
     )] = None,
     resume: Annotated[bool, Option(
         "--resume", help="patterns: keep the cells that the result file has, measure the others.",
     )] = False,
     minutes: Annotated[float | None, Option(
-        parser=decimal(0.0), metavar="M", help="patterns: start no new cell after this long; see --resume.",
+        parser=opt.decimal(0.0), metavar="M", help="patterns: start no new cell after this long; see --resume.",
     )] = None,
     out: Annotated[Path | None, Option(
         metavar="DIR", help="Where to write CSV, Markdown and JSON. Default: results/<device>.",
     )] = None,
-    device: common.DeviceOption = "auto",
-    db: common.DbOption = None,
+    device: opt.DeviceOption = "auto",
+    db: opt.DbOption = None,
 ) -> None:
     """Measure our plan beside its peers, on the same inputs in one run.
 
@@ -118,9 +117,9 @@ def bench(
     everything is timed both launched from Python and replayed from a CUDA graph; patterns also with a cold cache. An
     interrupted bench keeps the cells, groups, models and batch sizes that it has finished.
     """
-    from fuseplan.planner.api.request import full_dtype_name, plan_settings
+    from fuseplan.planner.api.request import plan_settings
     from fuseplan.planner.api.run import ready
-    from fuseplan.planner.models.sources import find_source, workloads_for
+    from fuseplan.planner.models.sources import DTYPES, find_source, workloads_for
     from fuseplan.planner.peers.contestant import INDUCTOR, MAX_AUTOTUNE, STANDARD_PEERS
     from fuseplan.planner.tuning.session import open_session
 
@@ -142,20 +141,20 @@ def bench(
 
         processes = usable_cores() if is_gpu(kind) else 0
         wanted = patterns.WantedCells(
-            *patterns.cells_of(pattern or (), shape or (), rows, cols, full_dtype_name(given.dtype)),
+            *patterns.cells_of(pattern or (), shape or (), rows, cols, DTYPES.get(given.dtype, given.dtype)),
             peer_names(rivals, kind, without), patterns.modes_of(modes, kind), spend,
             Budget(trials=trials, seconds=tune_seconds) if tune else None,
             processes if compile_processes is None else compile_processes, resume,
             math.inf if minutes is None else minutes, out,
         )
         session = open_session(kind, db, settings, mode="write" if tune else "inspect")
-        patterns.measure(ready(session, progress=opt.Terminal()) if tune else session, wanted)
+        patterns.measure(ready(session, progress=current()) if tune else session, wanted)
         return
     session = open_session(kind, db, settings, mode="inspect")
     layers = given.layers or (_LAYERS if topic != "generate" and given.module is None else None)
     source = find_source(given.model, given.config, given.module, kind, given.dtype, layers)
     if topic == "generate":
-        from fuseplan.planner.bench.generation import contestants
+        from fuseplan.planner.bench.generate import contestants
 
         names = [name for name in contestants(kind) if name not in without]
         generate.measure(session, source, generate.sizes_of(source, batch, prompt, new_tokens), names, spend, out)
@@ -196,23 +195,23 @@ def _groups(
     from fuseplan.planner.errors import PlanError
     from fuseplan.planner.tuning.tune import RegionFailure, noting
 
-    graphs = capture_all(source, workloads, session.target.device_type, progress=opt.Terminal())
+    graphs = capture_all(source, workloads, session.target.device_type, progress=current())
     failures: list[RegionFailure] = []
     planned = [
         (name, graph, session.planner().plan_graph(graph, on_failure=noting(failures, name, graph)))
         for name, graph in graphs
     ]
     for failure in failures:
-        opt.Terminal().warn(str(failure))
+        current().warn(str(failure))
     untuned = {one.region.key for _, _, plan in planned for one in plan.regions if one.source == "model"}
     if untuned:
-        opt.Terminal().warn(f"{len(untuned)} regions have no tuned plan and run as the cost model says; tune first")
+        current().warn(f"{len(untuned)} regions have no tuned plan and run as the cost model says; tune first")
     groups = fused_groups(session, planned)
     if not groups:
         raise PlanError("the plan fuses nothing, so there is no group to measure; run `plan tune` first")
-    with current().status("measuring") as status:
+    with current().status("measuring") as say:
         for number, group in enumerate(groups, 1):
-            status.update(f"group {number} of {len(groups)}: {group.choice.label}")
+            say(f"group {number} of {len(groups)}: {group.choice.label}")
             yield bench_group(session, group, peers, modes, seconds)
 
 
@@ -223,10 +222,10 @@ def _models(
     from fuseplan.planner.bench.model import bench_model
     from fuseplan.planner.models.build import build_model
 
-    with current().status(f"building {source.label}") as status:
+    with current().status(f"building {source.label}") as say:
         model = build_model(source, session.target.device_type)
         for workload in workloads:
-            status.update(f"{source.label}, {workload.label}: compiling and measuring every contestant")
+            say(f"{source.label}, {workload.label}: compiling and measuring every contestant")
             yield bench_model(session, model, workload, peers, modes, seconds)
 
 

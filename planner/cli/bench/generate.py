@@ -11,8 +11,7 @@ from fuseplan.planner.cli.bench import patterns
 from fuseplan.planner.cli.output.options import current
 
 if TYPE_CHECKING:
-    from fuseplan.planner.bench.generate import GenerateRow
-    from fuseplan.planner.bench.generation import Sizes
+    from fuseplan.planner.bench.generate import GenerateRow, Sizes
     from fuseplan.planner.models.sources import ModelSource
     from fuseplan.planner.tuning.session import Session
 
@@ -30,7 +29,7 @@ def results_name(source: ModelSource, sizes: Sequence[Sizes]) -> str:
 
 def sizes_of(source: ModelSource, batches: str | None, prompt: int | None, new: int | None) -> list[Sizes]:
     """The sizes that the options name; ConfigError where the model cannot be asked for one of them."""
-    from fuseplan.planner.bench.generation import Sizes, check_sizes
+    from fuseplan.planner.bench.generate import Sizes, check_sizes
     from fuseplan.planner.errors import Argument, ConfigError
     from fuseplan.planner.models.workload import read_size
 
@@ -55,10 +54,10 @@ def measure(
 
     rows: list[GenerateRow] = []
     try:
-        with current().status(f"building {source.label}") as status:
+        with current().status(f"building {source.label}") as say:
             module = build_model(source, session.target.device_type).module
             for one in sizes:
-                status.update(f"{source.label}, {one.label}: compiling and measuring every contestant")
+                say(f"{source.label}, {one.label}: compiling and measuring every contestant")
                 rows += bench_generate(session, module, one, names, seconds)
     finally:  # an interrupted bench keeps what it has measured
         if rows:

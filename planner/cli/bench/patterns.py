@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from fuseplan.costmodel.devices import is_cpu, is_gpu
 from fuseplan.planner.cli.output.options import current
-from fuseplan.planner.cli.source import Terminal
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -122,11 +121,11 @@ def _fill(session: Session, wanted: WantedCells, cells: Sequence[Cell], log: Row
             with current().status(f"{pattern}: compiling peers in {wanted.processes} processes"):
                 said += [f"compiling beforehand failed: {failure}" for failure in compile_cells(batch)]
             tuned = tune_cells(tuned, batch, wanted.budget, workers, said)
-            with current().status("measuring") as status:
+            with current().status("measuring") as say:
                 for cell in batch:
                     if time.monotonic() >= end:
                         break
-                    status.update(f"cell {done + 1} of {len(cells)}: measuring {cell.key}")
+                    say(f"cell {done + 1} of {len(cells)}: measuring {cell.key}")
                     log.add(bench.rows(cell))
                     done += 1
     if done < len(cells):
@@ -158,7 +157,7 @@ def tune_cells(
                 graphs.append((f"{cell.size} {cell.dtype}", graph))
         if graphs:
             batch = Batch(graphs, reported=lambda name, pattern=pattern: (f"pattern {pattern}", name))  # type: ignore[misc]
-            result = tune(session, batch, budget, progress=Terminal(), executor=pool)
+            result = tune(session, batch, budget, progress=current(), executor=pool)
             said += [f"{pattern} {one}" for one in result.failures]
             session = result.session
     return session

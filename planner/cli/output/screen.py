@@ -4,26 +4,40 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from fuseplan.planner.cli.output.progress_log import ProgressLog
+from fuseplan.planner.cli.output.progress_log import ProgressLog, stderr_console
 from fuseplan.planner.cli.output.tables import fitted, left_out_line, shortened
 from fuseplan.planner.errors import ConfigError
-from fuseplan.planner.reports.document import Document, DocumentPart, Facts, Sentence, Shown, Table, apart, table_of
+from fuseplan.planner.reports.document import (
+    Document,
+    DocumentPart,
+    Facts,
+    Sentence,
+    Shown,
+    Table,
+    apart,
+    table_of,
+    write_text,
+)
 from fuseplan.search.errors import plain
 
 if TYPE_CHECKING:
     import pandas as pd
     from rich.console import Console
 
+    from fuseplan.planner.tuning.progress import TuneEvents
+
 
 class Screen:
     """One command's output: a document whose parts are printed at once, or written at the end as a file of one format.
+
+    It shows what a job is doing, too (:class:`~fuseplan.planner.tuning.progress.Progress`).
 
     Args:
         style: ``"table"``, ``"csv"``, ``"markdown"``, ``"json"`` or ``"html"``.
@@ -38,7 +52,7 @@ class Screen:
         log: ProgressLog | None = None,
     ) -> None:
         self.style, self.quiet = style, quiet
-        self._out, self._terminal, self._log = out, terminal, log
+        self._out, self._terminal, self.log = out, terminal, None if quiet else log
         self._document, self._page = Document(), ""
         self._last: DocumentPart | None = None
 
@@ -108,16 +122,34 @@ class Screen:
 
     # -- what it is doing
 
-    def status(self, text: str) -> AbstractContextManager[Status]:
+    @contextmanager
+    def status(self, what: str) -> Iterator[Callable[[str], None]]:
         """What takes long: on a terminal a line that vanishes, in a log a line now and then."""
-        if self.quiet:
-            return _Silent()
-        return _logged(self.log, text) if self.log is not None else stderr_console().status(plain(text))
+        log = ProgressLog(lambda line: None) if self.quiet else self.log
+        if log is None:
+            with stderr_console().status(plain(what)) as shown:
+                yield shown.update
+        else:
+            log.phase(what)
+            yield log.update
 
-    @property
-    def log(self) -> ProgressLog | None:
-        """Where progress goes that is read as a log; None on a terminal, which has bars, and with ``--quiet``."""
-        return None if self.quiet else self._log
+    def tuning(self) -> AbstractContextManager[TuneEvents]:
+        """A bar on a terminal, lines in a log."""
+        from fuseplan.planner.cli.progress import TuneBar, TuneLog
+        from fuseplan.planner.tuning.progress import SILENT
+
+        if self.log is not None:
+            return nullcontext(TuneLog(self.log))
+        return SILENT.tuning() if self.quiet else TuneBar()
+
+    def note(self, text: str) -> None:
+        """Something to know, on the standard error; not with ``--quiet``."""
+        if not self.quiet:
+            typer.echo(plain(text), err=True)
+
+    def warn(self, text: str) -> None:
+        """Something that makes answers doubtful."""
+        typer.echo(f"plan: warning: {plain(text)}", err=True)
 
     # -- the end
 
@@ -175,46 +207,6 @@ def _print_table(table: Table, terminal: Console) -> None:
         line(row)
     if shown.left_out:
         line(left_out_line(shown.left_out, terminal.width), "dim")
-
-
-class Status(Protocol):
-    """Takes what is being done now."""
-
-    def update(self, status: str) -> None: ...
-
-
-class _Silent(AbstractContextManager[Status]):
-    """Takes it, and says nothing."""
-
-    def __enter__(self) -> Status:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        return None
-
-    def update(self, status: str) -> None:
-        return None
-
-
-@contextmanager
-def _logged(log: ProgressLog, text: str) -> Iterator[Status]:
-    log.phase(text)
-    yield log
-
-
-def stderr_console() -> Console:
-    """A rich console on the standard error; wide where that is no terminal."""
-    from rich.console import Console
-
-    screen = Console(stderr=True, highlight=False)
-    return screen if screen.is_terminal else Console(stderr=True, highlight=False, width=220)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file, making its folder; an unwritable one is an :class:`OSError` that names it."""
-    path = path.expanduser()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
 
 
 def check_writable(path: Path, option: str) -> None:

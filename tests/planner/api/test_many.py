@@ -21,9 +21,8 @@ from model_samples import CONFIGS
 
 import fuseplan.planner
 from fuseplan.costmodel.identity import current_identity
-from fuseplan.planner.api.many import TunedMany
+from fuseplan.planner.api.many import Models, TunedMany
 from fuseplan.planner.api.regions import captured_model
-from fuseplan.planner.api.tune_job import manifest_job
 from fuseplan.planner.cli import main
 from fuseplan.planner.errors import FuseplanError
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
@@ -113,7 +112,7 @@ def tune(manifest: Path, db: Path, **more: Any) -> TunedMany:
 
 def keys_of(manifest: Path) -> list[set[tuple[str, str]]]:
     """For each model the keys of its regions, with how their kernels round."""
-    job = manifest_job(read_manifest(manifest), "cpu", HERE)
+    job = Models(read_manifest(manifest), "cpu", HERE)
     return [
         {(region.key, one.asked.settings.numerics) for _, graph in one.graphs for region in find_regions(graph)}
         for one in map(captured_model, job.models)
@@ -133,7 +132,7 @@ def test_regions_are_measured_once_over_all_models(db: Path, tmp_path: Path, sto
     assert found.regions["key"].is_unique and not found.regions["stored"].any()
     assert set(zip(found.regions["key"], found.regions["numerics"], strict=True)) == first | second
     uses = Counter(
-        region.key for one in map(captured_model, manifest_job(read_manifest(manifest), "cpu", HERE).models)
+        region.key for one in map(captured_model, Models(read_manifest(manifest), "cpu", HERE).models)
         for _, graph in one.graphs for region in find_regions(graph)
     )
     assert dict(zip(found.regions["key"], found.regions["uses"], strict=True)) == uses

@@ -8,7 +8,7 @@ import pytest
 import torch
 from bench_samples import case_of, cpu_session
 
-from fuseplan.planner.bench.case import operand_sets, plan_case, plan_facts, plan_note
+from fuseplan.planner.bench.patterns import operand_sets, plan_case, plan_facts, plan_note
 from fuseplan.planner.dispatch_stats import CompileStats
 from fuseplan.planner.patterns.cells import cell
 from fuseplan.planner.patterns.table import activations

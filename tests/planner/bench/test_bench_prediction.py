@@ -12,8 +12,7 @@ from bench_samples import row as bench_row
 from pattern_predictions import predicted_us, prediction_verdict, with_predictions
 
 from fuseplan.costmodel.roofline import lower_bound
-from fuseplan.planner.bench.case import plan_case
-from fuseplan.planner.bench.patterns import PatternBench
+from fuseplan.planner.bench.patterns import PatternBench, plan_case
 from fuseplan.planner.bench.rows import bench_frame
 from fuseplan.planner.ops.table import kind_of
 from fuseplan.planner.patterns.cells import cell

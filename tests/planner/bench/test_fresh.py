@@ -13,7 +13,7 @@ import pytest
 import torch
 from fresh_starts import Order, Stopwatch
 
-from fuseplan.planner.bench.generation import Sizes
+from fuseplan.planner.bench.generate import Sizes
 from fuseplan.planner.models.sources import find_source
 from fuseplan.planner.peers.contestant import EAGER, PeerError
 

@@ -16,9 +16,8 @@ import torch
 from reference_backend import ReferenceBackend
 
 from fuseplan.planner.bench import generate as bench
-from fuseplan.planner.bench import generation
-from fuseplan.planner.bench.generate import GenerateRow
-from fuseplan.planner.bench.generation import OURS_LAUNCHED, Generation, Sizes, TokenTimer
+from fuseplan.planner.bench.generate import OURS_LAUNCHED, GenerateRow, Generation, Sizes, TokenTimer
+from fuseplan.planner.bench.model import dispatch_options
 from fuseplan.planner.bench.rows import bench_frame
 from fuseplan.planner.errors import ConfigError
 from fuseplan.planner.models.build import build_model
@@ -62,7 +61,7 @@ def compiled_by(module: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> list
         return function
 
     monkeypatch.setattr(torch, "compile", compile_)
-    run = Generation(name, module, SIZES, generation.how_compiled(name, "cpu", {"db": "tuning.db"}))
+    run = Generation(name, module, SIZES, bench.how_compiled(name, "cpu", {"db": "tuning.db"}))
     run()
     run(1)
     return asked
@@ -102,10 +101,10 @@ def test_eager_compiles_nothing(module: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_on_a_gpu_hugging_face_decides_and_ours_has_graphs() -> None:
-    assert generation.contestants("cuda") == (EAGER, INDUCTOR, MAX_AUTOTUNE, OURS, OURS_LAUNCHED)
-    assert generation.contestants("cpu") == (EAGER, INDUCTOR, MAX_AUTOTUNE, OURS)
-    assert generation.how_compiled(INDUCTOR, "cuda", {}) == {}
-    graphs = [generation.how_compiled(name, "cuda", {})["compile_config"].options for name in (OURS, OURS_LAUNCHED)]
+    assert bench.contestants("cuda") == (EAGER, INDUCTOR, MAX_AUTOTUNE, OURS, OURS_LAUNCHED)
+    assert bench.contestants("cpu") == (EAGER, INDUCTOR, MAX_AUTOTUNE, OURS)
+    assert bench.how_compiled(INDUCTOR, "cuda", {}) == {}
+    graphs = [bench.how_compiled(name, "cuda", {})["compile_config"].options for name in (OURS, OURS_LAUNCHED)]
     assert graphs == [{"cuda_graphs": True}, {"cuda_graphs": False}]
 
 
@@ -127,7 +126,7 @@ def test_no_token_ends_a_sequence(module: Any) -> None:
 
 def test_who_compiles_nothing_is_no_contestant(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(module), "get_compiled_call", lambda self, config: self.__call__)
-    run = Generation(OURS, module, SIZES, generation.how_compiled(OURS, "cpu", {}))
+    run = Generation(OURS, module, SIZES, bench.how_compiled(OURS, "cpu", {}))
     with pytest.raises(PeerError, match="compiles nothing of llama"):
         run()
 
@@ -159,11 +158,11 @@ def test_rounds_that_fail_cost_no_other_sizes(session: Session, module: Any, mon
 
 
 def test_sizes_that_cannot_be_asked_for(tmp_path: Path, source: ModelSource) -> None:
-    generation.check_sizes(source, Sizes(1, 100, 29))  # the last token has no position: it is never read
+    bench.check_sizes(source, Sizes(1, 100, 29))  # the last token has no position: it is never read
     with pytest.raises(ConfigError, match="only 128 positions"):
-        generation.check_sizes(source, Sizes(1, 100, 30))
+        bench.check_sizes(source, Sizes(1, 100, 30))
     with pytest.raises(ConfigError, match="no decoder"):
-        generation.check_sizes(source_of(tmp_path, "bert"), SIZES)
+        bench.check_sizes(source_of(tmp_path, "bert"), SIZES)
 
 
 # -- times --------------------------------------------------------------------------------------------------------
@@ -194,8 +193,8 @@ def test_a_step_is_what_is_left_without_the_first_token(monkeypatch: pytest.Monk
 
 def test_the_first_token_that_differs() -> None:
     tokens = torch.tensor([[4, 5, 6], [7, 8, 9]])
-    assert generation.first_difference(tokens, tokens.clone()) is None
-    assert generation.first_difference(tokens, torch.tensor([[4, 5, 6], [7, 0, 0]])) == 2
+    assert bench.first_difference(tokens, tokens.clone()) is None
+    assert bench.first_difference(tokens, torch.tensor([[4, 5, 6], [7, 0, 0]])) == 2
 
 
 # -- where a step's time goes ------------------------------------------------------------------------------------
@@ -225,7 +224,7 @@ def test_what_the_host_does_in_a_step_is_told_apart(monkeypatch: pytest.MonkeyPa
 
 
 def test_compiled_calls_are_profiled_on_a_cpu(session: Session, module: Any) -> None:
-    run = Generation(OURS, module, SIZES, generation.how_compiled(OURS, "cpu", bench.dispatch_options(session)))
+    run = Generation(OURS, module, SIZES, bench.how_compiled(OURS, "cpu", dispatch_options(session)))
     run()
     found = step_profile.host_step_us(run)
     assert found is not None and min(found) > 0
@@ -241,14 +240,14 @@ def test_spans_that_overlap_count_once() -> None:
 
 def test_a_step_reads_everything_but_the_table_of_embeddings(module: Any) -> None:
     whole = sum(one.nbytes for one in module.parameters())
-    assert generation.step_bytes(module) == whole - module.get_input_embeddings().weight.nbytes
+    assert bench.step_bytes(module) == whole - module.get_input_embeddings().weight.nbytes
     module.set_output_embeddings(module.get_input_embeddings())  # of the same size as the head that is gone
-    assert generation.step_bytes(module) == whole - module.get_input_embeddings().weight.nbytes
+    assert bench.step_bytes(module) == whole - module.get_input_embeddings().weight.nbytes
 
 
 def test_the_floor_is_at_measured_bandwidth(session: Session, module: Any, tmp_path: Path) -> None:
     assert bench.floor_us(session, module) is None  # never probed
-    moved = generation.step_bytes(module)
+    moved = bench.step_bytes(module)
     assert moved is not None
     probed = replace(session, spec=samples.SPEC)
     assert bench.floor_us(probed, module) == pytest.approx(moved / samples.SPEC.bandwidth.gbps(moved) / 1e3)
@@ -294,4 +293,4 @@ def test_a_model_without_a_table_of_embeddings_reads_all_it_has() -> None:
         config=SimpleNamespace(get_text_config=lambda decoder: SimpleNamespace()), parameters=lambda: iter(weights),
         get_input_embeddings=lambda: None, get_output_embeddings=lambda: None,
     )
-    assert generation.step_bytes(plain) == 32
+    assert bench.step_bytes(plain) == 32

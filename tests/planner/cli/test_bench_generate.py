@@ -13,8 +13,7 @@ import torch
 from reference_backend import ReferenceBackend
 
 from fuseplan.planner.bench import generate as bench
-from fuseplan.planner.bench.generate import GenerateRow
-from fuseplan.planner.bench.generation import Sizes
+from fuseplan.planner.bench.generate import GenerateRow, Sizes
 from fuseplan.planner.cli import main
 from fuseplan.planner.cli.bench.generate import results_name, sizes_of, tune_command
 from fuseplan.planner.models.sources import find_source

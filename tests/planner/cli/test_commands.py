@@ -13,7 +13,7 @@ import pytest
 from check_commands import LINES, Scene, untried
 
 from fuseplan.planner.cli import main
-from fuseplan.planner.cli.common import decimal, whole
+from fuseplan.planner.cli.source import decimal, whole
 from fuseplan.planner.errors import in_words
 
 #: Every sixth, and some that once ran on, or left with another status.

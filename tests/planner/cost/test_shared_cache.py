@@ -21,7 +21,7 @@ from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.backend import Target
 from fuseplan.kernels.triton.backend import TritonBackend
 from fuseplan.planner.bench import case
-from fuseplan.planner.bench.case import predicted_us
+from fuseplan.planner.bench.patterns import predicted_us
 from fuseplan.planner.cost.prices import ModelPrices, shared_cache
 from fuseplan.planner.cost.shared_cache import SharedCache
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region

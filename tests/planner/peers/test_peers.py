@@ -16,10 +16,10 @@ from in_place_backend import InPlaceBackend
 from fuseplan.kernels.cpp.backend import CppBackend
 from fuseplan.kernels.ir.backend import BuildError
 from fuseplan.kernels.registry import backends_for, local_target
-from fuseplan.planner.bench.case import reference_outputs
 from fuseplan.planner.errors import ConfigError
 from fuseplan.planner.implementations.generated_kernel import GeneratedKernel
 from fuseplan.planner.implementations.implementation import PlannedGroup
+from fuseplan.planner.implementations.tunable_group import reference_results
 from fuseplan.planner.ops.table import kind_of
 from fuseplan.planner.patterns.cells import cell
 from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, Case, Contestant, PeerError, make_case
@@ -52,7 +52,8 @@ def results(case: Case, contestant: Contestant) -> list[torch.Tensor]:
 def assert_right(case: Case, contestant: Contestant, allowed: float = 1e-5) -> None:
     before = [tensor.clone() for tensor in case.inputs]
     found = results(case, contestant)
-    references = reference_outputs(case)
+    graph = case.traced.graph
+    references = reference_results(tuple(graph), graph.inputs, graph.outputs, case.inputs, case.target.device_type)
     assert [one.shape for one in found] == [one.shape for one in references]
     for own, exact in zip(found, references, strict=True):
         assert errors(own, exact)[0] <= allowed

@@ -350,7 +350,7 @@ def test_page_without_misses_says_so(data: ReportData) -> None:
 
 
 def test_every_point_of_a_plot_has_its_name_and_workloads(data: ReportData) -> None:
-    places = plots.Places.of(data)
+    places = plots.workloads_by_key(data)
     for plot in (plots.roofline_plot(samples.SPEC, data, places), plots.scatter_plot(data, places)):
         assert plot.points
         for point in plot.points:

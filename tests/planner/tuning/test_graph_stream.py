@@ -16,7 +16,7 @@ from model_samples import write_config
 from fuseplan.planner.api.request import capture_all
 from fuseplan.planner.capture.cache import cached_capture, capture_key
 from fuseplan.planner.capture.trace import Graphs
-from fuseplan.planner.cli.source import Terminal
+from fuseplan.planner.cli.output.options import current
 from fuseplan.planner.errors import CaptureError, ConfigError
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.models.sources import find_source
@@ -116,7 +116,7 @@ def test_a_call_that_was_not_asked_for_is_left_out_where_the_model_does_not_take
     monkeypatch.setattr(graph_stream, "cached_capture", cached)
     monkeypatch.setattr(graph_stream, "usable_cores", lambda: 1)
     asked = (prefill(1, 8), replace(prefill(1, 8), masked=True), generate(1, 8), prefill(2, 8))
-    assert [name for name, _ in capture_all(find_source(), asked, "cpu", progress=Terminal())] == [
+    assert [name for name, _ in capture_all(find_source(), asked, "cpu", progress=current())] == [
         "prefill 1x8", "prefill 2x8 part 1", "prefill 2x8 part 2"
     ]
     assert "generate 1x8 is left out: the model cannot be traced: [why]" in capsys.readouterr().err

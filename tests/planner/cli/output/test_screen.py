@@ -68,8 +68,8 @@ def test_quiet_leaves_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
     screen.tell("seen")
     screen.tell("not seen", "talk")
     screen.say("not seen")
-    with screen.status("not seen") as status:
-        status.update("not seen")
+    with screen.status("not seen") as say:
+        say("not seen")
     assert screen.log is None
     out, err = capsys.readouterr()
     assert out.splitlines() == ["Others", "name", "x", "", "seen"] and err == ""
@@ -144,9 +144,9 @@ def test_a_log_has_a_line_for_each_phase_and_one_now_and_then() -> None:
 def test_status_in_a_log_is_a_phase(capsys: pytest.CaptureFixture[str]) -> None:
     now, lines = [0.0], list[str]()
     screen = Screen(log=ProgressLog(lines.append, lambda: now[0]))
-    with screen.status("probing") as status:
-        status.update("probing: 10%")
+    with screen.status("probing") as say:
+        say("probing: 10%")
         now[0] = EVERY_S
-        status.update("probing: 90%\x1b[31m")
+        say("probing: 90%\x1b[31m")
     assert lines == ["plan: [0 s] probing", f"plan: [{EVERY_S:.0f} s] probing: 90%\\x1b[31m"]
     assert capsys.readouterr() == ("", "")

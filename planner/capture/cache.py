@@ -1,7 +1,6 @@
 """Captured graphs kept on disk: a second tune or bench of the same model neither traces nor imports ``transformers``.
 
-A file is found by a hash of everything the graph depends on: the config, the sizes, the device, the versions of the
-libraries and this package's own capture code. A file that cannot be read counts as absent.
+A file is found by a hash of everything the graph depends on. One that cannot be read counts as absent.
 """
 
 from __future__ import annotations

@@ -29,10 +29,8 @@ _INDEX = _ATEN.index.Tensor
 def correct_layouts(module: fx.GraphModule) -> None:
     """Give what fake tensors get wrong in a pre-dispatch trace, and all that reads it, the layout that eager makes.
 
-    A trace that could not run with it stays as it is: eager fails there.
-
-    Raises:
-        ValueError: Not even the shape of a fake value is eager's.
+    A trace that could not run with it stays as it is: eager fails there. ValueError where not even the shape of a fake
+    value is eager's.
     """
     mode: Any = torch._guards.detect_fake_mode([value_of(node) for node in module.graph.nodes])
     for node in module.graph.nodes:

@@ -29,8 +29,7 @@ def trace_ops(
 ) -> fx.GraphModule:
     """``make_fx`` of a graph, whose nodes keep what Dynamo says of their modules.
 
-    Raises:
-        CaptureError: The trace would hold a fake tensor, which has no memory: it did not see what makes it.
+    CaptureError where the trace would hold a fake tensor, which has no memory: it did not see what makes it.
     """
     with fx.traceback.preserve_node_meta():
         table = dict(decompositions or {})
@@ -61,13 +60,9 @@ class _Interpreter(fx.Interpreter):
 
 def name_modules(trace: fx.GraphModule) -> None:
     """Give every call its ``meta["modules"]``: one path, ``("",)`` outside of all modules that are called."""
-    found = {node: _innermost(node.meta.get(_STACK)) for node in trace.graph.nodes if node.op == "call_function"}
+    calls = [node for node in trace.graph.nodes if node.op == "call_function"]
+    # The innermost one stands last.
+    found = {node: str([("", None), *(node.meta.get(_STACK) or {}).values()][-1][0]) for node in calls}
     paths = user_paths(dict.fromkeys(name for name in found.values() if name)) | {"": ""}
     for node, name in found.items():
         node.meta["modules"] = (paths[name],)
-
-
-def _innermost(stack: Any) -> str:
-    """The name of the module whose code an op is in."""
-    names = [str(name) for name, _ in stack.values()] if stack else [""]
-    return names[-1]

@@ -39,8 +39,7 @@ from fuseplan.planner.ops.table import op_of
 def normalise(module: fx.GraphModule) -> Traced:
     """Build the dataflow graph of a pre-dispatch ATen trace whose nodes carry fake values in ``meta["val"]``.
 
-    Raises:
-        CaptureError: The trace holds something that has no place in a dataflow graph; the message names the node.
+    A :class:`CaptureError` names a node that has no place in a dataflow graph.
     """
     builder = _Builder(module)
     builder.walk()

@@ -32,11 +32,7 @@ class SizeNames:
     _named: dict[sympy.Basic, sympy.Symbol] = field(default_factory=dict)
 
     def size(self, value: int | torch.SymInt) -> Size:
-        """A size or stride: a number, or a polynomial over the symbols.
-
-        Raises:
-            CaptureError: The size depends on the data in a tensor.
-        """
+        """A size or stride: a number, or a polynomial over the symbols; CaptureError where data decide it."""
         if isinstance(value, int):
             return value
         if not value.node.expr.is_Symbol and statically_known_true(value == 1):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import networkx as nx
 import torch
@@ -46,9 +47,7 @@ class SubGraph:
     def ordered(self) -> tuple[OpNode, ...]:
         """The ops with full names, each after the ops it reads.
 
-        Raises:
-            GraphError: A value is missing or produced twice, or the ops form a cycle.
-            UnknownOpError: PyTorch has no such op.
+        GraphError where a value is missing or produced twice, or where they form a cycle; also as :func:`full_name`.
         """
         return tuple(replace(node, op=full_name(node)) for node in _in_order(self))
 
@@ -92,9 +91,7 @@ def _listed(names: Iterable[str]) -> str:
 def full_name(node: OpNode) -> str:
     """The ATen overload a node means: ``"add"`` with two tensors is ``"aten.add.Tensor"``.
 
-    Raises:
-        UnknownOpError: PyTorch has no such op; the message suggests the nearest names.
-        GraphError: No overload takes these operands and attributes.
+    UnknownOpError where PyTorch has no such op, GraphError where no overload takes these operands and attributes.
     """
     if "." in node.op:
         if (reason := _misfit(node, node.op)) is not None:
@@ -140,27 +137,26 @@ def _short_names() -> list[str]:
 def trace_subgraph(graph: SubGraph, specs: Mapping[str, TensorSpec], device: str = "cpu") -> Traced:
     """Trace and normalise a hand-built graph with inputs of these layouts, as the back end does with a model.
 
-    Raises:
-        GraphError: The graph is malformed.
-        ShapeError: An input is missing, or an op cannot take its operands' shapes.
+    GraphError where the graph is malformed, ShapeError where an input is missing or does not fit an op.
     """
     for name in graph.input_names:
         if name not in specs:
             raise ShapeError(f"input {name!r} is missing; the graph reads {', '.join(graph.input_names)}")
+    return trace_function(runner(graph, device), [specs[name] for name in graph.input_names], device)
+
+
+def trace_function(function: Callable[..., Any], specs: Iterable[TensorSpec], device: str = "cpu") -> Traced:
+    """The normalised trace of a function of tensors with these layouts."""
     with FakeTensorMode():
-        fakes = [
-            torch.empty_strided(one.shape, one.strides, dtype=torch_dtype(one.dtype), device=device)
-            for one in (specs[name] for name in graph.input_names)
-        ]
-        return normalise(make_fx(runner(graph, device), pre_dispatch=True)(*fakes))
+        fakes = [torch.empty_strided(one.shape, one.strides, dtype=torch_dtype(one.dtype), device=device)
+                 for one in specs]
+        return normalise(make_fx(lambda *tensors: function(*tensors), pre_dispatch=True)(*fakes))
 
 
 def runner(graph: SubGraph, device: str) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """The graph as its ATen ops, called one by one with its inputs in order.
+    """The graph as its ATen ops, called one by one with its inputs in order; raises what ``graph.ordered`` does.
 
-    Raises:
-        GraphError, UnknownOpError: The graph is malformed.
-        ShapeError: In a call: an op cannot take its operands; the message names it and their shapes.
+    In a call a :class:`ShapeError` names an op that cannot take its operands, and their shapes.
     """
     nodes = graph.ordered
 

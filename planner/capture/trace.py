@@ -116,11 +116,7 @@ def capture(source: ModelSource, workload: Workload, device_type: str, pack_weig
 def record(
     module: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], pack_weights: bool = False
 ) -> list[Traced]:
-    """Call ``module`` once under ``torch.compile`` and give every graph it makes, normalised.
-
-    Raises:
-        CaptureError: Dynamo cannot trace the call, or traces nothing.
-    """
+    """Every graph that one call of ``module`` makes under ``torch.compile``, normalised; CaptureError without any."""
     with _recording("the model cannot be traced", pack_weights) as recorder, torch.no_grad():
         torch.compile(module, backend=recorder, dynamic=False)(*args, **kwargs)
     return recorder.traces
@@ -133,10 +129,8 @@ def record_generation(
 
     The loop of ``transformers`` runs for real; its calls only trace, and every token has the same score. So masks,
     positions and caches are what they are at run time: a prompt, a first token, one after that, from which on a cache
-    that grows has a dynamic size, and, where it is not far, the tokens at which a sliding window is full.
-
-    Raises:
-        CaptureError: Dynamo cannot trace a call, or ``generate()`` fails.
+    that grows has a dynamic size, and, where it is not far, the tokens at which a sliding window is full. CaptureError
+    where Dynamo cannot trace a call, or ``generate()`` fails.
     """
     if model.device.type == "meta":
         raise CaptureError("generate() needs a device to run on; this machine has no GPU")
@@ -241,8 +235,7 @@ _FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 def _recording(failure: str, pack_weights: bool) -> Iterator[_Recorder]:
     """A recorder for what is compiled meanwhile; all graphs that ``torch.compile`` holds are forgotten.
 
-    Raises:
-        CaptureError: What is done meanwhile fails, named by ``failure``; a graph cannot be normalised, or is missing.
+    CaptureError where that fails, named by ``failure``, and where a graph cannot be normalised or is missing.
     """
     recorder = _Recorder(pack_weights)
     torch._dynamo.reset()

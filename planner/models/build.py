@@ -192,13 +192,13 @@ class _SkipRandomFill(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _fill(module: nn.Module, std: float = 0.02, seed: int = 0) -> None:
+def _fill(module: nn.Module) -> None:
     """Tile one block of noise over all parameters: as good as fresh noise for timing, and memory-bound to make.
 
     The block's length is prime, so that the rows of a matrix do not repeat.
     """
     device = next(module.parameters()).device
-    block = torch.randn(1_000_003, generator=torch.Generator(device).manual_seed(seed), device=device).mul_(std)
+    block = torch.randn(1_000_003, generator=torch.Generator(device).manual_seed(0), device=device).mul_(0.02)
     blocks = {dtype: block.to(dtype) for dtype in {parameter.dtype for parameter in module.parameters()}}
     for name, parameter in module.named_parameters():
         noise, flat = blocks[parameter.dtype], parameter.view(-1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -45,11 +45,8 @@ class ModelArguments:
 
     def given(self) -> list[str]:
         """Names of what says which model it is, and at which sizes, as a user has them."""
-        return [{"at_hand": "model"}.get(name, name) for name in _WHICH if getattr(self, name) is not None]
-
-
-_WHICH = ("model", "config", "module", "at_hand", "inputs", "pattern", "shape", "decode", "kv_len", "prefill", "dtype",
-          "layers")
+        names = [one.name for one in fields(ModelArguments) if one.default is None and one.name != "regime"]
+        return [{"at_hand": "model"}.get(name, name) for name in names if getattr(self, name) is not None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +87,7 @@ class Manifest:
 def read_manifest(path: str | Path) -> Manifest:
     """The models of a manifest. Files that it names are looked for in its own folder.
 
-    Raises:
-        ConfigError: It cannot be read, or has a key or a value that no manifest has. The message names file, table
-            and key.
+    A :class:`ConfigError` names file, table and key: it cannot be read, or has what no manifest has.
     """
     path = Path(path).expanduser()
     content = parsed_file(path, "manifest", "TOML", tomllib.loads)

@@ -34,11 +34,6 @@ class Workload:
     masked: bool = False
 
     @property
-    def tokens(self) -> int:
-        """Rows that a token-wise op sees."""
-        return self.batch * self.seq
-
-    @property
     def derived(self) -> bool:
         """Whether it follows from sizes given for other calls (:func:`with_calls`)."""
         return self.masked or self.regime == "generate"

@@ -12,13 +12,8 @@ from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-
 from fuseplan.kernels.ir.dtypes import torch_dtype
-from fuseplan.planner.capture.normalise import normalise
-from fuseplan.planner.capture.subgraph import SubGraph, trace_subgraph
+from fuseplan.planner.capture.subgraph import SubGraph, trace_function, trace_subgraph
 from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.errors import ShapeError, UnknownPatternError
 from fuseplan.planner.graph.dataflow import DataflowGraph
@@ -81,9 +76,7 @@ def pattern(name: str, shape: str | Sequence[int], dtype: str | None = None) -> 
     _, dtype, specs = inputs_of(name, shape, dtype)
     found = PATTERNS[name]
     compute = partial(found.compute, dtype=torch_dtype(dtype)) if found.typed else found.compute
-    with FakeTensorMode():
-        fakes = [torch.empty(one.shape, dtype=torch_dtype(one.dtype)) for one in specs.values()]
-        traced = normalise(make_fx(lambda *tensors: compute(*tensors), pre_dispatch=True)(*fakes)).graph
+    traced = trace_function(compute, specs.values()).graph
     names = dict(zip((*traced.inputs, *traced.outputs), (*specs, *found.outputs), strict=True))
 
     def named(values: Iterable[str]) -> tuple[str, ...]:

@@ -15,27 +15,17 @@ What a trace asks of it costs more than it needs to, in five ways:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
 
 from fuseplan.costmodel.devices import is_gpu
+from fuseplan.planner.rewrites import trace_edit as edit
 from fuseplan.planner.rewrites.attention_call import ATTENTION, change_call, fake_arguments, masked_number
 from fuseplan.planner.rewrites.decode_attention import cap_scores, read_pages
 from fuseplan.planner.rewrites.grouped_queries import fold_grouped_queries
-from fuseplan.planner.rewrites.trace_edit import (
-    ancestors,
-    arguments_of,
-    between,
-    erase_unused,
-    insert_call,
-    is_pure,
-    may_write,
-    static_sizes,
-    trace_device,
-    value_of,
-)
 from fuseplan.search.errors import OWN_FAULTS
 
 _aten = torch.ops.aten
@@ -80,31 +70,27 @@ def rewrite_attention(
 
 def _drop_constant_masks(graph: fx.Graph) -> int:
     """Let calls with a constant mask be causal, or without a mask, where that is the same; how many there were."""
-    found = 0
-    kinds: dict[tuple[fx.Node, tuple[int, ...]], str] = {}
+    dropped, kind_of = list[fx.Node](), cache(_kind)  # layers share masks
     for node in list(graph.find_nodes(op="call_function", target=ATTENTION)):
-        call = arguments_of(node)
-        mask, query, key = call["attn_mask"], static_sizes(call["query"]), static_sizes(call["key"])
-        value = value_of(mask)
+        call = edit.arguments_of(node)
+        mask, query, key = call["attn_mask"], edit.static_sizes(call["query"]), edit.static_sizes(call["key"])
+        value = edit.value_of(mask)
         if value is None or value.dtype != torch.bool or query is None or key is None:
             continue
         scale = call["scale"]  # kernels scale the minus infinity of what is hidden, too
         is_positive = scale is None or (isinstance(scale, int | float) and scale > 0)
         if call["is_causal"] or call["dropout_p"] != 0.0 or not is_positive:
             continue
-        sizes = (*query[:-1], key[-2])
-        if (mask, sizes) not in kinds:
-            kinds[mask, sizes] = _kind(mask, sizes)
-        kind = kinds[mask, sizes]
+        kind = kind_of(mask, (*query[:-1], key[-2]))
         if kind != "data" and change_call(node, attn_mask=None, is_causal=kind == "causal"):
-            found += 1
-    erase_unused(*(mask for (mask, _), kind in kinds.items() if kind != "data"))
-    return found
+            dropped.append(mask)
+    edit.erase_unused(*dropped)
+    return len(dropped)
 
 
 def _kind(mask: fx.Node, sizes: tuple[int, ...]) -> str:
     """``"causal"``, ``"all"``, or ``"data"`` where a mask for scores of ``sizes`` is neither, or not known."""
-    made = ancestors(mask)
+    made = edit.ancestors(mask)
     if not _is_constant(mask, made):
         return "data"
     # A trace is made in a fake mode, which would take these for fakes, too.
@@ -127,22 +113,21 @@ def _is_constant(mask: fx.Node, made: list[fx.Node]) -> bool:
     """Whether a mask follows from constants alone, by ops that are cheap to run here."""
     total = 0
     for one in made:
-        value = value_of(one)
-        if one.op != "call_function" or not _is_function(one.target) or value is None or static_sizes(one) is None:
+        value = edit.value_of(one)
+        if one.op != "call_function" or not _is_function(one.target) or value is None or edit.static_sizes(one) is None:
             return False
         # Whole numbers are the same on every device.
         if value.dtype.is_floating_point or value.dtype.is_complex:
             return False
         total += value.numel() * value.element_size()
-    writers = between(made[0], mask.graph.output_node())
-    return total <= MOST_BYTES and not any(may_write(one, made) for one in writers)
+    return total <= MOST_BYTES and not edit.is_written_between(made[0], mask.graph.output_node(), made)
 
 
 def _is_function(target: Any) -> bool:
     """Whether a call gives the same for the same operands: a custom op may read what it is not given."""
     if not isinstance(target, torch._ops.OpOverload):
-        return is_pure(target)
-    return target.namespace == "aten" and is_pure(target) and torch.Tag.nondeterministic_seeded not in target.tags
+        return edit.is_pure(target)
+    return target.namespace == "aten" and edit.is_pure(target) and torch.Tag.nondeterministic_seeded not in target.tags
 
 
 def _evaluated(made: list[fx.Node]) -> torch.Tensor:
@@ -163,17 +148,17 @@ def _add_boolean_masks(graph: fx.Graph) -> int:
     found = 0
     numbers: dict[tuple[fx.Node, torch.dtype, float], fx.Node] = {}
     for node in list(graph.find_nodes(op="call_function", target=ATTENTION)):
-        mask, query = arguments_of(node)["attn_mask"], value_of(arguments_of(node)["query"])
-        value = value_of(mask)
-        if value is None or value.dtype != torch.bool or query is None or not is_gpu(trace_device(node)):
+        mask, query = edit.arguments_of(node)["attn_mask"], edit.value_of(edit.arguments_of(node)["query"])
+        value = edit.value_of(mask)
+        if value is None or value.dtype != torch.bool or query is None or not is_gpu(edit.trace_device(node)):
             continue
         hidden = masked_number(fake_arguments(node))
         made = numbers.get((mask, query.dtype, hidden))
-        if made is None or any(may_write(one, [mask]) for one in between(made, node)):
+        if made is None or edit.is_written_between(made, node, [mask]):
             with graph.inserting_before(node):
-                where = insert_call(graph, _aten.where.Scalar, (mask, 0.0, hidden), replaces=[mask])
-                made = insert_call(graph, _aten.to.dtype, (where, query.dtype), replaces=[mask])
+                where = edit.insert_call(graph, _aten.where.Scalar, (mask, 0.0, hidden), replaces=[mask])
+                made = edit.insert_call(graph, _aten.to.dtype, (where, query.dtype), replaces=[mask])
             numbers[mask, query.dtype, hidden] = made
         found += change_call(node, attn_mask=made)
-    erase_unused(*numbers.values())
+    edit.erase_unused(*numbers.values())
     return found

@@ -22,20 +22,10 @@ from torch import fx
 
 from fuseplan.costmodel.devices import for_gpu
 from fuseplan.planner.graph.decode_attention import DECODE_ATTENTION
+from fuseplan.planner.rewrites import trace_edit as edit
 from fuseplan.planner.rewrites.attention_call import ATTENTION
 from fuseplan.planner.rewrites.grouped_queries import shared_heads
 from fuseplan.planner.rewrites.paged_cache import GatheredPages, gathered_pages, has_same_table, in_order, viewed
-from fuseplan.planner.rewrites.trace_edit import (
-    arguments_of,
-    between,
-    erase_unused,
-    insert_call,
-    may_write,
-    put_in_place,
-    static_sizes,
-    trace_device,
-    value_of,
-)
 
 _aten = torch.ops.aten
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -100,7 +90,7 @@ def _replaced(
 ) -> int:
     count = 0
     for node in list(module.graph.find_nodes(op="call_function", target=target)):
-        if wanted or (wanted is None and for_gpu(trace_device(node))):
+        if wanted or (wanted is None and for_gpu(edit.trace_device(node))):
             decode = found(node)
             count += decode is not None and _replace(decode)
     return count
@@ -108,7 +98,7 @@ def _replaced(
 
 def _called(node: fx.Node) -> _Decode | None:
     """What a call of PyTorch's attention computes."""
-    call = arguments_of(node)
+    call = edit.arguments_of(node)
     scale = call["scale"]
     is_positive = scale is None or (isinstance(scale, int | float) and 0 < scale < math.inf)
     if call["dropout_p"] != 0.0 or call["is_causal"] or not is_positive:
@@ -160,8 +150,8 @@ def _chain(last: fx.Node) -> _Decode | None:
 def _is_rounded_once(nodes: list[fx.Node]) -> bool:
     """Whether weights are rounded to the type that they are multiplied in, and to no other, after the softmax."""
     last, *moved, softmax = nodes
-    types = [one.dtype for node in (*moved, last) if (one := value_of(node)) is not None]
-    whole = value_of(softmax)
+    types = [one.dtype for node in (*moved, last) if (one := edit.value_of(node)) is not None]
+    whole = edit.value_of(softmax)
     return whole is not None and set(types) <= {types[-1], whole.dtype} and whole.dtype in (torch.float32, types[-1])
 
 
@@ -176,16 +166,16 @@ def _factor(node: fx.Node | None) -> float | None:
 
 def _replace(decode: _Decode) -> bool:
     """Put one op in the place of the calls, if the program stays the same."""
-    last, query, sizes = decode.nodes[-1], static_sizes(decode.query), static_sizes(decode.key)
+    last, query, sizes = decode.nodes[-1], edit.static_sizes(decode.query), edit.static_sizes(decode.key)
     if query is None or sizes is None or len(query) != 4 or len(sizes) != 4 or query[2] != 1 or 0 in sizes:
         return False
     batch, heads, length, width = sizes
-    if static_sizes(decode.value) != sizes or (query[0], query[3]) != (batch, width):
+    if edit.static_sizes(decode.value) != sizes or (query[0], query[3]) != (batch, width):
         return False
     if query[1] != heads and (not decode.is_shared or query[1] % heads):
         return False
-    operands = [value_of(one) for one in (decode.query, decode.key, decode.value, last)]
-    types, mask = {one.dtype for one in operands if one is not None}, value_of(decode.mask)
+    operands = [edit.value_of(one) for one in (decode.query, decode.key, decode.value, last)]
+    types, mask = {one.dtype for one in operands if one is not None}, edit.value_of(decode.mask)
     if len(types) != 1 or not _fits_scores(decode.mask, (batch, query[1], 1, length)):
         return False
     if decode.is_capped and (types.isdisjoint(_FLOATS) or (mask is not None and not mask.is_floating_point())):
@@ -201,7 +191,7 @@ def _cache(node: fx.Node, reader: fx.Node) -> _Cache | None:
     if (pages := gathered_pages(node, reader)) is not None:
         return _Cache(pages.pages, pages.sizes[0], (*pages.path, pages.table), pages)
     held, copied = shared_heads(node) or (node, reader)
-    sizes = static_sizes(held)
+    sizes = edit.static_sizes(held)
     return None if sizes is None else _Cache(held, sizes[1], (copied,))
 
 
@@ -215,8 +205,7 @@ def _is_unchanged(decode: _Decode, key: _Cache, value: _Cache) -> bool:
     elif key.pages is not value.pages or not decode.is_capped:
         return False
     read = [(one.read, [one.held]) for one in (key, value)] + [(decode.nodes, [decode.query, decode.mask])]
-    last = decode.nodes[-1]
-    return not any(may_write(one, [*calls, *more]) for calls, more in read for one in between(calls[0], last))
+    return not any(edit.is_written_between(calls[0], decode.nodes[-1], [*calls, *more]) for calls, more in read)
 
 
 def _put(decode: _Decode, key: _Cache, value: _Cache, sizes: tuple[int, int]) -> bool:
@@ -231,10 +220,10 @@ def _put(decode: _Decode, key: _Cache, value: _Cache, sizes: tuple[int, int]) ->
             given = [in_order(graph, key.pages), in_order(graph, value.pages), table]
             numbers |= {} if key.pages.wraps else {"wraps": False}
         if None not in given:
-            made = insert_call(graph, DECODE_ATTENTION, (decode.query, *given[:2], table, decode.mask), numbers,
+            made = edit.insert_call(graph, DECODE_ATTENTION, (decode.query, *given[:2], table, decode.mask), numbers,
                                decode.nodes)
-    done = made is not None and put_in_place(made, last)
-    erase_unused(*(unread if done else [one for one in (*given, made) if one is not None]))
+    done = made is not None and edit.put_in_place(made, last)
+    edit.erase_unused(*(unread if done else [one for one in (*given, made) if one is not None]))
     return done
 
 
@@ -242,7 +231,7 @@ def _fits_scores(mask: Any, scores: Sequence[int]) -> bool:
     """Whether a mask says something of each score, and no more is broadcast than batches and heads."""
     if mask is None:
         return True
-    sizes = static_sizes(mask)
+    sizes = edit.static_sizes(mask)
     if sizes is None or not 2 <= len(sizes) <= 4 or sizes[-1] != scores[-1]:
         return False
     return all(own in (1, its) for own, its in zip(sizes, scores[-len(sizes) :], strict=True))

@@ -13,32 +13,19 @@ few kernels make use.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from fuseplan.costmodel.devices import KINDS, is_cpu, is_gpu
+from fuseplan.planner.rewrites import trace_edit as edit
 from fuseplan.planner.rewrites.attention_call import (
     ATTENTION,
     change_call,
     chosen_backend,
     fake_arguments,
     masked_number,
-)
-from fuseplan.planner.rewrites.trace_edit import (
-    arguments_of,
-    between,
-    change_arguments,
-    erase_unused,
-    insert_call,
-    may_write,
-    put_in_place,
-    shares_memory,
-    sizes_of,
-    trace_device,
-    value_of,
 )
 
 _aten = torch.ops.aten
@@ -47,10 +34,7 @@ MEASURED = frozenset(filter(is_cpu, KINDS))
 
 
 class SharedHeads(NamedTuple):
-    """A key or value that groups of query heads share: before it is repeated, ``[batch, kv, length, width]``.
-
-    From ``copied``, the node that copies it, to attention its memory must not change.
-    """
+    """A key or value that groups of query heads share, ``[batch, kv, length, width]``, and what copies it for each."""
 
     base: fx.Node
     copied: fx.Node
@@ -65,81 +49,82 @@ def fold_grouped_queries(module: fx.GraphModule, wanted: bool | None = None) -> 
         return 0
     found = 0
     for node in list(module.graph.find_nodes(op="call_function", target=ATTENTION)):
-        if is_gpu(trace_device(node)) and _share(node):
+        if is_gpu(edit.trace_device(node)) and _share(node):
             found += 1
-        elif wanted or trace_device(node) in MEASURED:
-            found += _fold(module.graph, node)
+        elif wanted or edit.trace_device(node) in MEASURED:
+            found += _fold(node)
     return found
+
+
+def _shared(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The key and value of a call that query heads share, if nothing writes to them between copies and the call."""
+    call = edit.arguments_of(node)
+    read = call["key"], call["value"]
+    found = [SharedHeads(one, node) if call["enable_gqa"] else shared_heads(one) for one in read]
+    if any(one is None or edit.is_written_between(one.copied, node, one) for one in found):
+        return None
+    key, value = (one.base for one in found if one is not None)
+    sizes, others = edit.sizes_of(key), edit.sizes_of(value)
+    is_alike = sizes is not None and others is not None and len(sizes) == len(others) == 4 and sizes[:2] == others[:2]
+    return (key, value) if is_alike else None
 
 
 def _share(node: fx.Node) -> bool:
     """Ask for ``enable_gqa`` instead of copies, where a fused back end then runs the plain op."""
-    call = arguments_of(node)
-    if call["enable_gqa"]:
-        return False
-    key, value = shared_heads(call["key"]), shared_heads(call["value"])
-    if key is None or value is None or _written_between((key, value), node):
-        return False
-    query, keys, values = (sizes_of(one) for one in (call["query"], key.base, value.base))
-    if query is None or keys is None or values is None or keys[:2] != values[:2]:
+    call = edit.arguments_of(node)
+    found, query = _shared(node), edit.sizes_of(call["query"])
+    if call["enable_gqa"] or found is None or query is None:
         return False
     # A query that is broadcast over the copies would not be over what they are of.
-    if any(query[:-2] != sizes[:2] for sizes in map(sizes_of, (call["key"], call["value"])) if sizes):
+    if any(query[:-2] != sizes[:2] for sizes in map(edit.sizes_of, (call["key"], call["value"])) if sizes):
         return False
-    shared = {"key": key.base, "value": value.base, "enable_gqa": True}
+    shared = {"key": found[0], "value": found[1], "enable_gqa": True}
     after = fake_arguments(node, **shared)
     # Without one PyTorch would copy all the same, and compute attention op by op.
     if chosen_backend(after) == "math":
         return False
-    mask = value_of(call["attn_mask"])
+    mask = edit.value_of(call["attn_mask"])
     if mask is not None and mask.dtype == torch.bool and masked_number(after) != masked_number(fake_arguments(node)):
         return False
     if not change_call(node, **shared):
         return False
-    erase_unused(call["key"], call["value"])
+    edit.erase_unused(call["key"], call["value"])
     return True
 
 
-def _fold(graph: fx.Graph, node: fx.Node) -> bool:
+def _fold(node: fx.Node) -> bool:
     """Make query heads of a group positions of one head."""
-    call = arguments_of(node)
-    sizes, mask = sizes_of(call["query"]), call["attn_mask"]
+    graph, call = node.graph, edit.arguments_of(node)
+    sizes, mask, shared = edit.sizes_of(call["query"]), call["attn_mask"], _shared(node)
     # A dynamic number of sequences can be left to a reshape to work out; nothing else.
     if sizes is None or len(sizes) != 4 or sizes[2] != 1 or not all(isinstance(size, int) for size in sizes[1:]):
         return False
-    if call["dropout_p"] != 0.0 or call["is_causal"]:
+    if shared is None or call["dropout_p"] != 0.0 or call["is_causal"]:
         return False
-    rows = () if mask is None else sizes_of(mask)
+    rows = () if mask is None else edit.sizes_of(mask)
     if rows is None or (mask is not None and not 2 <= len(rows) <= 4) or any(size != 1 for size in rows[-3:-1]):
         return False  # heads have masks of their own
-    operands = call["key"], call["value"]
-    shared = [SharedHeads(one, node) if call["enable_gqa"] else shared_heads(one) for one in operands]
-    key, value = (one.base if one is not None else None for one in shared)
-    key_sizes, value_sizes = sizes_of(key), sizes_of(value)
-    if key_sizes is None or value_sizes is None or not len(key_sizes) == len(value_sizes) == 4:
+    sequences, kv_heads, _, width = edit.sizes_of(shared[1]) or (None,) * 4
+    if sequences != sizes[0] or not isinstance(kv_heads, int) or not isinstance(width, int):
         return False
-    if key_sizes[:2] != value_sizes[:2] or key_sizes[0] != sizes[0]:
-        return False
-    heads, kv_heads = sizes[1], key_sizes[1]
-    if not isinstance(kv_heads, int) or not isinstance(value_sizes[-1], int) or heads == kv_heads or heads % kv_heads:
-        return False
-    if _written_between(shared, node):
+    heads = sizes[1]
+    if heads == kv_heads or heads % kv_heads:
         return False
     batch = sizes[0] if isinstance(sizes[0], int) else -1
     result = [batch, *node.meta["val"].shape[1:]]
     with graph.inserting_before(node):
         positions = [batch, kv_heads, heads // kv_heads, sizes[3]]
-        folded = insert_call(graph, _aten.reshape.default, (call["query"], positions), replaces=[node])
+        folded = edit.insert_call(graph, _aten.reshape.default, (call["query"], positions), replaces=[node])
         scale = {"scale": call["scale"]} if call["scale"] is not None else {}
-        together = insert_call(graph, ATTENTION, (folded, key, value, mask), scale, [node])
-        apart = insert_call(graph, _aten.reshape.default, (together, result), replaces=[node])
-    if not put_in_place(apart, node):
-        erase_unused(apart)
+        together = edit.insert_call(graph, ATTENTION, (folded, *shared, mask), scale, [node])
+        apart = edit.insert_call(graph, _aten.reshape.default, (together, result), replaces=[node])
+    if not edit.put_in_place(apart, node):
+        edit.erase_unused(apart)
         return False
     for user in list(apart.users):
         if user.target is _aten.reshape.default and _is_merely_read(apart):  # of a reshape: one does
-            change_arguments(user, (together, *user.args[1:]), dict(user.kwargs))
-    erase_unused(*operands, apart)
+            edit.change_arguments(user, (together, *user.args[1:]), dict(user.kwargs))
+    edit.erase_unused(call["key"], call["value"], apart)
     return True
 
 
@@ -149,30 +134,30 @@ def _is_merely_read(node: fx.Node) -> bool:
         return True
     (output,) = node.graph.find_nodes(op="output")
     readers = [node, *node.users]
-    return not shares_memory(output, readers) and not any(may_write(one, readers) for one in between(node, output))
+    return not edit.shares_memory(output, readers) and not edit.is_written_between(node, output, readers)
 
 
 def shared_heads(node: Any) -> SharedHeads | None:
     """What a key or value is a repetition of: ``repeat_interleave`` over heads, or a new dimension that is expanded
     and merged."""
-    sizes = sizes_of(node)
+    sizes = edit.sizes_of(node)
     if sizes is None or len(sizes) != 4:
         return None
     if node.target is _aten.repeat_interleave.self_int:
-        call = arguments_of(node)
+        call = edit.arguments_of(node)
         base, times = call["self"], call["repeats"]
         if not isinstance(times, int) or call["dim"] not in (1, -3):
             return None
-        short = sizes_of(base)
+        short = edit.sizes_of(base)
     else:
         expand = _operand(node, _aten.reshape.default, _aten.view.default, _aten._unsafe_view.default)
         insert = _whole(_operand(expand, _aten.expand.default))
-        base, wide = _operand(insert, _aten.unsqueeze.default), sizes_of(expand)
+        base, wide = _operand(insert, _aten.unsqueeze.default), edit.sizes_of(expand)
         if base is None or wide is None or len(wide) != 5:
             return None
         batch, heads, times, *rest = wide
         short = batch, heads, *rest
-        if sizes_of(base) != short or sizes_of(insert) != (batch, heads, 1, *rest):
+        if edit.sizes_of(base) != short or edit.sizes_of(insert) != (batch, heads, 1, *rest):
             return None
     return SharedHeads(base, node) if short and sizes == (short[0], short[1] * times, *short[2:]) else None
 
@@ -187,8 +172,3 @@ def _whole(node: Any) -> Any:
     while isinstance(node, fx.Node) and node.target is _aten.slice.Tensor and node.args[2:] == (0, sys.maxsize):
         node = node.args[0]
     return node
-
-
-def _written_between(read: Iterable[SharedHeads | None], node: fx.Node) -> bool:
-    """Whether something may write to a key or value, or to its copy, after it was copied and before attention."""
-    return any(may_write(call, one) for one in read if one is not None for call in between(one.copied, node))

@@ -18,17 +18,7 @@ from torch import fx
 
 from fuseplan.planner.graph.merged_linear import MERGED
 from fuseplan.planner.ops.table import op_of
-from fuseplan.planner.rewrites.trace_edit import (
-    arguments_of,
-    between,
-    erase_unused,
-    follow,
-    insert_call,
-    may_write,
-    set_values,
-    static_sizes,
-    value_of,
-)
+from fuseplan.planner.rewrites import trace_edit as edit
 
 _aten = torch.ops.aten
 _LINEAR = _aten.linear.default
@@ -57,7 +47,7 @@ class _Linear:
     @property
     def kind(self) -> tuple[Any, ...]:
         """Equal for ops that can be one: width and type of the weight, and whether there is a bias."""
-        weight = value_of(self.weight)
+        weight = edit.value_of(self.weight)
         assert weight is not None
         return weight.shape[1], weight.dtype, weight.device, self.bias is None
 
@@ -100,7 +90,7 @@ def _runs(graph: fx.Graph) -> Iterator[list[_Linear]]:
     for _, run in groupby(anchors, lambda node: node.args[0] if node.target is _LINEAR else node):
         nodes = list(run)
         if len(nodes) > 1:
-            yield [_Linear(node, *arguments_of(node).values()) for node in nodes]
+            yield [_Linear(node, *edit.arguments_of(node).values()) for node in nodes]
 
 
 def _why_unfit(one: _Linear, places: Collection[fx.Node]) -> str | None:
@@ -108,7 +98,7 @@ def _why_unfit(one: _Linear, places: Collection[fx.Node]) -> str | None:
     for name, operand in (("weight", one.weight), ("bias", one.bias)):
         if operand is None:
             continue
-        sizes, value = static_sizes(operand), value_of(operand)
+        sizes, value = edit.static_sizes(operand), edit.value_of(operand)
         if operand not in places:
             return f"a {name} is no parameter of the model"
         if len(operand.users) > 1:
@@ -123,30 +113,30 @@ def _why_unfit(one: _Linear, places: Collection[fx.Node]) -> str | None:
 def _merge(graph: fx.Graph, site: Sequence[_Linear], places: Mapping[fx.Node, int], pack: Pack | None) -> str | None:
     """Make one op of several; why that cannot be, and then nothing is changed."""
     first, last, x = site[0].node, site[-1].node, site[0].x
-    if any(may_write(one, [x]) for one in between(first, last)):
+    if edit.is_written_between(first, last, [x]):
         return "what they read is written to between them"
     weights, biases = [one.weight for one in site], [one.bias for one in site if one.bias is not None]
     with graph.inserting_before(first):
-        made = [insert_call(graph, MERGED, (x, weights, biases), replaces=[one.node for one in site])]
-        dim, start = value_of(made[0]).dim() - 1, 0  # type: ignore[union-attr]
+        made = [edit.insert_call(graph, MERGED, (x, weights, biases), replaces=[one.node for one in site])]
+        dim, start = edit.value_of(made[0]).dim() - 1, 0  # type: ignore[union-attr]
         for one in site:
             end = start + one.weight.meta["val"].shape[0]
-            made.append(insert_call(graph, _aten.slice.Tensor, (made[0], dim, start, end), replaces=[one.node]))
+            made.append(edit.insert_call(graph, _aten.slice.Tensor, (made[0], dim, start, end), replaces=[one.node]))
             start = end
     before: dict[fx.Node, Any] = {}
     reason = None
     for one, part in zip(site, made[1:], strict=True):
-        values = follow(one.node, part.meta["val"], shared=True)
+        values = edit.follow(one.node, part.meta["val"], shared=True)
         if values is None:
             reason = "their results are written to, returned, or viewed in a way that needs memory of their own"
             break
         before = {node: node.meta.get("val") for node in values} | before
-        set_values(values)
+        edit.set_values(values)
     if reason is None and pack is not None:
         reason = pack([places[one] for one in weights], [places[one] for one in biases])
     if reason is not None:
-        set_values(before)
-        erase_unused(*made[1:])
+        edit.set_values(before)
+        edit.erase_unused(*made[1:])
         return reason
     for one, part in zip(site, made[1:], strict=True):
         one.node.replace_all_uses_with(part)

@@ -20,10 +20,7 @@ def pack(arguments: Sequence[Any], *groups: Sequence[int]) -> str | None:
     """Let the parameters of each group follow one another in memory, along their first dimension.
 
     ``groups`` are positions in ``arguments`` of parameters of one dtype, device and inner shape. At most one group lies
-    in memory twice meanwhile.
-
-    Returns:
-        Why they do not all lie as wanted; None when they do.
+    in memory twice meanwhile. The result says why they do not all lie as wanted; None when they do.
     """
     # The compiler that calls this would take tensors made here for fakes.
     with torch._subclasses.fake_tensor.unset_fake_temporarily(), torch.no_grad():

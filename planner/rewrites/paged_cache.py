@@ -18,16 +18,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 from fuseplan.planner.ops.table import op_of
-from fuseplan.planner.rewrites.trace_edit import (
-    ancestors,
-    arguments_of,
-    fake_result,
-    insert_call,
-    is_pure,
-    may_write,
-    static_sizes,
-    value_of,
-)
+from fuseplan.planner.rewrites import trace_edit as edit
 from fuseplan.planner.rewrites.view_algebra import ElementMap, moved_from
 from fuseplan.search.errors import OWN_FAULTS
 
@@ -58,7 +49,7 @@ class GatheredPages:
 
 def gathered_pages(node: Any, reader: fx.Node) -> GatheredPages | None:
     """The pages that a key or value is gathered from, if all that is done to them is to put them in order."""
-    sizes = static_sizes(node)
+    sizes = edit.static_sizes(node)
     if sizes is None or len(sizes) != 4 or 0 in sizes:
         return None
     path = moved_from(node, lambda one: op_of(str(one.target)).rows_by is not None)
@@ -68,7 +59,7 @@ def gathered_pages(node: Any, reader: fx.Node) -> GatheredPages | None:
     if found is None:
         return None
     pages, table = found
-    shape, whole = static_sizes(pages), static_sizes(path[0])
+    shape, whole = edit.static_sizes(pages), edit.static_sizes(path[0])
     if shape is None or whole is None or len(shape) < 2:
         return None
     where: ElementMap | None = ElementMap.of(whole)
@@ -77,19 +68,19 @@ def gathered_pages(node: Any, reader: fx.Node) -> GatheredPages | None:
     if where is None or where.shape != sizes:
         return None
     order = _order(where.plain(), sizes, shape[1:])
-    if order is None or math.prod(static_sizes(table) or ()) * order[0][1] != sizes[0] * sizes[2]:
+    if order is None or math.prod(edit.static_sizes(table) or ()) * order[0][1] != sizes[0] * sizes[2]:
         return None  # not all that is gathered is read
     return GatheredPages(pages, table, tuple(path), *order, path[0].target is _aten.index.Tensor)
 
 
 def _lookup(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """The table and the indices of a look-up along the first dimension."""
-    call, by = arguments_of(node), op_of(str(node.target)).rows_by
+    call, by = edit.arguments_of(node), op_of(str(node.target)).rows_by
     pages, table = (list(call.values())[at] for at in (0, by or 0))
     if isinstance(table, Sequence):
         table = table[0] if len(table) == 1 else None
-    value = value_of(table)
-    if call.get("dim", 0) != 0 or value is None or static_sizes(table) is None:
+    value = edit.value_of(table)
+    if call.get("dim", 0) != 0 or value is None or edit.static_sizes(table) is None:
         return None
     return (pages, table) if value.dtype in _INDEX_TYPES else None
 
@@ -127,22 +118,24 @@ def _order(
 def in_order(graph: fx.Graph, whole: GatheredPages) -> fx.Node | None:
     """Pages as ``[pages, kv heads, rows, width]``, a view put into the graph; None where there is no such view."""
     pages = viewed(graph, whole.pages, (-1, *(whole.sizes[one] for one in whole.order)))
+    if pages is None or whole.order == (0, 1, 2):
+        return pages
     dims = [0, *(1 + whole.order.index(dim) for dim in range(3))]
-    return pages if pages is None or dims == [0, 1, 2, 3] else insert_call(graph, _aten.permute.default, (pages, dims))
+    return edit.insert_call(graph, _aten.permute.default, (pages, dims))
 
 
 def viewed(graph: fx.Graph, node: fx.Node, shape: Sequence[int]) -> fx.Node | None:
     """A view of another shape put into the graph, the node itself if it has it; None where there is no such view."""
-    sizes = static_sizes(node)
+    sizes = edit.static_sizes(node)
     if sizes is not None and sizes[1:] == tuple(shape[1:]) and len(sizes) == len(shape):
         return node
     args = node, list(shape)
     try:
-        fake_result(_aten.view.default, args, {}, {})
+        edit.fake_result(_aten.view.default, args, {}, {})
     except Exception as error:  # its dimensions are no runs of memory
         OWN_FAULTS.tolerate(error)
         return None
-    return insert_call(graph, _aten.view.default, args)
+    return edit.insert_call(graph, _aten.view.default, args)
 
 
 def has_same_table(key: GatheredPages, value: GatheredPages) -> bool:
@@ -152,8 +145,8 @@ def has_same_table(key: GatheredPages, value: GatheredPages) -> bool:
     """
     if (key.sizes, key.wraps) != (value.sizes, value.wraps) or not _is_same(key.table, value.table):
         return False
-    made = ancestors(key.table) if key.table is not value.table else []
-    return not any(may_write(one, made) for one in key.table.graph.nodes)
+    made = edit.ancestors(key.table) if key.table is not value.table else []
+    return not any(edit.may_write(one, made) for one in key.table.graph.nodes)
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -162,7 +155,7 @@ def _is_same(one: Any, other: Any) -> bool:
         return type(one) is type(other) and bool(one == other)
     if one is other:
         return True
-    if not one.op == other.op == "call_function" or one.target is not other.target or not is_pure(one.target):
+    if not one.op == other.op == "call_function" or one.target is not other.target or not edit.is_pure(one.target):
         return False
     (mine, form), (others, its_form) = (pytree.tree_flatten((node.args, dict(node.kwargs))) for node in (one, other))
     return form == its_form and all(map(_is_same, mine, others))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -80,8 +80,7 @@ def insert_call(
 def change_arguments(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Change the arguments of a call whose result stays the same; fake values follow, as :func:`follow` tells.
 
-    Returns:
-        Whether it could be done; nothing is changed where not.
+    Whether it could be done; nothing is changed where not.
     """
     try:
         value = fake_result(node.target, args, kwargs, {})
@@ -265,12 +264,12 @@ def erase_unused(*nodes: fx.Node) -> None:
             one.graph.erase_node(one)
 
 
-def between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
-    """The nodes after ``first`` and before ``last``; none if they are one."""
-    node = first if first is last else first.next
-    while node is not last:
-        yield node
-        node = node.next
+def is_written_between(first: fx.Node, last: fx.Node, tensors: Sequence[Any]) -> bool:
+    """Whether a call after ``first`` and before ``last`` may write to the memory of one of ``tensors``."""
+    while first is not last and (first := first.next) is not last:
+        if may_write(first, tensors):
+            return True
+    return False
 
 
 def may_write(node: fx.Node, tensors: Iterable[Any]) -> bool:

@@ -11,18 +11,16 @@ import torch
 from torch import fx
 
 from fuseplan.planner.capture.trace import trace_predispatch
-from fuseplan.planner.rewrites import attention, attention_call, grouped_queries
+from fuseplan.planner.rewrites import attention_call, grouped_queries, trace_edit
 from fuseplan.planner.rewrites.attention import AttentionRewrites, rewrite_attention
 from fuseplan.planner.rewrites.attention_call import ATTENTION
-from fuseplan.planner.rewrites.trace_edit import arguments_of
 
 Function = Callable[..., Any]
 
 
 def imitate_cuda(monkeypatch: pytest.MonkeyPatch, chosen: Callable[[dict[str, Any]], str]) -> None:
     """As on a GPU where PyTorch computes each attention call with the backend that ``chosen`` names."""
-    for module in (grouped_queries, attention):
-        monkeypatch.setattr(module, "trace_device", lambda _: "cuda")
+    monkeypatch.setattr(trace_edit, "trace_device", lambda _: "cuda")
     for module in (grouped_queries, attention_call):
         monkeypatch.setattr(module, "chosen_backend", chosen)
 
@@ -61,4 +59,4 @@ def targets(module: fx.GraphModule) -> list[Any]:
 
 
 def attention_of(module: fx.GraphModule) -> list[dict[str, Any]]:
-    return [arguments_of(node) for node in module.graph.find_nodes(op="call_function", target=ATTENTION)]
+    return [trace_edit.arguments_of(node) for node in module.graph.find_nodes(op="call_function", target=ATTENTION)]

@@ -104,6 +104,11 @@ FP_INLINE vf fp_round(vf x) {  // ties to even
   return round_toward(x, (x + magic) - magic);
 }
 
+// A polynomial in x: its coefficients from the highest power down.
+FP_INLINE vf polynomial(vf, vf p) { return p; }
+template <class... C> FP_INLINE vf polynomial(vf x, vf p, float c, C... rest) { return polynomial(x, p * x + c, rest...); }
+template <class... C> FP_INLINE vf horner(vf x, float a, C... rest) { return polynomial(x, splat<vf>(a), rest...); }
+
 // x * 2^n for integral n, -252 <= n <= 252; overflow and denormals come out right. n = shifted - FP_MAGIC.
 #define FP_MAGIC 0x1.8p23f  // adding it rounds to the nearest integer, which is then in the low bits
 FP_INLINE vf scale(vf x, vf shifted) {
@@ -120,19 +125,12 @@ FP_INLINE vf fp_exp(vf x) {
   x = clamp(x, -104.0f, 89.0f);
   vf shifted = x * 0x1.715476p0f + FP_MAGIC, n = shifted - FP_MAGIC;
   vf r = x - n * 0x1.63p-1f + n * 0x1.bd0106p-13f;
-  vf p = 0x1.6a4d6ep-10f * r + 0x1.123e58p-7f;
-  p = p * r + 0x1.5558b8p-5f;
-  p = p * r + 0x1.55548cp-3f;
-  p = p * r + 0x1.fffffcp-2f;
+  vf p = horner(r, 0x1.6a4d6ep-10f, 0x1.123e58p-7f, 0x1.5558b8p-5f, 0x1.55548cp-3f, 0x1.fffffcp-2f);
   return scale(p * (r * r) + r + 1.0f, shifted);
 }
 // 2^x from `shifted`, x + FP_MAGIC, and r, x less its nearest integer.
 FP_INLINE vf exp2_parts(vf shifted, vf r) {
-  vf p = 0x1.417a34p-13f * r + 0x1.5f0f74p-10f;
-  p = p * r + 0x1.3b2ddap-7f;
-  p = p * r + 0x1.c6af72p-5f;
-  p = p * r + 0x1.ebfbdcp-3f;
-  p = p * r + 0x1.62e430p-1f;
+  vf p = horner(r, 0x1.417a34p-13f, 0x1.5f0f74p-10f, 0x1.3b2ddap-7f, 0x1.c6af72p-5f, 0x1.ebfbdcp-3f, 0x1.62e430p-1f);
   return scale(p * r + 1.0f, shifted);
 }
 FP_INLINE vf fp_exp2(vf x) {
@@ -151,13 +149,8 @@ FP_INLINE vf fp_log(vf x) {
   vi exponent = (bits - 0x3f3504f3) >> 23;  // the mantissa is in [sqrt(1/2), sqrt(2))
   vf e = convert<vf>(exponent - (tiny & 23));
   vf f = bit_cast<vf>(bits - (exponent << 23)) - 1.0f;
-  vf p = -0x1.38c9d4p-4f * f + 0x1.055ec4p-3f;
-  p = p * f - 0x1.0d8242p-3f;
-  p = p * f + 0x1.22d92ep-3f;
-  p = p * f - 0x1.54728ap-3f;
-  p = p * f + 0x1.99a01cp-3f;
-  p = p * f - 0x1.000226p-2f;
-  p = p * f + 0x1.555554p-2f;
+  vf p = horner(f, -0x1.38c9d4p-4f, 0x1.055ec4p-3f, -0x1.0d8242p-3f, 0x1.22d92ep-3f, -0x1.54728ap-3f, 0x1.99a01cp-3f,
+                   -0x1.000226p-2f, 0x1.555554p-2f);
   vf square = f * f;
   vf y = p * f * square - e * 0x1.bd0106p-13f - 0.5f * square + f + e * 0x1.63p-1f;
   y = x == 0.0f ? splat<vf>(-__builtin_inff()) : y;
@@ -172,10 +165,7 @@ FP_INLINE vf fp_log1p(vf x) {  // what rounding 1 + x loses, over 1 + x, is what
 
 FP_INLINE vf fp_tanh(vf x) {
   vf s = x * x, t = smaller(splat<vf>(10.0f), fp_abs(x));
-  vf p = -0x1.828776p-8f * s + 0x1.54c3c2p-6f;
-  p = p * s - 0x1.b89abap-5f;
-  p = p * s + 0x1.1109bep-3f;
-  p = p * s - 0x1.55553ep-2f;
+  vf p = horner(s, -0x1.828776p-8f, 0x1.54c3c2p-6f, -0x1.b89abap-5f, 0x1.1109bep-3f, -0x1.55553ep-2f);
   vf small = p * s * t + t;
   vf shifted = t * 0x1.715476p1f + FP_MAGIC;  // exp(2t) = 2^(t * 2 / log(2))
   vf large = 1.0f - 2.0f / (exp2_parts(shifted, t * 0x1.715476p1f - (shifted - FP_MAGIC)) + 1.0f);
@@ -185,36 +175,20 @@ FP_INLINE vf fp_tanh(vf x) {
 #if FP_ROUGH && FP_FMA
 FP_INLINE vf fp_erf(vf x) {  // one rational function, within 6 units in the last place
   vf t = clamp(x, -3.925f, 3.925f), s = t * t;
-  vf p = 0x1.129cf6p-19f * s + 0x1.2aadd8p-12f;
-  p = p * s + 0x1.ee78d2p-9f;
-  p = p * s + 0x1.b0490cp-5f;
-  p = p * s + 0x1.8655b2p-3f;
-  p = p * s + 0x1.20dd74p0f;
-  vf q = 0x1.3f2adep-15f * s + 0x1.3118aep-10f;
-  q = q * s + 0x1.eaf7b0p-7f;
-  q = q * s + 0x1.d3b0fcp-4f;
-  q = q * s + 0x1.0125ccp-1f;
+  vf p = horner(s, 0x1.129cf6p-19f, 0x1.2aadd8p-12f, 0x1.ee78d2p-9f, 0x1.b0490cp-5f, 0x1.8655b2p-3f, 0x1.20dd74p0f);
+  vf q = horner(s, 0x1.3f2adep-15f, 0x1.3118aep-10f, 0x1.eaf7b0p-7f, 0x1.d3b0fcp-4f, 0x1.0125ccp-1f);
   // Exactly 1 where erfc is below half a unit in the last place: gelu multiplies what is left by as much as 1e38.
   return fp_abs(x) > 3.9f ? with_sign(splat<vf>(1.0f), x) : p * t / (q * s + 1.0f);
 }
 #else
 FP_INLINE vf fp_erf(vf x) {
   vf s = x * x, t = smaller(splat<vf>(3.95f), fp_abs(x));
-  vf p = 0x1.177d02p-8f * s - 0x1.b18318p-6f;
-  p = p * s + 0x1.cde3aep-4f;
-  p = p * s - 0x1.812618p-2f;
-  p = p * s + 0x1.06eba2p-3f;
+  vf p = horner(s, 0x1.177d02p-8f, -0x1.b18318p-6f, 0x1.cde3aep-4f, -0x1.812618p-2f, 0x1.06eba2p-3f);
   vf small = p * t + t;
-  vf q = -0x1.45a2cep-12f * t + 0x1.311672p-8f;  // -log2(erfc(t)) / t
-  q = q * t - 0x1.0f0426p-5f;
-  q = q * t + 0x1.3736f2p-3f;
-  q = q * t + 0x1.d58a00p-1f;
-  q = q * t + 0x1.a0cce2p0f;
+  // -log2(erfc(t)) / t
+  vf q = horner(t, -0x1.45a2cep-12f, 0x1.311672p-8f, -0x1.0f0426p-5f, 0x1.3736f2p-3f, 0x1.d58a00p-1f, 0x1.a0cce2p0f);
   vf shifted = FP_MAGIC - q * t, r = (FP_MAGIC - shifted) - q * t;
-  vf e = 0x1.5b8926p-10f * r + 0x1.3cf23cp-7f;
-  e = e * r + 0x1.c6b814p-5f;
-  e = e * r + 0x1.ebf9aap-3f;
-  e = e * r + 0x1.62e428p-1f;
+  vf e = horner(r, 0x1.5b8926p-10f, 0x1.3cf23cp-7f, 0x1.c6b814p-5f, 0x1.ebf9aap-3f, 0x1.62e428p-1f);
   vf large = 1.0f - scale(e * r + 1.0f, shifted);
   return with_sign(t < 0.7f ? small : large, x);
 }

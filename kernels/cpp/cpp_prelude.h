@@ -75,6 +75,7 @@ template <class U, class F> FP_INLINE U bf16_bits(F x) {
   U quiet = (bits >> 16) | 0x40u;
   return x == x ? rounded : quiet;
 }
+template <class F, class U> FP_INLINE F float_of_bf16(U half) { return bit_cast<F>(half << 16); }
 template <class F, class U> FP_INLINE F float_of_f16(U half) {
   U magnitude = (half & 0x7fffu) << 13, sign = (half & 0x8000u) << 16;
   U finite = bit_cast<U>(bit_cast<F>(magnitude) * 0x1p112f);
@@ -108,23 +109,28 @@ template <class U, class F> FP_INLINE U f8_bits(F x) {  // saturates
   return (magnitude <= 0x7f800000u ? byte : nan) | sign;
 }
 
-FP_INLINE float get(const float* p) { return *p; }
-FP_INLINE double get(const double* p) { return *p; }
-FP_INLINE float get(const bf16* p) { return bit_cast<float>((unsigned)p->bits << 16); }
-FP_INLINE float get(const f16* p) { return float_of_f16<float>((unsigned)p->bits); }
-FP_INLINE float get(const f8* p) { return float_of_f8<float>((unsigned)p->bits); }
-FP_INLINE i64 get(const i64* p) { return *p; }
-FP_INLINE int get(const int* p) { return *p; }
-FP_INLINE int get(const short* p) { return *p; }
-FP_INLINE int get(const signed char* p) { return *p; }
-FP_INLINE int get(const unsigned char* p) { return *p; }
-FP_INLINE bool get(const bool8* p) { return p->bits != 0; }
-
+template <class T> FP_INLINE T get(const T* p) { return *p; }
 template <class T, class V> FP_INLINE void put(T* p, V v) { *p = (T)v; }
-FP_INLINE void put(bf16* p, float v) { p->bits = (unsigned short)bf16_bits<unsigned>(v); }
-FP_INLINE void put(f16* p, float v) { p->bits = (unsigned short)f16_bits<unsigned>(v); }
-FP_INLINE void put(f8* p, float v) { p->bits = (unsigned char)f8_bits<unsigned>(v); }
+FP_INLINE bool get(const bool8* p) { return p->bits != 0; }
 FP_INLINE void put(bool8* p, bool v) { p->bits = v; }
+#define FP_FLOAT(T)                                                                                        \
+  FP_INLINE float get(const T* p) { return float_of_##T<float>((unsigned)p->bits); }                       \
+  FP_INLINE void put(T* p, float v) { p->bits = (decltype(p->bits))T##_bits<unsigned>(v); }                \
+  FP_INLINE float round_##T(float x) { return float_of_##T<float>(T##_bits<unsigned>(x)); }                \
+  FP_INLINE vf round_##T(vf x) { return float_of_##T<vf>(T##_bits<vu>(x)); }                               \
+  FP_INLINE double round_##T(double x) { return round_##T((float)x); }                                     \
+  FP_INLINE vd round_##T(vd x) { return convert<vd>(round_##T(convert<vf>(x))); }
+FP_FLOAT(bf16) FP_FLOAT(f16) FP_FLOAT(f8)
+// Integers below 32 bits wrap around.
+#define FP_INTEGER(T, V, round, wrapped)                                                                   \
+  FP_INLINE int get(const T* p) { return *p; }                                                             \
+  FP_INLINE vi load(const T* p) { return convert<vi>(read<V>(p)); }                                        \
+  FP_INLINE void store(T* p, vi v) { write(p, convert<V>(v)); }                                            \
+  FP_INLINE int round(int x) { return (T)x; }                                                              \
+  FP_INLINE vi round(vi x) { return wrapped; }
+FP_INTEGER(short, vs, round_i16, x << 16 >> 16)
+FP_INTEGER(signed char, vc, round_i8, x << 24 >> 24)
+FP_INTEGER(unsigned char, vb, round_u8, x & 0xff)
 
 // Where the compilers' generic code is far from one instruction, it is spelled out. FP_WIDE: a vector of 16-bit lanes
 // fills a register of its own.
@@ -180,14 +186,11 @@ FP_INLINE void results_done() {
 
 FP_INLINE vf load(const float* p) { return read<vf>(p); }
 FP_INLINE vd load(const double* p) { return read<vd>(p); }
-FP_INLINE vf load(const bf16* p) { return bit_cast<vf>(widen(read<vh>(p)) << 16); }
+FP_INLINE vf load(const bf16* p) { return float_of_bf16<vf>(widen(read<vh>(p))); }
 FP_INLINE vf load(const f16* p) { return float_of_f16<vf>(widen(read<vh>(p))); }
 FP_INLINE vf load(const f8* p) { return float_of_f8<vf>(convert<vu>(read<vb>(p))); }
 FP_INLINE vl load(const i64* p) { return read<vl>(p); }
 FP_INLINE vi load(const int* p) { return read<vi>(p); }
-FP_INLINE vi load(const short* p) { return convert<vi>(read<vs>(p)); }
-FP_INLINE vi load(const signed char* p) { return convert<vi>(read<vc>(p)); }
-FP_INLINE vi load(const unsigned char* p) { return convert<vi>(read<vb>(p)); }
 FP_INLINE vm load(const bool8* p) { return convert<vi>(read<vb>(p)) != 0; }
 
 FP_INLINE void store(float* p, vf v) { write_result(p, v); }
@@ -198,30 +201,7 @@ FP_INLINE void store(f8* p, vf v) { write_result(p, convert<vb>(f8_bits<vu>(v)))
 FP_INLINE void store(i64* p, vl v) { write(p, v); }
 FP_INLINE void store(i64* p, vi v) { for (int i = 0; i < L; ++i) p[i] = v[i]; }
 FP_INLINE void store(int* p, vi v) { write(p, v); }
-FP_INLINE void store(short* p, vi v) { write(p, convert<vs>(v)); }
-FP_INLINE void store(signed char* p, vi v) { write(p, convert<vc>(v)); }
-FP_INLINE void store(unsigned char* p, vi v) { write(p, convert<vb>(v)); }
 FP_INLINE void store(bool8* p, vm v) { write(p, convert<vb>(v & 1)); }
-
-FP_INLINE float round_bf16(float x) { return bit_cast<float>(bf16_bits<unsigned>(x) << 16); }
-FP_INLINE vf round_bf16(vf x) { return bit_cast<vf>(bf16_bits<vu>(x) << 16); }
-FP_INLINE double round_bf16(double x) { return round_bf16((float)x); }
-FP_INLINE vd round_bf16(vd x) { return convert<vd>(round_bf16(convert<vf>(x))); }
-FP_INLINE float round_f16(float x) { return float_of_f16<float>(f16_bits<unsigned>(x)); }
-FP_INLINE vf round_f16(vf x) { return float_of_f16<vf>(f16_bits<vu>(x)); }
-FP_INLINE double round_f16(double x) { return round_f16((float)x); }
-FP_INLINE vd round_f16(vd x) { return convert<vd>(round_f16(convert<vf>(x))); }
-FP_INLINE float round_f8(float x) { return float_of_f8<float>(f8_bits<unsigned>(x)); }
-FP_INLINE vf round_f8(vf x) { return float_of_f8<vf>(f8_bits<vu>(x)); }
-FP_INLINE double round_f8(double x) { return round_f8((float)x); }
-FP_INLINE vd round_f8(vd x) { return convert<vd>(round_f8(convert<vf>(x))); }
-// Integers wrap around.
-FP_INLINE int round_i8(int x) { return (signed char)x; }
-FP_INLINE int round_u8(int x) { return (unsigned char)x; }
-FP_INLINE int round_i16(int x) { return (short)x; }
-FP_INLINE vi round_i8(vi x) { return x << 24 >> 24; }
-FP_INLINE vi round_u8(vi x) { return x & 0xff; }
-FP_INLINE vi round_i16(vi x) { return x << 16 >> 16; }
 
 FP_INLINE bool any(vm mask) {
   vb bytes = convert<vb>(mask);

@@ -24,19 +24,15 @@ def _repeated(x, rows: tl.constexpr, cols: tl.constexpr):
     height: tl.constexpr = x.shape[0]
     width: tl.constexpr = x.shape[1]
     # Joins need no shared memory. Those of few elements came out wrong on a GPU (Triton 3.6, one warp, 16 columns).
-    if cols > 1 and width * cols < 64:
+    if cols > 8 or (cols > 1 and width * cols < 64):
         x = tl.reshape(tl.broadcast_to(x[:, :, None], (height, width, cols)), (height, width * cols))
-    elif cols == 2:
-        x = tl.reshape(tl.join(x, x), (height, width * 2))
-    elif cols == 4:
-        x = tl.join(x, x)
-        x = tl.reshape(tl.join(x, x), (height, width * 4))
-    elif cols == 8:
-        x = tl.join(x, x)
-        x = tl.join(x, x)
-        x = tl.reshape(tl.join(x, x), (height, width * 8))
     elif cols > 1:
-        x = tl.reshape(tl.broadcast_to(x[:, :, None], (height, width, cols)), (height, width * cols))
+        x = tl.join(x, x)
+        if cols > 2:
+            x = tl.join(x, x)
+        if cols > 4:
+            x = tl.join(x, x)
+        x = tl.reshape(x, (height, width * cols))
     if rows > 1:
         x = tl.reshape(tl.broadcast_to(x[:, None, :], (height, rows, width * cols)), (height * rows, width * cols))
     return x

@@ -22,10 +22,7 @@ def backends_for(device_type: str) -> tuple[Backend, ...]:
 
 def malformed_config(backend: str, config: Config) -> str | None:
     """Why no kernel of a back end can have been built with a config, None when one can, or the back end is unknown."""
-    from fuseplan.kernels.cpp import config as cpp_config
-    from fuseplan.kernels.triton import config as triton_config
-
-    known = {"cpp": cpp_config.PARAMETERS, "triton": triton_config.PARAMETERS, "ninetoothed": triton_config.PARAMETERS}
+    known = {one.name: one.parameters for kind in KINDS for one in backends_for(kind)}
     return misfit(config, known[backend], complete=False) if backend in known else None
 
 

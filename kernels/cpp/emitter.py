@@ -45,10 +45,8 @@ _MOST_LANES = 16
 def emit_cpp(ir: KernelIR, unroll: int = 2, stage: bool = False, stream: bool = False) -> str:
     """Source text of a kernel; BuildError where a dynamic size has no C++ spelling.
 
-    Args:
-        unroll: Vectors per turn of a column loop (and accumulators per reduction).
-        stage: Keep values that several passes over a row need in a buffer instead of evaluating them again.
-        stream: Write results past the caches.
+    ``unroll``: vectors per turn of a column loop, and accumulators per reduction; ``stage``: keep what several passes
+    over a row need in a buffer; ``stream``: write results past the caches.
     """
     names = {name: f"n{number}" for number, name in enumerate(ir.symbols)}
     segments = simplified_segments(ir)
@@ -151,7 +149,7 @@ class _SegmentWriter:
 
     def _phase(self, position: int, phase: Phase) -> list[str]:
         values, segment = self.values, self.segment
-        lines = [values.row_declaration(value) for value in phase.rows]
+        lines = [values.declaration(value) for value in phase.rows]
         lines += self._checked(phase.rows, "if (!r{0}) *outside = 1;")
         for number in phase.row_stores:
             store = segment.stores[number]
@@ -235,7 +233,7 @@ class _SegmentWriter:
             vector = VECTOR_TYPE[self.kinds[value]]
             lines.append(f"const {vector} e{value} = read<{vector}>(t{value} + slot(m, j));")
         for value in phase.elements:
-            lines.append(values.element_declaration(value))
+            lines.append(values.declaration(value))
             if value in phase.stages:
                 lines.append(f"write(t{value} + slot(m, j), e{value});")
         lines += self._checked(phase.elements, "if (any(present(m, ~e{0}))) *outside = 1;")

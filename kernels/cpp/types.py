@@ -8,6 +8,7 @@ fits 32 bits, they are held in int32.
 from __future__ import annotations
 
 import math
+import operator
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
@@ -34,6 +35,10 @@ STORAGE_TYPE = {
 }
 
 COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+#: Ops whose bounds are among their results at the bounds of their operands.
+_MONOTONE: Mapping[str, Callable[[int, int], int]] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "maximum": max, "minimum": min,
+}
 
 
 def cpp_size(size: Size, names: Mapping[str, str]) -> str:
@@ -163,14 +168,10 @@ def _apply_interval(op: str, operands: Sequence[Interval]) -> Interval:
         return (min(a[0], a[0] >> b[0]), max(a[1], a[1] >> b[0]))
     if op == "bit_and" and (a[0] >= 0 or b[0] >= 0):
         return (0, min(end for low, end in (a, b) if low >= 0))
-    ends = {
-        "add": (a[0] + b[0], a[1] + b[1]),
-        "sub": (a[0] - b[1], a[1] - b[0]),
-        "mul": (min(x * y for x in a for y in b), max(x * y for x in a for y in b)),
-        "maximum": (max(a[0], b[0]), max(a[1], b[1])),
-        "minimum": (min(a[0], b[0]), min(a[1], b[1])),
-    }
-    return ends.get(op)
+    if op not in _MONOTONE:
+        return None
+    ends = [_MONOTONE[op](x, y) for x in a for y in b]
+    return (min(ends), max(ends))
 
 
 def index_bounds(index: Index) -> Interval:

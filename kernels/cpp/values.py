@@ -34,9 +34,11 @@ class Values:
         #: Broadcasts used since the last :meth:`take_splats`, name to declaration.
         self._splats: dict[str, str] = {}
 
-    def row_declaration(self, value: int) -> str:
-        """``const float r3 = ...;``"""
-        return f"const {SCALAR_TYPE[self.kinds[value]]} r{value} = {self._row_expression(value)};"
+    def declaration(self, value: int) -> str:
+        """``const float r3 = ...;`` or ``const vf e3 = ...;``"""
+        if self.per_row[value]:
+            return f"const {SCALAR_TYPE[self.kinds[value]]} r{value} = {self._row_expression(value)};"
+        return f"const {VECTOR_TYPE[self.kinds[value]]} e{value} = {self._element_expression(value)};"
 
     def _row_expression(self, value: int) -> str:
         instr = self.segment.body[value]
@@ -82,10 +84,6 @@ class Values:
         declarations = [*self._splats.values()]
         self._splats.clear()
         return declarations
-
-    def element_declaration(self, value: int) -> str:
-        """``const vf e3 = ...;``"""
-        return f"const {VECTOR_TYPE[self.kinds[value]]} e{value} = {self._element_expression(value)};"
 
     def _element_expression(self, value: int) -> str:
         instr = self.segment.body[value]

@@ -30,11 +30,8 @@ from fuseplan.kernels.ir.backend import Backend, BuildError, CompiledKernel, Con
 from fuseplan.kernels.ir.in_place import Execution, ReuseOptions, reuse_options
 from fuseplan.kernels.ir.ir import KernelIR
 
-
-@functools.cache
-def _is_installed(package: str) -> bool:
-    """Planning asks for every group, and to look takes as long as to price one."""
-    return importlib.util.find_spec(package) is not None
+#: Planning asks for every group, and to look takes as long as to price one.
+_find_spec = functools.cache(importlib.util.find_spec)
 
 
 class GpuBackend(Backend):
@@ -52,7 +49,7 @@ class GpuBackend(Backend):
         self.store = ModuleStore(self.name, cache_dir)
 
     def unavailable(self) -> str | None:
-        missing = next((package for package in self.packages if not _is_installed(package)), None)
+        missing = next((package for package in self.packages if _find_spec(package) is None), None)
         return None if missing is None else f"{missing} is not installed: pip install {missing} (Linux)"
 
     def refuse(self, ir: KernelIR, target: Target) -> str | None:

@@ -65,12 +65,9 @@ class Launcher:
     ) -> Any | None:
         """A ``Kernel`` of the extension; None when there are more arguments than it holds.
 
-        Args:
-            counts: Inputs, outputs, dynamic sizes.
-            arguments: Buffer and byte offset of each address the kernel takes.
-            slow_run: ``(kernel, *tensors, *sizes)``: does a call, and adds to the kernel what it did not know.
-            slow_fused: The same with the outputs allocated, for ``(kernel, *inputs, *sizes)``.
-            reuse: For positions among the outputs, the position of the input that each overwrites.
+        ``counts`` are inputs, outputs, dynamic sizes; ``arguments`` buffer and byte offset of each address.
+        ``slow_run(kernel, *tensors, *sizes)`` does a call, and adds to the kernel what it did not know; so does
+        ``slow_fused(kernel, *inputs, *sizes)``, which makes the outputs.
         """
         if sum(counts) > _MAX_ARGUMENTS or len(arguments) > _MAX_ARGUMENTS:
             return None
@@ -88,28 +85,26 @@ class Launcher:
 
 def find_launcher() -> Launcher | None:
     """The launcher of this process, built on first use; None where it cannot be had."""
-    found = _search()
-    return found if isinstance(found, Launcher) else None
+    return _search()[0]
 
 
 def launcher_problem() -> str | None:
     """Why calls of GPU kernels go through Triton's launcher in this process, None when they do not."""
-    found = _search()
-    return None if isinstance(found, Launcher) else found
+    return _search()[1]
 
 
 @lru_cache(maxsize=1)
-def _search() -> Launcher | str:
+def _search() -> tuple[Launcher | None, str | None]:
     internals: Any = torch._C
     try:
         return Launcher(
             load_cubin(), cuda_driver(), internals._dynamo.guards._empty_strided_cuda,
             internals._cuda_getCurrentRawStream, torch.cuda.device_count() > 1,
-        )
+        ), None
     except (BuildError, AttributeError) as error:  # AttributeError: PyTorch names its internals otherwise
         problem = str(error)  # a logged error would keep its frames, and their kernels
         logger.info("GPU kernels go through Triton's launcher, some microseconds slower a call: %s", problem)
-        return problem
+        return None, problem
 
 
 def load_cubin(cache_dir: Path | None = None) -> Any:

@@ -53,11 +53,8 @@ class FixedFunction:
         """``call(*inputs)``, which allocates its one output and, for each call, float32 numbers of the kernel's own.
 
         Equal functions share what is compiled and loaded, but no counters: calls of two may run at the same time.
-
-        Args:
-            places: What is at each address: the number of an input; behind these the kernel's numbers, its counters,
-                and the output.
-            scratch: How many numbers and counters.
+        ``places`` says what is at each address: the number of an input; behind these the kernel's numbers, its
+        counters, and the output. ``scratch``: how many numbers and counters.
         """
         key = self, tuple(places), inputs + 3, target
         loaded = _LOADED.get(key)  # a name holds it: the dictionary does not

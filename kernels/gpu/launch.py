@@ -42,11 +42,7 @@ class GpuKernel(CompiledKernel):
     """A Triton kernel with all configuration folded: its arguments are addresses and the dynamic sizes.
 
     Binaries are compiled for a variant when a call first needs it, and kept per device. A CUDA graph can capture it
-    after one warm-up call.
-
-    Args:
-        resources: Facts of the default variant.
-        launcher: Makes calls direct; None to go through Triton's launcher.
+    after one warm-up call. Without a ``launcher`` calls go through Triton's. ``resources`` are the default variant's.
     """
 
     def __init__(self, loader: Loader, resources: Resources, launcher: Launcher | None = None) -> None:
@@ -148,10 +144,7 @@ class Loader:
 
 
 def _with_memory(run: Callable[[], None], device: int) -> None:
-    """Launch a kernel that asks for memory, such as for descriptors.
-
-    To be run in a copy of the context: it sets Triton's allocator there, and the caller's stays what it was.
-    """
+    """Launch a kernel that asks for memory, such as for descriptors: in a context whose allocator may be set."""
     import triton
 
     def allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from fuseplan.kernels.ir.index import Index, Size, as_size
-from fuseplan.kernels.ir.ir import Apply, Const, Dot, Instr, Segment
+from fuseplan.kernels.ir.ir import Apply, Const, Dot, Segment
 from fuseplan.kernels.ir.rewrite import needed
 
 
@@ -63,35 +63,29 @@ def factored(side: Segment, value: int) -> tuple[Segment, int, tuple[int, ...]]:
     The scale of a normalised row is one, and that of an output channel's weights: they multiply the sum, so the sum
     need not wait for them.
     """
-    splitter = _Splitter(side)
-    rest, factors = splitter.split(value)
-    body, places = needed(splitter.body, [rest, *factors])
-    return replace(side, body=body), places[rest], tuple(places[one] for one in factors)
+    body, per_row = list(side.body), side.per_row
 
-
-class _Splitter:
-    """Takes a value apart into a rest and factors that are one number a row; adds to ``body`` what is new."""
-
-    def __init__(self, side: Segment) -> None:
-        self.per_row = side.per_row
-        self.body: list[Instr] = list(side.body)
-
-    def split(self, value: int) -> tuple[int, tuple[int, ...]]:
-        instr = self.body[value]
-        if not isinstance(instr, Apply) or instr.op != "mul" or self.per_row[value]:
-            return value, ()
+    def split(value: int) -> tuple[int, list[int]]:
+        """What is left of a value, and its factors; adds to the body what is new."""
+        instr = body[value]
+        if not isinstance(instr, Apply) or instr.op != "mul" or per_row[value]:
+            return value, []
         rest: list[int] = []
-        factors: tuple[int, ...] = ()
+        factors: list[int] = []
         for arg in instr.args:
-            if self.per_row[arg] and not isinstance(self.body[arg], Const):
-                factors += (arg,)
+            if per_row[arg] and not isinstance(body[arg], Const):
+                factors.append(arg)
                 continue
-            left, more = self.split(arg)
+            left, more = split(arg)
             rest.append(left)
             factors += more
         if not factors:
-            return value, ()
+            return value, []
         if len(rest) == 1:
             return rest[0], factors
-        self.body.append(Apply(instr.dtype, "mul", (rest[0], rest[1])))
-        return len(self.body) - 1, factors
+        body.append(Apply(instr.dtype, "mul", (rest[0], rest[1])))
+        return len(body) - 1, factors
+
+    rest, factors = split(value)
+    kept, places = needed(body, [rest, *factors])
+    return replace(side, body=kept), places[rest], tuple(places[one] for one in factors)

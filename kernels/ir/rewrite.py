@@ -51,8 +51,9 @@ def cheaper_arithmetic(segment: Segment) -> Segment:
     for instr in segment.body:
         made = maker.cheaper(instr)
         maker.places.append(maker.emit(renamed(instr, maker.places.__getitem__)) if made is None else made)
-    stores = tuple(store.with_values(maker.places.__getitem__) for store in segment.stores)
-    return _without_unused(replace(segment, body=tuple(maker.body), stores=stores))
+    stores = [store.with_values(maker.places.__getitem__) for store in segment.stores]
+    body, places = needed(maker.body, (value for store in stores for value in store.values))
+    return replace(segment, body=body, stores=tuple(store.with_values(places.__getitem__) for store in stores))
 
 
 #: Between these, reciprocals of float32 numbers are normal numbers, by a factor of two: none is flushed to zero, even
@@ -144,10 +145,3 @@ def needed(body: Sequence[Instr], values: Iterable[int]) -> tuple[tuple[Instr, .
     kept = ancestors(body, values)
     places = {old: new for new, old in enumerate(kept)}
     return tuple(renamed(body[old], places.__getitem__) for old in kept), places
-
-
-def _without_unused(segment: Segment) -> Segment:
-    """The segment without the values that no store needs."""
-    body, places = needed(segment.body, (value for store in segment.stores for value in store.values))
-    stores = tuple(store.with_values(places.__getitem__) for store in segment.stores)
-    return replace(segment, body=body, stores=stores)

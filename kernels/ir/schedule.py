@@ -38,11 +38,8 @@ def schedule(segment: Segment, stage: bool = False, rescale: bool = False) -> tu
     """Split a segment into passes, one for each level of reductions, and a last one; dead values are dropped.
 
     A store is in the first pass that evaluates its value for a reduction anyway, else in the earliest that can take
-    all such stores together.
-
-    Args:
-        stage: Keep values that several passes need in a staging buffer where that saves arithmetic.
-        rescale: Fold :func:`rescaled_sums` in the pass of their maximum.
+    all such stores together. ``stage``: keep values that several passes need in a staging buffer where that saves
+    arithmetic; ``rescale``: fold :func:`rescaled_sums` in the pass of their maximum.
     """
     beside = rescaled_sums(segment) if rescale else {}
     depths = reduction_depths(segment, beside)

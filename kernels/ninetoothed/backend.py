@@ -195,9 +195,8 @@ _NO_DEVICE = SimpleNamespace(
 
 @contextmanager
 def _driver_for_generation() -> Iterator[None]:
-    """An active Triton driver, which ninetoothed wants even to generate; the machine's own where a GPU is in use.
-
-    Elsewhere a stand-in: a process that only compiles must not open the device, which stalls whoever measures on it.
+    """An active Triton driver, which ninetoothed wants even to generate. Where no GPU is in use that is a stand-in: a
+    process that only compiles must not open the device, which stalls whoever measures on it.
     """
     import triton
 

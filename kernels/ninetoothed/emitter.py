@@ -210,7 +210,14 @@ class Views:
         if key not in self._found:
             same = sum(view.buffer == access.buffer for view in self.all)
             name = self._names[access.buffer] + (f"_{same}" if same else "")
-            self._found[key] = _view_of(name, number, segment, access.buffer, index)
+            rank, on_rows, on_cols = len(segment.rows) + 1, False, False
+            sizes, strides = (1,) * rank, (1,) * rank
+            if index is not None:
+                on_rows, on_cols = index_extent(segment, index)
+                sizes = (*(extent if on_rows else 1 for extent in segment.rows), segment.cols if on_cols else 1)
+                strides = tuple(index.coefficient(axis) for axis in range(rank))
+            offset = 0 if index is None else index.const
+            self._found[key] = View(name, access.buffer, offset, sizes, strides, number, on_rows, on_cols)
         return self._found[key]
 
 
@@ -221,13 +228,3 @@ def has_view(segment: Segment, access: Load | Store) -> bool:
     sizes = [access.index.const, *(coefficient for _, coefficient in access.index.terms)]
     affine = all(isinstance(atom, Coord) for atom, _ in access.index.terms)
     return affine and is_static(*sizes) and all(size >= 0 for size in sizes)
-
-
-def _view_of(name: str, number: int, segment: Segment, buffer: int, index: Index | None) -> View:
-    rank = len(segment.rows) + 1
-    if index is None:
-        return View(name, buffer, 0, (1,) * rank, (1,) * rank, number, False, False)
-    on_rows, on_cols = index_extent(segment, index)
-    sizes = [extent if on_rows else 1 for extent in segment.rows] + [segment.cols if on_cols else 1]
-    strides = [index.coefficient(axis) for axis in range(rank)]
-    return View(name, buffer, index.const, tuple(sizes), tuple(strides), number, on_rows, on_cols)

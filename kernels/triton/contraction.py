@@ -108,16 +108,17 @@ class ContractionEmitter(SegmentEmitter):
         self, left: Left, folds: Sequence[int], dots: Sequence[int], wanted: Sequence[int], level: int
     ) -> list[str]:
         """A loop over the inner dimension, with the folds and sums that it makes; none where one block is all of it."""
-        call = left.function([*wanted, *folds], f"read{self.suffix}_left{left.number}_{level}", self.functions)
+        name = f"read{self.suffix}_left{left.number}_{level}"
+        taken = left.function([*wanted, *folds], name, self.functions)
         results = [*(f"a{value}" for value in wanted), *(f"f{value}" for value in folds)]
         masks = ", in_rows" if self.masks_rows else ""
         positions = "row, k[None, :]" if not self.flat else "row, k"
         edge = (", in_k" if self.flat else ", in_k[None, :]") if left.masks_cols else ""
-        given = "".join(f", {left.name(value)}" for value in call.folded)
+        given = "".join(f", {left.name(value)}" for value in taken)
         # Weights come from afar: they are asked for first.
         at_once = left.segment.cols <= self.block and self.share.splits == 1
         body = [f"w{number} = {self._weights(number, left, '0' if at_once else 'start')}" for number in dots]
-        body.append(f"{', '.join(results)} = {call.name}({positions}{masks}{edge}{given}, {self.arguments})")
+        body.append(f"{', '.join(results)} = {name}({positions}{masks}{edge}{given}, {self.arguments})")
         if left.masks_cols:
             body.insert(0, f"in_k = k < {triton_size(left.segment.cols)}")
         if at_once:
@@ -163,10 +164,8 @@ class ContractionEmitter(SegmentEmitter):
         edge = ", in_k[None, :]" if left.masks_cols else ""
         block = self._block_numbers()[1]
         first_row = f"{block} * {self.tile.cols}" if block else "0"
-        return f"{name}({self._weight_rows(number)}, k[None, :]{masks}{edge}, {first_row}, {first}, {self.arguments})"
-
-    def _weight_rows(self, number: int) -> str:
-        return f"n{number}[:, None]" if self.flat else f"tl.trans(n{number})"
+        rows = f"n{number}[:, None]" if self.flat else f"tl.trans(n{number})"
+        return f"{name}({rows}, k[None, :]{masks}{edge}, {first_row}, {first}, {self.arguments})"
 
     def _step(self, number: int) -> str:
         """Take one block of the inner dimension into a sum."""

@@ -52,38 +52,31 @@ def tunables(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
     kernel's time goes into weights.
     """
     rows, inner = _rows(ir), next_power_of_2(_inner(ir))
-    overlap = tuple(Tunable(one.name, one.choices[:1]) for one in overlap_tunables(target))
+    found: dict[str, tuple[int, ...]]
     if tiles.is_tiled(ir):
-        return (
-            *overlap,
-            Tunable("block_rows", (_MOST_BLOCK_ROWS,)),
-            Tunable("block_cols", (64, 128, 256)),
-            Tunable("block_inner", (_TILE_INNER,)),
-            Tunable("num_warps", (4, 8)),
-            Tunable("num_stages", (_STAGES,)),
-        )
-    if rows == 1 and not _lie_across(ir):
-        return (
-            *overlap,
-            Tunable("block_rows", (1,)),
-            Tunable("block_cols", (1, 2, 4, 8)),
-            Tunable("block_inner", tuple(size for size in (1024, 2048, 4096) if size <= inner) or (inner,)),
-            Tunable("num_warps", (2, 4, 8)),
-            Tunable("num_stages", (1,)),
-        )
-    # Weights are read once for each block of rows; more than twice loses to the tiles of libraries.
-    covering = tuple(size for size in (16, 32, 64, 128) if (size < 2 * rows or size == 16) and 2 * size >= rows)
-    return (
-        *overlap,
-        Tunable("block_rows", covering),
-        Tunable("block_cols", (16, 32, 64, 128)),
-        Tunable("block_inner", tuple(
-            size for size in ((64, 128) if rows >= _WHOLE_ROWS else (128, 256)) if size <= inner
-        ) or (max(inner, 16),)),
-        Tunable("num_warps", (2, 4, 8)),
-        Tunable("num_stages", (_STAGES,) if rows >= _WHOLE_ROWS else (3, 4, 5)),
-        Tunable("splits", (1, 2, 4)),
-    )
+        found = {
+            "block_rows": (_MOST_BLOCK_ROWS,), "block_cols": (64, 128, 256), "block_inner": (_TILE_INNER,),
+            "num_warps": (4, 8), "num_stages": (_STAGES,),
+        }
+    elif rows == 1 and not _lie_across(ir):
+        found = {
+            "block_rows": (1,), "block_cols": (1, 2, 4, 8),
+            "block_inner": tuple(size for size in (1024, 2048, 4096) if size <= inner) or (inner,),
+            "num_warps": (2, 4, 8), "num_stages": (1,),
+        }
+    else:
+        many = rows >= _WHOLE_ROWS
+        found = {
+            # Weights are read once for each block of rows; more than twice loses to the tiles of libraries.
+            "block_rows": tuple(
+                size for size in (16, 32, 64, 128) if (size < 2 * rows or size == 16) and 2 * size >= rows),
+            "block_cols": (16, 32, 64, 128),
+            "block_inner": tuple(
+                size for size in ((64, 128) if many else (128, 256)) if size <= inner) or (max(inner, 16),),
+            "num_warps": (2, 4, 8), "num_stages": (_STAGES,) if many else (3, 4, 5), "splits": (1, 2, 4),
+        }
+    overlap = (Tunable(one.name, one.choices[:1]) for one in overlap_tunables(target))
+    return (*overlap, *(Tunable(*one) for one in found.items()))
 
 
 def infeasible(ir: KernelIR, config: Config, target: Target) -> str | None:

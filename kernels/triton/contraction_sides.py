@@ -24,13 +24,6 @@ class Function:
     lines: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class OperandCall:
-    name: str
-    #: Folds of the side that the function is given.
-    folded: tuple[int, ...]
-
-
 def run_of(index: Index, axis: int, most: int) -> int:
     """How many neighbours along an axis read one element: a power of two, where all blocks of so many do; 1 without."""
     dependent = [atom for atom, _ in index.terms if axis in (
@@ -87,14 +80,14 @@ class Left(Side):
         body = self.segment.body
         return ancestors(body, values, lambda value: not isinstance(body[value], Reduce))
 
-    def function(self, values: Sequence[int], name: str, functions: list[Function]) -> OperandCall:
-        """A function that computes values, and operands of folds, at some rows and columns."""
+    def function(self, values: Sequence[int], name: str, functions: list[Function]) -> list[int]:
+        """Add a function that computes values, and operands of folds, at some rows and columns: the folds it takes."""
         body = self.segment.body
         folds = [value for value in values if isinstance(body[value], Reduce)]
         plain = [value for value in values if value not in folds]
         roots = [*plain, *(self.reduction(value).arg for value in folds)]
         inside = self.behind(roots)
-        given = tuple(value for value in inside if isinstance(body[value], Reduce))
+        given = [value for value in inside if isinstance(body[value], Reduce)]
         self.done, self.loaded = set(), set()
         lines = [f"{self.prefix}in_cols = in_cols"] if self.masks_cols else []
         lines += [*self.values(inside), *self.checks(inside)]
@@ -103,7 +96,7 @@ class Left(Side):
         self.done, self.loaded = set(), set()
         parameters = (*self.parameters(), *(self.name(value) for value in given))
         functions.append(Function(name, parameters, tuple(lines)))
-        return OperandCall(name, given)
+        return given
 
     def accumulator(self, value: int) -> str:
         dtype = self.fold_type(value)
@@ -172,8 +165,8 @@ class Right(Side):
         policy = f', eviction_policy="{self.policies[instr]}"' if instr in self.policies else ""
         return f"_repeated(tl.load({pointer}{mask}{policy}), {rows}, {cols})"
 
-    def function(self, name: str, product: Product, dtype: str, functions: list[Function]) -> str:
-        """A function that reads weights, for tensor cores in the type in which they multiply."""
+    def function(self, name: str, product: Product, dtype: str, functions: list[Function]) -> None:
+        """Add a function that reads weights, for tensor cores in the type in which they multiply."""
         if name not in (one.name for one in functions):
             body, value = self.segment.body, product.right_value
             text = self.tensor(value)
@@ -189,7 +182,6 @@ class Right(Side):
             shared = (f"{name} = {text}" for name, text in self.shared.items())
             lines = (*self.coordinates.definitions(), *shared, *inside, f"return {result}")
             functions.append(Function(name, tuple(self.parameters()), lines))
-        return name
 
     def _stored(self, value: int) -> int:
         """What a value is widened from, where that is a byte in memory; else the value."""

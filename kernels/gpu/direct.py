@@ -37,7 +37,7 @@ _MAX_ARGUMENTS = 256  # of launcher.h
 Driver: TypeAlias = tuple[int, int, int, int]
 
 
-class Entry(NamedTuple):
+class DriverEntry(NamedTuple):
     """A loaded kernel as the driver sees it: its handle, what each block has, and whether it may start early."""
 
     function: int
@@ -122,7 +122,7 @@ def cuda_driver() -> Driver:
         raise BuildError(f"the CUDA driver cannot be used: {error}") from error
 
 
-def entry_of(compiled: Any, parameter_bits: Sequence[int]) -> Entry:
+def entry_of(compiled: Any, parameter_bits: Sequence[int]) -> DriverEntry:
     """How to launch a Triton ``CompiledKernel`` on the current device, with parameters of these widths in order."""
     metadata = compiled.metadata
     if getattr(metadata, "num_ctas", 1) != 1:
@@ -138,7 +138,7 @@ def entry_of(compiled: Any, parameter_bits: Sequence[int]) -> Entry:
     if found[:count] != tuple(parameter_bits) or found[count:] not in ((), (64,), (64, 64)):
         raise BuildError(f"its parameters have {found} bits, expected {tuple(parameter_bits)}")
     overlapped = bool(getattr(metadata, "launch_pdl", False))
-    return Entry(int(compiled.function), int(metadata.num_warps) * WARP, int(metadata.shared), overlapped)
+    return DriverEntry(int(compiled.function), int(metadata.num_warps) * WARP, int(metadata.shared), overlapped)
 
 
 def ptx_parameter_bits(ptx: str) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from fuseplan.kernels.gpu.direct import Entry, Launcher, entry_of
+from fuseplan.kernels.gpu.direct import DriverEntry, Launcher, entry_of
 from fuseplan.kernels.ir.backend import NOTHING, BuildError, CompiledKernel, Layouts, Resources, allocating
 from fuseplan.kernels.ir.in_place import Reuse
 
@@ -95,7 +95,7 @@ class Loader:
     num_buffers: int
     _geometries: dict[tuple[int, ...], Geometry] = field(default_factory=dict)
     #: Triton's ``CompiledKernel``, and what a direct call needs (None: impossible).
-    _binaries: dict[tuple[int, bool, bool], tuple[Any, Entry | None]] = field(default_factory=dict)
+    _binaries: dict[tuple[int, bool, bool], tuple[Any, DriverEntry | None]] = field(default_factory=dict)
 
     def geometry(self, sizes: tuple[int, ...]) -> Geometry:
         if sizes not in self._geometries:
@@ -134,7 +134,7 @@ class Loader:
         if direct is not None and entry is not None:
             direct.add_binary(*key, *entry)
 
-    def _entry(self, compiled: Any, wide: bool) -> Entry | None:
+    def _entry(self, compiled: Any, wide: bool) -> DriverEntry | None:
         addresses = sum(buffer is not None for buffer, _ in self.arguments)
         try:
             return entry_of(compiled, [64] * addresses + [64 if wide else 32] * len(self.symbols))

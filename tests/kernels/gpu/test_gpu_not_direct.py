@@ -11,7 +11,7 @@ import pytest
 from fake_driver import Machine, aligned, compiled_kernel, needs_compiler, pretend_cuda
 
 from fuseplan.kernels.gpu import direct
-from fuseplan.kernels.gpu.direct import Entry, entry_of, ptx_parameter_bits
+from fuseplan.kernels.gpu.direct import DriverEntry, entry_of, ptx_parameter_bits
 from fuseplan.kernels.gpu.launch import Variant
 from fuseplan.kernels.ir.backend import SM90, BuildError
 from fuseplan.kernels.ninetoothed.backend import NinetoothedBackend
@@ -39,11 +39,11 @@ def test_special_kernels_stay_with_triton(changes: dict[str, Any], caplog: pytes
 
 
 def test_unexpected_parameters_stay_with_triton() -> None:
-    def entry(bits: list[int], expected: list[int]) -> Entry:
+    def entry(bits: list[int], expected: list[int]) -> DriverEntry:
         return entry_of(compiled_kernel(bits, print), expected)
 
-    assert entry([64, 64, 32, 64, 64], [64, 64, 32]) == Entry(1, 128, 77)
-    assert entry([64, 64, 32], [64, 64, 32]) == Entry(1, 128, 77)
+    assert entry([64, 64, 32, 64, 64], [64, 64, 32]) == DriverEntry(1, 128, 77)
+    assert entry([64, 64, 32], [64, 64, 32]) == DriverEntry(1, 128, 77)
     for bits, expected in (([64, 32], [64, 64]), ([64], [64, 64]), ([64, 32], [64]), ([64] * 5, [64, 64]), ([], [64])):
         with pytest.raises(BuildError, match="its parameters have"):
             entry(bits, expected)

@@ -27,13 +27,11 @@ from fuseplan.planner.fleet.watch import ask_workers
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.graph.serialize import graph_to_json
 from fuseplan.planner.groups.compute_graph import compute_graph_of
-from fuseplan.planner.groups.places import place_of
 from fuseplan.planner.groups.regions import find_regions, region_parts
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import implementations_for
 from fuseplan.planner.models.workload import Workload
-from fuseplan.planner.module_paths import located
-from fuseplan.planner.partition.plan_record import region_label
+from fuseplan.planner.partition.plan_record import located_label
 from fuseplan.planner.tuning.graph_stream import left_out, named_graphs
 from fuseplan.planner.tuning.plans import GraphPlan, PlanSettings, RegionPlan
 from fuseplan.planner.tuning.progress import Progress
@@ -268,7 +266,7 @@ class Fleet:
                 failure = found.outcome.failure if found is not None and found.outcome is not None else None
                 if failure is not None and region.key not in told:
                     told.add(region.key)
-                    yield RegionFailure(planned.name, _label(planned.graph, region), failure)
+                    yield RegionFailure(planned.name, located_label(planned.graph, region), failure)
 
     def _tell(self) -> None:
         counts = self._scheduler.counts
@@ -312,24 +310,20 @@ def region_task(graph: DataflowGraph, region: Region, shares: Mapping[str, float
         try:
             data = {"graph": graph_to_json(graph), "fresh": sorted(graph.fresh)}
         except ValueError as error:
-            raise PlanError(f"{_label(graph, region)}: its graph cannot be sent to a worker: {error}") from None
+            raise PlanError(f"{located_label(graph, region)}: its graph cannot be sent to a worker: {error}") from None
     flow = compute_graph_of(graph)
     parts = region_parts(graph, region)
     ops = sum(
         (1.0 if shares.get(part.key, 1.0) >= minor else _MINOR_OP)
         for part in parts for name in part.ops if flow.is_member(flow.position[name])
     )
-    return RegionTask(region.key, _label(graph, region), data, {one.key: shares[one.key] for one in parts
-                                                               if one.key in shares}, ops)
+    its_shares = {one.key: shares[one.key] for one in parts if one.key in shares}
+    return RegionTask(region.key, located_label(graph, region), data, its_shares, ops)
 
 
 def _shares(session: Session, graph: DataflowGraph) -> Mapping[str, float]:
     ways = implementations_for(session.settings.regime, session.backends, session.target)
     return part_shares(GroupTable(graph, session.settings.numerics, session.target.device_type), ways.aten)
-
-
-def _label(graph: DataflowGraph, region: Region) -> str:
-    return located(region_label(graph, region), place_of(graph, region.ops))
 
 
 def _clock(seconds: float) -> str:

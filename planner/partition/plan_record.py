@@ -14,10 +14,12 @@ from fuseplan.planner.errors import PlanError
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import Candidate, region_dependencies, single_candidates
 from fuseplan.planner.groups.compute_graph import compute_graph_of
+from fuseplan.planner.groups.places import place_of
 from fuseplan.planner.implementations.choices import Choice, recorded_choices
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import Implementations
 from fuseplan.planner.implementations.tunable_group import group_label
+from fuseplan.planner.module_paths import located
 from fuseplan.planner.partition.guided_loop import GuidedResult, Priced
 from fuseplan.planner.partition.peak_memory import peak_bytes
 from fuseplan.search.store.record import (
@@ -242,6 +244,11 @@ def in_running_order(graph: DataflowGraph, region: Region, cover: Iterable[Candi
     order = nx.DiGraph((before, after) for before, after in edges if before != after)
     order.add_nodes_from(range(len(listed)))
     return [listed[number] for number in nx.lexicographical_topological_sort(order)]
+
+
+def located_label(graph: DataflowGraph, region: Region) -> str:
+    """For people: what the region computes, and where in the model it is."""
+    return located(region_label(graph, region), place_of(graph, region.ops))
 
 
 def region_label(graph: DataflowGraph, region: Region) -> str:

@@ -12,13 +12,13 @@ from fuseplan.planner.errors import failure_reason
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import Candidate, Refusal, enumerate_candidates, region_dependencies
 from fuseplan.planner.groups.compute_graph import compute_graph_of
-from fuseplan.planner.groups.places import place_of, region_paths
+from fuseplan.planner.groups.places import region_paths
 from fuseplan.planner.groups.regions import find_boundaries, region_parts
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import kernel_mode
-from fuseplan.planner.module_paths import RepeatedPaths, group_place, located
+from fuseplan.planner.module_paths import RepeatedPaths, group_place
 from fuseplan.planner.ops.table import kind_of, why_opaque
-from fuseplan.planner.partition.plan_record import region_label
+from fuseplan.planner.partition.plan_record import located_label
 from fuseplan.planner.reports.drawing import group_name
 from fuseplan.planner.reports.frames import config_text, floor_doubt, how_it_runs, time_of
 from fuseplan.planner.reports.side_by_side import PlannedRegion, in_words, side_by_side
@@ -67,7 +67,7 @@ def compare_plans(planned: Sequence[tuple[str, DataflowGraph, GraphPlan]]) -> It
 def note_failure(graph: DataflowGraph, lines: list[str]) -> Callable[[Region, Exception], None]:
     """Adds a line for each region that cannot be planned."""
     return lambda region, error: lines.append(
-        f"\n{located(region_label(graph, region), place_of(graph, region.ops))}: not planned, runs unfused: "
+        f"\n{located_label(graph, region)}: not planned, runs unfused: "
         f"{failure_reason(error)}"
     )
 

@@ -17,13 +17,13 @@ from typing import Literal
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import failure_reason
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region, bind_graph
-from fuseplan.planner.groups.places import paths_of, place_of
+from fuseplan.planner.groups.places import paths_of
 from fuseplan.planner.groups.regions import find_regions, region_parts, unique_regions
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementation import PlannedGroup
 from fuseplan.planner.module_paths import located, place
 from fuseplan.planner.ops.table import kind_of
-from fuseplan.planner.partition.plan_record import region_label
+from fuseplan.planner.partition.plan_record import located_label, region_label
 from fuseplan.planner.runtime.logs import warn_once
 from fuseplan.planner.tuning.misses import log_missed
 from fuseplan.planner.tuning.planner import RegionPlan
@@ -247,7 +247,7 @@ class _Passes:
         def drop(region: Region, error: Exception) -> None:  # a plan is a bonus: without one the ops run as they are
             reason = failed[region.key] = f"planning failed: {failure_reason(error)}"
             self.tally.refuse(reason, paths_of(self.static, region.ops))
-            named = located(region_label(self.static, region), place_of(self.static, region.ops))
+            named = located_label(self.static, region)
             logger.warning("%s runs unfused: %s", named, reason)
 
         tuning = session.tuner(Budget.on(session.target.device_type)) if self.on_miss == "tune" else nullcontext()

@@ -108,23 +108,16 @@ class Planner:
         return len(problem.ops) + self.settings.measured_on(self.target.device_type)
 
     def plan_graph(
-        self,
-        graph: DataflowGraph,
-        on_failure: Callable[[Region, Exception], None] | None = None,
-        regions: Sequence[Region] | None = None,
-        on_taken: Callable[[Region], None] | None = None,
+        self, graph: DataflowGraph, on_failure: Callable[[Region, Exception], None] | None = None,
+        regions: Sequence[Region] | None = None, on_taken: Callable[[Region], None] | None = None,
     ) -> GraphPlan:
         """Plan every region of a static graph; equal regions are planned once.
 
         Where nothing can be measured, a region without a stored plan is planned part by part: some may have one.
 
-        Args:
-            graph: The graph.
-            on_failure: Told about a region that cannot be planned, which is then left out with all regions equal to
-                it. Without it the error is raised.
-            regions: What to plan; None for all regions.
-            on_taken: Told about a region that another tuner is at work on, which is then left out with all regions
-                equal to it. Without it the other tuner is waited for.
+        ``regions`` are all that is planned; None for all there are. A region that cannot be planned is told to
+        ``on_failure``, and one that another tuner is at work on to ``on_taken``; both are left out, with all regions
+        equal to them. Without these the error is raised, and the other tuner is waited for.
         """
         table = self._ahead.table(graph) if self._ahead is not None else self._table(graph)
         if regions is None:
@@ -187,10 +180,8 @@ class Planner:
     ) -> list[RegionPlan]:
         """Plans of regions by the cost model, out of groups, and parts of groups, that are kernels with dynamic sizes.
 
-        Args:
-            graph: The graph with its sizes bound.
-            dynamic: The same graph with dynamic sizes.
-            wanted: Each region with the groups, as names of ops, of a plan for its bound sizes.
+        ``graph`` has its sizes bound, ``dynamic`` has not. ``wanted`` are regions with the groups of a plan for the
+        bound sizes, as names of ops.
         """
         table = GroupTable(graph, self.settings.numerics, self.target.device_type, dynamic)
         records: dict[str, PlanRecord] = {}

@@ -11,10 +11,8 @@ from dataclasses import dataclass, field, replace
 from fuseplan.planner.cost.running_calibration import RunningCalibration
 from fuseplan.planner.errors import failure_reason
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
-from fuseplan.planner.groups.places import place_of
 from fuseplan.planner.groups.regions import find_regions, unique_regions
-from fuseplan.planner.module_paths import located
-from fuseplan.planner.partition.plan_record import region_label
+from fuseplan.planner.partition.plan_record import located_label
 from fuseplan.planner.tuning.graph_stream import GraphStream
 from fuseplan.planner.tuning.planner import GraphPlan, Planner, RegionPlan
 from fuseplan.planner.tuning.plans import PlanSettings
@@ -274,8 +272,7 @@ def noting(failures: list[RegionFailure], workload: str, graph: DataflowGraph) -
     def note(region: Region, error: Exception) -> None:
         if isinstance(error, MachineFailureError | DatabaseError):
             raise error
-        label = located(region_label(graph, region), place_of(graph, region.ops))
-        failures.append(RegionFailure(workload, label, error))
+        failures.append(RegionFailure(workload, located_label(graph, region), error))
 
     return note
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from typing import TypeVar
 
 from fuseplan.planner.cost.lower_bound import floor_us, same_values
 from fuseplan.planner.graph.dataflow import DataflowGraph
@@ -32,6 +33,7 @@ from fuseplan.search.timing.contest import Contest
 from fuseplan.search.timing.sequence import Part
 from fuseplan.search.tune.tuner import Tuner
 
+_T = TypeVar("_T")
 _PREFIX, _UNTIMED = "step", "untimed"
 _UNFUSED, _PLANNED = "unfused", "planned"
 
@@ -80,10 +82,15 @@ def step_key(planned: Iterable[tuple[int, PlanRecord]]) -> str:
 
 def stored_steps(database: codec.CaptureStore) -> dict[str, StepTimes]:
     """What was measured of steps, by their keys; what cannot be read is left out."""
+    return _stored(database, StepTimes, _PREFIX)
+
+
+def _stored(database: codec.CaptureStore, kind: type[_T], prefix: str, key: str = "") -> dict[str, _T]:
+    """By their keys: what can be read of one step, or of all."""
     found = {}
-    for name, data in database.captures(f"{_PREFIX}/").items():
+    for name, data in database.captures(f"{prefix}/{key}").items():
         with suppress(RecordError):
-            found[name.removeprefix(f"{_PREFIX}/")] = codec.from_data(StepTimes, data)
+            found[name.removeprefix(f"{prefix}/")] = codec.from_data(kind, data)
     return found
 
 
@@ -106,7 +113,10 @@ def measure_step(
     lease = RecordKey(key, session.device, session.settings.regime, session.settings.numerics)
 
     def known() -> StepTimes | Untimed | None:
-        return stored_steps(session.store).get(key) or _known_untimed(session.store, key, job_limit_s)
+        untimed = _stored(session.store, Untimed, _UNTIMED, key).get(key)
+        if untimed is not None and untimed.job_limit_s < job_limit_s:  # it may end within more time
+            untimed = None
+        return _stored(session.store, StepTimes, _PREFIX, key).get(key) or untimed
 
     return tuner.leases.once(
         lease, known, lambda: _measured(session, graph, plan, tuner, key, job_limit_s, on_start))
@@ -116,15 +126,6 @@ def step_problem(workload: str, found: StepTimes | Untimed) -> str:
     """Why a workload's step is not timed, in words; "" where it is, or there is nothing to say."""
     why = found.why if isinstance(found, Untimed) else ""
     return f"{workload}: its whole step is not timed: {why}" if why else ""
-
-
-def _known_untimed(database: codec.CaptureStore, key: str, job_limit_s: float) -> Untimed | None:
-    """That the step timed out before, within no less than ``job_limit_s``."""
-    for data in database.captures(f"{_UNTIMED}/{key}").values():
-        with suppress(RecordError):
-            found = codec.from_data(Untimed, data)
-            return found if found.job_limit_s >= job_limit_s else None
-    return None
 
 
 def _measured(

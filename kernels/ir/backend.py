@@ -7,19 +7,20 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, ClassVar, TypeAlias
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from fuseplan.costmodel.devices import Architecture, architecture, is_gpu
-from fuseplan.kernels.ir.dtypes import torch_dtype
-from fuseplan.kernels.ir.in_place import Reuse, ReuseOptions
-from fuseplan.kernels.ir.ir import KernelIR
+
+if TYPE_CHECKING:  # the database knows back ends, and opens without PyTorch
+    import torch
+
+    from fuseplan.kernels.ir.in_place import Reuse, ReuseOptions
+    from fuseplan.kernels.ir.ir import KernelIR
 
 #: A kernel configuration, by parameter name (never by position): JSON-able.
 Config: TypeAlias = Mapping[str, int | str]
 #: ``(shape, strides, dtype)`` of one output.
-OutputLayout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+OutputLayout: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...], torch.dtype]"
 #: Dynamic sizes -> layout of each output that a call makes.
 Layouts: TypeAlias = Callable[[tuple[int, ...]], tuple[OutputLayout, ...]]
 NOTHING: Reuse = MappingProxyType({})
@@ -135,7 +136,7 @@ def allocating(
     """:meth:`CompiledKernel.fused` of ``run``, which takes every buffer. Outputs are made beside the first input, on
     ``device`` where there is none.
     """
-    empty = torch.empty_strided
+    from torch import empty_strided as empty
 
     def call(*args: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
         sizes, beside = args[inputs:], args[0].device if inputs else device
@@ -153,6 +154,8 @@ def fused_call(kernel: CompiledKernel, ir: KernelIR, reuse: Reuse = NOTHING) -> 
 
     Those in ``reuse``, and those that lie over an input by the IR, are that input.
     """
+    from fuseplan.kernels.ir.dtypes import torch_dtype
+
     symbols, reuse = ir.symbols, {**reuse, **ir.overwritten}
 
     @lru_cache(maxsize=1024)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +20,6 @@ from torch import fx
 
 from fuseplan.planner.capture.arguments import Bound, Storages, TracedTensor, bind_arguments, respell, tensors_in
 from fuseplan.planner.capture.sizes import SizeNames
-from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.capture.writes import (
     GENERATOR,
     Access,
@@ -34,6 +33,33 @@ from fuseplan.planner.errors import CaptureError
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref, TensorSpec
 from fuseplan.planner.lowering.roundings import seen_roundings
 from fuseplan.planner.ops.table import op_of
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A traced graph and its dataflow form.
+
+    Attributes:
+        module: Pre-dispatch ATen.
+        graph: The normalised graph of ``module``.
+        node_of: The FX node that computes each value of ``graph`` (for an op with several results, the op's own node).
+        placeholders: Position among the arguments of each tensor input; constants are not in it.
+        sizes: Position among the arguments of each dynamic size that is passed as an integer.
+        scalars: The FX node that computes a number from sizes, or reads it from an argument, by symbol.
+        constants: Tensors that the trace holds as attributes; they are graph inputs too.
+        results: What the module returns, leaf by leaf: ``Ref(i)`` for ``graph.outputs[i]``, a size, or a constant.
+        written: Positions among the arguments of tensors whose memory the graph writes to.
+    """
+
+    module: fx.GraphModule
+    graph: DataflowGraph
+    node_of: Mapping[str, fx.Node]
+    placeholders: Mapping[str, int]
+    sizes: Mapping[str, int]
+    scalars: Mapping[str, fx.Node]
+    constants: Mapping[str, torch.Tensor]
+    results: tuple[Any, ...]
+    written: frozenset[int]
 
 
 def normalise(module: fx.GraphModule) -> Traced:

@@ -13,8 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fuseplan.kernels.ir.dtypes import torch_dtype
-from fuseplan.planner.capture.normalise import normalise
-from fuseplan.planner.capture.traced import Traced
+from fuseplan.planner.capture.normalise import Traced, normalise
 from fuseplan.planner.errors import GraphError, ShapeError, UnknownOpError, in_words
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
 from fuseplan.planner.graph.execute import bind_call, parameters_of, resolve_op, run_node

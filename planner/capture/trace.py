@@ -24,8 +24,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from fuseplan.costmodel.devices import traced_on
 from fuseplan.planner.capture.fake_layouts import correct_layouts, laid_out
 from fuseplan.planner.capture.modules import name_modules, trace_ops
-from fuseplan.planner.capture.normalise import normalise
-from fuseplan.planner.capture.traced import Traced
+from fuseplan.planner.capture.normalise import Traced, normalise
 from fuseplan.planner.capture.transforms import modes_restored, without_transforms
 from fuseplan.planner.errors import CaptureError, ConfigError, FuseplanError, in_words
 from fuseplan.planner.graph.dataflow import DataflowGraph, bind_graph

@@ -12,7 +12,7 @@ import torch
 from fuseplan.costmodel.device import Mode
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.ir import KernelIR
-from fuseplan.planner.capture.traced import Traced
+from fuseplan.planner.capture.normalise import Traced
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.graph.layouts import laid_out, layout_of
 from fuseplan.planner.groups.candidates import Candidate

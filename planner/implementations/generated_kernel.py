@@ -16,7 +16,7 @@ from fuseplan.kernels.ir.backend import Backend, BuildError, Config, Target, con
 from fuseplan.kernels.ir.gathers import may_fail
 from fuseplan.kernels.ir.in_place import ReuseOptions
 from fuseplan.kernels.ir.ir import KernelIR
-from fuseplan.planner.capture.traced import Traced
+from fuseplan.planner.capture.normalise import Traced
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import RefusedError
 from fuseplan.planner.groups.candidates import Candidate

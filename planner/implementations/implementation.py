@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from fuseplan.costmodel.device import Mode
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.backend import Backend, Config
-from fuseplan.planner.capture.traced import Traced
+from fuseplan.planner.capture.normalise import Traced
 from fuseplan.planner.dispatch_stats import Source, Tally
 from fuseplan.planner.groups.candidates import Candidate
 from fuseplan.planner.implementations.first_call import FirstCall

@@ -9,7 +9,7 @@ from fuseplan.costmodel.device import Mode
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.in_place import ReuseOptions
 from fuseplan.kernels.ir.ir import Buffer
-from fuseplan.planner.capture.traced import Traced
+from fuseplan.planner.capture.normalise import Traced
 from fuseplan.planner.errors import RefusedError
 from fuseplan.planner.groups.candidates import Candidate
 from fuseplan.planner.groups.compute_graph import compute_graph_of

@@ -13,8 +13,8 @@ from functools import partial
 from types import MappingProxyType
 
 from fuseplan.kernels.ir.dtypes import torch_dtype
+from fuseplan.planner.capture.normalise import Traced
 from fuseplan.planner.capture.subgraph import SubGraph, trace_function, trace_subgraph
-from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.errors import ShapeError, UnknownPatternError
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.models.workload import read_size

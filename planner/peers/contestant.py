@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fuseplan.kernels.ir.backend import Backend, Target
-from fuseplan.planner.capture.traced import Traced
+from fuseplan.planner.capture.normalise import Traced
 from fuseplan.planner.graph.dataflow import TensorSpec
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.implementations.implementation import PlannedGroup

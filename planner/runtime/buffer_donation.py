@@ -14,8 +14,7 @@ import torch
 from torch import fx
 
 from fuseplan.kernels.ir.in_place import Reuse, choose_reuse
-from fuseplan.planner.capture.normalise import MODE_SWITCHES
-from fuseplan.planner.capture.traced import Traced
+from fuseplan.planner.capture.normalise import MODE_SWITCHES, Traced
 from fuseplan.planner.implementations.first_call import GroupCall
 from fuseplan.planner.ops.table import kind_of, op_of
 from fuseplan.planner.rewrites.trace_edit import fake_tensors

@@ -15,7 +15,7 @@ from fuseplan.kernels.gpu.direct import launcher_problem
 from fuseplan.kernels.ir.backend import Target
 from fuseplan.kernels.native.allowance import in_threads
 from fuseplan.kernels.native.overlap import Operand, guarded
-from fuseplan.planner.capture.traced import Traced
+from fuseplan.planner.capture.normalise import Traced
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import failure_reason
 from fuseplan.planner.implementations.direct_calls import bind_calls, fill_namespace

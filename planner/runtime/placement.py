@@ -14,8 +14,7 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from fuseplan.kernels.ir.ops import float32_bits
-from fuseplan.planner.capture.normalise import MODE_SWITCHES
-from fuseplan.planner.capture.traced import Traced
+from fuseplan.planner.capture.normalise import MODE_SWITCHES, Traced
 from fuseplan.planner.implementations.first_call import GroupCall
 from fuseplan.planner.ops.table import kind_of, op_of, written_value
 from fuseplan.planner.rewrites.trace_edit import fake_tensors

@@ -23,9 +23,8 @@ from typing import Any, TypeAlias
 import torch
 
 from fuseplan.kernels.ir.index import evaluate
-from fuseplan.planner.capture.normalise import dtype_name
+from fuseplan.planner.capture.normalise import Traced, dtype_name
 from fuseplan.planner.capture.subgraph import SubGraph, runner, trace_subgraph
-from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.dispatch_stats import Stats, Tally, new_tally, total
 from fuseplan.planner.errors import ConfigError, FuseplanError, GraphError, ShapeError, UnknownOpError, failure_reason
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec

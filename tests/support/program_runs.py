@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import fuseplan.planner
-from fuseplan.planner.capture.traced import Traced
+from fuseplan.planner.capture.normalise import Traced
 from fuseplan.planner.implementations.first_call import GroupCall
 from fuseplan.planner.runtime import executor
 from fuseplan.planner.runtime.dispatch import fuseplan as backend

@@ -13,9 +13,8 @@ from graph_runs import run_graph
 from torch import fx
 
 from fuseplan.kernels.ir.index import evaluate
-from fuseplan.planner.capture.normalise import normalise
+from fuseplan.planner.capture.normalise import Traced, normalise
 from fuseplan.planner.capture.trace import trace_predispatch
-from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref
 
 

@@ -17,8 +17,8 @@ from tracing import recording
 
 import fuseplan.planner
 from fuseplan.planner.capture.fake_layouts import correct_layouts
+from fuseplan.planner.capture.normalise import Traced
 from fuseplan.planner.capture.trace import record
-from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.graph.serialize import graph_to_json
 
 

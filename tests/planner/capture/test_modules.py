@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from tracing import recording
 
+from fuseplan.planner.capture.normalise import Traced
 from fuseplan.planner.capture.trace import record
-from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.graph.serialize import graph_from_json, graph_to_json
 from fuseplan.planner.groups.places import paths_of, place_of, region_paths

@@ -11,8 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tracing import check, only, ops, ordered, recording, runner
 
 from fuseplan.kernels.ir.index import symbol
-from fuseplan.planner.capture.normalise import normalise
-from fuseplan.planner.capture.traced import Traced
+from fuseplan.planner.capture.normalise import Traced, normalise
 from fuseplan.planner.errors import CaptureError
 from fuseplan.planner.graph.dataflow import Ref
 from fuseplan.planner.graph.execute import run_node

@@ -20,8 +20,8 @@ from tracing import ops, recording
 
 from fuseplan.planner.capture import cache
 from fuseplan.planner.capture.cache import cached_capture, capture_key
+from fuseplan.planner.capture.normalise import Traced
 from fuseplan.planner.capture.trace import capture, record, trace_predispatch
-from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.errors import CaptureError, ConfigError
 from fuseplan.planner.graph.dataflow import bind_graph
 from fuseplan.planner.graph.serialize import graph_to_json

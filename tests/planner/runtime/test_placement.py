@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
+from fuseplan.planner.capture.normalise import Traced
 from fuseplan.planner.capture.subgraph import SubGraph, trace_subgraph
-from fuseplan.planner.capture.traced import Traced
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
 from fuseplan.planner.groups.compute_graph import compute_graph_of, lower_group
 from fuseplan.planner.implementations.first_call import GroupCall

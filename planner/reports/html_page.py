@@ -18,7 +18,7 @@ from fuseplan.planner.reports.against import against_lines, groups_against
 from fuseplan.planner.reports.drawing import group_class, group_name, partition_svg, templates
 from fuseplan.planner.reports.frames import ReportData
 from fuseplan.planner.reports.log_plot import LogPlot
-from fuseplan.planner.reports.plots import bandwidth_plot, roofline_plot, scatter_plot, workloads_by_key
+from fuseplan.planner.reports.plots import bandwidth_plot, roofline_plot, scatter_plot
 from fuseplan.planner.reports.side_by_side import PlannedRegion, as_frame, side_by_side
 from fuseplan.planner.reports.step_words import answers, bars, time_text
 from fuseplan.planner.reports.steps import PARTS, Step, steps
@@ -198,12 +198,11 @@ def _side_by_side(data: ReportData) -> list[Markup]:
 
 def _plots(data: ReportData) -> list[dict[str, Any]]:
     """Title, caption, picture, and the points that are named, of the plots that the data allows."""
-    places = workloads_by_key(data)
     found: list[tuple[str, str, LogPlot]] = []
-    if data.spec is not None and (roofs := roofline_plot(data.spec, data, places)).points:
+    if data.spec is not None and (roofs := roofline_plot(data.spec, data)).points:
         caption = "Every tuned group under the roofs measured on this device. The named ones save most time each run."
         found.append(("Roofline", caption, roofs))
-    if (pairs := scatter_plot(data, places)).points:
+    if (pairs := scatter_plot(data)).points:
         caption = "On the diagonal the model is right; the band is ±25 %. The named ones are off by most time."
         found.append(("Predicted and measured", caption, pairs))
     if data.spec is not None:

@@ -350,13 +350,12 @@ def test_page_without_misses_says_so(data: ReportData) -> None:
 
 
 def test_every_point_of_a_plot_has_its_name_and_workloads(data: ReportData) -> None:
-    places = plots.workloads_by_key(data)
-    for plot in (plots.roofline_plot(samples.SPEC, data, places), plots.scatter_plot(data, places)):
+    for plot in (plots.roofline_plot(samples.SPEC, data), plots.scatter_plot(data)):
         assert plot.points
         for point in plot.points:
             assert point.words.count("(decode b1") == 1  # each is of a group of that workload
             assert point.words.split(" ")[0] in {"silu+mul", "add+rms_norm", "cat|neg", "neg", "silu"}
-    (fused,) = [one for one in plots.roofline_plot(samples.SPEC, data, places).points
+    (fused,) = [one for one in plots.roofline_plot(samples.SPEC, data).points
                 if one.tone == "fused" and "silu+mul" in one.words]
     assert (fused.x, fused.y) == pytest.approx((1.5e6 / 1.5e6, 1.5e6 / 40e-6 * 1e-9))
     assert "decode b1, prefill 1x128" in fused.words and "40.0 us" in fused.words

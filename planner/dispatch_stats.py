@@ -139,10 +139,6 @@ class Tally:
         with self._lock:
             self._counts[name] += number
 
-    def fused(self, source: Source) -> None:
-        """A group runs as one kernel."""
-        self.count(f"from_{source}")
-
     def fall_back(self, reason: str, source: Source | None = None, paths: Paths = ()) -> None:
         """A group runs unfused. ``source`` is given when it had been counted as fused before, ``paths`` are those of
         its modules.
@@ -158,11 +154,6 @@ class Tally:
             self._fallbacks[reason] += 1
             if paths:  # what happens in calls, without end, has none
                 self._paths[reason].append(paths)
-
-    def quarantine(self, reason: str) -> None:
-        """A stored plan is not used, since it is unsound."""
-        self.count("quarantined")
-        self.refuse(reason)
 
     def note(self, reason: str, number: int = 1, paths: Paths = ()) -> None:
         """Something that was asked for is not done; the kernels run all the same."""

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from fuseplan.costmodel.device import DeviceSpec, DeviceSpecError, Mode
 from fuseplan.costmodel.roofline import lower_bound
 from fuseplan.costmodel.work import Work
-from fuseplan.planner.graph.dataflow import DataflowGraph, Region
-from fuseplan.planner.groups.candidates import Candidate, single_candidates
+from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.groups.candidates import Candidate, same_values, single_candidates
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import find_regions, unique_regions
 from fuseplan.planner.implementations.group_table import GroupTable
@@ -48,13 +48,6 @@ def step_work(table: GroupTable) -> Work:
                 name = names.get(value, value)
                 moved[name] = max(nbytes, moved.get(name, 0.0))
     return Work(flops=dict(flops), dram_bytes=sum(_outside(graph, moved).values()), launches=1)
-
-
-def same_values(graph: DataflowGraph, first: Region, other: Region) -> dict[str, str]:
-    """By the name of a value of ``first``, which is made or read there: that of the same value of an equal region."""
-    pairs = zip(first.ops, other.ops, strict=True)
-    made = ((a, b) for one, same in pairs for a, b in zip(graph.op(one).outputs, graph.op(same).outputs, strict=True))
-    return {**dict(zip(first.inputs, other.inputs, strict=True)), **dict(made)}
 
 
 def _touched(table: GroupTable, singles: list[Candidate]) -> dict[str, float]:

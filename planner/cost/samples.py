@@ -15,7 +15,6 @@ from fuseplan.costmodel.device import Mode
 from fuseplan.costmodel.work import Work
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import region_dependencies
-from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations.choices import Choice
 from fuseplan.search.store import codec, limits
 from fuseplan.search.store.database import Database
@@ -83,10 +82,9 @@ def region_samples(
 ) -> RegionSamples:
     """The record of a region; the samples of ``measured`` get their positions here."""
     dependencies = region_dependencies(graph, region)
-    flow = compute_graph_of(graph)
     position = {name: number for number, name in enumerate(region.ops)}
-    names = [position[flow.names[at]] for at in dependencies.members]
-    edges = tuple(sorted((names[first], names[second]) for first, second in dependencies.edges()))
+    places = [position[name] for name in dependencies.bit]
+    edges = tuple(sorted((places[first], places[second]) for first, second in dependencies.edges()))
     samples = tuple(
         replace(sample, ops=tuple(position[op] for op in choice.group.ops)) for choice, sample in measured
     )

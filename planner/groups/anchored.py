@@ -14,7 +14,6 @@ from itertools import islice, product
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import Candidate, Legal, region_candidates, region_dependencies
-from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.convex import Dependencies, bits, union
 from fuseplan.planner.ops.table import op_of, written_value
 
@@ -26,13 +25,11 @@ def anchored_candidates(
     graph: DataflowGraph, region: Region, islands: Iterable[Candidate], legal: Legal
 ) -> list[Candidate]:
     """Groups of ``region`` around its matmuls, of which ``islands`` are the groups without one."""
-    flow, dependencies = compute_graph_of(graph), region_dependencies(graph, region)
-    bit_of = {flow.names[at]: bit for bit, at in enumerate(dependencies.members)}
-    known = list(dict.fromkeys(sum(1 << bit_of[name] for name in one.ops) for one in islands))
+    dependencies = region_dependencies(graph, region)
+    known = list(dict.fromkeys(dependencies.mask(one.ops) for one in islands))
 
     def is_legal(mask: int) -> bool:
-        names = [flow.names[dependencies.members[bit]] for bit in bits(mask)]
-        return dependencies.is_convex(mask) and legal(names) is None
+        return dependencies.is_convex(mask) and legal(dependencies.names(mask)) is None
 
     @cache
     def passed(mask: int) -> tuple[int, int]:
@@ -60,7 +57,7 @@ def anchored_candidates(
             found |= added
 
     masks: dict[int, None] = {}
-    for anchors in _anchors(graph, dependencies, region):
+    for anchors in _anchors(dependencies):
         reads, made_for = union(dependencies.reads[bit] for bit in bits(anchors)), _readers(dependencies, anchors)
         before = [mask for mask in known if mask & reads and not _readers(dependencies, mask) & ~(mask | anchors)]
         after = [mask for mask in known if mask & made_for and not mask & reads]
@@ -76,9 +73,9 @@ def anchored_candidates(
     return region_candidates(graph, region, masks)
 
 
-def _anchors(graph: DataflowGraph, dependencies: Dependencies, region: Region) -> Iterator[int]:
+def _anchors(dependencies: Dependencies) -> Iterator[int]:
     """Each matmul, and together those that read one value."""
-    flow = compute_graph_of(graph)
+    flow = dependencies.flow
     siblings: dict[Sequence[str], int] = {}
     for bit, at in enumerate(dependencies.members):
         node = flow.nodes[at]

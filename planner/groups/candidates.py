@@ -7,14 +7,14 @@ through data flow or as siblings that read one value. Every connected convex set
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TypeAlias
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.canonical import canonical_form
-from fuseplan.planner.groups.compute_graph import ComputeGraph, compute_graph_of
+from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.connected_sets import ConnectedSets, connected_sets, parts
 from fuseplan.planner.groups.convex import Dependencies, bits
 
@@ -72,40 +72,42 @@ class Enumeration:
         """What was enumerated of region ``planned`` at the same places of ``other``, a region of the same key."""
         if planned.key != other.key:
             raise ValueError(f"regions differ: {planned.key[:12]} and {other.key[:12]}")
-        names = dict(zip(planned.ops, other.ops, strict=True))
-        values = dict(zip(planned.inputs, other.inputs, strict=True))
-        for here, there in names.items():
-            values.update(zip(graph.op(here).outputs, graph.op(there).outputs, strict=True))
+        values = same_values(graph, planned, other)
 
-        def at(ops: Iterable[str], known: Mapping[str, str] = names) -> tuple[str, ...]:
-            return tuple(known[name] for name in ops)
+        def at(names: Iterable[str]) -> tuple[str, ...]:
+            return tuple(values[name] for name in names)
 
-        found = [Candidate(at(one.ops), at(one.inputs, values), at(one.outputs, values)) for one in self.candidates]
+        found = [Candidate(at(one.ops), at(one.inputs), at(one.outputs)) for one in self.candidates]
         refusals = [Refusal(at(one.ops), one.reason) for one in self.refusals]
         return Enumeration(tuple(found), tuple(refusals), self.truncated)
+
+
+def same_values(graph: DataflowGraph, first: Region, other: Region) -> dict[str, str]:
+    """By the name of a value of ``first``, which is made or read there: that of the same value of an equal region."""
+    pairs = zip(first.ops, other.ops, strict=True)
+    made = ((a, b) for one, same in pairs for a, b in zip(graph.op(one).outputs, graph.op(same).outputs, strict=True))
+    return {**dict(zip(first.inputs, other.inputs, strict=True)), **dict(made)}
 
 
 def enumerate_candidates(
     graph: DataflowGraph, region: Region, legal: Legal, limits: CandidateLimits = CandidateLimits()
 ) -> Enumeration:
     """Enumerate the fusion groups of ``region``, a region of ``graph``."""
-    flow, dependencies = compute_graph_of(graph), region_dependencies(graph, region)
-    ops = [flow.nodes[at].op for at in dependencies.members]
+    dependencies = region_dependencies(graph, region)
+    ops = [dependencies.flow.nodes[at].op for at in dependencies.members]
     grown = connected_sets(dependencies, limits.max_ops, limits.max_candidates, ops)
-    refused = _reasons(flow, dependencies, legal)
+    refused = _reasons(dependencies, legal)
     masks = grown.masks
     if not grown.complete:  # what was kept may be illegal around some ops: legal groups cover them all
         everything = (1 << len(ops)) - 1
         masks += tuple(parts(dependencies, everything, limits.max_ops, lambda mask: refused(mask) is None))
     candidates: list[Candidate] = []
-    refusals = _separated_pairs(flow, dependencies)
+    refusals = _separated_pairs(dependencies)
     for mask in dict.fromkeys(masks):
-        candidate = _candidate(flow, dependencies, mask)
-        reason = refused(mask)
-        if reason is None:
-            candidates.append(candidate)
+        if (reason := refused(mask)) is None:
+            candidates.append(_candidate(dependencies, mask))
         else:
-            refusals.append(Refusal(candidate.ops, reason))
+            refusals.append(Refusal(dependencies.names(mask), reason))
     return Enumeration(tuple(candidates), tuple(refusals), _truncation(grown, limits))
 
 
@@ -113,22 +115,21 @@ def enumerate_parts(
     graph: DataflowGraph, region: Region, groups: Iterable[Sequence[str]], legal: Legal
 ) -> Enumeration:
     """Single ops of a region, its ``groups`` where they are legal, and legal parts that cover those that are not."""
-    flow, dependencies = compute_graph_of(graph), region_dependencies(graph, region)
-    bit_of = {flow.names[at]: bit for bit, at in enumerate(dependencies.members)}
-    refused = _reasons(flow, dependencies, legal)
+    dependencies = region_dependencies(graph, region)
+    refused = _reasons(dependencies, legal)
     masks = [1 << bit for bit in range(len(dependencies))]
-    for group in (sum(1 << bit_of[name] for name in ops) for ops in groups):
+    for group in map(dependencies.mask, groups):
         if refused(group) is None:
             masks.append(group)
         else:
             masks += parts(dependencies, group, group.bit_count(), lambda mask: refused(mask) is None)
-    found = (_candidate(flow, dependencies, mask) for mask in dict.fromkeys(masks) if refused(mask) is None)
+    found = (_candidate(dependencies, mask) for mask in dict.fromkeys(masks) if refused(mask) is None)
     return Enumeration(tuple(found), ())
 
 
-def _reasons(flow: ComputeGraph, dependencies: Dependencies, legal: Legal) -> Callable[[int], str | None]:
+def _reasons(dependencies: Dependencies, legal: Legal) -> Callable[[int], str | None]:
     """``legal`` of masks of members, asked once each."""
-    return cache(lambda mask: legal([flow.names[dependencies.members[bit]] for bit in bits(mask)]))
+    return cache(lambda mask: legal(dependencies.names(mask)))
 
 
 def region_dependencies(graph: DataflowGraph, region: Region) -> Dependencies:
@@ -140,22 +141,20 @@ def region_dependencies(graph: DataflowGraph, region: Region) -> Dependencies:
 
 def region_candidates(graph: DataflowGraph, region: Region, masks: Iterable[int]) -> list[Candidate]:
     """The candidates that ``masks`` stand for, whether or not they are legal."""
-    flow, dependencies = compute_graph_of(graph), region_dependencies(graph, region)
-    return [_candidate(flow, dependencies, mask) for mask in masks]
+    dependencies = region_dependencies(graph, region)
+    return [_candidate(dependencies, mask) for mask in masks]
 
 
 def placed_candidates(graph: DataflowGraph, region: Region, places: Iterable[Iterable[int]]) -> list[Candidate]:
     """The candidates whose ops are at ``places`` of ``region.ops``, as records name them."""
-    flow = compute_graph_of(graph)
-    bit_of = {at: bit for bit, at in enumerate(region_dependencies(graph, region).members)}
-    masks = (sum(1 << bit_of[flow.position[region.ops[place]]] for place in group) for group in places)
-    return region_candidates(graph, region, masks)
+    dependencies = region_dependencies(graph, region)
+    return [_candidate(dependencies, dependencies.mask(region.ops[place] for place in group)) for group in places]
 
 
 def single_candidates(graph: DataflowGraph, region: Region) -> list[Candidate]:
     """Every compute op and anchor of a region by itself, in canonical order."""
-    count = len(region_dependencies(graph, region))
-    return region_candidates(graph, region, [1 << bit for bit in range(count)])
+    dependencies = region_dependencies(graph, region)
+    return [_candidate(dependencies, 1 << bit) for bit in range(len(dependencies))]
 
 
 def group_key(graph: DataflowGraph, ops: Iterable[str], outputs: Iterable[str]) -> str:
@@ -166,7 +165,8 @@ def group_key(graph: DataflowGraph, ops: Iterable[str], outputs: Iterable[str]) 
     return canonical_form(graph, names, outputs).key
 
 
-def _candidate(flow: ComputeGraph, dependencies: Dependencies, mask: int) -> Candidate:
+def _candidate(dependencies: Dependencies, mask: int) -> Candidate:
+    flow = dependencies.flow
     members = [dependencies.members[bit] for bit in bits(mask)]
     made = {value for at in members for value in flow.nodes[at].outputs}
     needed = set(flow.needed_outside(members))
@@ -175,9 +175,9 @@ def _candidate(flow: ComputeGraph, dependencies: Dependencies, mask: int) -> Can
     return Candidate(tuple(flow.names[at] for at in members), tuple(inputs), outputs)
 
 
-def _separated_pairs(flow: ComputeGraph, dependencies: Dependencies) -> list[Refusal]:
+def _separated_pairs(dependencies: Dependencies) -> list[Refusal]:
     """The neighbouring ops that no group can hold alone, with what stands between them."""
-    refusals = []
+    flow, refusals = dependencies.flow, []
     for bit, near in enumerate(dependencies.neighbours):
         for other in bits(near >> (bit + 1) << (bit + 1)):
             one, two = dependencies.members[bit], dependencies.members[other]

@@ -32,12 +32,14 @@ class Dependencies:
     """How the members of a region depend on each other.
 
     Attributes:
+        flow: The graph that they are of.
         members: Positions of the compute ops in the flow; bit ``i`` is ``members[i]``.
         reads: For each member, the members whose values it reads (views looked through).
         detours: For each member, the members that reach it by a detour.
         siblings: For each member, the members that read a source value it reads too.
     """
 
+    flow: ComputeGraph
     members: tuple[int, ...]
     reads: tuple[int, ...]
     detours: tuple[int, ...]
@@ -53,10 +55,21 @@ class Dependencies:
         siblings = [
             union(readers[source] for source in flow.sources[at]) & ~(1 << bit) for bit, at in enumerate(members)
         ]
-        return Dependencies(tuple(members), tuple(reads), tuple(detours), tuple(siblings))
+        return Dependencies(flow, tuple(members), tuple(reads), tuple(detours), tuple(siblings))
 
     def __len__(self) -> int:
         return len(self.members)
+
+    @cached_property
+    def bit(self) -> dict[str, int]:
+        """The number of each member by the name of its op."""
+        return {self.flow.names[at]: bit for bit, at in enumerate(self.members)}
+
+    def mask(self, names: Iterable[str]) -> int:
+        return sum(1 << self.bit[name] for name in names)
+
+    def names(self, mask: int) -> tuple[str, ...]:
+        return tuple(self.flow.names[self.members[bit]] for bit in bits(mask))
 
     @cached_property
     def neighbours(self) -> tuple[int, ...]:
@@ -111,9 +124,7 @@ class Dependencies:
 
     def edges(self) -> tuple[tuple[int, int], ...]:
         """All dependencies, detours included, as pairs of member numbers."""
-        return tuple(
-            (pred, bit) for bit in range(len(self)) for pred in bits(self.reads[bit] | self.detours[bit])
-        )
+        return tuple((pred, bit) for bit in range(len(self)) for pred in bits(self.reads[bit] | self.detours[bit]))
 
 
 def _transpose(rows: Iterable[int]) -> tuple[int, ...]:

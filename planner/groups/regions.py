@@ -20,7 +20,7 @@ from networkx.utils import UnionFind
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.canonical import canonical_form
 from fuseplan.planner.groups.compute_graph import ComputeGraph, compute_graph_of
-from fuseplan.planner.groups.convex import Dependencies, bits
+from fuseplan.planner.groups.convex import Dependencies
 from fuseplan.planner.ops.table import op_of
 
 #: Readers of a value are compared with those on so many greater depths, and with so many on each of these (readers of
@@ -206,6 +206,5 @@ class _Finder:
         """Pairs ordered by a path outside the region: they limit the legal groups, so they are part of the key."""
         if len({self.flow.depth[at] for at in members}) == 1:
             return []
-        names = [self.flow.names[at] for at in members]
-        detours = Dependencies.of(self.flow, members).detours
-        return [(names[pred], names[at]) for at in range(len(names)) for pred in bits(detours[at])]
+        found = Dependencies.of(self.flow, members)
+        return [(before, name) for name, bit in found.bit.items() for before in found.names(found.detours[bit])]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
 
 from fuseplan.costmodel.device import Mode
 from fuseplan.costmodel.work import Work
@@ -72,10 +73,12 @@ def run_chain(graph: DataflowGraph, lowered: Lowered, device_type: str, *args: A
 
     It holds no trace, and is made anew in each such call.
     """
-    nodes, ir = group_nodes(graph, lowered), lowered.ir
-    chain = chain_module(nodes, lowered.inputs, lowered.outputs, device_type, ir.symbols, graph)
-    results = chain(*args)
-    return _fitted(ir, results[0] if len(results) == 1 else results, args)
+    return _fitted(lowered.ir, _chain(graph, lowered, device_type)(*args), args)
+
+
+def _chain(graph: DataflowGraph, lowered: Lowered, device_type: str) -> fx.GraphModule:
+    nodes, symbols = group_nodes(graph, lowered), lowered.ir.symbols
+    return chain_module(nodes, lowered.inputs, lowered.outputs, device_type, symbols, graph, as_kernel=True)
 
 
 def _fitted(ir: KernelIR, results: Any, args: Sequence[Any]) -> Any:
@@ -90,25 +93,16 @@ def _fitted(ir: KernelIR, results: Any, args: Sequence[Any]) -> Any:
 
 def run_op(op: OpGroup, args: Sequence[Any]) -> tuple[Any, Fused]:
     """Run the op that a library's call stands for; the result, and what does so in later calls."""
-    chain: Fused = chain_module([op.node], op.inputs, op.outputs, op.device_type).forward
-
-    def plain(*given: Any) -> Any:
-        results = chain(*given)
-        return results[0] if len(op.outputs) == 1 else results
-
-    return plain(*args), plain
+    chain: Fused = chain_module([op.node], op.inputs, op.outputs, op.device_type, as_kernel=True).forward
+    return chain(*args), chain
 
 
 def _generated(traced: Traced, lowered: Lowered, device_type: str) -> Fused:
-    nodes = group_nodes(traced.graph, lowered)
-    module = chain_module(nodes, lowered.inputs, lowered.outputs, device_type, lowered.ir.symbols, traced.graph)
+    module = _chain(traced.graph, lowered, device_type)
     for node in module.graph.nodes:
         if (value := node.meta.get("value")) is not None:
             node.meta["traced"] = traced.node_of[value].name
     bind_calls(module.graph, traced.module.graph)
-    (results,) = module.graph.output_node().args
-    if isinstance(results, tuple) and len(results) == 1:  # a kernel gives a single tensor as it is
-        module.graph.output_node().args = results
     module.recompile()
     fill_namespace(module.forward.__globals__)
     forward: Fused = module.forward

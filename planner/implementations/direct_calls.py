@@ -126,9 +126,10 @@ def find_binding(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Map
     key = target, _kind(tuple(args)), _kind(dict(kwargs))
     if key not in _FOUND:
         _FOUND[key] = None
-        for namespace in _NAMESPACES:
+        wanted = _trace(target, args, kwargs)
+        for namespace in _NAMESPACES if wanted is not None else ():
             function = getattr(namespace, target._opname, None)
-            if callable(function) and _does_the_same(function, target, args, kwargs):
+            if callable(function) and _trace(function, args, kwargs) == wanted:
                 name = function.__name__  # one stand-in for each function, so that generated code has one name for it
                 _FOUND[key] = _STANDINS.setdefault((str(namespace), name), Direct(function, name))
                 break
@@ -148,42 +149,28 @@ def _is_eligible(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Map
     )
 
 
-def _does_the_same(
-    candidate: Callable[..., Any], target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> bool:
-    """Whether both dispatch the same calls with equal arguments, and return the same of what these give."""
+def _trace(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """What a call dispatches, each with its arguments, and returns, as text: 1, 1.0 and True are different scalars.
+
+    None where it dispatches nothing, or cannot be tried: no such overload, or no way to run it without data.
+    """
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    count = len(tensors)
 
-    def call(*given: torch.Tensor) -> list[Any]:
-        results = []
-        for function, operands in ((candidate, given[:count]), (target, given[count:])):
-            remaining = iter(operands)
-            filled = [next(remaining) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-            own_args, own_kwargs = pytree.tree_unflatten(filled, structure)
-            result = function(*own_args, **own_kwargs)
-            results.append(list(result) if isinstance(result, list | tuple) else result)
-        return results
+    def call(*given: torch.Tensor) -> Any:
+        remaining = iter(given)
+        filled = [next(remaining) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        own_args, own_kwargs = pytree.tree_unflatten(filled, structure)
+        result = function(*own_args, **own_kwargs)
+        return list(result) if isinstance(result, list | tuple) else result
 
     try:
         with torch.no_grad():
-            graph = make_fx(call, pre_dispatch=True)(*(tensor.clone() for tensor in (*tensors, *tensors))).graph
-    except Exception:  # no such overload, or no way to try it without data
-        return False
-    calls = [node for node in graph.nodes if node.op == "call_function"]
-    given, half = list(graph.find_nodes(op="placeholder")), len(calls) // 2
-    twins = dict(zip((*given[:count], *calls[:half]), (*given[count:], *calls[half:]), strict=False))
-
-    def is_same(one: Any, other: Any) -> bool:  # as text: 1, 1.0 and True are different scalars
-        return repr(fx.map_arg(one, lambda node: twins.get(node, node))) == repr(other)
-
-    results: Any = graph.output_node().args[0]
-    own, its = results
-    return len(calls) == 2 * half > 0 and is_same(own, its) and all(
-        one.target is other.target and is_same((one.args, one.kwargs), (other.args, other.kwargs))
-        for one, other in zip(calls[:half], calls[half:], strict=True)
-    )
+            graph = make_fx(call, pre_dispatch=True)(*(tensor.clone() for tensor in tensors)).graph
+    except Exception:
+        return None
+    kinds = {node.op for node in graph.nodes}
+    return str(graph) if "call_function" in kinds and "get_attr" not in kinds else None
 
 
 def _by_name(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -165,7 +165,7 @@ class GeneratedKernel(Implementation):
         raise RefusedError(f"{first.name}: {refusal}")
 
     def count(self, group: PlannedGroup, tally: Tally) -> None:
-        tally.fused(group.source)
+        tally.count(f"from_{group.source}")
 
     def leave_out(self, group: PlannedGroup, tally: Tally, reason: str) -> None:
         tally.fall_back(reason, paths=group.paths)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.backend import Backend, Target
@@ -12,10 +11,9 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import Candidate, CandidateLimits, Enumeration, enumerate_candidates, group_key
 from fuseplan.planner.groups.compute_graph import compute_graph_of, lower_group
 from fuseplan.planner.implementations.tunable_group import TunableGroup, group_subject, op_group, op_subject
-from fuseplan.planner.libraries.library_call import LibraryCall, OpGroup
+from fuseplan.planner.libraries.library_call import OpGroup
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable
 from fuseplan.planner.work.group_work import hot_inputs, kernel_work, op_work
-from fuseplan.planner.work.library_work import library_work
 
 
 class GroupTable:
@@ -100,12 +98,6 @@ class GroupTable:
             self._singles[op] = op_work(self.graph, op)
         return self._singles[op]
 
-    def call_work(self, group: Candidate, name: str) -> Work:
-        """Work of the group as one call of a library."""
-        ops = self.op_group(group)
-        cold = [value for value, hot in zip(ops.inputs, hot_inputs(self.graph, ops.inputs), strict=True) if not hot]
-        return library_work(ops.node, ops.inputs, ops.outputs, ops.specs, name, cold)
-
     def is_anchor(self, group: Candidate) -> bool:
         """Whether the group is a matmul or attention by itself: only library calls run it."""
         return self._holds_only_an_anchor(group.ops)
@@ -128,7 +120,3 @@ class GroupTable:
     def op_group(self, group: Candidate) -> OpGroup:
         """The group as library calls see it."""
         return op_group(self.graph, group.ops, group.outputs, self.device_type)
-
-    def call_subject(self, group: Candidate, call: LibraryCall) -> TunableGroup:
-        """The group as the search sees it when a library call runs it."""
-        return replace(self.subject(group), library=call)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from fuseplan.costmodel.device import Mode
@@ -19,6 +19,8 @@ from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementation import Implementation, PlannedGroup, Screening
 from fuseplan.planner.implementations.tunable_group import TunableGroup
 from fuseplan.planner.libraries.library_call import LibraryCall
+from fuseplan.planner.work.group_work import hot_inputs
+from fuseplan.planner.work.library_work import library_work
 from fuseplan.search.tune.tuner import Tuner
 
 
@@ -41,13 +43,15 @@ class LibraryOp(Implementation):
         return self.call.refuse(table.op_group(group))
 
     def work(self, table: GroupTable, group: Candidate) -> Work:
-        return table.call_work(group, self.name)
+        op = table.op_group(group)
+        cold = [value for value, hot in zip(op.inputs, hot_inputs(table.graph, op.inputs), strict=True) if not hot]
+        return library_work(op.node, op.inputs, op.outputs, op.specs, self.name, cold)
 
     def calibration(self, table: GroupTable, group: Candidate) -> str:
         return anchor_calibration(table, group)
 
     def subject(self, table: GroupTable, group: Candidate) -> TunableGroup:
-        return table.call_subject(group, self.call)
+        return replace(table.subject(group), library=self.call)
 
     def screen(self, table: GroupTable, group: Candidate, tuner: Tuner) -> Screening:
         found = tuner.contest_calls(table.subject(group), {self.name: self.subject(table, group)})()

@@ -191,9 +191,11 @@ def reference_results(
 
 def chain_module(
     nodes: Iterable[OpNode], inputs: Sequence[str], outputs: Sequence[str], device: str | None = None,
-    symbols: Sequence[str] = (), source: DataflowGraph | None = None,
+    symbols: Sequence[str] = (), source: DataflowGraph | None = None, as_kernel: bool = False,
 ) -> fx.GraphModule:
     """A module that runs ``nodes`` one ATen call at a time: ``module(*inputs, *sizes) -> tuple of outputs``.
+
+    ``as_kernel`` gives a single output as it is.
 
     ``inputs`` and ``outputs`` are names of values, ``symbols`` of the dynamic sizes that follow the inputs, as a kernel
     takes them; the sizes are of the graph ``source``. Ops without operands create their result on ``device``.
@@ -214,7 +216,8 @@ def chain_module(
             call.meta["value"] = node.outputs[0]
         else:
             values |= {name: graph.call_function(operator.getitem, (call, n)) for n, name in enumerate(node.outputs)}
-    graph.output(tuple(values[name] for name in outputs))
+    results = tuple(values[name] for name in outputs)
+    graph.output(results[0] if as_kernel and len(results) == 1 else results)
     graph.eliminate_dead_code()
     return fx.GraphModule(torch.nn.Module(), graph)
 

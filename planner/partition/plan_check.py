@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 
 from fuseplan.planner.graph.dataflow import Region
 from fuseplan.planner.groups.candidates import Candidate, region_candidates, region_dependencies
-from fuseplan.planner.groups.compute_graph import compute_graph_of
-from fuseplan.planner.groups.convex import Dependencies
 from fuseplan.planner.groups.cycles import short_cycles
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import Implementations
@@ -43,7 +41,7 @@ class PlanCheck:
         """
         graph = self.table.graph
         dependencies = region_dependencies(graph, region)
-        members = self._members(region, dependencies)
+        members = {at: dependencies.bit[name] for at, name in enumerate(region.ops) if name in dependencies.bit}
         refuse_cover(record.groups, members)
         masks = [sum(1 << members[position] for position in choice.ops) for choice in record.groups]
         if not all(map(dependencies.is_convex, masks)):
@@ -51,17 +49,9 @@ class PlanCheck:
         group_of = {members[position]: at for at, choice in enumerate(record.groups) for position in choice.ops}
         if short_cycles([group_of[member] for member in range(len(dependencies))], dependencies.edges()):
             raise RefusedPlanError("its groups wait for each other")
-        candidates = region_candidates(graph, region, masks)
-        groups = tuple(map(self._accepted_group, record.groups, candidates))
+        groups = tuple(map(self._accepted_group, record.groups, region_candidates(graph, region, masks)))
         rejected = tuple(one for one in record.rejected if all(0 <= at < len(region.ops) for at in one.ops))
         return replace(record, label=region_label(graph, region), groups=groups, rejected=rejected)
-
-    def _members(self, region: Region, dependencies: Dependencies) -> dict[int, int]:
-        """For positions of compute ops in the region, their numbers among its compute ops."""
-        flow = compute_graph_of(self.table.graph)
-        numbers = {at: number for number, at in enumerate(dependencies.members)}
-        places = enumerate(flow.position[name] for name in region.ops)
-        return {place: numbers[at] for place, at in places if at in numbers}
 
     def _accepted_group(self, choice: GroupChoice, group: Candidate) -> GroupChoice:
         try:

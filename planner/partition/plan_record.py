@@ -13,7 +13,6 @@ from fuseplan.planner.cost.prices import MeasuredPrices, ModelPrices
 from fuseplan.planner.errors import PlanError
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import Candidate, region_dependencies, single_candidates
-from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.places import place_of
 from fuseplan.planner.implementations.choices import Choice, recorded_choices
 from fuseplan.planner.implementations.group_table import GroupTable
@@ -235,12 +234,9 @@ def _predicted_us(choice: Choice, prices: ModelPrices) -> float:
 
 def in_running_order(graph: DataflowGraph, region: Region, cover: Iterable[Candidate]) -> list[Candidate]:
     """The groups of a cover in an order in which they can run (a cover is acyclic, so there is one)."""
-    listed = list(cover)
-    dependencies = region_dependencies(graph, region)
-    flow = compute_graph_of(graph)
-    home = {op: number for number, group in enumerate(listed) for op in group.ops}
-    of_member = [home[flow.names[at]] for at in dependencies.members]
-    edges = ((of_member[before], of_member[after]) for before, after in dependencies.edges())
+    listed, dependencies = list(cover), region_dependencies(graph, region)
+    home = {dependencies.bit[op]: number for number, group in enumerate(listed) for op in group.ops}
+    edges = ((home[before], home[after]) for before, after in dependencies.edges())
     order = nx.DiGraph((before, after) for before, after in edges if before != after)
     order.add_nodes_from(range(len(listed)))
     return [listed[number] for number in nx.lexicographical_topological_sort(order)]

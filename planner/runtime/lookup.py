@@ -92,7 +92,8 @@ def look_up(session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tall
     found = [one for one in found if one.status != "apart"] + passes.in_database(parts)
     found = passes.fit_dynamic(passes.planned(found))
     for reason in passes.planner.refused.values():
-        tally.quarantine(f"a stored plan is not used: {reason}")
+        tally.count("quarantined")
+        tally.refuse(f"a stored plan is not used: {reason}")
     for names in passes.planner.outdated.values():
         tally.note(f"a stored plan is of another version of {' and '.join(names)}: plan tune measures it again")
     groups: list[PlannedGroup] = []

@@ -13,9 +13,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TypeVar
 
-from fuseplan.planner.cost.lower_bound import floor_us, same_values
+from fuseplan.planner.cost.lower_bound import floor_us
 from fuseplan.planner.graph.dataflow import DataflowGraph
-from fuseplan.planner.groups.candidates import single_candidates
+from fuseplan.planner.groups.candidates import same_values, single_candidates
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations.choices import Choice, in_order

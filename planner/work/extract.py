@@ -7,8 +7,7 @@ from typing import Any
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Region, TensorSpec
 from fuseplan.planner.graph.serialize import graph_from_json, graph_to_json
-from fuseplan.planner.groups.compute_graph import compute_graph_of
-from fuseplan.planner.groups.convex import Dependencies, bits
+from fuseplan.planner.groups.candidates import region_dependencies
 from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.work.group_work import hot_inputs
 
@@ -81,7 +80,6 @@ def _extract(graph: DataflowGraph, region: Region, detours: list[tuple[str, str]
 
 def _detours(graph: DataflowGraph, region: Region) -> set[tuple[str, str]]:
     """Pairs of the region's ops that a path through others orders."""
-    flow = compute_graph_of(graph)
-    members = sorted(at for at in map(flow.position.__getitem__, region.ops) if flow.is_member(at))
-    detours = Dependencies.of(flow, members).detours
-    return {(flow.names[members[a]], flow.names[members[b]]) for b, row in enumerate(detours) for a in bits(row)}
+    dependencies = region_dependencies(graph, region)
+    return {(before, name) for name, bit in dependencies.bit.items()
+            for before in dependencies.names(dependencies.detours[bit])}

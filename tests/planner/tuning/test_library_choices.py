@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +149,7 @@ def test_calls_of_one_op_are_checked_and_timed_beside_it(library: Doubled) -> No
             return lambda x, w: torch.nn.functional.linear(x, w) * 1.5
 
     plain = table.subject(group)
-    calls = {name: table.call_subject(group, call) for name, call in {
+    calls = {name: replace(table.subject(group), library=call) for name, call in {
         "right": library, "raises": Doubled(broken=True), "wrong": Wrong(),
     }.items()}
     found = contest_calls(Bench(TARGET, CpuTimer(), decide_s=0.002), plain, calls)

@@ -15,7 +15,6 @@ from fuseplan.planner.cost.samples import ChoiceSample
 from fuseplan.planner.cost.shared_cache import SharedCache
 from fuseplan.planner.graph.dataflow import Region
 from fuseplan.planner.groups.candidates import Candidate, single_candidates
-from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import find_regions, region_parts, unique_regions
 from fuseplan.planner.implementations.choices import Choice
 from fuseplan.planner.implementations.group_table import GroupTable
@@ -25,15 +24,6 @@ from fuseplan.search.store.record import TuningRecord
 from fuseplan.search.timing.contest import Contest
 from fuseplan.search.tune.tuner import Tuner
 from fuseplan.search.workers.jobs import UNFUSED, Calls
-
-
-def shared_cache(table: GroupTable, part: Region) -> SharedCache:
-    """What shares the cache while the compute ops of a region, or of a part of one, run."""
-    flow = compute_graph_of(table.graph)
-    singles = single_candidates(table.graph, part)
-    compute = [one for one in singles if flow.kinds[flow.position[one.ops[0]]] == "compute"]
-    kernels = ((one.ops[0], table.kernel(one)) for one in compute)
-    return SharedCache(table.graph, tuple((name, kernel) for name, kernel in kernels if kernel is not None))
 
 
 class ModelPrices:
@@ -73,7 +63,7 @@ class ModelPrices:
             return 0.0
         if choice not in self._delays_us:
             if self._shared_cache is None:
-                self._shared_cache = shared_cache(self.table, self.part)
+                self._shared_cache = SharedCache(self.table, self.part)
             way = choice.implementation
             work, kernel = way.work(self.table, choice.group), self.table.kernel(choice.group)
             self._delays_us[choice] = 0.0 if kernel is None else self._shared_cache.delay_us(

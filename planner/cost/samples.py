@@ -10,8 +10,6 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Literal
 
-from fuseplan.costmodel.calibrate import Sample
-from fuseplan.costmodel.device import Mode
 from fuseplan.costmodel.work import Work
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import region_dependencies
@@ -20,7 +18,8 @@ from fuseplan.search.store import codec, limits
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import RecordKey
 
-_PREFIX = "samples"
+#: Begins the names under which samples are stored.
+PREFIX = "samples"
 
 
 @dataclass(frozen=True)
@@ -50,11 +49,6 @@ class ChoiceSample:
     work: Annotated[Work, limits.possible_work]
     measured_us: limits.Measured
     delay_us: limits.Amount = 0.0
-
-    def sample(self) -> Sample:
-        """As a calibration takes it."""
-        mode: Mode = self.mode
-        return Sample(self.work, mode, self.measured_us, family=self.family)
 
 
 @dataclass(frozen=True)
@@ -95,11 +89,4 @@ def store_samples(database: Database, samples: RegionSamples) -> None:
     """Keep the samples of a region; earlier ones of the same plan are replaced."""
     key = samples.key
     parts = (key.device, key.regime, key.numerics, key.workload)
-    database.put_capture(f"{_PREFIX}/{codec.checksum(' '.join(parts))}", asdict(samples))
-
-
-def load_samples(database: codec.CaptureStore, device: str, regime: str | None = None) -> tuple[RegionSamples, ...]:
-    """Stored samples of a device, by label; of one regime where given. Unreadable ones are left out."""
-    found = codec.stored(database, RegionSamples, _PREFIX)
-    wanted = [one for one in found if one.key.device == device and regime in (None, one.key.regime)]
-    return tuple(sorted(wanted, key=lambda one: (one.label, one.key.regime, one.key.workload)))
+    database.put_capture(f"{PREFIX}/{codec.checksum(' '.join(parts))}", asdict(samples))

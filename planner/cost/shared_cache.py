@@ -8,13 +8,15 @@ moving the same bytes at the bandwidth of the region's footprint instead of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from fuseplan.costmodel.device import DeviceSpec, Mode
 from fuseplan.costmodel.roofline import predict
 from fuseplan.costmodel.work import Work
-from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.graph.dataflow import Region
+from fuseplan.planner.groups.candidates import single_candidates
 from fuseplan.planner.groups.compute_graph import compute_graph_of
+from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.lowering.lower import Lowered
 from fuseplan.planner.work.group_work import hot_inputs, moved_bytes
 
@@ -25,15 +27,18 @@ class SharedCache:
     What one op of the region makes for another is not among them: that is read right after it was written. Weights
     are, for they pass through the cache; but they come from memory in any case, so their bytes are not delayed.
 
-    The graph is static; ``ops`` are the region's compute ops, each as a kernel of its own.
+    ``part`` is a region of a static graph, or a part of one.
     """
 
-    def __init__(self, graph: DataflowGraph, ops: Sequence[tuple[str, Lowered]]) -> None:
-        self._graph = graph
-        flow = compute_graph_of(graph)
-        self._made = {value for name, _ in ops for value in graph.op(name).outputs}
-        self._results = frozenset(flow.outputs_of(name for name, _ in ops))
-        moved = moved_bytes(lowered for _, lowered in ops)
+    def __init__(self, table: GroupTable, part: Region) -> None:
+        self._graph = table.graph
+        flow, found = compute_graph_of(table.graph), dict[str, Lowered]()  # compute ops, each as a kernel of its own
+        for one in single_candidates(table.graph, part):
+            if flow.kinds[flow.position[one.ops[0]]] == "compute" and (kernel := table.kernel(one)) is not None:
+                found[one.ops[0]] = kernel
+        self._made = {value for name in found for value in table.graph.op(name).outputs}
+        self._results = frozenset(flow.outputs_of(found))
+        moved = moved_bytes(found.values())
         #: Bytes of all that.
         self.footprint_bytes = _sum(moved, self._outer(moved, moved))
 

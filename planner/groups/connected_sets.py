@@ -129,7 +129,8 @@ def _grow_greedily(dependencies: Dependencies, edges: Sequence[int], mask: int, 
         for bit in bits(union(edges[bit] for bit in bits(mask)) & ~mask):
             wider = mask | 1 << bit
             wider |= dependencies.between(wider)
-            if wider.bit_count() <= max_ops and not dependencies.has_detour(wider) and dependencies.is_connected(wider):
+            # What is between is joined by data flow, since no way through the set is a detour.
+            if wider.bit_count() <= max_ops and not dependencies.has_detour(wider):
                 mask = wider
                 grew = True
     return mask

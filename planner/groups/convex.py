@@ -114,14 +114,6 @@ class Dependencies:
         """True when running the members of ``mask`` as one kernel leaves the graph acyclic."""
         return not self.between(mask) and not self.has_detour(mask)
 
-    def is_connected(self, mask: int) -> bool:
-        """True when data flow and siblings join all members of ``mask``."""
-        found = front = mask & -mask
-        while front:
-            front = union(self.neighbours[bit] for bit in bits(front)) & mask & ~found
-            found |= front
-        return found == mask
-
     def edges(self) -> tuple[tuple[int, int], ...]:
         """All dependencies, detours included, as pairs of member numbers."""
         return tuple((pred, bit) for bit in range(len(self)) for pred in bits(self.reads[bit] | self.detours[bit]))

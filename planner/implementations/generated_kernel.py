@@ -51,9 +51,10 @@ class GeneratedKernel(Implementation):
 
     def by(self, backend: str) -> GeneratedKernel:
         """The same with the back end of this name before the others; KeyError without such a one."""
-        if all(one.name != backend for one in self.backends):
+        ordered = sorted(self.backends, key=lambda one: one.name != backend)
+        if not ordered or ordered[0].name != backend:
             raise KeyError(backend)
-        return replace(self, backends=tuple(sorted(self.backends, key=lambda one: one.name != backend)))
+        return replace(self, backends=tuple(ordered))
 
     def backend_for(self, table: GroupTable, group: Candidate) -> Backend | None:
         """The first back end that is here and can express the group."""
@@ -79,7 +80,7 @@ class GeneratedKernel(Implementation):
 
     def part(self, table: GroupTable, group: Candidate, backend: str, config: Config) -> Part:
         subject = table.subject(group)
-        return Part(subject, self._named(backend), config, subject.operands, subject.outputs)
+        return Part(subject, self.by(backend).backends[0], config, subject.operands, subject.outputs)
 
     def run_by(self, table: GroupTable, group: Candidate) -> str:
         return self.calibration(table, group) or self.name
@@ -88,11 +89,9 @@ class GeneratedKernel(Implementation):
         key = table.subject(group).key
         if tuning is not None:
             return tuning.backend, dict(tuning.config), key
-        backend = self._named(self.calibration(table, group))
+        backend = self.backend_for(table, group)
+        assert backend is not None
         return backend.name, dict(backend.default_config(table.lowered(group).ir, self.target)), key
-
-    def _named(self, backend: str) -> Backend:
-        return next(one for one in self.backends if one.name == backend)
 
     def refuse_record(self, table: GroupTable, group: Candidate, config: Config) -> str | None:
         backend = self.backends[0]

@@ -83,8 +83,6 @@ def parsed(group: OpGroup) -> Attention:
     """The call that a group is; RefusedError where it is none that a back end could run."""
     if group.node.op != _OP:
         raise RefusedError("it is no call of attention")
-    if not group.is_static:
-        raise RefusedError("its sizes are not static")
     args, kwargs = bind_call(group.node, group.node.inputs)
     query, key, value = (group.specs[name] for name in args[:3])
     mask = None if args[3] is None else group.specs[args[3]]

@@ -154,8 +154,6 @@ def decode_of(group: OpGroup) -> Decode:
     """What the kernel is to compute for a group; RefusedError where that is nothing of its own."""
     if group.node.op != _OP:
         return Decode(parsed(group))
-    if not group.is_static:
-        raise RefusedError("its sizes are not static")
     query, key, value, table, mask = (None if name is None else group.specs[name] for name in _operands(group))
     assert query is not None and key is not None and value is not None
     kwargs = bind_call(group.node, group.node.inputs)[1]

@@ -33,10 +33,6 @@ class OpGroup:
     device_type: str
 
 
-    @property
-    def is_static(self) -> bool:
-        return all(self.specs[name].is_static for name in (*self.inputs, *self.outputs))
-
 
 class LibraryCall(ABC):
     """A library's way to run an ATen op.

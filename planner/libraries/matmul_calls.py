@@ -83,8 +83,6 @@ def read_matmul(group: OpGroup) -> Matmul:
     node = group.node
     if op_of(node.op).family != "matmul":
         raise RefusedError("it is no matmul")
-    if not group.is_static:
-        raise RefusedError("its sizes are not static")
     given = [group.specs[name] for name in node.inputs]
     if any(spec.numel == 0 for spec in given):
         raise RefusedError("a tensor is empty")

@@ -88,7 +88,8 @@ def look_up(session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tall
     regions = find_regions(passes.static)
     tally.count("regions", len(regions))
     found = passes.in_database(regions)
-    parts = [part for one in found if one.status == "apart" for part in passes.parts(one.region)]
+    apart = [one.region for one in found if one.status == "apart"]
+    parts = [part for region in apart for part in passes.planner.parts_to_plan(passes.static, region, ())]
     found = [one for one in found if one.status != "apart"] + passes.in_database(parts)
     found = passes.fit_dynamic(passes.planned(found))
     for reason in passes.planner.refused.values():
@@ -114,9 +115,6 @@ class _Passes:
         self.graph, self.static = graph, bind_graph(graph)
         self.on_miss, self.tally = on_miss, tally
         self._unfit: dict[str, bool] = {}
-
-    def parts(self, region: Region) -> tuple[Region, ...]:
-        return self.planner.parts_to_plan(self.static, region, ())
 
     def in_database(self, regions: Sequence[Region]) -> list[RegionLookup]:
         """What is stored for these sizes, else for neighbouring ones. Misses are reported."""

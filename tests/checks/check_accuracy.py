@@ -14,10 +14,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
-from held_out import SPLITS, phases, regret_frame, sample_frame, verdict_frame
+from held_out import SPLITS, load_samples, phases, regret_frame, sample_frame, verdict_frame
 
 from fuseplan.planner.api.report import load_data, open_layers
-from fuseplan.planner.cost.samples import load_samples
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from fuseplan.costmodel.device import DeviceSpec
-from fuseplan.planner.cost.prices import shared_cache
+from fuseplan.planner.cost.shared_cache import SharedCache
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.groups.regions import find_regions
@@ -67,7 +67,7 @@ def kernels(
 
 def delay_us(graph: DataflowGraph, parts: Sequence[Lowered], spec: DeviceSpec) -> float:
     (region,) = find_regions(graph)
-    neighbours = shared_cache(GroupTable(graph, "fp32", "cuda"), region)
+    neighbours = SharedCache(GroupTable(graph, "fp32", "cuda"), region)
     works = [kernel_work(one.ir, hot_inputs(graph, one.inputs)) for one in parts]
     return sum(
         neighbours.delay_us(work, spec, kernel_mode(REGIME), one) for work, one in zip(works, parts, strict=True)

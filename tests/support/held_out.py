@@ -20,9 +20,10 @@ from fuseplan.costmodel.accuracy import spearman
 from fuseplan.costmodel.calibrate import MIN_SAMPLES, FitTable, Sample
 from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.costmodel.roofline import predict, roofline_terms
-from fuseplan.planner.cost.samples import ChoiceSample, RegionSamples
+from fuseplan.planner.cost.samples import PREFIX, ChoiceSample, RegionSamples
 from fuseplan.planner.reports.accuracy import cover_problem, is_a_choice
 from fuseplan.planner.reports.frames import ReportData, geometric_mean
+from fuseplan.search.store import codec
 
 #: What the model has to reach, on every device.
 MIN_SPEARMAN, MAX_MEDIAN_ERROR, MAX_TOP_REGRET, MAX_TOP8_REGRET = 0.95, 0.10, 0.05, 0.01
@@ -85,7 +86,7 @@ def _left_out(frame: pd.DataFrame, samples: Sequence[ChoiceSample], spec: Device
     found = pd.Series(math.nan, index=frame.index)
     for _, rows in frame.groupby(["kind", "regime"]):
         distinct = rows.drop_duplicates(["group", part])
-        times = predict_left_out([samples[at].sample() for at in distinct.index], spec, list(distinct[part]))
+        times = predict_left_out([_sample(samples[at]) for at in distinct.index], spec, list(distinct[part]))
         known = distinct[["group", part]].assign(time_us=list(times))
         found[rows.index] = rows[["group", part]].merge(known, how="left")["time_us"].to_numpy()
     return found
@@ -104,6 +105,18 @@ def predict_left_out(samples: Sequence[Sample], spec: DeviceSpec, parts: Sequenc
         if len(others) >= MIN_SAMPLES:
             found[owner == part] = table.rows(np.flatnonzero(owner == part)).predict_from(table.rows(others))
     return [float(time_us) for time_us in found]
+
+
+def _sample(one: ChoiceSample) -> Sample:
+    """As a calibration takes it."""
+    return Sample(one.work, one.mode, one.measured_us, family=one.family)
+
+
+def load_samples(database: codec.CaptureStore, device: str, regime: str | None = None) -> tuple[RegionSamples, ...]:
+    """Stored samples of a device, by label; of one regime where given. Unreadable ones are left out."""
+    found = codec.stored(database, RegionSamples, PREFIX)
+    wanted = [one for one in found if one.key.device == device and regime in (None, one.key.regime)]
+    return tuple(sorted(wanted, key=lambda one: (one.label, one.key.regime, one.key.workload)))
 
 
 def regret_frame(regions: Sequence[RegionSamples], frame: pd.DataFrame, column: str) -> pd.DataFrame:

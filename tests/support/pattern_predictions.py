@@ -12,7 +12,7 @@ from fuseplan.costmodel.device import DeviceSpec, Mode
 from fuseplan.costmodel.roofline import predict
 from fuseplan.costmodel.work import Work
 from fuseplan.planner.bench.patterns import plan_case, unfused_ops
-from fuseplan.planner.cost.prices import shared_cache
+from fuseplan.planner.cost.shared_cache import SharedCache
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.groups.regions import find_regions, region_parts
@@ -53,7 +53,7 @@ def predicted_us(
     if spec.identity.is_gpu:
         table = GroupTable(graph, numerics, "cuda")
         parts = [part for region in find_regions(graph) for part in region_parts(graph, region)]
-        around = [(frozenset(part.ops), shared_cache(table, part)) for part in parts]
+        around = [(frozenset(part.ops), SharedCache(table, part)) for part in parts]
     total_us = 0.0
     for lowered, work, mode, backend in _launches(graph, groups, regime, numerics):
         total_us += predict(work, spec, mode, backend=backend)

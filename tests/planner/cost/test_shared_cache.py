@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pattern_predictions
 import pytest
 import torch
 from costmodel_samples import CPU, GPU
 from curves import curve_of
 from graphs import Builder
+from pattern_predictions import predicted_us
 from reference_backend import ReferenceBackend
 from scripted_tuner import ScriptedTuner, compute_nodes
 
@@ -20,9 +22,7 @@ from fuseplan.costmodel.roofline import predict
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.backend import Target
 from fuseplan.kernels.triton.backend import TritonBackend
-from fuseplan.planner.bench import case
-from fuseplan.planner.bench.patterns import predicted_us
-from fuseplan.planner.cost.prices import ModelPrices, shared_cache
+from fuseplan.planner.cost.prices import ModelPrices
 from fuseplan.planner.cost.shared_cache import SharedCache
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups import compute_graph
@@ -66,7 +66,7 @@ def megabytes(count: float) -> Work:
 
 def neighbours_of(graph: DataflowGraph) -> SharedCache:
     (region,) = find_regions(graph)
-    return shared_cache(GroupTable(graph, "fp32", "cuda"), region)
+    return SharedCache(GroupTable(graph, "fp32", "cuda"), region)
 
 
 def delays_us(graph: DataflowGraph, spec: DeviceSpec | None = None, mode: Mode = "graph") -> list[float]:
@@ -238,7 +238,7 @@ def test_the_bench_predicts_a_plan_in_its_own_numerics(monkeypatch: pytest.Monke
         asked.append(numerics)
         return lower(graph, ops, numerics, *more)
 
-    for module in (case, compute_graph):
+    for module in (pattern_predictions, compute_graph):
         monkeypatch.setattr(module, "lower", noted)
     for numerics in ("eager", "fp32"):
         asked.clear()

@@ -11,14 +11,13 @@ import pytest
 import torch
 from costmodel_samples import GPU
 from graphs import Builder
-from held_out import regret_frame, sample_frame, verdict_frame
+from held_out import load_samples, regret_frame, sample_frame, verdict_frame
 from reference_backend import ReferenceBackend
 from scripted_tuner import TARGET, ScriptedTuner
 
 from fuseplan.costmodel.roofline import predict
 from fuseplan.costmodel.work import Work
-from fuseplan.planner.cost import samples as stored
-from fuseplan.planner.cost.samples import ChoiceSample, RegionSamples
+from fuseplan.planner.cost.samples import ChoiceSample, RegionSamples, store_samples
 from fuseplan.planner.tuning.planner import Planner
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import RecordKey
@@ -132,11 +131,11 @@ def test_nothing_measured_gives_empty_frames() -> None:
 def test_samples_survive_the_database(tmp_path: Path) -> None:
     with Database(tmp_path / "t.db") as database:
         for one in REGIONS:
-            stored.store_samples(database, one)
-        stored.store_samples(database, replace(REGIONS[0], key=RecordKey("key0", "dev", "eager")))
-        assert stored.load_samples(database, "dev", "graph") == tuple(sorted(REGIONS, key=lambda one: one.label))
-        assert len(stored.load_samples(database, "dev")) == 11
-        assert stored.load_samples(database, "other") == ()
+            store_samples(database, one)
+        store_samples(database, replace(REGIONS[0], key=RecordKey("key0", "dev", "eager")))
+        assert load_samples(database, "dev", "graph") == tuple(sorted(REGIONS, key=lambda one: one.label))
+        assert len(load_samples(database, "dev")) == 11
+        assert load_samples(database, "other") == ()
 
 
 def test_a_tune_keeps_what_it_measured(tmp_path: Path) -> None:
@@ -146,7 +145,7 @@ def test_a_tune_keeps_what_it_measured(tmp_path: Path) -> None:
         tuner = ScriptedTuner(database, lambda subject: 4.0)
         planner = Planner(database, None, "dev", TARGET, (ReferenceBackend(),), tuner=tuner)  # type: ignore[arg-type]
         plan = planner.plan_graph(graph).regions[0]
-        (found,) = stored.load_samples(database, "dev")
+        (found,) = load_samples(database, "dev")
         assert found.key == plan.record.key
         assert {(one.ops, one.implementation) for one in found.samples} >= {
             ((0,), "aten"), ((1,), "aten"), ((0, 1), "kernel")
@@ -163,6 +162,6 @@ def test_a_tune_keeps_what_it_measured(tmp_path: Path) -> None:
 def test_samples_that_nothing_can_have_measured_are_left_out(change: dict[str, Any], tmp_path: Path) -> None:
     sound, odd = region(1, 1e5), region(2, 1e6)
     with Database(tmp_path / "tuning.db") as database:
-        stored.store_samples(database, sound)
-        stored.store_samples(database, replace(odd, samples=(replace(odd.samples[0], **change), *odd.samples[1:])))
-        assert stored.load_samples(database, "dev") == (sound,)
+        store_samples(database, sound)
+        store_samples(database, replace(odd, samples=(replace(odd.samples[0], **change), *odd.samples[1:])))
+        assert load_samples(database, "dev") == (sound,)

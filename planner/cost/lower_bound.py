@@ -13,7 +13,6 @@ from fuseplan.planner.groups.candidates import Candidate, same_values, single_ca
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import find_regions, unique_regions
 from fuseplan.planner.implementations.group_table import GroupTable
-from fuseplan.planner.lowering.lower import Lowered, NotLowerable
 from fuseplan.planner.ops.table import written_value
 from fuseplan.planner.work.group_work import moved_bytes, op_work
 from fuseplan.planner.work.library_work import read_bytes
@@ -52,16 +51,10 @@ def step_work(table: GroupTable) -> Work:
 
 def _touched(table: GroupTable, singles: list[Candidate]) -> dict[str, float]:
     """Bytes that a region's ops read or write of each value, each byte once."""
-    kernels: list[Lowered] = []
-    calls: list[str] = []
-    for one in singles:
-        try:
-            kernels.append(table.lowered(one))
-        except NotLowerable:
-            calls.append(one.ops[0])
-    touched = moved_bytes(kernels)
-    for name in calls:
-        for value, nbytes in _called(table.graph, name):
+    kernels = {one.ops[0]: table.kernel(one) for one in singles}
+    touched = moved_bytes(kernel for kernel in kernels.values() if kernel is not None)
+    for name, kernel in kernels.items():
+        for value, nbytes in _called(table.graph, name) if kernel is None else ():
             touched[value] = max(nbytes, touched.get(value, 0.0))
     return touched
 

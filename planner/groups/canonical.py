@@ -33,11 +33,8 @@ def canonical_form(
     """The ops ``ops`` of ``graph`` (in any order) with their key, a sha256: names and capture order play no part in it.
 
     ``graph`` is static; its ordering edges between two of the ops are part of the form, and so are those of ``order``,
-    which hold outside (a path through other ops). ``outputs`` are the values used outside.
-
-    Raises:
-        KeyError: An op is not in the graph.
-        TypeError: An attribute has a type without a canonical text, or a size is dynamic.
+    which hold outside (a path through other ops). ``outputs`` are the values used outside. KeyError where an op is not
+    in the graph, TypeError where an attribute has a type without a canonical text, or a size is dynamic.
     """
     return _Builder(graph, ops, outputs, order).form()
 
@@ -124,21 +121,15 @@ class _Builder:
 
 @lru_cache(maxsize=65536)
 def spec_text(spec: TensorSpec) -> str:
-    """Canonical text of a static layout.
-
-    Raises:
-        TypeError: A size is dynamic.
-    """
+    """Canonical text of a layout; TypeError where a size is dynamic."""
     if not spec.is_static:
         raise TypeError(f"{spec} has dynamic sizes; bind them before asking for a key")
     return f"{spec.dtype}[{','.join(map(str, spec.shape))}]@[{','.join(map(str, spec.strides))}]"
 
 
 def attribute_text(value: Any) -> str:
-    """Canonical text of an attribute value; an int and the equal float differ, a tuple and a list do not.
-
-    Raises:
-        TypeError: The type has no canonical text.
+    """Canonical text of an attribute value, TypeError where its type has none; an int and the equal float differ, a
+    tuple and a list do not.
     """
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{key}:{attribute_text(value[key])}" for key in sorted(value)) + "}"

@@ -152,11 +152,8 @@ class ComputeGraph:
         return tuple(self.needed_outside(self.position[name] for name in names))
 
     def first_blocker(self, before: int, after: int) -> int | None:
-        """An op on a path ``before -> after`` that no group with both ends may contain.
-
-        Returns:
-            The position of an opaque op on such a path (the later op of a barrier); None when there is
-            no such path.
+        """Position of an op on a path ``before -> after`` that no group with both ends may contain: an opaque op, or
+        the later op of a barrier. None without such a path.
         """
         if self.depth[before] >= self.depth[after]:
             return None
@@ -201,10 +198,6 @@ def compute_graph_of(graph: DataflowGraph, cut_at_anchors: bool = False) -> Comp
 
 
 def lower_group(graph: DataflowGraph, ops: Iterable[str], numerics: str = "fp32") -> Lowered:
-    """The kernel of a group, which stores what is needed outside.
-
-    Raises:
-        NotLowerable: With the reason.
-    """
+    """The kernel of a group, which stores what is needed outside; NotLowerable says why there is none."""
     ops = tuple(ops)
     return lower(graph, ops, numerics, compute_graph_of(graph).outputs_of(ops))

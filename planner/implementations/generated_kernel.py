@@ -150,10 +150,8 @@ class GeneratedKernel(Implementation):
         )
 
     def _expressible(self, ir: KernelIR, config: Config) -> tuple[Backend, Config]:
-        """The first back end with ``config``, or another one with its default where that cannot express the kernel.
-
-        Raises:
-            RefusedError: None can.
+        """The first back end with ``config``; where it cannot express the kernel another one with its default, and
+        RefusedError where none can.
         """
         first, *others = self.backends
         if (refusal := first.refuse(ir, self.target)) is None:

@@ -47,11 +47,7 @@ class GroupTable:
         return found.moved(self.graph, first, part)
 
     def lowered(self, group: Candidate) -> Lowered:
-        """The group's kernel.
-
-        Raises:
-            NotLowerable: With the reason.
-        """
+        """The group's kernel; NotLowerable says why there is none."""
         if group.ops not in self._lowered:
             self._lowered[group.ops] = lower_group(self.graph, group.ops, self.numerics)
         return self._lowered[group.ops]

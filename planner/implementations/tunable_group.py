@@ -249,10 +249,8 @@ def group_subject(
     graph: DataflowGraph, ops: Sequence[str], key: str, numerics: str = "fp32", device: str = "cpu",
     outputs: Sequence[str] | None = None,
 ) -> TunableGroup:
-    """The subject for the group ``ops`` of a static graph; ``outputs`` puts what is needed outside in another order.
-
-    Raises:
-        NotLowerable: When the group cannot be one kernel.
+    """The subject for the group ``ops`` of a static graph; NotLowerable says why it cannot be one kernel. ``outputs``
+    puts what is needed outside in another order.
     """
     lowered = lower_group(graph, ops, numerics) if outputs is None else lower(graph, ops, numerics, outputs)
     nodes = group_nodes(graph, lowered)

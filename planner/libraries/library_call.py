@@ -46,9 +46,7 @@ class LibraryCall(ABC):
     @abstractmethod
     def plan(self, group: OpGroup) -> Callable[[], Call]:
         """What builds the call, whose results have the layouts of ``group.specs``. Touches no device memory.
-
-        Raises:
-            RefusedError: It cannot run the group here, with the reason.
+        RefusedError says why it cannot run the group here.
         """
 
     def refuse(self, group: OpGroup) -> str | None:

@@ -36,12 +36,9 @@ class Option:
 
 @dataclass(frozen=True)
 class CoverProblem:
-    """Ops ``0 .. num_ops - 1`` to cover.
+    """Ops ``0 .. num_ops - 1`` to cover by ``options``, of which of equally good ones the earlier is preferred.
 
-    Attributes:
-        num_ops: Number of ops.
-        options: What may be chosen; of equally good ones the earlier is preferred.
-        edges: Dependencies ``(before, after)`` between ops, those by way of other ops included.
+    ``edges`` are dependencies ``(before, after)`` between ops, those by way of other ops included.
     """
 
     num_ops: int
@@ -51,13 +48,8 @@ class CoverProblem:
 
 @dataclass(frozen=True)
 class Cover:
-    """A solution.
-
-    Attributes:
-        chosen: Numbers of the chosen options, by the first op they run.
-        cost_s: Their total cost.
-        bound_s: No cover costs less.
-        cuts: Cycle cuts that were needed.
+    """Numbers of the chosen options, by the first op they run, and their total cost; no cover costs less than
+    ``bound_s``. ``cuts`` cycle cuts were needed.
     """
 
     chosen: tuple[int, ...]
@@ -72,10 +64,8 @@ def solve_cover(
     """The cheapest acyclic cover.
 
     Covers within ``(1 + margin)`` of the least cost count as equally good, but only those that cost no more than
-    ``ceiling_s`` (where any does). Without ``break_ties`` any cheapest cover is returned, sooner.
-
-    Raises:
-        ValueError: An op has no option that runs it alone, so a cover may not exist.
+    ``ceiling_s`` (where any does). Without ``break_ties`` any cheapest cover is returned, sooner. ValueError where an
+    op has no option that runs it alone, so a cover may not exist.
     """
     usable = [number for number, option in enumerate(problem.options) if math.isfinite(option.cost_s)]
     alone = {problem.options[number].mask for number in usable}

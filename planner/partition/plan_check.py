@@ -34,10 +34,8 @@ class PlanCheck:
     ways: Implementations
 
     def accepted(self, region: Region, record: PlanRecord) -> PlanRecord:
-        """The plan with labels of its own, and without alternatives of ops that the region does not have.
-
-        Raises:
-            RefusedPlanError: It cannot be this region's.
+        """The plan with labels of its own, and without alternatives of ops that the region does not have;
+        RefusedPlanError says why it cannot be this region's.
         """
         graph = self.table.graph
         dependencies = region_dependencies(graph, region)
@@ -65,13 +63,10 @@ class PlanCheck:
 
 
 def refuse_cover(groups: Sequence[GroupChoice], members: Mapping[int, int] | None = None) -> None:
-    """Raise for groups that are no cover.
+    """Raise RefusedPlanError for groups that are no cover: one has no ops, or several and no kernel; a position is
+    covered twice, negative, none of the region's, or left out.
 
     ``members`` are the positions to cover; None where the region is not known: any, then.
-
-    Raises:
-        RefusedPlanError: A group has no ops, or several and no kernel; a position is covered twice, negative, none of
-            the region's, or left out.
     """
     seen: set[int] = set()
     for choice in groups:

@@ -68,11 +68,8 @@ def fuseplan(
 def compile_graph(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: DispatchOptions, tally: Tally
 ) -> Callable[..., Any]:
-    """Trace, normalise, plan and rewrite one graph.
-
-    Raises:
-        RefusedError: The graph must run unfused.
-        FuseplanError: The graph cannot be traced, or the device not be used.
+    """Trace, normalise, plan and rewrite one graph; RefusedError where it must run unfused, FuseplanError where it
+    cannot be traced, or the device not be used.
     """
     module = trace_predispatch(
         gm, example_inputs, options.grouped_queries, options.attention_masks, options.decode_attention)

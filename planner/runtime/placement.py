@@ -24,11 +24,8 @@ def fused_graph(traced: Traced, groups: Sequence[GroupCall]) -> tuple[fx.Graph, 
     """A copy of the traced graph in which groups replace the ops whose results they produce.
 
     Its order is a topological one of the graph in which every group is one node: data dependencies, the ordering edges
-    of mutations and the relative order of side effects are kept.
-
-    Returns:
-        The new graph, whose nodes know the name of the traced node that they stand for (``meta["traced"]``), and the
-        groups that could not be placed, each with the reason.
+    of mutations and the relative order of side effects are kept. Its nodes know the name of the traced node that they
+    stand for (``meta["traced"]``). Beside it: the groups that could not be placed, each with the reason.
     """
     rewrite = _Rewrite(traced)
     refused = [(group, reason) for group in groups if (reason := rewrite.why_unplaceable(group)) is not None]

@@ -16,10 +16,8 @@ _OUTSIDE = "fuseplan.outside.default"
 
 
 def extract(graph: DataflowGraph, region: Region) -> DataflowGraph:
-    """A static graph with the ops of ``region`` alone, under their names; what it reads are its inputs.
-
-    Raises:
-        ValueError: By itself it would not be the region that it is in ``graph``.
+    """A static graph with the ops of ``region`` alone, under their names; what it reads are its inputs. ValueError
+    where by itself it would not be the region that it is in ``graph``.
     """
     alone = _extract(graph, region, [])
     if apart := _detours(graph, region) - _detours(alone, region):
@@ -35,10 +33,8 @@ def find_region(graph: DataflowGraph, key: str) -> Region | None:
 
 
 def region_data(graph: DataflowGraph, region: Region) -> dict[str, Any]:
-    """A region of a static graph by itself, as data that JSON has, with what planning it takes from its surroundings.
-
-    Raises:
-        ValueError: It depends on more of the graph, or an attribute cannot be written.
+    """A region of a static graph by itself, as data that JSON has, with what planning it takes from its surroundings;
+    ValueError where it depends on more of the graph, or an attribute cannot be written.
     """
     alone = extract(graph, region)
     hot = zip(region.inputs, hot_inputs(graph, region.inputs), strict=True)
@@ -46,10 +42,8 @@ def region_data(graph: DataflowGraph, region: Region) -> dict[str, Any]:
 
 
 def region_graph(data: Mapping[str, Any], key: str) -> tuple[DataflowGraph, Region]:
-    """The graph of :func:`region_data`, and its region of that key.
-
-    Raises:
-        Exception: Data of another form, or of another region, where it says so.
+    """The graph of :func:`region_data`, and its region of that key; an error where data has another form, or is of
+    another region, which it says.
     """
     graph = graph_from_json(data["graph"])
     graph.fresh = frozenset(map(str, data["fresh"]))

@@ -72,15 +72,10 @@ class Colouring:
     def _single_out(self, vertex: int, population: Counter[bytes]) -> set[int]:
         """Give ``vertex`` a colour of its own, then split the colours of its neighbours for as long as any splits."""
         self._recolour({vertex: _digest(self.colour[vertex] + b"first")}, population)
-        changed = {vertex}
-        front = {vertex}
+        changed, front = {vertex}, {vertex}
         while front:
-            touched = {
-                other
-                for v in front
-                for _, other in (*self.incoming[v], *self.outgoing[v])
-                if population[self.colour[other]] > 1
-            }
+            near = {other for v in front for _, other in (*self.incoming[v], *self.outgoing[v])}
+            touched = {other for other in near if population[self.colour[other]] > 1}
             proposals: dict[bytes, dict[int, bytes]] = {}
             for other in touched:
                 proposals.setdefault(self.colour[other], {})[other] = self._neighbourhood(other)

@@ -89,22 +89,15 @@ def in_order(graph: DataflowGraph, choices: Iterable[Choice]) -> list[Choice]:
 
 
 def region_problem(
-    graph: DataflowGraph, region: Region, enumeration: Enumeration, implementations: Implementations,
-    table: GroupTable | None = None,
+    table: GroupTable, region: Region, enumeration: Enumeration, implementations: Implementations
 ) -> RegionProblem:
-    """The choices of a region.
-
-    ``enumeration`` has the groups that can be kernels. Without ``table`` no library is asked.
-    """
-    dependencies = region_dependencies(graph, region)
-    singles = single_candidates(graph, region)
-    asked = [] if table is None else [
-        (anchor, library) for anchor in singles if table.is_anchor(anchor) for library in implementations.libraries
-        if library.refuse(table, anchor) is None
-    ]
+    """The choices of a region; ``enumeration`` has the groups that can be kernels."""
+    singles = single_candidates(table.graph, region)
     choices = (
         *(Choice(single, implementations.aten) for single in singles),
-        *(Choice(anchor, library) for anchor, library in asked),
+        *(Choice(anchor, library) for anchor in singles if table.is_anchor(anchor)
+          for library in implementations.libraries if library.refuse(table, anchor) is None),
         *(Choice(candidate, implementations.kernel) for candidate in enumeration.candidates),
     )
-    return RegionProblem(tuple(single.ops[0] for single in singles), choices, dependencies.edges())
+    edges = region_dependencies(table.graph, region).edges()
+    return RegionProblem(tuple(single.ops[0] for single in singles), choices, edges)

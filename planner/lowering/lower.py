@@ -112,7 +112,10 @@ class _Lowering:
     # -- iteration spaces ---------------------------------------------------------------------------------
 
     def _plan_spaces(self, wanted: Sequence[str]) -> dict[str, _Plan]:
-        plans = {value: _without_unit_rows(self._space(value)) for value in wanted}
+        plans: dict[str, _Plan] = {}
+        for value in wanted:  # without rows of size one, whose place differs between outputs that share a segment
+            plan = self._space(value)
+            plans[value] = _with_rows(plan, [axis for axis, extent in enumerate(plan.rows) if extent != 1])
         folding: dict[tuple[tuple[Size, ...], Size], list[str]] = {}
         for value in wanted:
             if self._reduced_size(value) is not None:
@@ -270,11 +273,6 @@ def _fitted(segment: Segment) -> Segment:
         return with_weight_columns(segment)
     except ValueError as error:
         raise NotLowerable(f"matmul: {error}") from None
-
-
-def _without_unit_rows(plan: _Plan) -> _Plan:
-    """The same space without rows of size one, whose place differs between outputs that are to share a segment."""
-    return _with_rows(plan, [axis for axis, extent in enumerate(plan.rows) if extent != 1])
 
 
 def _viewed_as_rows(shape: tuple[Size, ...], length: Size) -> tuple[Size, ...] | None:

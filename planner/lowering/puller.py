@@ -190,17 +190,15 @@ class Puller(BodyBuilder):
             return limits.min <= least and most <= limits.max
         return isinstance(instr, Round) and instr.to == dtype
 
-    def dot(
-        self, node: OpNode, numbers: tuple[int, int], column: Index, rows: Position, transposed: bool
-    ) -> int:
+    def dot(self, node: OpNode, numbers: tuple[int, int], column: Index, rows: Position, transposed: bool) -> int:
         space = self._space
         if self._mask is not None:
             raise NotLowerable(f"{node.op} ({node.name}) feeds only part of a cat")
         if any(len(space.rows) in index.axes() for index in rows):
             raise NotLowerable(f"{node.op} ({node.name}): its rows run across the columns of the group")
         left, right = (node.inputs[number] for number in numbers)
-        inner, width = self.specs[left].shape[-1], self.specs[node.outputs[0]].shape[-1]
-        dtype = self.specs[right].dtype
+        inner, result, dtype = self.specs[left].shape[-1], self.specs[node.outputs[0]], self.specs[right].dtype
+        width = result.shape[-1]
         sides: list[tuple[Segment, int, tuple[int, ...]]] = []
         for value, own in ((left, space.rows), (right, (width,))):
             side = IterationSpace(own, inner)
@@ -208,7 +206,7 @@ class Puller(BodyBuilder):
             at = Index.coord(0, width)
             position = (*rows, k) if value == left and not sides else (at, k) if transposed else (k, at)
             held = Puller(self._group, side)
-            pulled = held.cast(held.pull(value, position), "float64" if self._is_double(node) else "float32")
+            pulled = held.cast(held.pull(value, position), "float64" if result.dtype == "float64" else "float32")
             whole = Segment(own, inner, tuple(side.body), ())
             split = factored(whole, pulled)
             # What is not scaled yet need not fit float16, in which tensor cores would multiply it; a byte does.
@@ -221,7 +219,7 @@ class Puller(BodyBuilder):
         product = Product(activations, multiplied, replace(other, body=body), places[rest], dtype)
         if product not in space.products:
             space.products.append(product)
-        number, wide = space.products.index(product), register_type(self.specs[node.outputs[0]].dtype)
+        number, wide = space.products.index(product), register_type(result.dtype)
         total = space.emit(Dot(wide, number, column))
         factors = [space.emit(RowValue(wide, number, factor)) for factor in ones]
         factors += [self._brought(other, factor, column) for factor in others]
@@ -241,9 +239,6 @@ class Puller(BodyBuilder):
         for one in ancestors(side.body, [value]):
             places[one] = self._space.emit(renamed(moved.body[one], places.__getitem__))
         return places[value]
-
-    def _is_double(self, node: OpNode) -> bool:
-        return self.specs[node.outputs[0]].dtype == "float64"
 
     def row_shape(self, node: OpNode) -> tuple[Size, ...]:
         return op_of(node.op).row_shape(node, self.specs)

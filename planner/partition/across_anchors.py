@@ -52,7 +52,7 @@ class JointProblems:
         """The choices should the plans of its islands be their nominal covers, and ATen run the rest."""
         chosen: list[Choice] = []
         for part in (part for part in region_parts(table.graph, region) if not is_anchor(table.graph, part)):
-            problem = region_problem(table.graph, part, table.enumerated(part, self._limits), self._ways, table)
+            problem = region_problem(table, part, table.enumerated(part, self._limits), self._ways)
             cover = predicted_partition(problem, ModelPrices(table, None, part).nominal_s)
             chosen += [one.choice for one in cover.chosen]
         return self._problem(table, region, chosen)

@@ -9,7 +9,7 @@ The reasons repeat no stored text, for they reach logs and terminals; labels are
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from fuseplan.planner.graph.dataflow import Region
@@ -40,7 +40,7 @@ class PlanCheck:
         graph = self.table.graph
         dependencies = region_dependencies(graph, region)
         members = {at: dependencies.bit[name] for at, name in enumerate(region.ops) if name in dependencies.bit}
-        refuse_cover(record.groups, members)
+        _refuse_no_cover(record.groups, members)
         masks = [sum(1 << members[position] for position in choice.ops) for choice in record.groups]
         if not all(map(dependencies.is_convex, masks)):
             raise RefusedPlanError("another op would have to run in the middle of one of its groups")
@@ -62,12 +62,8 @@ class PlanCheck:
         return replace(choice, label=group_label(self.table.graph, group.ops, group.outputs))
 
 
-def refuse_cover(groups: Sequence[GroupChoice], members: Mapping[int, int] | None = None) -> None:
-    """Raise RefusedPlanError for groups that are no cover: one has no ops, or several and no kernel; a position is
-    covered twice, negative, none of the region's, or left out.
-
-    ``members`` are the positions to cover; None where the region is not known: any, then.
-    """
+def _refuse_no_cover(groups: Sequence[GroupChoice], members: Collection[int]) -> None:
+    """Raise RefusedPlanError where groups do not cover ``members``, positions in the region, each once."""
     seen: set[int] = set()
     for choice in groups:
         if not choice.ops or (choice.is_plain and len(choice.ops) > 1):
@@ -75,8 +71,8 @@ def refuse_cover(groups: Sequence[GroupChoice], members: Mapping[int, int] | Non
         for position in choice.ops:
             if position in seen:
                 raise RefusedPlanError("an op is in two groups")
-            if position < 0 or (members is not None and position not in members):
+            if position not in members:
                 raise RefusedPlanError("a group has an op that the region does not have")
             seen.add(position)
-    if members is not None and len(seen) < len(members):
+    if len(seen) < len(members):
         raise RefusedPlanError(f"{len(members) - len(seen)} of {len(members)} ops are in no group")

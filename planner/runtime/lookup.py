@@ -275,17 +275,14 @@ class _Passes:
             return list(found)
         try:
             old = {one.region: one.plan for one in found if one.plan is not None and self._is_unfit(one.plan)}
-            wanted = [(region, self._kernels(plan)) for region, plan in old.items()]
+            wanted = [(region, [one.ops for one in self.groups(plan) if one.implementation.backends])
+                      for region, plan in old.items()]
             new = self.planner.plan_dynamic(self.static, self.graph, wanted)
         except Exception as error:  # groups that are no kernels run unfused
             logger.warning("regions with dynamic sizes cannot be planned: %s", failure_reason(error))
             return list(found)
         made = {one.region: with_configs(one, old[one.region]) for one in new}
         return [replace(one, plan=made.get(one.region, one.plan)) for one in found]
-
-    def _kernels(self, plan: RegionPlan) -> list[tuple[str, ...]]:
-        """The ops of each group that a generated kernel runs."""
-        return [group.ops for group in self.groups(plan) if group.implementation.backends]
 
     def groups(self, plan: RegionPlan) -> Iterator[PlannedGroup]:
         """The groups of a plan that ATen does not run."""

@@ -356,7 +356,7 @@ class Planner:
     def _choices(
         self, table: GroupTable, part: Region, enumeration: Enumeration, ways: Implementations | None = None
     ) -> RegionProblem:
-        return region_problem(table.graph, part, enumeration, ways if ways is not None else self.implementations, table)
+        return region_problem(table, part, enumeration, ways if ways is not None else self.implementations)
 
     def _writer(self, table: GroupTable, region: Region) -> PlanWriter:
         seed, run = (self.tuner.seed, self.tuner.run) if self.tuner is not None else (0, "")

@@ -197,7 +197,7 @@ def small_regions(session: Session, named: Sequence[tuple[str, DataflowGraph]], 
         for plan in workload_plan.plan.unique():
             for part in region_parts(graph, plan.region):
                 found = enumerate_candidates(graph, part, table.legal, session.settings.limits)
-                problem = region_problem(graph, part, found, session.planner().implementations, table)
+                problem = region_problem(table, part, found, session.planner().implementations)
                 if part.key in seen or not 4 <= len(problem.choices) <= most:
                     continue
                 seen.add(part.key)

@@ -177,7 +177,7 @@ def prices_of(rows: int, among: bool) -> tuple[RegionProblem, ModelPrices]:
     table = GroupTable(graph, "fp32", "cuda")
     target = Target("cuda", "sm_90", 100, l2_bytes=40_000_000)
     ways = implementations_for("graph", (Gpu(),), target)
-    problem = region_problem(graph, region, enumerate_candidates(graph, region, legal=table.legal), ways)
+    problem = region_problem(table, region, enumerate_candidates(graph, region, legal=table.legal), ways)
     return problem, ModelPrices(table, KNEE, region if among else None)
 
 

@@ -21,6 +21,7 @@ from fuseplan.planner.groups.convex import bits
 from fuseplan.planner.groups.cycles import short_cycles
 from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations.choices import Choice, RegionProblem, region_problem
+from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.partition.cover import CoverProblem, Option, solve_cover
 from fuseplan.planner.partition.guided_loop import GuidedResult, cover_problem, guided_partition, predicted_partition
 
@@ -152,7 +153,7 @@ class FakeTimes:
 def region_problems(seed: int, size: int, order: int = 0) -> list[RegionProblem]:
     graph = random_graph(seed, size, opaque=0.15, order=order)
     return [
-        region_problem(graph, region, enumerate_candidates(
+        region_problem(GroupTable(graph, "fp32", "cpu"), region, enumerate_candidates(
             graph, region, anything, CandidateLimits(max_candidates=60)), WAYS)
         for region in find_regions(graph)
     ]
@@ -190,7 +191,7 @@ def chain(length: int) -> tuple[DataflowGraph, RegionProblem]:
     graph = make(*rows, outputs=(f"a{length - 1}",))
     (region,) = find_regions(graph)
     found = enumerate_candidates(graph, region, anything)
-    return graph, region_problem(graph, region, found, WAYS)
+    return graph, region_problem(GroupTable(graph, "fp32", "cpu"), region, found, WAYS)
 
 
 @pytest.mark.parametrize("works", [True, False])

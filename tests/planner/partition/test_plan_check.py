@@ -23,7 +23,7 @@ from fuseplan.kernels.cpp.backend import CppBackend
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations.group_table import GroupTable
-from fuseplan.planner.partition.plan_check import PlanCheck, RefusedPlanError, refuse_cover
+from fuseplan.planner.partition.plan_check import PlanCheck, RefusedPlanError
 from fuseplan.planner.tuning.planner import Planner
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import GroupChoice, PlanRecord, Versions
@@ -106,13 +106,6 @@ def test_what_is_no_cover_is_refused(groups: list[tuple[int, ...]], reason: str)
     changed = tuple(choice([places.get(at, at) for at in group]) for group in groups)
     with pytest.raises(RefusedPlanError, match=reason):
         check.accepted(region, replace(record, groups=changed))
-
-
-def test_a_cover_of_an_unknown_region_is_checked_as_far_as_can_be() -> None:
-    refuse_cover([choice([0, 2]), GroupChoice((3,), "aten")])
-    for bad in ([choice([])], [choice([1]), choice([1])], [choice([-1])], [GroupChoice((0, 1), "aten")]):
-        with pytest.raises(RefusedPlanError):
-            refuse_cover(bad)
 
 
 def test_groups_without_a_kernel_are_refused() -> None:

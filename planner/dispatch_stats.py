@@ -22,6 +22,12 @@ from fuseplan.search.errors import OWN_FAULTS
 Source = Literal["database", "tuned", "model", "unfused"]
 
 
+def _told(words: str) -> int:
+    """A count that people are told in these words, where it is not 0."""
+    number: int = field(default=0, metadata={"words": words})
+    return number
+
+
 @dataclass(frozen=True)
 class CompileStats:
     """One graph that went through the back end.
@@ -33,21 +39,11 @@ class CompileStats:
         from_database: Fused groups whose plan was looked up.
         from_tuned: Fused groups whose plan was tuned now.
         from_model: Fused groups whose plan rests on the cost model.
-        library_calls: Ops that a library's call runs instead of ATen's default, as their plan says.
         unfused: Groups that a plan wanted fused and that run as ATen ops; ``fallbacks`` says why.
         planned_unfused: Regions whose answer is "do not fuse".
         misses: Regions that the database did not know.
-        quarantined: Stored plans that cannot be those of their regions; ``fallbacks`` says why.
         bucketed: Regions answered by the plan of a neighbouring size of the token dimension.
         lookup_s: Seconds spent planning, look-ups included.
-        recordings: CUDA graphs recorded.
-        in_place: Outputs of fused groups that take the memory of an input nobody needs any more.
-        grouped_queries: Attention calls that read keys and values without a copy for every query head.
-        dropped_masks: Attention calls whose mask is constant, and causal or true everywhere: it is not computed.
-        added_masks: Attention calls that take their boolean mask as numbers, computed once for all of them.
-        paged_attention: Attention calls that read the pages of a cache where they lie, without a copy of them.
-        capped_attention: Attention calls with capped scores that were ops between two matmuls.
-        merged_projections: Groups of linear ops that read one value and run as one, on packed weights.
         fallbacks: Groups (or whole graphs) that run unfused, by reason.
         notes: What was asked for and is not done although kernels run (a CUDA graph, a direct launch), by reason.
         places: Where in the model what ``fallbacks`` and ``notes`` count is, by reason, as far as that is known.
@@ -58,21 +54,21 @@ class CompileStats:
     from_database: int = 0
     from_tuned: int = 0
     from_model: int = 0
-    library_calls: int = 0
     unfused: int = 0
     planned_unfused: int = 0
     misses: int = 0
-    quarantined: int = 0
     bucketed: int = 0
     lookup_s: float = 0.0
-    recordings: int = 0
-    in_place: int = 0
-    grouped_queries: int = 0
-    dropped_masks: int = 0
-    added_masks: int = 0
-    paged_attention: int = 0
-    capped_attention: int = 0
-    merged_projections: int = 0
+    library_calls: int = _told("ops by a library's call that was faster than ATen's default")
+    quarantined: int = _told("stored plans are unsound and not used; `plan tune` replaces them")
+    in_place: int = _told("results in the memory of operands that were needed no more")
+    grouped_queries: int = _told("attention calls without a copy of keys for every query head")
+    dropped_masks: int = _told("attention calls without their mask, which is constant")
+    added_masks: int = _told("attention calls with numbers for a mask, computed once")
+    paged_attention: int = _told("attention calls that read the pages of a cache where they lie")
+    capped_attention: int = _told("attention calls with capped scores as one op")
+    merged_projections: int = _told("groups of linear ops as one, on packed weights")
+    recordings: int = _told("CUDA graphs recorded")
     fallbacks: Mapping[str, int] = field(default_factory=dict)
     notes: Mapping[str, int] = field(default_factory=dict)
     places: Mapping[str, str] = field(default_factory=dict)
@@ -81,21 +77,6 @@ class CompileStats:
     def groups_fused(self) -> int:
         """Groups that run as one kernel."""
         return self.from_database + self.from_tuned + self.from_model
-
-
-#: Counts that are mentioned where they are not 0.
-_WORDS = {
-    "library_calls": "ops by a library's call that was faster than ATen's default",
-    "quarantined": "stored plans are unsound and not used; `plan tune` replaces them",
-    "in_place": "results in the memory of operands that were needed no more",
-    "grouped_queries": "attention calls without a copy of keys for every query head",
-    "dropped_masks": "attention calls without their mask, which is constant",
-    "added_masks": "attention calls with numbers for a mask, computed once",
-    "paged_attention": "attention calls that read the pages of a cache where they lie",
-    "capped_attention": "attention calls with capped scores as one op",
-    "merged_projections": "groups of linear ops as one, on packed weights",
-    "recordings": "CUDA graphs recorded",
-}
 
 
 @dataclass(frozen=True)
@@ -112,7 +93,8 @@ class Stats(CompileStats):
             f"{self.misses} misses, {self.unfused} groups fell back to unfused ops",
         ]
         lines += [f"  {self._named(reason, count)}" for reason, count in sorted(self.fallbacks.items())]
-        lines += [f"{getattr(self, name)} {words}" for name, words in _WORDS.items() if getattr(self, name)]
+        told = ((getattr(self, one.name), one.metadata.get("words")) for one in fields(self))
+        lines += [f"{number} {words}" for number, words in told if words and number]
         lines += [f"note: {self._named(reason, count)}" for reason, count in sorted(self.notes.items())]
         return "\n".join(lines)
 

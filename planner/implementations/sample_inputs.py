@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -61,27 +61,22 @@ def sample_inputs(
     divisors, packed, places, masks = (_flowing_into(nodes, one) for one in (_DIVISORS, _PACKED, _PLACES, _MASKS))
     limits = {number: min(limit, MOST_TABLE_ROWS) for number, limit in index_limits(ir).items()}
     short = {buffer for buffer, rows in tables(ir).items() if rows > MOST_TABLE_ROWS}
-    pools = _pools(nodes, dict(zip(names, ir.inputs, strict=True)))
-    masks |= {pool.mask for pool in pools if pool.mask is not None}
+    pages, listed, hidden = _paged(nodes, dict(zip(names, ir.inputs, strict=True)))
+    masks |= hidden
     made = []
     for number, (name, buffer) in enumerate(zip(names, ir.inputs, strict=True)):
-        if number in short:
-            buffer = replace(buffer, shape=(MOST_TABLE_ROWS, *buffer.shape[1:]))
-        for pool in pools:
-            if name in pool.pages:
-                buffer = replace(buffer, shape=(pool.count, *buffer.shape[1:]))
+        rows = pages.get(name, MOST_TABLE_ROWS if number in short else None)
+        if rows is not None:
+            buffer = replace(buffer, shape=(rows, *buffer.shape[1:]))
         below = None if name in packed else limits.get(number, _INTEGERS_BELOW)
         if below is not None and most is not None:
             below = min(below, most)
         spread = 0.0 if most == 1 else 1.0
         tensor = random_tensor(buffer, generator, positive or name in divisors, below, spread)
-        if name in places and number in limits:  # different numbers; more than there are of them are repeated
-            order = torch.randperm(limits[number], generator=generator, device=generator.device)
-            tensor.copy_(order.repeat(-(-len(tensor) // len(order)))[: len(tensor)])
-        for pool in pools:
-            if name == pool.table:
-                order = torch.randperm(pool.count, generator=generator, device=generator.device)
-                tensor.copy_(order.repeat(-(-tensor.numel() // len(order)))[: tensor.numel()].view(tensor.shape))
+        distinct = limits.get(number) if name in places else listed.get(name)
+        if distinct is not None:  # different numbers; more than there are of them are repeated
+            order = torch.randperm(distinct, generator=generator, device=generator.device)
+            tensor.copy_(order.repeat(-(-tensor.numel() // distinct))[: tensor.numel()].view(tensor.shape))
         if number in limits and below is not None and tensor.numel() == 1 and tensor.dtype in _INDEX_TYPES:
             tensor.fill_(below - 1 - below // _HIDDEN_SHARE)  # as far as masks show keys
         if name in masks and (tensor.dim() < 3 or tensor.shape[-3] == 1):
@@ -90,25 +85,20 @@ def sample_inputs(
     return made
 
 
-@dataclass(frozen=True)
-class _Pool:
-    """The pages of a cache: their names, how many of them are read at most, and what lists and what masks them."""
-
-    pages: tuple[str, str]
-    count: int
-    table: str
-    mask: str | None
-
-
-def _pools(nodes: Sequence[OpNode], buffers: Mapping[str, Buffer]) -> list[_Pool]:
-    found = []
+def _paged(
+    nodes: Sequence[OpNode], buffers: Mapping[str, Buffer]
+) -> tuple[dict[str, int], dict[str, int], set[str]]:
+    """Of caches in pages, and of the tables that list these: how many pages are read at most. And what masks them."""
+    pages, tables, masks = dict[str, int](), dict[str, int](), set[str]()
     for node in nodes:
         if node.op == _DECODE_ATTENTION:
             _, key, value, table, mask = bind_call(node, node.inputs)[0]
             if table in buffers and key in buffers:
-                most = math.prod(map(int, buffers[table].shape))
-                found.append(_Pool((key, value), min(int(buffers[key].shape[0]), most), table, mask))
-    return found
+                count = min(int(buffers[key].shape[0]), math.prod(map(int, buffers[table].shape)))
+                pages |= {key: count, value: count}
+                tables[table] = count
+                masks |= {mask} - {None}
+    return pages, tables, masks
 
 
 def _hide_last(mask: torch.Tensor) -> None:

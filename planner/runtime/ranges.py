@@ -7,7 +7,7 @@ flag in each call, and its groups are called as if there were no profilers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch.autograd.profiler
@@ -15,6 +15,8 @@ from torch import fx
 
 from fuseplan.planner.module_paths import located
 
+#: Stands for the module with PyTorch's flag where that was looked at already.
+_OFF = SimpleNamespace(_is_profiler_enabled=False)
 #: Names in the generated code: the module with PyTorch's flag, and the same graph with ranges.
 _PROFILER, _RANGED = "_fuseplan_profiler", "_fuseplan_ranged"
 
@@ -35,16 +37,10 @@ def add_ranges(module: fx.GraphModule, names: Mapping[str, str]) -> None:
 
     def ranged(*args: Any) -> Any:
         calls = {slot: _in_range(namespace, slot, name) for slot, name in names.items()}
-        own = FunctionType(code, {**namespace, **calls, _PROFILER: _Off}, "forward")
+        own = FunctionType(code, {**namespace, **calls, _PROFILER: _OFF}, "forward")
         return own(module, *args)
 
     namespace[_PROFILER], namespace[_RANGED] = torch.autograd.profiler, ranged
-
-
-class _Off:
-    """Stands for PyTorch's flag where it was looked at already."""
-
-    _is_profiler_enabled = False
 
 
 def _in_range(namespace: Mapping[str, Any], slot: str, name: str) -> Callable[..., Any]:

@@ -31,7 +31,6 @@ class Option:
 
     mask: int
     cost_s: float
-    launches: int = 1
 
 
 @dataclass(frozen=True)
@@ -135,10 +134,10 @@ class _Solver:
         if int(program.keep.sum()) == len(best):
             return best
         program.rows.append((self.scaled, limit_s * self.unit * (1 + _ROUNDING)))
-        launches = np.array([float(option.launches) for option in self.options])
-        if launches[best].sum() > 1:
+        launches = np.ones(len(self.options))
+        if len(best) > 1:
             best = self.minimise(launches, program) or best
-        program.rows.append((launches, float(launches[best].sum()) + 0.5))
+        program.rows.append((launches, len(best) + 0.5))
         left = (1 << self.problem.num_ops) - 1
         while left:
             best = self._prefer(left & -left, left, best, program)
@@ -161,19 +160,14 @@ class _Solver:
 
     def _affordable(self, limit_s: float) -> NDArray[np.bool_]:
         """Options that some cover within ``limit_s`` may use, by their reduced cost in the linear relaxation."""
-        relaxed, reduced = self._relaxation()
-        slack = limit_s - relaxed
-        affordable: NDArray[np.bool_] = reduced <= slack + 1e-6 * max(limit_s, 1e-300)
-        return affordable
-
-    def _relaxation(self) -> tuple[float, NDArray[np.float64]]:
-        """Least cost of the linear relaxation, and the reduced cost of each option."""
         ones = np.ones(self.problem.num_ops)
         result = scipy.optimize.linprog(self.scaled, A_eq=self.matrix, b_eq=ones, method="highs")
         if result.fun is None:
             raise RuntimeError(f"HiGHS could not solve the relaxation of a cover: {result.message}")
         prices = np.asarray(result.eqlin.marginals)
-        return float(result.fun) / self.unit, (self.scaled - self.matrix.T @ prices) / self.unit
+        relaxed, reduced = float(result.fun) / self.unit, (self.scaled - self.matrix.T @ prices) / self.unit
+        affordable: NDArray[np.bool_] = reduced <= limit_s - relaxed + 1e-6 * max(limit_s, 1e-300)
+        return affordable
 
     def minimise(self, objective: NDArray[np.float64], program: _Program) -> list[int] | None:
         """Minimise over acyclic covers, cutting off cycles as they appear; None where there is no cover."""
@@ -194,17 +188,11 @@ class _Solver:
             if result.x is None:
                 return None
             chosen = [int(at) for at in np.flatnonzero(result.x > 0.5)]
-            cycles = self._cycles(chosen)
+            group_of = {op: at for at in chosen for op in bits(self.options[at].mask)}
+            cycles = short_cycles([group_of[op] for op in range(self.problem.num_ops)], self.problem.edges)
             if not cycles:
                 return chosen
-            self.cuts += [self._cut(cycle) for cycle in cycles]
-
-    def _cycles(self, chosen: Sequence[int]) -> list[list[Hop]]:
-        group_of = [-1 - op for op in range(self.problem.num_ops)]
-        for at in chosen:
-            for op in bits(self.options[at].mask):
-                group_of[op] = at
-        return short_cycles(group_of, self.problem.edges)
+            self.cuts += map(self._cut, cycles)
 
     def _cut(self, cycle: Sequence[Hop]) -> tuple[NDArray[np.float64], float]:
         """Any group that holds a hop's entry and leave closes the same cycle: at most all but one of the hops."""

@@ -120,4 +120,4 @@ def _left_over(
     known = {frozenset(one.ops): one for one in enumerated}
     taken = [frozenset(one.ops) for one in anchored]
     left = {frozenset(kernel.ops) - one for kernel in kernels for one in taken if not one.isdisjoint(kernel.ops)}
-    return [known[ops] for ops in left if ops in known]
+    return [one for ops, one in known.items() if ops in left]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.backend import Backend, Target
@@ -29,10 +30,11 @@ class GroupTable:
         self.numerics = numerics
         self.device_type = device_type
         self.dynamic = dynamic
+        #: Work of one ATen op by itself.
+        self.unfused_work: Callable[[str], Work] = cache(partial(op_work, graph))
         self._lowered: dict[tuple[str, ...], Lowered] = {}
         self._works: dict[tuple[str, ...], Work] = {}
         self._subjects: dict[tuple[str, ...], TunableGroup] = {}
-        self._singles: dict[str, Work] = {}
         self._backends: dict[tuple[str, ...], Backend | None] = {}
         self._enumerated: dict[str, tuple[Region, CandidateLimits, Enumeration]] = {}
 
@@ -87,12 +89,6 @@ class GroupTable:
             willing = (b for b in backends if b.unavailable() is None and b.refuse(ir, target) is None)
             self._backends[group.ops] = next(willing, None)
         return self._backends[group.ops]
-
-    def unfused_work(self, op: str) -> Work:
-        """Work of one ATen op by itself."""
-        if op not in self._singles:
-            self._singles[op] = op_work(self.graph, op)
-        return self._singles[op]
 
     def is_anchor(self, group: Candidate) -> bool:
         """Whether the group is a matmul or attention by itself: only library calls run it."""

@@ -120,20 +120,17 @@ class _Passes:
         """What is stored for these sizes, else for neighbouring ones. Misses are reported."""
         distinct = (occurrences[0] for occurrences in unique_regions(regions).values())
         stored, refused = self.planner.look_up_all(self.static, distinct), self.planner.refused
+        if self.on_miss == "tune":
+            refused = {}  # a tune replaces it by something measured
+        near = self._neighbouring_plans([one for one in regions if one.key not in stored and one.key not in refused])
         found = []
         for region in regions:
             if region.key in stored:
-                plan = RegionPlan(region, stored[region.key], "database")
-                found.append(RegionLookup(region, "stored", plan))
-            elif region.key in refused and self.on_miss != "tune":  # a tune replaces it by something measured
+                found.append(RegionLookup(region, "stored", RegionPlan(region, stored[region.key], "database")))
+            elif region.key in refused:
                 found.append(RegionLookup(region, "refused", reason=refused[region.key]))
             else:
-                found.append(RegionLookup(region))
-        near = self._neighbouring_plans([one.region for one in found if one.status == "missed"])
-        found = [
-            replace(one, status="neighbour", plan=near[one.region]) if one.region in near and one.plan is None else one
-            for one in found
-        ]
+                found.append(RegionLookup(region, "neighbour" if region in near else "missed", near.get(region)))
         is_tuned = self.on_miss == "tune"
         self._report_misses([
             one.region for one in found if one.status == "neighbour"

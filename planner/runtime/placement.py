@@ -59,7 +59,7 @@ class _Rewrite:
         if any(self.node_of[value].graph is not self.source for value in (*group.inputs, *group.outputs)):
             return "a value of the group lives in a nested graph"
         for name in group.symbols:
-            if name not in self.symbols:
+            if self.symbols.nodes(name) is None:
                 return f"no argument shows the size {name} ({self.flow.symbols.get(name)} when compiled)"
         return None
 
@@ -78,7 +78,7 @@ class _Rewrite:
             if isinstance(unit, fx.Node):
                 read = unit.all_input_nodes
             else:
-                read = [node for name in unit.symbols for node in self.symbols.nodes(name)]
+                read = [node for name in unit.symbols for node in self.symbols.nodes(name) or ()]
                 read += map(self._node, unit.inputs)
             needs = {self.definer.get(node, node) for node in read} - {unit}
             pending += [need for need in needs if need not in order]
@@ -195,18 +195,16 @@ class _SymbolSources:
             if getattr(size, "is_Symbol", False):
                 self._sized.setdefault(size.name, (node, question, dim))
 
-    def __contains__(self, name: str) -> bool:
-        if name in self._given or name in self._sized:
-            return True
-        return name in self._derived and all(free.name in self for free in self._derived[name].free_symbols)
-
-    def nodes(self, name: str) -> list[fx.Node]:
-        """The nodes that must exist before the value is known."""
+    def nodes(self, name: str) -> list[fx.Node] | None:
+        """The nodes that must exist before the value is known; None where nothing shows it."""
         if name in self._given:
             return [self._given[name]]
         if name in self._sized:
             return [self._sized[name][0]]
-        return [node for free in self._derived[name].free_symbols for node in self.nodes(free.name)]
+        if name not in self._derived:
+            return None
+        found = [self.nodes(free.name) for free in self._derived[name].free_symbols]
+        return None if None in found else [node for nodes in found for node in nodes or ()]
 
     def emit(self, name: str, graph: fx.Graph, made: Mapping[fx.Node, fx.Node]) -> fx.Node:
         """A kernel's argument in the new graph: an integer as it is, any other number as its float32 bits."""

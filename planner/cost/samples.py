@@ -53,14 +53,9 @@ class ChoiceSample:
 
 @dataclass(frozen=True)
 class RegionSamples:
-    """What was measured of one region.
+    """What was measured of the region whose plan has this key, of ``enumerated`` choices that there are.
 
-    Attributes:
-        key: Key of the region's plan.
-        label: For people.
-        edges: Which op must run before which, by position, those by way of views included.
-        enumerated: Choices that there are, measured or not.
-        samples: The measured ones.
+    ``edges`` say which op must run before which, by position, those by way of views included.
     """
 
     key: RecordKey

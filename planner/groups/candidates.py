@@ -39,12 +39,8 @@ class CandidateLimits:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A fusion group.
-
-    Attributes:
-        ops: Compute ops, in the region's canonical order.
-        inputs: Source values read (behind views), in first-use order.
-        outputs: Values needed outside the group.
+    """A fusion group: its compute ops in the region's canonical order, the source values that it reads (behind views)
+    in first-use order, and the values that are needed outside.
     """
 
     ops: tuple[str, ...]

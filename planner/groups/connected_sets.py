@@ -11,9 +11,8 @@ from fuseplan.planner.groups.convex import Dependencies, bits, union
 
 @dataclass(frozen=True)
 class ConnectedSets:
-    """Sets of members as masks, by size and then by their members' order.
-
-    ``complete`` tells whether these are all sets within the size limit; otherwise the counts say what was kept.
+    """Sets of members as masks, by size and then by their members' order. ``complete`` tells whether these are all sets
+    within the size limit; otherwise the counts say what was kept.
     """
 
     masks: tuple[int, ...]

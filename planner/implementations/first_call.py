@@ -22,11 +22,8 @@ from fuseplan.planner.implementations.tunable_group import Fused
 class GroupCall:
     """Stands for the call of a group of ops in an FX graph: ``call(*inputs, *symbols)``.
 
-    Attributes:
-        ops, inputs, outputs: Names of ops and values.
-        symbols: The dynamic sizes that it takes.
-        buffers: How the results lie.
-        reuse_options: Inputs whose memory the outputs could take, if nothing needs them.
+    ``symbols`` are the dynamic sizes that it takes. ``buffers`` say how the results lie, ``reuse_options``
+    which inputs' memory they could take, if nothing needs these.
     """
 
     name: str

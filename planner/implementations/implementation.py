@@ -30,12 +30,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Screening:
-    """A short timing of an implementation by itself.
+    """A short timing of an implementation by itself: microseconds of a call; None where it failed, with the reason.
 
-    Attributes:
-        time_us: Microseconds of a call; None where it failed.
-        reason: Why it failed.
-        backend: The calibration that it is a sample of, where the back end is one of several.
+    ``backend`` names the calibration that it is a sample of, where the back end is one of several.
     """
 
     time_us: float | None

@@ -6,7 +6,7 @@ Parts are decided one by one, each by itself. What their plans cost together is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from fuseplan.planner.graph.dataflow import Region
@@ -35,11 +35,8 @@ def beats_plain(
     plain_s = math.fsum(record.unfused_us for _, record in parts) * 1e-6
     if all(group.is_plain for _, record in parts for group in record.groups) or plain_s > policy.LONG_REGION_S:
         return lambda: (True, "")
-    plain = {
-        Choice(one, ways.aten): ways.aten.part(table, one, "", {})
-        for part, _ in parts for one in single_candidates(table.graph, part)
-    }
-    run = play_off(tuner.play_off_later, table, {_PLAIN: plain, _PLAN: planned_parts(table, parts, ways)})
+    sides = {_PLAIN: plain_parts(table, (part for part, _ in parts), ways), _PLAN: planned_parts(table, parts, ways)}
+    run = play_off(tuner.play_off_later, table, sides)
 
     def verdict() -> tuple[bool, str]:
         contest = run()
@@ -65,6 +62,12 @@ def gain_on_parts(
     if contest is None:
         return None
     return contest.gain(_PLAN, _PLAIN) if contest.accepts(_PLAN, _PLAIN) else 0.0
+
+
+def plain_parts(table: GroupTable, regions: Iterable[Region], ways: Implementations) -> dict[Choice, Part]:
+    """What ATen runs of regions, or of their parts."""
+    singles = (one for region in regions for one in single_candidates(table.graph, region))
+    return {Choice(one, ways.aten): ways.aten.part(table, one, "", {}) for one in singles}
 
 
 def planned_parts(

@@ -15,13 +15,13 @@ from typing import TypeVar
 
 from fuseplan.planner.cost.lower_bound import floor_us
 from fuseplan.planner.graph.dataflow import DataflowGraph
-from fuseplan.planner.groups.candidates import same_values, single_candidates
+from fuseplan.planner.groups.candidates import same_values
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import find_regions
-from fuseplan.planner.implementations.choices import Choice, in_order
+from fuseplan.planner.implementations.choices import in_order
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import Implementations, implementations_for
-from fuseplan.planner.partition.whole_region import planned_parts
+from fuseplan.planner.partition.whole_region import plain_parts, planned_parts
 from fuseplan.planner.tuning.plans import GraphPlan, RegionPlan
 from fuseplan.planner.tuning.session import Session
 from fuseplan.search import policy
@@ -184,11 +184,8 @@ def _sides(
 
 def _parts_of(table: GroupTable, one: RegionPlan, ways: Implementations) -> dict[str, list[Part]]:
     """The parts of a region on either side, in order."""
-    plain = {
-        Choice(single, ways.aten): ways.aten.part(table, single, "", {})
-        for single in single_candidates(table.graph, one.region)
-    }
-    sides = {_UNFUSED: plain, _PLANNED: planned_parts(table, [(one.region, one.record)], ways)}
+    plain, planned = plain_parts(table, [one.region], ways), planned_parts(table, [(one.region, one.record)], ways)
+    sides = {_UNFUSED: plain, _PLANNED: planned}
     return {side: [parts[choice] for choice in in_order(table.graph, parts)] for side, parts in sides.items()}
 
 

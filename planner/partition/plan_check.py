@@ -10,10 +10,10 @@ The reasons repeat no stored text, for they reach logs and terminals; labels are
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from fuseplan.planner.graph.dataflow import Region
-from fuseplan.planner.groups.candidates import Candidate, region_candidates, region_dependencies
+from fuseplan.planner.groups.candidates import region_candidates, region_dependencies
 from fuseplan.planner.groups.cycles import short_cycles
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import Implementations
@@ -26,40 +26,30 @@ class RefusedPlanError(Exception):
     """A stored plan that is none of its region; the message says why."""
 
 
-@dataclass(frozen=True)
-class PlanCheck:
-    """Checks the plans of a static graph's regions."""
-
-    table: GroupTable
-    ways: Implementations
-
-    def accepted(self, region: Region, record: PlanRecord) -> PlanRecord:
-        """The plan with labels of its own, and without alternatives of ops that the region does not have;
-        RefusedPlanError says why it cannot be this region's.
-        """
-        graph = self.table.graph
-        dependencies = region_dependencies(graph, region)
-        members = {at: dependencies.bit[name] for at, name in enumerate(region.ops) if name in dependencies.bit}
-        _refuse_no_cover(record.groups, members)
-        masks = [sum(1 << members[position] for position in choice.ops) for choice in record.groups]
-        if not all(map(dependencies.is_convex, masks)):
-            raise RefusedPlanError("another op would have to run in the middle of one of its groups")
-        group_of = {members[position]: at for at, choice in enumerate(record.groups) for position in choice.ops}
-        if short_cycles([group_of[member] for member in range(len(dependencies))], dependencies.edges()):
-            raise RefusedPlanError("its groups wait for each other")
-        groups = tuple(map(self._accepted_group, record.groups, region_candidates(graph, region, masks)))
-        rejected = tuple(one for one in record.rejected if all(0 <= at < len(region.ops) for at in one.ops))
-        return replace(record, label=region_label(graph, region), groups=groups, rejected=rejected)
-
-    def _accepted_group(self, choice: GroupChoice, group: Candidate) -> GroupChoice:
+def accepted_plan(table: GroupTable, ways: Implementations, region: Region, record: PlanRecord) -> PlanRecord:
+    """The plan of a region of a static graph with labels of its own, and without alternatives of ops that the region
+    does not have; RefusedPlanError says why it cannot be this region's.
+    """
+    graph, dependencies = table.graph, region_dependencies(table.graph, region)
+    members = {at: dependencies.bit[name] for at, name in enumerate(region.ops) if name in dependencies.bit}
+    _refuse_no_cover(record.groups, members)
+    masks = [sum(1 << members[position] for position in choice.ops) for choice in record.groups]
+    if not all(map(dependencies.is_convex, masks)):
+        raise RefusedPlanError("another op would have to run in the middle of one of its groups")
+    group_of = {members[position]: at for at, choice in enumerate(record.groups) for position in choice.ops}
+    if short_cycles([group_of[member] for member in range(len(dependencies))], dependencies.edges()):
+        raise RefusedPlanError("its groups wait for each other")
+    groups = []
+    for choice, group in zip(record.groups, region_candidates(graph, region, masks), strict=True):
         try:
-            way = self.ways.named(choice.implementation)
+            way = ways.named(choice.implementation)
         except KeyError:
-            raise RefusedPlanError(
-                f"it names an implementation that is none for {self.table.device_type}") from None
-        if reason := way.refuse_record(self.table, group, choice.config):
+            raise RefusedPlanError(f"it names an implementation that is none for {table.device_type}") from None
+        if reason := way.refuse_record(table, group, choice.config):
             raise RefusedPlanError(reason)
-        return replace(choice, label=group_label(self.table.graph, group.ops, group.outputs))
+        groups.append(replace(choice, label=group_label(graph, group.ops, group.outputs)))
+    rejected = tuple(one for one in record.rejected if all(0 <= at < len(region.ops) for at in one.ops))
+    return replace(record, label=region_label(graph, region), groups=tuple(groups), rejected=rejected)
 
 
 def _refuse_no_cover(groups: Sequence[GroupChoice], members: Collection[int]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from fuseplan.planner.graph.dataflow import Region
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import Implementations
-from fuseplan.planner.partition.plan_check import PlanCheck, RefusedPlanError
+from fuseplan.planner.partition.plan_check import RefusedPlanError, accepted_plan
 from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.search.errors import OWN_FAULTS
 from fuseplan.search.store.database import Database, Lookup
@@ -76,7 +76,7 @@ class StoredPlans:
         if stored == lookup.hit:
             return replace(lookup, record=accepted)
         try:
-            accepted = PlanCheck(table, self._implementations).accepted(region, lookup.hit)
+            accepted = accepted_plan(table, self._implementations, region, lookup.hit)
             self._sound[region.key] = lookup.hit, accepted
             return replace(lookup, record=accepted)
         except Exception as error:  # whatever else the check trips over: it costs this region alone

@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from fuseplan.kernels.cpp.backend import CppBackend
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations.group_table import GroupTable
-from fuseplan.planner.partition.plan_check import PlanCheck, RefusedPlanError
+from fuseplan.planner.partition.plan_check import RefusedPlanError, accepted_plan
 from fuseplan.planner.tuning.planner import Planner
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import GroupChoice, PlanRecord, Versions
@@ -51,10 +52,10 @@ def partitions(items: Sequence[int]) -> Iterator[list[tuple[int, ...]]]:
             yield from ([(first, *others), *more] for more in partitions(left))
 
 
-def planned(graph: DataflowGraph) -> tuple[PlanCheck, Any, PlanRecord]:
+def planned(graph: DataflowGraph) -> tuple[Callable[[Any, PlanRecord], PlanRecord], Any, PlanRecord]:
     database = Database("sqlite://", versions=Versions.current("cpu"))
     plan = Planner(database, None, "dev", TARGET, (ReferenceBackend(),)).plan_graph(graph).regions[0]
-    return PlanCheck(GroupTable(graph, "fp32", "cpu"), WAYS), plan.region, plan.record
+    return partial(accepted_plan, GroupTable(graph, "fp32", "cpu"), WAYS), plan.region, plan.record
 
 
 def choice(ops: Sequence[int], **fields: Any) -> GroupChoice:
@@ -78,10 +79,10 @@ def test_of_all_ways_to_group_ops_those_that_can_run_are_accepted() -> None:
         verdicts.append(runs)
         changed = replace(record, groups=tuple(map(choice, groups)))
         if runs:
-            assert [one.ops for one in check.accepted(region, changed).groups] == [tuple(group) for group in groups]
+            assert [one.ops for one in check(region, changed).groups] == [tuple(group) for group in groups]
         else:
             with pytest.raises(RefusedPlanError):
-                check.accepted(region, changed)
+                check(region, changed)
     assert len(verdicts) == 52 and 5 < sum(verdicts) < 47
 
 
@@ -105,7 +106,7 @@ def test_what_is_no_cover_is_refused(groups: list[tuple[int, ...]], reason: str)
     places = {**dict(enumerate(compute)), 99: view}
     changed = tuple(choice([places.get(at, at) for at in group]) for group in groups)
     with pytest.raises(RefusedPlanError, match=reason):
-        check.accepted(region, replace(record, groups=changed))
+        check(region, replace(record, groups=changed))
 
 
 def test_groups_without_a_kernel_are_refused() -> None:
@@ -119,7 +120,7 @@ def test_groups_without_a_kernel_are_refused() -> None:
     ):
         changed = replace(record, groups=(replace(whole, **changes),))  # type: ignore[arg-type]
         with pytest.raises(RefusedPlanError, match=reason) as caught:
-            check.accepted(region, changed)
+            check(region, changed)
         assert "red" not in str(caught.value) and "\x1b" not in str(caught.value)
 
 
@@ -133,13 +134,13 @@ def test_a_group_that_does_not_lower_is_refused() -> None:
     assert table.legal(region.ops) is not None
     record = replace(planned(fork())[2], groups=(choice(range(len(region.ops))),))
     with pytest.raises(RefusedPlanError, match="cannot be one kernel"):
-        PlanCheck(table, WAYS).accepted(region, record)
+        accepted_plan(table, WAYS, region, record)
 
 
 def test_labels_are_made_anew() -> None:
     check, region, record = planned(fork())
     marked = replace(record, label="\x1b[31m", groups=tuple(replace(one, label="[/red]²") for one in record.groups))
-    assert check.accepted(region, marked) == record
+    assert check(region, marked) == record
 
 
 # -- dispatch ---------------------------------------------------------------------------------------------

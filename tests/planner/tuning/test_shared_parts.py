@@ -23,7 +23,7 @@ from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.regions import find_regions, region_parts
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.tunable_group import TunableGroup, group_label
-from fuseplan.planner.partition.plan_check import PlanCheck
+from fuseplan.planner.partition.plan_check import accepted_plan
 from fuseplan.planner.tuning.planner import Planner, PlanSettings, RegionPlan
 from fuseplan.planner.tuning.tune import TuneResult, WorkloadPlan
 from fuseplan.planner.work.group_work import op_work
@@ -188,8 +188,8 @@ def test_a_region_s_record_is_that_of_its_parts(database: Database) -> None:
         assert record.planned_us == pytest.approx(11.0 + 4.0 * (islands - 1) + 10.0 * (islands - 1))
         assert record.unfused_us == pytest.approx(10.0 * (3 + 2 * (islands - 1) + islands - 1))
         assert record.gap == pytest.approx(0.0) and not record.undecided
-        check = PlanCheck(GroupTable(graph, "fp32", "cpu"), WAYS)
-        assert check.accepted(plan.region, record) == record
+        table = GroupTable(graph, "fp32", "cpu")
+        assert accepted_plan(table, WAYS, plan.region, record) == record
         for lost in record.rejected:  # positions are the region's: the label is made of the ops there
             ops = [plan.region.ops[at] for at in lost.ops]
             flow = {name for other in plan.region.ops for name in graph.op(other).inputs if other not in ops}

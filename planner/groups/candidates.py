@@ -15,7 +15,7 @@ from typing import TypeAlias
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.canonical import canonical_form
 from fuseplan.planner.groups.compute_graph import compute_graph_of
-from fuseplan.planner.groups.connected_sets import ConnectedSets, connected_sets, parts
+from fuseplan.planner.groups.connected_sets import connected_sets, parts
 from fuseplan.planner.groups.convex import Dependencies, bits
 
 #: The reason why a set of compute ops cannot be one kernel, None when it can.
@@ -104,7 +104,7 @@ def enumerate_candidates(
             candidates.append(_candidate(dependencies, mask))
         else:
             refusals.append(Refusal(dependencies.names(mask), reason))
-    return Enumeration(tuple(candidates), tuple(refusals), _truncation(grown, limits))
+    return Enumeration(tuple(candidates), tuple(refusals), grown.truncated)
 
 
 def enumerate_parts(
@@ -189,14 +189,3 @@ def _separated_pairs(dependencies: Dependencies) -> list[Refusal]:
                 continue
             refusals.append(Refusal((flow.names[one], flow.names[two]), f"path through {what}"))
     return refusals
-
-
-def _truncation(grown: ConnectedSets, limits: CandidateLimits) -> str | None:
-    if not grown.complete:
-        return (
-            f"more than {limits.max_candidates} groups: kept single ops, {grown.vertical} groups joined by data flow, "
-            f"{grown.mirrored} mirrored pairs and {grown.maximal} maximal groups"
-        )
-    if grown.masks and grown.masks[-1].bit_count() == limits.max_ops:
-        return f"groups of more than {limits.max_ops} ops were not enumerated"
-    return None

@@ -12,14 +12,12 @@ from fuseplan.planner.groups.convex import Dependencies, bits, union
 @dataclass(frozen=True)
 class ConnectedSets:
     """Sets of members as masks, by size and then by their members' order. ``complete`` tells whether these are all sets
-    within the size limit; otherwise the counts say what was kept.
+    within the size limit; ``truncated`` says in words what is not among them.
     """
 
     masks: tuple[int, ...]
     complete: bool
-    vertical: int = 0
-    mirrored: int = 0
-    maximal: int = 0
+    truncated: str | None
 
 
 def connected_sets(dependencies: Dependencies, max_ops: int, max_sets: int, ops: Sequence[str]) -> ConnectedSets:
@@ -32,7 +30,9 @@ def connected_sets(dependencies: Dependencies, max_ops: int, max_sets: int, ops:
     """
     found = _closure(dependencies, dependencies.neighbours, max_ops, max_sets)
     if found is not None:
-        return ConnectedSets(_ordered(found), complete=True)
+        masks = _ordered(found)
+        is_cut = bool(masks) and masks[-1].bit_count() == max_ops
+        return ConnectedSets(masks, True, f"groups of more than {max_ops} ops were not enumerated" if is_cut else None)
     single = [1 << bit for bit in range(len(dependencies))]
     budget = max_sets * 3 // 4
     vertical = _closure(dependencies, dependencies.dataflow, max_ops, budget)
@@ -45,7 +45,11 @@ def connected_sets(dependencies: Dependencies, max_ops: int, max_sets: int, ops:
     ]
     pairs = _mirrored(dependencies, vertical, ops, max_ops, max(0, max_sets - len(kept) - len(maximal)))
     kept |= dict.fromkeys((*maximal, *pairs))
-    return ConnectedSets(_ordered(kept), False, len(vertical), len(pairs), len(set(maximal)))
+    return ConnectedSets(
+        _ordered(kept), False,
+        f"more than {max_sets} groups: kept single ops, {len(vertical)} groups joined by data flow, {len(pairs)} "
+        f"mirrored pairs and {len(set(maximal))} maximal groups",
+    )
 
 
 def _ordered(masks: Iterable[int]) -> tuple[int, ...]:

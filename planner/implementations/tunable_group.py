@@ -151,9 +151,7 @@ def _empty(spec: TensorSpec, device: str) -> torch.Tensor:
     return torch.empty_strided(spec.shape, spec.strides, dtype=torch_dtype(spec.dtype), device=device)
 
 
-def _integers_alone(
-    nodes: Sequence[OpNode], specs: Mapping[str, TensorSpec]
-) -> tuple[list[OpNode], set[str]]:
+def _integers_alone(nodes: Sequence[OpNode], specs: Mapping[str, TensorSpec]) -> tuple[list[OpNode], set[str]]:
     """The ops of a chain that read integers or that these are made by, and the values that it takes to compute them."""
     kept: list[OpNode] = []
     wanted: set[str] = set()

@@ -36,13 +36,9 @@ def peak_bytes(
         taken = choose_reuse(reuse[step], dying) if reuse is not None else {}
         for source in taken.values():
             del alive[source]
-        made = (value for value in group.outputs if _is_new(graph, value))
-        alive.update({value: graph.specs[value].nbytes(graph.symbols) for value in made})
+        for value in group.outputs:
+            if (maker := graph.maker(value)) is None or written_value(maker) is None:
+                alive[value] = graph.specs[value].nbytes(graph.symbols)
         peak = max(peak, sum(alive.values()))
         alive = {value: size for value, size in alive.items() if value in kept or last_use.get(value, -1) > step}
     return peak
-
-
-def _is_new(graph: DataflowGraph, value: str) -> bool:
-    producer = graph.producer(value)
-    return producer is None or written_value(graph.op(producer)) is None

@@ -51,6 +51,8 @@ class LibraryCall(ABC):
 
     def refuse(self, group: OpGroup) -> str | None:
         """Why it cannot run the group here; None when it can."""
+        if not all(group.specs[name].is_static for name in (*group.inputs, *group.outputs)):
+            return "its sizes are not static"
         try:
             self.plan(group)
         except RefusedError as error:

@@ -33,7 +33,7 @@ from fuseplan.kernels.ir.gathers import may_fail
 from fuseplan.kernels.ir.index import Size
 from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, Const, KernelIR, Load, Reduce, Segment, Store, register_type
 from fuseplan.kernels.ir.kernel_name import kernel_name
-from fuseplan.kernels.ir.ops import REDUCTIONS
+from fuseplan.kernels.ir.ops import REDUCTIONS, fold_identity
 from fuseplan.kernels.ir.schedule import Phase, schedule
 
 #: A staging row up to this size lives on the stack.
@@ -190,13 +190,7 @@ class _SegmentWriter:
         return f"const {scalar} r{value} = ({cols}) ? {whole} : {self._identity(value, self.kinds[value])};"
 
     def _identity(self, value: int, kind: str) -> str:
-        fold = self._reduce(value).kind
-        if fold == "sum" or kind.startswith("float"):
-            return constant_text(kind, REDUCTIONS[fold].identity)
-        if kind == "bool":
-            return constant_text(kind, fold == "min")
-        bits = 31 if kind == "int32" else 63
-        return constant_text(kind, -(2**bits) if fold == "max" else 2**bits - 1)
+        return constant_text(kind, fold_identity(self._reduce(value).kind, kind))
 
     def _accumulator_kind(self, value: int) -> str:
         """Register type of a reduction's lanes: the result's, unless the operand is a narrowed integer or a mask."""

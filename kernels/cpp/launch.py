@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fuseplan.kernels.ir.backend import NOTHING, BuildError, CompiledKernel, Layouts, OutsideTable, Resources
+from fuseplan.kernels.ir.backend import NOTHING, BuildError, CompiledKernel, Layouts, OutsideTable
 from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.in_place import Reuse
 from fuseplan.kernels.ir.ir import KernelIR
@@ -65,7 +65,7 @@ class CppKernel(CompiledKernel):
     """
 
     def __init__(self, run: Callable[..., None], call: Callable[..., Any] | None = None) -> None:
-        self.run, self.resources, self._call = run, Resources(), call
+        self.run, self._call = run, call
 
     def __call__(self, *args: torch.Tensor | int) -> None:
         self.run(*args)

@@ -166,7 +166,6 @@ class InterpretedKernel(CompiledKernel):
     """A generated kernel under Triton's interpreter, for machines without a GPU: right, and very slow."""
 
     loader: Loader
-    resources: Resources = field(default_factory=Resources)
 
     def __call__(self, *args: Any) -> None:
         loader = self.loader

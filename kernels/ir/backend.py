@@ -119,7 +119,7 @@ class Resources:
 class CompiledKernel(ABC):
     """A loaded kernel, called, without checks, with every buffer (inputs, then outputs), then the symbols' values."""
 
-    resources: Resources
+    resources: Resources = Resources()
 
     @abstractmethod
     def __call__(self, *args: torch.Tensor | int) -> None:

@@ -118,6 +118,18 @@ REDUCTIONS: dict[str, ReductionSpec] = {
     )
 }
 
+_SMALLEST = {"int32": -(2**31), "int64": -(2**63)}
+
+
+def fold_identity(kind: str, dtype: str) -> float | int:
+    """The neutral element of a fold over values of register type ``dtype``."""
+    identity = REDUCTIONS[kind].identity
+    if dtype == "bool":
+        return identity > 0
+    if dtype in _SMALLEST and not math.isfinite(identity):
+        return _SMALLEST[dtype] if identity < 0 else -(_SMALLEST[dtype] + 1)
+    return identity
+
 
 def float32_bits(value: float) -> int:
     """The bits of the nearest float32 as a signed 32-bit integer; infinite where it is too large.

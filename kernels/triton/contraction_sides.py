@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from fuseplan.kernels.ir.index import Coord, FloorDiv, Index, divides
 from fuseplan.kernels.ir.ir import ITEMSIZE, Cast, Load, Product, Reduce, Segment, ancestors, operands
-from fuseplan.kernels.ir.ops import REDUCTIONS
+from fuseplan.kernels.ir.ops import REDUCTIONS, fold_identity
 from fuseplan.kernels.ir.schedule import reduction_depths
 from fuseplan.kernels.triton.index import Coordinates
 from fuseplan.kernels.triton.segment import SegmentEmitter
-from fuseplan.kernels.triton.values import fold_identity, index_extent, literal, tl_type
+from fuseplan.kernels.triton.values import index_extent, literal, tl_type
 
 
 @dataclass(frozen=True)

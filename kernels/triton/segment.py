@@ -16,10 +16,10 @@ from fuseplan.kernels.gpu.tile import chunk_width
 from fuseplan.kernels.ir.backend import Config
 from fuseplan.kernels.ir.index import Index, divides
 from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, Gather, Load, Segment, Store
-from fuseplan.kernels.ir.ops import REDUCTIONS, op_spec
+from fuseplan.kernels.ir.ops import REDUCTIONS, fold_identity, op_spec
 from fuseplan.kernels.ir.schedule import Phase, rescaled_sums, schedule
 from fuseplan.kernels.triton.index import Coordinates, triton_size
-from fuseplan.kernels.triton.values import OUTSIDE, ValueEmitter, fold_identity, index_extent, literal, tl_type
+from fuseplan.kernels.triton.values import OUTSIDE, ValueEmitter, index_extent, literal, tl_type
 
 _INDENT = "    "
 #: How many times wider a loaded type is than a stored one where its lanes lie far apart.

@@ -29,7 +29,7 @@ from fuseplan.kernels.ir.ir import (
     ancestors,
     operands,
 )
-from fuseplan.kernels.ir.ops import REDUCTIONS, op_spec
+from fuseplan.kernels.ir.ops import REDUCTIONS, fold_identity, op_spec
 from fuseplan.kernels.ir.rewrite import without_repeated_clamps
 from fuseplan.kernels.ir.schedule import Phase, reduction_depths, schedule
 from fuseplan.kernels.triton.index import triton_size
@@ -38,7 +38,6 @@ from fuseplan.kernels.triton.index import triton_size
 OUTSIDE = "an index is outside its table"
 
 _OTHER_NAMES = {"bool": "int1", "float8_e4m3fn": "float8e4nv"}
-_SMALLEST = {"int32": -(2**31), "int64": -(2**63)}
 #: Powers that are cheaper, and more exact, as products and roots.
 _SIMPLE_POWERS = {
     2.0: "({0} * {0})",
@@ -63,14 +62,6 @@ def literal(value: float | int | bool, dtype: str) -> str:
         return str(int(value))
     number = float(value)
     return repr(number) if math.isfinite(number) else f'float("{number}")'
-
-
-def fold_identity(kind: str, dtype: str) -> float | int:
-    """The neutral element of a fold over values of ``dtype``."""
-    identity = REDUCTIONS[kind].identity
-    if dtype in _SMALLEST and not math.isfinite(identity):
-        return _SMALLEST[dtype] if identity < 0 else -(_SMALLEST[dtype] + 1)
-    return identity
 
 
 def as_emitted(segment: Segment, buffers: Sequence[Buffer]) -> Segment:

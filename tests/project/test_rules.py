@@ -19,7 +19,7 @@ PACKAGES = ("planner", "search", "kernels", "costmodel")
 COUNTS = {"tolerate", "failure_reason", "failure", "set_exception"}
 #: Functions whose wide ``except`` neither counts nor raises, and why.
 EXCUSED = {
-    "planner/implementations/direct_calls.py: _does_the_same":
+    "planner/implementations/direct_calls.py: _trace":
         "tries a function of another library on operands that it may not take",
     "planner/fleet/terms.py: carried": "any class of anybody's may refuse to be pickled",
     "planner/cli/main.py: run": "the command line: shows the error and ends with its exit status",

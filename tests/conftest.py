@@ -51,4 +51,4 @@ def pytest_collection_finish() -> None:
     """Spare the garbage collector what lives to the end: a worker holds PyTorch and ten thousand tests."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(100_000, 50, 100)
+    gc.set_threshold(10_000, 10, 10)

@@ -133,7 +133,7 @@ def test_changed_databases_say_nothing_that_cannot_be(change: str, tmp_path: Pat
     made = sample(tmp_path / "made.db").read_bytes()
     told = 0
     for seed in range(40):
-        path = tmp_path / "t.db"
+        path = tmp_path / f"{seed}.db"  # one of its own: a report that failed may still hold the last one open
         path.write_bytes(made)
         rng = random.Random(seed)
         for _ in range(rng.choice((1, 3))):

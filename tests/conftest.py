@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
+import threading
 from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 
 # Before PyTorch is imported: OpenMP's threads otherwise spin while they wait, on cores that other test processes need.
@@ -42,9 +45,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if seconds is not None:
             item.add_marker("slow")
             if seconds > MOST_COVERED_S:
-                item.add_marker("no_cover")
+                item.add_marker("uncovered")
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: -file_s[item.nodeid.partition("::")[0]])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Take the trace function away from what is not covered. pytest-cov's own mark for that leaves a worker of
+    pytest-xdist the one that it began with.
+    """
+    if item.get_closest_marker("uncovered") is None:
+        return (yield)
+    here, in_threads = sys.gettrace(), threading.gettrace()
+    sys.settrace(None)
+    threading.settrace(None)  # type: ignore[arg-type]
+    try:
+        return (yield)
+    finally:
+        sys.settrace(here)
+        threading.settrace(in_threads)  # type: ignore[arg-type]
 
 
 def pytest_collection_finish() -> None:

@@ -28,7 +28,7 @@ def test_what_cannot_be_planted_is_said() -> None:
         planted(bug.old * 2, bug)
 
 
-@pytest.mark.no_cover
+@pytest.mark.uncovered
 @pytest.mark.timeout(900)
 def test_planted_bugs_are_noticed_and_harmless_ones_are_not(tmp_path: Path) -> None:
     bugs = [bug for bug in BUGS if bug.name in QUICK]

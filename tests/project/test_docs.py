@@ -30,7 +30,7 @@ import fuseplan.planner
 from fuseplan.planner.runtime import lookup
 from fuseplan.search.store.location import default_path
 
-pytestmark = pytest.mark.no_cover
+pytestmark = pytest.mark.uncovered
 
 #: Those of a model and of a database; the others have tests beside what they show.
 EXAMPLES = [ROOT / "examples" / f"{one}.py" for one in ("compile_a_llama", "generate_static_cache", "ship_a_database")]

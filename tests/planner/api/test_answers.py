@@ -36,7 +36,7 @@ from fuseplan.search.errors import DatabaseError
 from fuseplan.search.tune.time_account import TimeAccount
 from fuseplan.search.tune.tuner import ProgressEvent
 
-pytestmark = pytest.mark.no_cover
+pytestmark = pytest.mark.uncovered
 
 HERE = current_identity("cpu")
 QUICK: dict[str, Any] = {"device": "cpu", "trials": 1, "seconds": 0.2}

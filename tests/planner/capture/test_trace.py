@@ -31,7 +31,7 @@ from fuseplan.planner.models.sources import ModelSource, find_source, generates
 from fuseplan.planner.models.workload import Workload, decode, generate, prefill
 from fuseplan.planner.rewrites import grouped_queries
 
-pytestmark = pytest.mark.no_cover
+pytestmark = pytest.mark.uncovered
 
 DECODE, PREFILL = decode(3, 32), prefill(2, 9)
 

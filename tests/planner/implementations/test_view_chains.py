@@ -32,7 +32,7 @@ from fuseplan.planner.ops.table import op_of
 from fuseplan.planner.rewrites import grouped_queries
 from fuseplan.planner.runtime import executor
 
-pytestmark = pytest.mark.no_cover
+pytestmark = pytest.mark.uncovered
 
 Tensors = tuple[torch.Tensor, ...]
 

@@ -11,7 +11,7 @@ import pytest
 from fuseplan.planner.capture.trace import capture
 from fuseplan.planner.models.sources import find_source, workloads_for
 
-pytestmark = pytest.mark.no_cover
+pytestmark = pytest.mark.uncovered
 
 
 @pytest.mark.parametrize("family", families.FAMILY_CONFIGS)

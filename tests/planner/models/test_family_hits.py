@@ -15,7 +15,7 @@ from fuseplan.planner.capture.trace import capture
 from fuseplan.planner.models.sources import find_source, workloads_for
 from fuseplan.planner.tuning.session import open_session
 
-pytestmark = pytest.mark.no_cover
+pytestmark = pytest.mark.uncovered
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 import torch
 from reference_backend import ReferenceBackend, use
 
-pytestmark = pytest.mark.no_cover
+pytestmark = pytest.mark.uncovered
 
 
 @pytest.fixture

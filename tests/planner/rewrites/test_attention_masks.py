@@ -18,7 +18,7 @@ from fuseplan.planner.rewrites.attention import AttentionRewrites
 from fuseplan.planner.rewrites.attention_call import ATTENTION
 from fuseplan.planner.runtime.options import parse_options
 
-pytestmark = pytest.mark.no_cover
+pytestmark = pytest.mark.uncovered
 
 
 @pytest.fixture(autouse=True)

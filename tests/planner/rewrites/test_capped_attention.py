@@ -15,7 +15,7 @@ import fuseplan.planner
 from fuseplan.planner.graph.decode_attention import DECODE_ATTENTION
 from fuseplan.planner.rewrites.attention import AttentionRewrites
 
-pytestmark = pytest.mark.no_cover
+pytestmark = pytest.mark.uncovered
 
 BATCH, HEADS, SHARED, LENGTH, WIDTH, CAP, SCALE = 2, 6, 3, 11, 16, 5.0, 0.3
 Attend = Callable[..., torch.Tensor]

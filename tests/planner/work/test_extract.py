@@ -18,7 +18,7 @@ from fuseplan.planner.groups.regions import find_regions, region_parts
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.work.extract import extract
 
-pytestmark = pytest.mark.no_cover
+pytestmark = pytest.mark.uncovered
 
 
 def everything(graph: DataflowGraph) -> DataflowGraph:

@@ -21,8 +21,6 @@ from fuseplan.search.errors import OWN_FAULTS
 
 #: Seconds and name of each slow case, or of a function whose cases are slow; ``tests/checks/list_slow.py`` writes it.
 SLOW = Path(__file__).with_name("slow.txt")
-#: What takes longer runs without coverage, with which it would take twice as long: quicker tests cover the same code.
-MOST_COVERED_S = 1.0
 
 
 def pytest_configure() -> None:
@@ -41,11 +39,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for name, seconds in slow_s.items():
         file_s[name.partition("::")[0]] += seconds
     for item in items:
-        seconds = slow_s.get(item.nodeid) or slow_s.get(item.nodeid.partition("[")[0])
-        if seconds is not None:
+        if item.nodeid in slow_s or item.nodeid.partition("[")[0] in slow_s:
             item.add_marker("slow")
-            if seconds > MOST_COVERED_S:
-                item.add_marker("uncovered")
+            item.add_marker("uncovered")  # its time would double, and quicker tests cover the same code
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: -file_s[item.nodeid.partition("::")[0]])
 

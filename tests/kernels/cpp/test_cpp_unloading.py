@@ -92,10 +92,10 @@ def test_nothing_goes_while_a_call_runs_in_another_thread(
     inside, go_on, results = threading.Event(), threading.Event(), list[torch.Tensor]()
     allocate = torch.empty_strided
 
-    def stopping(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
+    def stopping(shape: Any, strides: Any, dtype: torch.dtype, device: Any = "cpu") -> torch.Tensor:
         inside.set()
         go_on.wait()
-        return allocate(shape, strides, dtype=dtype)
+        return allocate(shape, strides, dtype=dtype, device=device)
 
     monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cpu", stopping)
     monkeypatch.setattr(torch, "empty_strided", stopping)

@@ -149,10 +149,10 @@ def test_what_a_neighbouring_size_serves_is_not_tuned(db: Path, kernels: Referen
     tuned: list[list[str]] = []
     by_measurement = Planner._decide
 
-    def decide(planner: Planner, graph: Any, region: Any, table: Any, lookahead: Any) -> Any:
+    def decide(planner: Planner, graph: Any, region: Any, table: Any) -> Any:
         tuned.append([graph.op(name).op for name in region.ops])
         monkeypatch.setattr(planner, "tuner", None)
-        plan = by_measurement(planner, graph, region, table, lookahead)()
+        plan = by_measurement(planner, graph, region, table)()
         return lambda: replace(plan, source="tuned")
 
     monkeypatch.setattr("fuseplan.planner.tuning.session.Session.tuner", lambda self, budget: nullcontext())

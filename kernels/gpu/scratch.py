@@ -63,12 +63,12 @@ class ScratchKernel(CompiledKernel):
         return self._given(self.kernel.fused(inputs + 2, layouts, reuse))
 
     def _given(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """``call`` without the kernel's memory, which is given to it behind the inputs."""
-        inputs, numbers, counters = self.inputs, self.numbers, self._counters
+        """``call`` without the kernel's memory, which is given to it behind the inputs; it keeps this kernel loaded."""
+        inputs, counters = self.inputs, self._counters
 
         def run(*args: Any) -> Any:
             first = args[0]
-            held = torch.empty(numbers, dtype=torch.float32, device=first.device)
+            held = torch.empty(self.numbers, dtype=torch.float32, device=first.device)
             return call(*args[:inputs], held, counters.of(first), *args[inputs:])
 
         return run

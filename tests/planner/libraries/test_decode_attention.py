@@ -19,7 +19,7 @@ from fuseplan.kernels.gpu import fixed as fixed_functions
 from fuseplan.kernels.gpu.direct import ptx_parameter_bits
 from fuseplan.kernels.gpu.launch import Variant
 from fuseplan.kernels.gpu.targets import read_resources
-from fuseplan.kernels.ir.backend import SM90, CompiledKernel, Resources
+from fuseplan.kernels.ir.backend import SM90, CompiledKernel, Resources, allocating
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
 from fuseplan.planner.groups.candidates import single_candidates
 from fuseplan.planner.groups.regions import find_regions
@@ -169,17 +169,21 @@ def test_capped_scores_are_not_rounded_on_the_way(numerics: str, cap: float | No
 
 def test_layers_share_a_kernel_and_no_counters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two models of one size may run at the same time, each on a stream of its own."""
-    made: list[Any] = []
+    made: list[int] = []
     counters: list[torch.Tensor] = []
 
     class Kernel(CompiledKernel):
         resources = Resources()
 
         def __init__(self, *_: Any) -> None:
-            made.append(self)
+            made.append(id(self))
 
         def __call__(self, *tensors: torch.Tensor) -> None:
-            counters.append(tensors[-2])
+            raise AssertionError("calls go through fused")
+
+        def fused(self, *how: Any) -> Any:
+            """As of a GPU's kernel, the call does not keep the kernel."""
+            return allocating(lambda *tensors: counters.append(tensors[-2]), *how, {})
 
     monkeypatch.setattr(fixed_functions, "GpuKernel", Kernel)
     # What this test makes stays in it.
@@ -194,6 +198,6 @@ def test_layers_share_a_kernel_and_no_counters(monkeypatch: pytest.MonkeyPatch) 
     assert len(made) == 1
     first, again, other, _ = (one.data_ptr() for one in counters)
     assert first == again != other
-    del call, calls, made[:]  # with its last call the kernel goes
+    del call, calls  # with its last call the kernel goes
     gc.collect()
     assert not fixed_functions._LOADED

@@ -22,7 +22,7 @@ from sqlalchemy import URL, ColumnElement, Connection, Engine, Select, Table, se
 from fuseplan.search.errors import BusyDatabaseError, DatabaseError, ReadOnlyDatabaseError, RecordError, plain
 from fuseplan.search.store import codec, rows, tables
 from fuseplan.search.store.connections import BUSY_S, DRIVER_ERRORS, connected, insist, transaction
-from fuseplan.search.store.location import NOWHERE, location_name, make_folder, resolve_url, sqlite_file
+from fuseplan.search.store.location import NOWHERE, file_size, location_name, make_folder, resolve_url, sqlite_file
 from fuseplan.search.store.record import PlanRecord, RecordKey, Trial, TuningRecord, Versions, now
 from fuseplan.search.store.rows import R
 from fuseplan.search.store.snapshot import instead_of
@@ -89,9 +89,10 @@ def reservations(record: TuningRecord | PlanRecord, versions: Versions | None, r
 
 
 def check_usable(location: str | Path | None) -> None:
-    """Raise the :class:`DatabaseError` of opening a database for writing, where that is known without making one."""
-    make_folder(resolve_url(location))
-    Database(location, "inspect").close()
+    """Open a database for writing, with the :class:`DatabaseError` of that; a file that is not there yet is not made."""
+    file = make_folder(resolve_url(location))
+    if file is None or file_size(file):
+        Database(location).close()
 
 
 class Database:

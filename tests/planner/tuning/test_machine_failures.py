@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import report_samples as samples
+from database_files import damage_pages
 from fake_tuner import SUBJECT, tuner
 from fast_tunes import count_instead_of_timing
 from inline_executor import InlineExecutor
@@ -25,6 +26,7 @@ from fuseplan.kernels.native.build import Compiler, build_library
 from fuseplan.planner.cli import main
 from fuseplan.planner.partition.by_measurement import MeasuredRegion
 from fuseplan.planner.partition.guided_loop import GuidedResult
+from fuseplan.planner.tuning import session
 from fuseplan.search.errors import MachineFailureError, NothingCompilesError
 from fuseplan.search.store.database import Database
 from fuseplan.search.workers.worker import WorkerPool
@@ -197,6 +199,15 @@ def test_a_compiler_that_fails_on_kernels(plan: Run, file: Path, broken_compiler
     assert "nothing has compiled in this tune" in err and "no luck" in err, err
     assert [line for line in err.splitlines() if line.startswith("plan: error: nothing compiles here")], err
     assert stored_in(file) == (0, 0)
+
+
+def test_a_tune_sets_a_corrupt_database_aside(plan: Run, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = replace(samples.SPEC, identity=current_identity("cpu"))
+    monkeypatch.setattr(session, "probe", lambda *_, **__: spec)
+    damage_pages(file)
+    status, _, err = plan("tune", *SWIGLU, "--db", file)
+    assert status == 0 and "is corrupt" in err and "kept as" in err, err
+    assert stored_in(file)[1] and list(file.parent.glob(f"{file.name}.corrupt-*"))
 
 
 @pytest.mark.parametrize("created", ["2000-01-01T00:00:00+00:00", "2999-01-01T00:00:00+00:00"])

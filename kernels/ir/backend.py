@@ -152,7 +152,7 @@ def allocating(
 def fused_call(kernel: CompiledKernel, ir: KernelIR, reuse: Reuse = NOTHING) -> Callable[..., Any]:
     """``call(*inputs, *sizes)`` of a loaded kernel: makes the outputs as the IR says, runs, and returns one or a tuple.
 
-    Those in ``reuse``, and those that lie over an input by the IR, are that input.
+    An output in ``reuse``, or one that the IR puts over an input, is written to that input and returned as it.
     """
     from fuseplan.kernels.ir.dtypes import torch_dtype
 

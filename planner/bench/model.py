@@ -152,7 +152,7 @@ def _compiled(session: Session, model: Model, name: str) -> Callable[..., Any]:
 
 
 def dispatch_options(session: Session) -> dict[str, Any]:
-    """What our back end is told of the plans and their numerics."""
+    """The options of our back end: the database of the plans, and their numerics."""
     return {
         "db": session.database.url.render_as_string(hide_password=False), "numerics": session.settings.numerics,
     }

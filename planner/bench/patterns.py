@@ -98,7 +98,7 @@ def plan_facts(case: Case) -> dict[str, Any]:
 
 
 def unfused_ops(graph: DataflowGraph, groups: Sequence[PlannedGroup]) -> list[str]:
-    """The ops, besides views, that no group has."""
+    """Names of the ops outside all groups, views left out."""
     fused = {op for group in groups for op in group.ops}
     return [node.name for node in graph if kind_of(node, graph.specs) != "view" and node.name not in fused]
 

@@ -82,7 +82,7 @@ class Step:
 
     @property
     def floor_us(self) -> float | None:
-        """What memory and arithmetic alone take, as far as the step was timed as a whole."""
+        """Lower bound of the step by memory and arithmetic, in microseconds; None where no whole step was timed."""
         return self.times.floor_us if self.times is not None else None
 
     @property

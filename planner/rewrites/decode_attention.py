@@ -58,11 +58,12 @@ class _Decode:
 
 @dataclass(frozen=True)
 class _Cache:
-    """What keys or values are in: ``[batch, heads, length, width]``, or pages.
+    """The memory of keys or values: ``[batch, heads, length, width]``, or pages.
 
     Attributes:
-        read: The call that copies them for attention, and what else it gets them by: nothing may write to that
-            afterwards, nor to the cache.
+        held: The node of the cache.
+        read: Nodes that read it for attention: the copy, and its other arguments. Nothing may write to these, or to
+            the cache, after the copy.
     """
 
     held: fx.Node

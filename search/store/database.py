@@ -89,7 +89,7 @@ def reservations(record: TuningRecord | PlanRecord, versions: Versions | None, r
 
 
 def check_usable(location: str | Path | None) -> None:
-    """Open a database for writing, with the :class:`DatabaseError` of that; a file that is not there yet is not made."""
+    """Open a database for writing and close it, with the errors of that; a file that is not there yet is not made."""
     file = make_folder(resolve_url(location))
     if file is None or file_size(file):
         Database(location).close()

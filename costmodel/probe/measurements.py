@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -64,12 +64,12 @@ def time_host_calls(
     """What :class:`Measurements` calls ``eager``, ``kernel`` and ``view``."""
     arrays = {size: torch.rand(size // 12, device=device) for size in _EAGER_BYTES}
     eager = {size: partial(torch.ops.aten.add.Tensor, x, torch.rand_like(x)) for size, x in arrays.items()}
-    timings = time_calls(eager, timer, budget.part(0.6))
+    timings = time_calls(eager, timer, replace(budget.part(0.6), report=budget.report))
     view = partial(torch.ops.aten.transpose.int, torch.zeros(4, 4, device=device), 0, 1)
     others: dict[str, TimedCall] = {"view": view}
     if kernel_call is not None:
         others["kernel"] = kernel_call
-    found = time_calls(others, timer, budget)
+    found = time_calls(others, timer, budget.part(1.0))
     return timings, found.get("kernel"), found["view"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -78,7 +78,8 @@ class GpuBackend(Backend):
         is_interpreted = interpreter_is_on()
         if is_interpreted:
             config, resources = plainly(config), Resources()
-            binary = functools.partial(self._function, ir, config)
+            function = self._function(ir, config, Variant())
+            binary: Callable[[Variant], Any] = lambda _: function  # noqa: E731
         elif torch.cuda.is_available():
             resources = self.prepare(ir, config, target)
             binary = functools.partial(self._compile, ir, config, target, known=resources)

@@ -126,10 +126,11 @@ def find_binding(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Map
     key = target, _kind(tuple(args)), _kind(dict(kwargs))
     if key not in _FOUND:
         _FOUND[key] = None
-        wanted = _trace(target, args, kwargs)
-        for namespace in _NAMESPACES if wanted is not None else ():
-            function = getattr(namespace, target._opname, None)
-            if callable(function) and _trace(function, args, kwargs) == wanted:
+        named = [(one, getattr(one, target._opname, None)) for one in _NAMESPACES]
+        candidates = [(namespace, function) for namespace, function in named if callable(function)]
+        wanted = _trace(target, args, kwargs) if candidates else None
+        for namespace, function in candidates if wanted is not None else ():
+            if _trace(function, args, kwargs) == wanted:
                 name = function.__name__  # one stand-in for each function, so that generated code has one name for it
                 _FOUND[key] = _STANDINS.setdefault((str(namespace), name), Direct(function, name))
                 break

@@ -46,7 +46,9 @@ class LibraryCall(ABC):
     @abstractmethod
     def plan(self, group: OpGroup) -> Callable[[], Call]:
         """What builds the call, whose results have the layouts of ``group.specs``. Touches no device memory.
-        RefusedError says why it cannot run the group here.
+
+        Raises:
+            RefusedError: It cannot run the group here.
         """
 
     def refuse(self, group: OpGroup) -> str | None:

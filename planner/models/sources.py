@@ -20,7 +20,6 @@ from fuseplan.planner.models.workload import LARGEST, Workload, parse_workloads,
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 #: PyTorch's name of each dtype that weights may have, by that and by its short name.
-#: PyTorch's names of dtypes, by these and by short ones.
 DTYPES = {name: name for name in _SHORT.values()} | _SHORT
 #: Entries of a Hugging Face config.json.
 ConfigEntries: TypeAlias = Mapping[str, Any]

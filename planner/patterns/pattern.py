@@ -41,8 +41,8 @@ class Pattern:
     dtype: str = "bfloat16"
     typed: bool = False
 
-
     def inputs(self, shape: Shape, dtype: str) -> InputSpecs:
+        """The inputs by name, for activations of this shape."""
         return (self.given or usual_inputs(self.compute))(shape, dtype)
 
 

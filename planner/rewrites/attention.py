@@ -55,7 +55,8 @@ def rewrite_attention(
 ) -> AttentionRewrites:
     """Rewrite every attention call of a trace with fake values in ``meta["val"]``; the masks only with ``masks``.
 
-    ``grouped_queries`` and ``decode_attention``: whether that is done; None where it is measured to pay.
+    ``grouped_queries`` and ``decode_attention``: whether that is done. None stands for where the first is measured to
+    pay, and for devices that have a kernel for the second.
     """
     dropped = _drop_constant_masks(module.graph) if masks else 0
     paged = read_pages(module, decode_attention)

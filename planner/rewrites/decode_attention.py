@@ -197,8 +197,8 @@ def _cache(node: fx.Node, reader: fx.Node) -> _Cache | None:
 
 
 def _is_unchanged(decode: _Decode, key: _Cache, value: _Cache) -> bool:
-    """Whether all that was read on the way to the last call is there what it was, and what is read there is one cache:
-    pages that one table lists, or two tensors, which only a chain does not read by itself.
+    """Whether no op writes to an operand between its first reader and the last call, and both sides are of one kind:
+    pages of one table, or plain tensors. Plain tensors count for a capped chain only: PyTorch's attention reads them.
     """
     if key.pages is not None and value.pages is not None:
         if not has_same_table(key.pages, value.pages):
@@ -210,7 +210,10 @@ def _is_unchanged(decode: _Decode, key: _Cache, value: _Cache) -> bool:
 
 
 def _put(decode: _Decode, key: _Cache, value: _Cache, sizes: tuple[int, int]) -> bool:
-    """``sizes``: sequences, and keys of each."""
+    """Replace the call by one of :data:`DECODE_ATTENTION`; False where an operand cannot be had so.
+
+    ``sizes``: sequences, and keys of each.
+    """
     last, numbers = decode.nodes[-1], dict[str, Any](decode.numbers)
     graph, unread, made = last.graph, last.all_input_nodes, None
     given: list[fx.Node | None] = [key.held, value.held]
@@ -221,8 +224,8 @@ def _put(decode: _Decode, key: _Cache, value: _Cache, sizes: tuple[int, int]) ->
             given = [in_order(graph, key.pages), in_order(graph, value.pages), table]
             numbers |= {} if key.pages.wraps else {"wraps": False}
         if None not in given:
-            made = edit.insert_call(graph, DECODE_ATTENTION, (decode.query, *given[:2], table, decode.mask), numbers,
-                               decode.nodes)
+            operands = decode.query, *given[:2], table, decode.mask
+            made = edit.insert_call(graph, DECODE_ATTENTION, operands, numbers, decode.nodes)
     done = made is not None and edit.put_in_place(made, last)
     edit.erase_unused(*(unread if done else [one for one in (*given, made) if one is not None]))
     return done

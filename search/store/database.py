@@ -89,7 +89,7 @@ def reservations(record: TuningRecord | PlanRecord, versions: Versions | None, r
 
 
 def check_usable(location: str | Path | None) -> None:
-    """Open a database for writing and close it, with the errors of that; a file that is not there yet is not made."""
+    """Raise what opening a database for writing raises. Of a file that is not there yet only the folder is made."""
     file = make_folder(resolve_url(location))
     if file is None or file_size(file):
         Database(location).close()

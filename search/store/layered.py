@@ -70,8 +70,8 @@ class LayeredDatabase:
 
     def get_device(self, device: str) -> dict[str, Any] | None:
         """The device as the user's probe found it, else as the shipped one did."""
-        shipped = (entry.value for entry in self._entries(f'{{"device":"{device}"'))
-        return self.user.get_device(device) or next(shipped, None)
+        own = self.user.get_device(device)
+        return own or next((entry.value for entry in self._entries(f'{{"device":"{device}"')), None)
 
     @property
     def logs_misses(self) -> bool:

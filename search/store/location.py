@@ -147,7 +147,7 @@ def file_size(file: Path) -> int:
     except (FileNotFoundError, NotADirectoryError):
         return 0
     except (OSError, ValueError) as error:
-        raise DatabaseError("database path {} cannot be used ({}); pass another with {}", _shown(file), error,
+        raise DatabaseError("database path {} cannot be used ({}); pass another with {}", _shown(file), str(error),
                             Argument("db")) from None
     if stat.S_ISDIR(found.st_mode):
         raise DatabaseError(f"database path {_shown(file)} is a folder; pass a file in it, such as tuning.db")
@@ -164,8 +164,8 @@ def make_folder(url: URL) -> Path | None:
             file.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ReadOnlyDatabaseError(
-                "tuning database {} cannot be written ({}); pass a writable file with {}", location_name(url), error,
-                Argument("db"),
+                "tuning database {} cannot be written ({}); pass a writable file with {}", location_name(url),
+                str(error), Argument("db"),
             ) from None
         file_size(file)
     return file

@@ -150,4 +150,3 @@ def explained(
         plan = session.planner().plan_graph(graph, on_failure=words.note_failure(graph, failures))
         lines = (*words.explain_plan(session, name, graph, plan), *failures)
         yield Planned(session, name, graph, plan, lines)
-

@@ -84,7 +84,7 @@ _MODEL: Mapping[str, Any] = {
     "layers": Annotated[int | None, Option(parser=whole(1), metavar="N", help="Keep only the first N layers.")],
     "calls": Annotated[bool, Option(
         "--calls/--no-calls",
-        help="Also plan what a call with an attention mask, and Hugging Face's generate(), make of these sizes.")],
+        help="Also what a call with an attention mask, and Hugging Face's generate(), make of these sizes.")],
     "pack_weights": Annotated[bool, Option(
         "--pack-weights",
         help="Linear ops that read one value (Q, K and V; gate and up) are one op, as with the option pack_weights.")],

@@ -158,7 +158,7 @@ class Fleet:
         """What came of each order. What was finished when it raises (as :meth:`run`) is stored."""
         if not orders:
             return []
-        began = time.monotonic()
+        began = self._scheduler.counts.began = time.monotonic()
         with account.spend("tuning on workers"):
             for order in orders:
                 for place, (name, graph) in enumerate(order.batch.graphs):
@@ -247,7 +247,7 @@ class Fleet:
         order.planned.sort(key=lambda one: one.place)
         plans = tuple(one.done() for one in order.planned)
         kernels = longest_shipped(session, [(one.graph, one.plan) for one in plans])
-        if kernels:
+        if len(rechecked(session, kernels)) < len(kernels):
             self._scheduler.call(work.time_again, order.device, order.terms, kernels, then=lambda found: None)
             self.run("checking shipped times")
         checked = rechecked(session, kernels)

@@ -71,7 +71,7 @@ class ReportData:
                     yield workload, region, plan
 
     def planned(self) -> Iterator[tuple[WorkloadSummary | None, RegionSummary | None, PlanRecord]]:
-        """The same; without summaries, every stored plan."""
+        """Every plan with its workload and region; without summaries every stored plan, and None for both."""
         yield from self.placed() if self.workloads else ((None, None, plan) for plan in self.plans.values())
 
     def decided(self) -> dict[RecordKey, PlanRecord]:

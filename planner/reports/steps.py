@@ -87,7 +87,7 @@ class Step:
 
     @property
     def measured(self) -> str:
-        """How, in words."""
+        """How the step was measured: end to end, or by its regions."""
         return "end to end" if self.times is not None else "by regions"
 
     @property

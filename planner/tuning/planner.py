@@ -96,7 +96,7 @@ class Planner:
         return self._ahead
 
     def prepare(self, graph: DataflowGraph, regions: Sequence[Region]) -> None:
-        """Begin to enumerate regions, and to compile their kernels, if anything looks ahead; at once returns."""
+        """Begin to enumerate regions and to compile their kernels, where something looks ahead. Returns at once."""
         if self._ahead is not None:
             self._ahead.send(graph, self.undecided_parts(graph, regions))
             self._ahead.send_whole(graph, regions)

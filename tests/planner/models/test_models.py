@@ -47,7 +47,7 @@ def test_repeated_sizes_count_once() -> None:
     assert parse_workloads("cpu", "2,2") == (decode(2, 256),)
 
 
-def test_tokens_are_rows() -> None:
+def test_a_workload_without_sizes_is_called_by_its_kind() -> None:
     assert Workload("forward").label == "forward"
 
 

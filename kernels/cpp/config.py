@@ -12,7 +12,7 @@ from fuseplan.kernels.ir.gathers import gathered_elements
 from fuseplan.kernels.ir.index import is_static
 from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, KernelIR, Segment
 from fuseplan.kernels.ir.ops import op_spec
-from fuseplan.kernels.ir.schedule import schedule
+from fuseplan.kernels.ir.reduction_loops import schedule
 
 #: Work that pays for waking one more thread: bytes moved, or their equal in arithmetic.
 BYTES_PER_THREAD = 192 * 1024

@@ -34,7 +34,7 @@ from fuseplan.kernels.ir.index import Size
 from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, Const, KernelIR, Load, Reduce, Segment, Store, register_type
 from fuseplan.kernels.ir.kernel_name import kernel_name
 from fuseplan.kernels.ir.ops import REDUCTIONS, fold_identity
-from fuseplan.kernels.ir.schedule import Phase, schedule
+from fuseplan.kernels.ir.reduction_loops import Phase, schedule
 
 #: A staging row up to this size lives on the stack.
 _STACK_BYTES = 64 * 1024

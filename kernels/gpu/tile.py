@@ -9,7 +9,7 @@ from itertools import accumulate
 from fuseplan.kernels.ir.backend import Config
 from fuseplan.kernels.ir.index import Size, evaluate, is_static, product
 from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, Const, Iota, KernelIR, Segment, operands
-from fuseplan.kernels.ir.schedule import rescaled_sums, schedule
+from fuseplan.kernels.ir.reduction_loops import rescaled_sums, schedule
 
 #: Threads of a warp, where how a kernel is written depends on it: of those that run today.
 WARP = 32

@@ -7,7 +7,7 @@ from fuseplan.kernels.gpu.tile import Tile, chunk_width, live_words, next_power_
 from fuseplan.kernels.ir.backend import Config, Target, Tunable
 from fuseplan.kernels.ir.index import Size, is_static
 from fuseplan.kernels.ir.ir import ITEMSIZE, KernelIR, Load, Segment
-from fuseplan.kernels.ir.schedule import reduction_depths, schedule
+from fuseplan.kernels.ir.reduction_loops import reduction_depths, schedule
 
 #: Rows wider than this are walked in blocks by default; configs may hold up to the second number in registers.
 DEFAULT_PERSISTENT_COLS = 16384

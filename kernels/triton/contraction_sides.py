@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fuseplan.kernels.ir.index import Coord, FloorDiv, Index, divides
 from fuseplan.kernels.ir.ir import ITEMSIZE, Cast, Load, Product, Reduce, Segment, ancestors, operands
 from fuseplan.kernels.ir.ops import REDUCTIONS, fold_identity
-from fuseplan.kernels.ir.schedule import reduction_depths
+from fuseplan.kernels.ir.reduction_loops import reduction_depths
 from fuseplan.kernels.triton.index import Coordinates
 from fuseplan.kernels.triton.segment import SegmentEmitter
 from fuseplan.kernels.triton.values import index_extent, literal, tl_type

@@ -17,7 +17,7 @@ from fuseplan.kernels.ir.backend import Config
 from fuseplan.kernels.ir.index import Index, divides
 from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, Gather, Load, Segment, Store
 from fuseplan.kernels.ir.ops import REDUCTIONS, fold_identity, op_spec
-from fuseplan.kernels.ir.schedule import Phase, rescaled_sums, schedule
+from fuseplan.kernels.ir.reduction_loops import Phase, rescaled_sums, schedule
 from fuseplan.kernels.triton.index import Coordinates, triton_size
 from fuseplan.kernels.triton.values import OUTSIDE, ValueEmitter, index_extent, literal, tl_type
 

@@ -13,7 +13,7 @@ from itertools import accumulate
 from fuseplan.kernels.gpu.tile import segment_programs, splits_of, tile_of
 from fuseplan.kernels.ir.backend import Config
 from fuseplan.kernels.ir.ir import Dot, KernelIR, Reduce, Segment
-from fuseplan.kernels.ir.schedule import reduction_depths
+from fuseplan.kernels.ir.reduction_loops import reduction_depths
 
 #: Arguments of a kernel with splits, behind its buffers.
 PARTIALS, COUNTERS = "partials", "counters"

@@ -6,7 +6,7 @@ from fuseplan.kernels.gpu.overlap import OVERLAP, has_waves
 from fuseplan.kernels.gpu.tile import Tile, access_width, chunk_width, programs, tile_of
 from fuseplan.kernels.ir.backend import Config, Target
 from fuseplan.kernels.ir.ir import KernelIR, Segment
-from fuseplan.kernels.ir.schedule import schedule
+from fuseplan.kernels.ir.reduction_loops import schedule
 from fuseplan.kernels.triton.config import default_config, infeasible
 
 #: Columns from which a row is worth walking in halves, and rows for each multiprocessor.

@@ -30,8 +30,8 @@ from fuseplan.kernels.ir.ir import (
     operands,
 )
 from fuseplan.kernels.ir.ops import REDUCTIONS, fold_identity, op_spec
+from fuseplan.kernels.ir.reduction_loops import Phase, reduction_depths, schedule
 from fuseplan.kernels.ir.rewrite import without_repeated_clamps
-from fuseplan.kernels.ir.schedule import Phase, reduction_depths, schedule
 from fuseplan.kernels.triton.index import triton_size
 
 #: What a device says where a lookup or a write by data fails.

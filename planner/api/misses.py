@@ -20,9 +20,9 @@ from fuseplan.planner.api.run import Ran, complaints, outcome
 from fuseplan.planner.errors import FuseplanError, one_family
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.reports.frames import misses_frame
-from fuseplan.planner.tuning import misses as logged
+from fuseplan.planner.tuning import miss_log
 from fuseplan.planner.tuning.miss_list import logged_misses
-from fuseplan.planner.tuning.misses import MissedRegion
+from fuseplan.planner.tuning.miss_log import MissedRegion
 from fuseplan.planner.tuning.progress import Progress
 from fuseplan.planner.tuning.session import Session
 from fuseplan.planner.tuning.tune import Batch, TuneResult, WorkloadPlan
@@ -122,7 +122,7 @@ class LoggedMisses:
         with account.spend("reading misses"):
             listed = logged_misses(replace(session, run="", shipped=True).store, session.device)
             of_regime = (one for one in listed if self._regime in (None, one.key.regime))
-            chosen = sorted(logged.missed_regions(of_regime)[: self._most], key=_launched)
+            chosen = sorted(miss_log.missed_regions(of_regime)[: self._most], key=_launched)
             found = [self._batch(session, list(some)) for _, some in groupby(chosen, key=_launched)]
         return [batch for batch in found if batch.regions]
 
@@ -134,9 +134,9 @@ class LoggedMisses:
         for one in missed:
             try:
                 plan_settings(kind_of_key(session.device), one.numerics, one.regime)
-                graph = logged.missed_graph(session.database, one)
+                graph = miss_log.missed_graph(session.database, one)
                 name = f"miss {len(self._missed) + 1}"  # tells failures apart: equal labels may be of other strides
-                regions[name] = logged.to_tune(session, one, graph)
+                regions[name] = miss_log.to_tune(session, one, graph)
             except FuseplanError as error:
                 self.refused.append(_row(one, str(error)))
                 continue
@@ -159,7 +159,7 @@ class LoggedMisses:
             warnings += more
             failure = failed or failure
         session = replace(ran.session, run="")
-        forgotten = logged.forget_tuned(session.database, session.store, session.device)
+        forgotten = miss_log.forget_tuned(session.database, session.store, session.device)
         regions = pd.DataFrame(rows, columns=list(TUNED_COLUMNS)).sort_values("count", ascending=False, kind="stable")
         left = misses_frame(logged_misses(session.store, session.device))
         return TunedMisses(

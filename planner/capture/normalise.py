@@ -19,8 +19,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 from fuseplan.planner.capture.arguments import Bound, Storages, TracedTensor, bind_arguments, respell, tensors_in
-from fuseplan.planner.capture.sizes import SizeNames
-from fuseplan.planner.capture.writes import (
+from fuseplan.planner.capture.mutations import (
     GENERATOR,
     Access,
     functional_twin,
@@ -29,6 +28,7 @@ from fuseplan.planner.capture.writes import (
     order_edges,
     unordered_readers,
 )
+from fuseplan.planner.capture.sizes import SizeNames
 from fuseplan.planner.errors import CaptureError
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref, TensorSpec
 from fuseplan.planner.lowering.roundings import seen_roundings

@@ -18,7 +18,7 @@ from fuseplan.kernels.ir.index import row_major_strides
 from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.ops.activation import ACTIVATIONS
 from fuseplan.planner.ops.anchors import ANCHORS
-from fuseplan.planner.ops.indexing import LOOKUPS, WRITES
+from fuseplan.planner.ops.gather_scatter import LOOKUPS, WRITES
 from fuseplan.planner.ops.op import DTYPES, FLOATS, INTEGERS, Op, rows
 from fuseplan.planner.ops.pointwise import POINTWISE
 from fuseplan.planner.ops.positions import Specs, reshape_is_view

@@ -22,7 +22,7 @@ from fuseplan.costmodel.devices import is_gpu
 from fuseplan.kernels.gpu.direct import find_launcher
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.runtime.cuda_recorder import CudaRecorder, cuda_recorder
-from fuseplan.planner.runtime.recording import NotRecordable, Results, Roles, StaticInputs, why_unrecordable
+from fuseplan.planner.runtime.replay_arguments import NotRecordable, Results, Roles, StaticInputs, why_unrecordable
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fuseplan.planner.errors import failure_reason
-from fuseplan.planner.runtime.recording import NotRecordable
+from fuseplan.planner.runtime.replay_arguments import NotRecordable
 
 #: Recordings that failed. The allocator may still ask them whether memory is theirs, so they are never freed.
 _FAILED: list[torch.cuda.CUDAGraph] = []

@@ -27,7 +27,7 @@ from fuseplan.planner.module_paths import Paths, place
 from fuseplan.planner.runtime.buffer_donation import plan_reuse
 from fuseplan.planner.runtime.logs import debug_logger, show_graph, show_kernels, warn_once
 from fuseplan.planner.runtime.placement import fused_graph
-from fuseplan.planner.runtime.ranges import add_ranges, ask_for_profilers, range_name
+from fuseplan.planner.runtime.profiler_ranges import add_ranges, ask_for_profilers, range_name
 from fuseplan.search.errors import OWN_FAULTS
 
 

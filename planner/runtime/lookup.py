@@ -25,7 +25,7 @@ from fuseplan.planner.module_paths import located, place
 from fuseplan.planner.ops.table import kind_of
 from fuseplan.planner.partition.plan_record import located_label, region_label
 from fuseplan.planner.runtime.logs import warn_once
-from fuseplan.planner.tuning.misses import log_missed
+from fuseplan.planner.tuning.miss_log import log_missed
 from fuseplan.planner.tuning.planner import RegionPlan
 from fuseplan.planner.tuning.session import Session
 from fuseplan.search import policy

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TypeVar
 
-from fuseplan.planner.cost.lower_bound import floor_us
+from fuseplan.planner.cost.step_floor import floor_us
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.candidates import same_values
 from fuseplan.planner.groups.compute_graph import compute_graph_of

@@ -19,7 +19,7 @@ from fuseplan.kernels.ir.gathers import value_axes
 from fuseplan.kernels.ir.index import Index
 from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, Const, Instr, KernelIR, Load, Reduce, Segment, operands
 from fuseplan.kernels.ir.ops import op_spec
-from fuseplan.kernels.ir.schedule import reduction_depths
+from fuseplan.kernels.ir.reduction_loops import reduction_depths
 from fuseplan.kernels.triton.config import DEFAULT_PERSISTENT_COLS, full_tile
 
 #: Dependent instructions of folding a row: shuffles within a warp, then an exchange between warps.

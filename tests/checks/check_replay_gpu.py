@@ -18,7 +18,7 @@ from fuseplan.kernels.gpu.direct import find_launcher, launcher_problem
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.runtime.cuda_graphs import GraphedCall, address_reader
 from fuseplan.planner.runtime.cuda_recorder import cuda_recorder
-from fuseplan.planner.runtime.recording import Roles
+from fuseplan.planner.runtime.replay_arguments import Roles
 
 _CALLS = 200
 _ROUNDS = 20

@@ -19,7 +19,7 @@ from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.models.build import build_model
 from fuseplan.planner.models.sources import find_source
 from fuseplan.planner.runtime.cuda_graphs import GraphedCall
-from fuseplan.planner.runtime.recording import Roles
+from fuseplan.planner.runtime.replay_arguments import Roles
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fuseplan.planner.runtime.recording import NotRecordable
+from fuseplan.planner.runtime.replay_arguments import NotRecordable
 
 
 @dataclass

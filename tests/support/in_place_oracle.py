@@ -12,7 +12,7 @@ from itertools import count, product
 from index_oracle import value_of
 
 from fuseplan.kernels.ir.ir import Iota, KernelIR, Load, Reduce, Segment, operands
-from fuseplan.kernels.ir.schedule import Phase, rescaled_sums, schedule
+from fuseplan.kernels.ir.reduction_loops import Phase, rescaled_sums, schedule
 
 #: Numbers of reads; of a value, those that it was computed from.
 Reads = frozenset[int]

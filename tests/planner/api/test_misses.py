@@ -19,7 +19,7 @@ import fuseplan.planner
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.cli import main
 from fuseplan.planner.errors import DeviceError
-from fuseplan.planner.tuning import misses as logged
+from fuseplan.planner.tuning import miss_log
 from fuseplan.planner.work import extract
 from fuseplan.search.errors import ReadOnlyDatabaseError
 from fuseplan.search.store import connections, rows, tables
@@ -183,7 +183,7 @@ def test_a_graph_that_is_not_the_regions_is_refused(graph: dict[str, object], db
 
 
 def test_graphs_are_bounded_in_size_and_number(db: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logged, "MOST_BYTES", 100)
+    monkeypatch.setattr(miss_log, "MOST_BYTES", 100)
     compiled(swiglu, db)(torch.randn(3, 8), torch.randn(3, 8))
     monkeypatch.undo()
     count_instead_of_timing(monkeypatch)
@@ -204,7 +204,7 @@ def test_graphs_are_bounded_in_size_and_number(db: Path, monkeypatch: pytest.Mon
 
 
 def test_a_graph_of_many_regions_keeps_as_many_as_there_is_room_for(db: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logged, "MOST_GRAPHS", 1)
+    monkeypatch.setattr(miss_log, "MOST_GRAPHS", 1)
     model = Layers().eval()
     compiled(model, db)(torch.randn(8, 33))
     frame = fuseplan.planner.misses(db, device="cpu")

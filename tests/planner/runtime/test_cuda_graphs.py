@@ -24,7 +24,7 @@ from fuseplan.planner.errors import ConfigError
 from fuseplan.planner.runtime import cuda_graphs
 from fuseplan.planner.runtime.cuda_graphs import PATIENCE, GraphedCall
 from fuseplan.planner.runtime.options import parse_options
-from fuseplan.planner.runtime.recording import Roles
+from fuseplan.planner.runtime.replay_arguments import Roles
 
 
 @pytest.fixture(autouse=True)

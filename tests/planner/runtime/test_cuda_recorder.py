@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fuseplan.planner.runtime.cuda_recorder import CudaRecorder
-from fuseplan.planner.runtime.recording import NotRecordable
+from fuseplan.planner.runtime.replay_arguments import NotRecordable
 
 
 class Allocator:

@@ -11,7 +11,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from tracing import check
 
-from fuseplan.planner.runtime.recording import Roles, why_unrecordable
+from fuseplan.planner.runtime.replay_arguments import Roles, why_unrecordable
 
 HELD = torch.zeros(3)
 

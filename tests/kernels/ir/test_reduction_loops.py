@@ -8,7 +8,7 @@ import ir_samples as samples
 import pytest
 
 from fuseplan.kernels.ir.ir import Apply, Reduce, Segment, operands
-from fuseplan.kernels.ir.schedule import Phase, rescaled_sums, schedule
+from fuseplan.kernels.ir.reduction_loops import Phase, rescaled_sums, schedule
 
 SEGMENTS = [
     pytest.param(segment, id=f"{samples.label(sample)}-{number}")

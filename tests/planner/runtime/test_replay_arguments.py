@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fuseplan.planner.runtime.recording import NotRecordable, Results, Roles, StaticInputs
+from fuseplan.planner.runtime.replay_arguments import NotRecordable, Results, Roles, StaticInputs
 
 
 def odd(tensor: torch.Tensor) -> torch.Tensor:

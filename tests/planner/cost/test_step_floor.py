@@ -10,7 +10,7 @@ from costmodel_samples import CPU
 from graphs import Builder
 
 from fuseplan.costmodel.device import Peak
-from fuseplan.planner.cost.lower_bound import floor_us, step_work
+from fuseplan.planner.cost.step_floor import floor_us, step_work
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.implementations.group_table import GroupTable
 

@@ -24,12 +24,11 @@ from fuseplan.planner.implementations.implementation import PlannedGroup
 from fuseplan.planner.module_paths import located, place
 from fuseplan.planner.ops.table import kind_of
 from fuseplan.planner.partition.plan_record import located_label, region_label
+from fuseplan.planner.runtime.dynamic_sizes import neighbouring_plans, with_configs
 from fuseplan.planner.runtime.logs import warn_once
 from fuseplan.planner.tuning.miss_log import log_missed
 from fuseplan.planner.tuning.planner import RegionPlan
 from fuseplan.planner.tuning.session import Session
-from fuseplan.search import policy
-from fuseplan.search.store.record import GroupChoice
 from fuseplan.search.tune.tuner import Budget
 
 #: What happens to a region that the database does not know: the cost model's plan with default configurations,
@@ -122,7 +121,8 @@ class _Passes:
         stored, refused = self.planner.look_up_all(self.static, distinct), self.planner.refused
         if self.on_miss == "tune":
             refused = {}  # a tune replaces it by something measured
-        near = self._neighbouring_plans([one for one in regions if one.key not in stored and one.key not in refused])
+        near = neighbouring_plans(
+            self.planner, self.graph, [one for one in regions if one.key not in stored and one.key not in refused])
         found = []
         for region in regions:
             if region.key in stored:
@@ -184,51 +184,13 @@ class _Passes:
                 logger.info("no tuned plan for %s; `plan tune --misses` stores one", named)
         if not missed:
             return
-        log_missed(planner.store, self.static, missed)
+        log_missed(self.session.database, self.static, missed)
         if self.on_miss != "tune" and any(len(region.ops) > 1 for _, region, _ in missed):  # there is something to fuse
             how = "unfused" if self.on_miss == "unfused" else "as the cost model says, with default configurations"
-            advice = "`plan tune --misses` tunes all that were missed" if planner.store.logs_misses else (
+            advice = "`plan tune --misses` tunes all that were missed" if self.session.database.logs_misses else (
                 "run `plan tune` for the model, since `plan tune --misses` needs a database that can be written")
             warn_once("misses", "regions of graph %s have no tuned plan and run %s; %s", self.tally.compile_id, how,
                       advice)
-
-    def _neighbouring_plans(self, regions: Sequence[Region]) -> dict[Region, RegionPlan]:
-        """Plans tuned for the same regions with another value of one dynamic size.
-
-        A plan is used only between two tuned sizes, neither more than ``policy.MAX_SIZE_RATIO`` away: the nearer
-        one serves.
-        """
-        for name, hint in self.graph.symbols.items() if regions else ():
-            if name in self.graph.derived or not isinstance(hint, int):
-                continue
-            powers = [2**power for power in range(1, hint.bit_length() + 3)]
-            smaller = [size for size in reversed(powers) if size < hint <= size * policy.MAX_SIZE_RATIO]
-            larger = [size for size in powers if hint < size <= hint * policy.MAX_SIZE_RATIO]
-            below = self._tuned(name, smaller, regions)
-            above = self._tuned(name, larger, regions) if below else {}
-            if both := below.keys() & above.keys():
-                nearer = {ops: below[ops] if hint / below[ops][0] <= above[ops][0] / hint else above[ops]
-                          for ops in both}
-                return {one: nearer[ops][1] for one in regions if (ops := frozenset(one.ops)) in both}
-        return {}
-
-    def _tuned(
-        self, name: str, sizes: Iterable[int], regions: Iterable[Region]
-    ) -> dict[frozenset[str], tuple[int, RegionPlan]]:
-        """For the ops of each region: the first of ``sizes`` that a plan was tuned for, and that plan."""
-        wanted = {frozenset(region.ops) for region in regions}
-        found: dict[frozenset[str], tuple[int, RegionPlan]] = {}
-        for size in sizes:
-            if wanted <= found.keys():
-                break
-            bound = bind_graph(self.graph, {name: size})
-            there = (one for region in find_regions(bound) for one in {region, *region_parts(bound, region)})
-            asked = [region for region in there if (ops := frozenset(region.ops)) in wanted and ops not in found]
-            stored = self.planner.look_up_all(bound, asked)
-            for region in asked:
-                if region.key in stored:
-                    found[frozenset(region.ops)] = (size, RegionPlan(region, stored[region.key], "database"))
-        return found
 
     def planned(self, found: Sequence[RegionLookup]) -> list[RegionLookup]:
         """With plans for what was missed, as ``on_miss`` says."""
@@ -290,16 +252,3 @@ class _Passes:
                 implementation = self.planner.implementations.named(choice.implementation)
                 paths = paths_of(self.graph, ops)
                 yield PlannedGroup(ops, implementation, choice.config, plan.source, choice.label, paths)
-
-
-def with_configs(plan: RegionPlan, tuned: RegionPlan) -> RegionPlan:
-    """The plan, with the configurations of another for groups that are in both."""
-    known = {frozenset(tuned.group_ops(choice)): choice for choice in tuned.record.groups}
-
-    def configured(choice: GroupChoice) -> GroupChoice:
-        same = known.get(frozenset(plan.group_ops(choice)))
-        if same is None or same.is_plain != choice.is_plain:
-            return choice
-        return replace(choice, implementation=same.implementation, config=same.config)
-
-    return replace(plan, record=replace(plan.record, groups=tuple(map(configured, plan.record.groups))))

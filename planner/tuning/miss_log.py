@@ -34,13 +34,13 @@ logger = logging.getLogger(__name__)
 
 
 def log_missed(
-    log: Database | LayeredDatabase, graph: DataflowGraph, missed: Sequence[tuple[RecordKey, Region, str]]
+    database: Database, graph: DataflowGraph, missed: Sequence[tuple[RecordKey, Region, str]]
 ) -> None:
     """Count misses of a static graph, each with its key and its place, and keep the graphs of their regions.
 
     Never raises: a model runs whether or not its misses are known.
     """
-    if not log.logs_misses:
+    if not database.logs_misses:
         return
     try:
         whole = find_regions(graph)
@@ -48,7 +48,7 @@ def log_missed(
         for region in whole:
             for name in region.ops:
                 homes[name].append(region)
-        known = {name.removeprefix(MISSED) for name in log.capture_names(MISSED)}
+        known = {name.removeprefix(MISSED) for name in database.capture_names(MISSED)}
         graphs: dict[str, Mapping[str, Any]] = {}
         misses = []
         for key, part, place in missed:
@@ -69,7 +69,7 @@ def log_missed(
                 "inputs": [{"shape": list(spec.shape), "dtype": spec.dtype} for spec in specs],
                 "place": place, "last_seen": now(), **found,
             }))
-        log.log_misses(misses, {f"{MISSED}{key}": data for key, data in graphs.items()})
+        database.log_misses(misses, {f"{MISSED}{key}": data for key, data in graphs.items()})
     except Exception as error:
         OWN_FAULTS.tolerate(error)
         logger.warning("misses are not logged: %s: %s", type(error).__name__, error)

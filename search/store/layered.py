@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 from fuseplan.search.errors import DatabaseError, RecordError
 from fuseplan.search.store import codec
-from fuseplan.search.store.database import Database, Lookup, Missed, reservations
+from fuseplan.search.store.database import Database, Lookup, reservations
 from fuseplan.search.store.record import PlanRecord, RecordKey, TuningRecord
 from fuseplan.search.store.rows import R
 from fuseplan.search.store.transfer import KINDS, Entry, checked_lines, entry_of
@@ -73,15 +73,8 @@ class LayeredDatabase:
         own = self.user.get_device(device)
         return own or next((entry.value for entry in self._entries(f'{{"device":"{device}"')), None)
 
-    @property
-    def logs_misses(self) -> bool:
-        return self.user.logs_misses
-
     def capture_names(self, prefix: str) -> set[str]:
         return self.user.capture_names(prefix)
-
-    def log_misses(self, misses: Iterable[Missed], captures: Mapping[str, Mapping[str, Any]] | None = None) -> bool:
-        return self.user.log_misses(misses, captures)
 
     def _look_up(self, cls: type[R], key: RecordKey, users: R | None) -> Lookup[R]:
         mine = Lookup(users, self._mismatch(users))

@@ -15,7 +15,8 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec, b
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.lowering.lower import NotLowerable
-from fuseplan.planner.runtime.lookup import GraphLookup, look_up, with_configs
+from fuseplan.planner.runtime.dynamic_sizes import with_configs
+from fuseplan.planner.runtime.lookup import GraphLookup, look_up
 from fuseplan.planner.tuning import session as sessions
 from fuseplan.planner.tuning.session import open_session
 

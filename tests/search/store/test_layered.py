@@ -32,8 +32,8 @@ def test_the_users_layer_lies_over_the_shipped_one(exported: Path, tmp_path: Pat
     assert layered.get_record(tuning("w77").key).status == "miss"
     mine.put_plan(plan(label="mine"))
     assert layered.get_plans([plan().key])[plan().key].hit == plan(label="mine")
-    assert layered.log_misses([Missed(RecordKey("w77", "d"))])
-    assert len(mine.misses()) == 1
+    assert mine.log_misses([Missed(RecordKey("w77", "d"))])
+    assert len(layered.misses()) == 1
 
 
 def test_shipped_captures_lie_under_the_users_and_go_with_plans_that_fit(tmp_path: Path) -> None:

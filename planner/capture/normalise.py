@@ -31,7 +31,7 @@ from fuseplan.planner.capture.mutations import (
 from fuseplan.planner.capture.sizes import SizeNames
 from fuseplan.planner.errors import CaptureError
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref, TensorSpec
-from fuseplan.planner.lowering.roundings import seen_roundings
+from fuseplan.planner.lowering.roundings import Roundings
 from fuseplan.planner.ops.table import op_of
 
 
@@ -269,7 +269,9 @@ class _Builder:
         names = tuple(operand.name for operand in bound.operands)
         spec = self.specs[source.name] if source is not None else None
         op, inputs, attrs = respell(name, names, bound.attrs, spec, self.specs[result.name], moves)
-        if moves or any(self._is_elsewhere(tensor) for tensor in (*bound.operands, *results)):
+        # On another device than most; what an op makes of numbers alone can be made anywhere.
+        elsewhere = {one.name for one in (*bound.operands, *results) if one.fake.device.type != self.device}
+        if moves or not elsewhere <= self.from_nothing:
             attrs["device"] = result.fake.device.type
         if not bound.operands:
             self.from_nothing.update(item.name for item in results)
@@ -278,10 +280,6 @@ class _Builder:
         is_view = bool(touched) and not written and not fresh and touched.issuperset(map(self.storages.of, results))
         self.ops.append(OpNode(op, inputs, tuple(item.name for item in results), attrs))
         self.accesses[result.name] = Access(frozenset() if is_view else touched, written | also_written)
-
-    def _is_elsewhere(self, tensor: TracedTensor) -> bool:
-        """True for a tensor on another device than most; what an op makes of numbers alone can be made anywhere."""
-        return tensor.fake.device.type != self.device and tensor.name not in self.from_nothing
 
     def _results(self, node: fx.Node) -> tuple[list[TracedTensor], Any]:
         """The tensors an op returns, and the same in the structure that ``getitem`` nodes index."""
@@ -338,7 +336,7 @@ class _Builder:
             self.names.derived,
             {op.name: tuple(self.nodes[op.name].meta.get("modules", ())) for op in ops},
         )
-        graph.rounds = seen_roundings(graph)
+        graph.rounds = Roundings(graph).seen()
         nodes = {name: node for name, node in self.nodes.items() if name in kept}
         storages = {storage for access in self.accesses.values() for storage in access.written}
         written = frozenset(

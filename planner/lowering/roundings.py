@@ -30,17 +30,14 @@ def is_rounding_cast(graph: DataflowGraph, value: str) -> bool:
     return graph.specs[value].dtype in HALVES and source not in _EXACT
 
 
-def seen_roundings(graph: DataflowGraph) -> frozenset[str]:
+class Roundings:
     """Values of half precision that kernels round before they compute with them.
 
     A cast is one where the graph returns its result, or an op reads that beside wider numbers (it converts it, adds it
     to float32, compares it), or what the cast was made from is used unrounded as well. So is a sum ``a + b`` from which
     ``a`` or ``b`` is taken away again: what is left is what its rounding dropped.
     """
-    return _Roundings(graph).seen()
 
-
-class _Roundings:
     def __init__(self, graph: DataflowGraph) -> None:
         self.graph = graph
         #: The casts whose result each value is, rearranged.

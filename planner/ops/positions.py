@@ -34,7 +34,11 @@ def reshape_position(position: Position, out_shape: Sequence[Size], in_shape: Se
         out_run, in_run = _matching_run(out_shape[out_at:], in_shape[in_at:])
         out_dims, in_dims = out_shape[out_at : out_at + out_run], in_shape[in_at : in_at + in_run]
         linear = flatten(position[out_at : out_at + out_run], row_major_strides(out_dims))
-        result.extend(_unflatten(linear, in_dims))
+        for number, (extent, stride) in enumerate(zip(in_dims, row_major_strides(in_dims), strict=True)):
+            if same_size(extent, 1):
+                result.append(Index(0))
+            else:
+                result.append(linear // stride if number == 0 else (linear // stride) % extent)
         out_at += out_run
         in_at += in_run
     return tuple(result)
@@ -47,14 +51,6 @@ def _matching_run(out_shape: Sequence[Size], in_shape: Sequence[Size]) -> tuple[
             if same_size(product(out_shape[:out_run]), product(in_shape[:in_run])):
                 return out_run, in_run
     return len(out_shape), len(in_shape)
-
-
-def _unflatten(linear: Index, dims: Sequence[Size]) -> list[Index]:
-    position = [Index(0)] * len(dims)
-    for number, (extent, stride) in enumerate(zip(dims, row_major_strides(dims), strict=True)):
-        if not same_size(extent, 1):
-            position[number] = linear // stride if number == 0 else (linear // stride) % extent
-    return position
 
 
 def broadcast(position: Position, shape: Sequence[Size]) -> Position:

@@ -24,7 +24,7 @@ from torch import fx
 from fuseplan.costmodel.devices import is_gpu
 from fuseplan.planner.rewrites import trace_edit as edit
 from fuseplan.planner.rewrites.attention_call import ATTENTION, change_call, fake_arguments, masked_number
-from fuseplan.planner.rewrites.decode_attention import cap_scores, read_pages
+from fuseplan.planner.rewrites.decode_attention import rewrite_decoding
 from fuseplan.planner.rewrites.grouped_queries import fold_grouped_queries
 from fuseplan.search.errors import OWN_FAULTS
 
@@ -59,8 +59,7 @@ def rewrite_attention(
     pay, and for devices that have a kernel for the second.
     """
     dropped = _drop_constant_masks(module.graph) if masks else 0
-    paged = read_pages(module, decode_attention)
-    capped = cap_scores(module, decode_attention)
+    paged, capped = rewrite_decoding(module, decode_attention)
     grouped = fold_grouped_queries(module, grouped_queries)
     added = _add_boolean_masks(module.graph) if masks else 0
     if dropped or paged or capped or grouped or added:

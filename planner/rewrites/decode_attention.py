@@ -13,7 +13,7 @@ minus infinity, and the chain NaN.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,29 +72,20 @@ class _Cache:
     pages: GatheredPages | None = None
 
 
-def read_pages(module: fx.GraphModule, wanted: bool | None = None) -> int:
-    """Let attention of one query position read pages in the place of gathered copies; how many calls there were.
+def rewrite_decoding(module: fx.GraphModule, wanted: bool | None = None) -> tuple[int, int]:
+    """Let attention of one query position read pages in the place of gathered copies, and make one op of every chain
+    of such attention with capped scores; how many there were of both.
 
     Every node of the trace carries its fake value in ``meta["val"]``. ``wanted`` is None where it is done on devices
     for which there is a kernel.
     """
-    return _replaced(module, ATTENTION, _called, wanted)
-
-
-def cap_scores(module: fx.GraphModule, wanted: bool | None = None) -> int:
-    """Make one op of every chain of capped attention of one query position; how many there were. As above."""
-    return _replaced(module, _aten.matmul.default, _chain, wanted)
-
-
-def _replaced(
-    module: fx.GraphModule, target: Any, found: Callable[[fx.Node], _Decode | None], wanted: bool | None
-) -> int:
-    count = 0
-    for node in list(module.graph.find_nodes(op="call_function", target=target)):
-        if wanted or (wanted is None and for_gpu(edit.trace_device(node))):
-            decode = found(node)
-            count += decode is not None and _replace(decode)
-    return count
+    paged, capped = (
+        sum(
+            _replace(decode) for node in list(module.graph.find_nodes(op="call_function", target=target))
+            if (wanted or (wanted is None and for_gpu(edit.trace_device(node)))) and (decode := find(node)) is not None
+        ) for target, find in ((ATTENTION, _called), (_aten.matmul.default, _chain))
+    )
+    return paged, capped
 
 
 def _called(node: fx.Node) -> _Decode | None:

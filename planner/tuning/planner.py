@@ -14,7 +14,7 @@ from fuseplan.planner.cost.prices import MeasuredPrices, ModelPrices, part_share
 from fuseplan.planner.cost.running_calibration import RunningCalibration
 from fuseplan.planner.cost.samples import region_samples, store_samples
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
-from fuseplan.planner.groups.candidates import Enumeration, enumerate_parts
+from fuseplan.planner.groups.candidates import enumerate_parts
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import find_regions, is_anchor, region_parts, unique_regions
 from fuseplan.planner.implementations.choices import RegionProblem, region_problem
@@ -71,7 +71,7 @@ class Planner:
         #: What is stored; why plans are not used although they were found, and which versions differ, by region key.
         self.stored = StoredPlans(
             store, RecordKey("", device, regime, self.settings.numerics), self.implementations)
-        self.refused, self.outdated = self.stored.refused, self.stored.outdated
+        self.key, self.refused, self.outdated = self.stored.key, self.stored.refused, self.stored.outdated
         #: What was measured by this planner, by key: a part is decided once for all regions that have it.
         self._decided: dict[str, PlanRecord] = {}
         self._shares: WeakKeyDictionary[GroupTable, Mapping[str, float]] = WeakKeyDictionary()
@@ -85,7 +85,8 @@ class Planner:
 
     @property
     def _margin(self) -> float:
-        return self.settings.margin_on(self.target.device_type)
+        given = self.settings.margin
+        return given if given is not None else policy.PARTITION_MARGIN.on(self.target.device_type)
 
     def lookahead(self) -> Lookahead | None:
         """What prepares regions from now on, where that disturbs no measurement: not on CPUs. Needs a tuner."""
@@ -98,7 +99,8 @@ class Planner:
     def prepare(self, graph: DataflowGraph, regions: Sequence[Region]) -> None:
         """Begin to enumerate regions and to compile their kernels, where something looks ahead. Returns at once."""
         if self._ahead is not None:
-            self._ahead.send(graph, self.undecided_parts(graph, regions))
+            parts = [part for region in regions for part in region_parts(graph, region)]
+            self._ahead.send(graph, self.undecided(graph, parts))
             self._ahead.send_whole(graph, regions)
 
     def _rehearse(self, problem: RegionProblem, prices: Prices) -> None:
@@ -192,29 +194,20 @@ class Planner:
                 for part in region_parts(graph, region):
                     own = [ops for ops in groups if set(ops) <= set(part.ops)]
                     enumeration = enumerate_parts(graph, part, own, table.legal)
-                    problem = self._choices(table, part, enumeration, self.unmeasured)
+                    problem = region_problem(table, part, enumeration, self.unmeasured)
                     parts.append((part, self._predicted(table, part, problem, reason)))
                 records[region.key] = self._joined(table, region, parts, 0.0, reason)
         return [RegionPlan(region, records[region.key], "model") for region, _ in wanted]
-
-    def key(self, region: str) -> RecordKey:
-        return self.stored.key(region)
 
     def look_up_all(self, graph: DataflowGraph, regions: Iterable[Region]) -> dict[str, PlanRecord]:
         """The stored plans of regions of a static graph that are current and checked, by region key."""
         found = self.stored.find_all(self._table(graph), regions).items()
         return {workload: lookup.hit for workload, lookup in found if lookup.hit is not None}
 
-    def undecided(self, graph: DataflowGraph) -> list[Region]:
-        """The distinct regions of a graph that have no stored plan, in the order in which they are planned."""
-        return self._without_plan(graph, find_regions(graph))
-
-    def undecided_parts(self, graph: DataflowGraph, regions: Iterable[Region]) -> list[Region]:
-        """The distinct parts of regions that have no stored plan themselves: what is to be measured."""
-        return self._without_plan(graph, (part for region in regions for part in region_parts(graph, region)))
-
-    def _without_plan(self, graph: DataflowGraph, regions: Iterable[Region]) -> list[Region]:
-        distinct = [occurrences[0] for occurrences in unique_regions(regions).values()]
+    def undecided(self, graph: DataflowGraph, regions: Iterable[Region] | None = None) -> list[Region]:
+        """Which of the distinct ``regions``, all of a graph or parts of some, have no stored plan, in order."""
+        found = unique_regions(find_regions(graph) if regions is None else regions)
+        distinct = [occurrences[0] for occurrences in found.values()]
         stored = self.look_up_all(graph, distinct)
         return [region for region in distinct if region.key not in stored]
 
@@ -351,11 +344,7 @@ class Planner:
         return GroupTable(graph, self.settings.numerics, self.target.device_type)
 
     def _problem(self, table: GroupTable, part: Region, ways: Implementations | None = None) -> RegionProblem:
-        return self._choices(table, part, table.enumerated(part, self.settings.limits), ways)
-
-    def _choices(
-        self, table: GroupTable, part: Region, enumeration: Enumeration, ways: Implementations | None = None
-    ) -> RegionProblem:
+        enumeration = table.enumerated(part, self.settings.limits)
         return region_problem(table, part, enumeration, ways if ways is not None else self.implementations)
 
     def _writer(self, table: GroupTable, region: Region) -> PlanWriter:

@@ -45,10 +45,6 @@ class PlanSettings:
         measured = self.max_fused_measured
         return measured if measured is not None else policy.MEASURED_LIMIT.on(device_type)
 
-    def margin_on(self, device_type: str) -> float:
-        """The margin in force on a device."""
-        return self.margin if self.margin is not None else policy.PARTITION_MARGIN.on(device_type)
-
 
 @dataclass(frozen=True)
 class RegionPlan:

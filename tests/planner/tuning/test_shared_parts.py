@@ -305,12 +305,12 @@ def test_a_lookahead_prepares_exactly_the_parts_that_lack_a_plan(tmp_path: Path)
             database, None, "dev", gpu, (AnyDevice(),), settings, tuner_of(database),  # type: ignore[arg-type]
         )
         lookahead = planner.lookahead() if name == "ahead.db" else None
-        parts = planner.undecided_parts(graph, planner.undecided(graph))
-        keys = [part.key for region in find_regions(graph) for part in region_parts(graph, region)]
-        assert [part.key for part in parts] == list(dict.fromkeys(keys))
+        every = [part for region in find_regions(graph) for part in region_parts(graph, region)]
+        parts = planner.undecided(graph, every)
+        assert [part.key for part in parts] == list(dict.fromkeys(part.key for part in every))
         if lookahead is None:
             found.append(planner.plan_graph(graph))
-            assert planner.undecided_parts(graph, planner.undecided(graph)) == []
+            assert planner.undecided(graph) == planner.undecided(graph, every) == []
             continue
         with lookahead:
             lookahead.send(graph, parts)

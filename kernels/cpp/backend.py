@@ -11,7 +11,7 @@ from fuseplan.kernels.cpp.launch import CppKernel, load_kernel
 from fuseplan.kernels.ir.backend import Backend, BuildError, Config, Resources, Target, Tunable, checked
 from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.kernels.ir.validate import validate
-from fuseplan.kernels.native.build import COMPILER_NAMES, Compiler, build_library, default_cache_dir, required_compiler
+from fuseplan.kernels.native.build import COMPILER_NAMES, build_library, default_cache_dir, required_compiler
 
 
 class CppBackend(Backend):
@@ -28,7 +28,7 @@ class CppBackend(Backend):
 
     def unavailable(self) -> str | None:
         try:
-            self._compiler()
+            required_compiler(self._compilers)
         except BuildError as error:
             return str(error)
         return None
@@ -64,15 +64,9 @@ class CppBackend(Backend):
         return (prelude(),)
 
     def prepare(self, ir: KernelIR, config: Config, target: Target) -> Resources:
-        self._build(ir, config)
+        build_library(self.source(ir, config), required_compiler(self._compilers), self._cache_dir)
         return Resources()
 
     def load(self, ir: KernelIR, config: Config, target: Target) -> CppKernel:
-        settings = run_settings(ir, config, target)
-        return load_kernel(ir, self._build(ir, config), settings, self._compiler(), self._cache_dir)
-
-    def _compiler(self) -> Compiler:
-        return required_compiler(self._compilers)
-
-    def _build(self, ir: KernelIR, config: Config) -> Path:
-        return build_library(self.source(ir, config), self._compiler(), self._cache_dir)
+        settings, compiler = run_settings(ir, config, target), required_compiler(self._compilers)
+        return load_kernel(ir, self.source(ir, config), settings, compiler, self._cache_dir)

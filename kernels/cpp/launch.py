@@ -21,6 +21,7 @@ from fuseplan.kernels.native.build import (
     OPENMP_FUNCTIONS,
     Compiler,
     address,
+    build_library,
     data_ptr_address,
     load_extension,
     shared_openmp,
@@ -75,10 +76,12 @@ class CppKernel(CompiledKernel):
 
 
 def load_kernel(
-    ir: KernelIR, library: Path, settings: RunSettings, compiler: Compiler, cache_dir: Path
+    ir: KernelIR, source: str, settings: RunSettings, compiler: Compiler, cache_dir: Path
 ) -> CppKernel:
-    """Bind a compiled kernel to a call path. Its library is unloaded after the last of its calls is gone."""
-    loaded = Library(library)
+    """Compile a kernel, unless the cache has it, and bind it to a call path. Its library is unloaded after the last of
+    its calls is gone.
+    """
+    loaded = Library(build_library(source, compiler, cache_dir))
     launcher = load_launcher(compiler, cache_dir)
     if launcher is None:
         return _ctypes_kernel(ir, loaded, settings)

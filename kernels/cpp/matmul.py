@@ -14,7 +14,7 @@ from fuseplan.kernels.cpp.types import STORAGE_TYPE
 from fuseplan.kernels.ir.backend import fused_call
 from fuseplan.kernels.ir.index import row_major_strides
 from fuseplan.kernels.ir.ir import Buffer, KernelIR
-from fuseplan.kernels.native.build import build_library, default_cache_dir, required_compiler
+from fuseplan.kernels.native.build import default_cache_dir, required_compiler
 
 #: Rows of activations above which libraries, whose tiles reuse the weights, are faster.
 MAX_ROWS = 8
@@ -47,9 +47,8 @@ class FewRows:
     def build(self) -> Callable[..., Any]:
         """``call(x, w)`` or ``call(x, w, bias)``; BuildError without a compiler."""
         compiler, folder = required_compiler(), default_cache_dir()
-        settings = RunSettings(threads=os.cpu_count() or 1, release_gil=True)
-        ir, library = self._buffers(), build_library(self.source(), compiler, folder)
-        return fused_call(load_kernel(ir, library, settings, compiler, folder), ir)
+        ir, settings = self._buffers(), RunSettings(threads=os.cpu_count() or 1, release_gil=True)
+        return fused_call(load_kernel(ir, self.source(), settings, compiler, folder), ir)
 
     def _buffers(self) -> KernelIR:
         def buffer(name: str, *shape: int, is_output: bool = False) -> Buffer:

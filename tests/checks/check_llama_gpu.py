@@ -29,7 +29,7 @@ from fuseplan.planner.tuning.planner import Planner
 from fuseplan.search.store.database import Database
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
-from interpret_kernels import backend_under_test, round_to_nearest, run_interpreted
+from interpret_kernels import backend_under_test, run_interpreted
 from reference_backend import ReferenceBackend
 
 
@@ -61,7 +61,9 @@ def compiled(backend: Backend, subject: TunableGroup) -> str:
 
 def interpret(model: str, folder: str) -> None:
     """In a process with TRITON_INTERPRET=1: print the error of every kernel, in units of the tolerance, as JSON."""
-    round_to_nearest()
+    from triton_interpreter import mend
+
+    mend()
     rows = {}
     for name in ("triton", "ninetoothed"):
         backend = backend_under_test(name, folder)

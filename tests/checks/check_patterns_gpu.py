@@ -30,7 +30,7 @@ from fuseplan.search.store.database import Database
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 from check_llama_gpu import compiled
-from interpret_kernels import backend_under_test, round_to_nearest, run_interpreted
+from interpret_kernels import backend_under_test, run_interpreted
 from reference_backend import ReferenceBackend
 
 BACKENDS = ("triton", "ninetoothed")
@@ -60,7 +60,9 @@ def odd_shape(name: str) -> str:
 
 def interpret(names: Sequence[str], kinds: Sequence[str], dtypes: Sequence[str], folder: str) -> None:
     """In a process with TRITON_INTERPRET=1: print the error of every kernel, in units of the tolerance, as JSON."""
-    round_to_nearest()
+    from triton_interpreter import mend
+
+    mend()
     rows = {}
     for kind in kinds:
         backend = backend_under_test(kind, folder)

@@ -1,30 +1,41 @@
-"""The examples that tune: a user's own module, and the notebook, each on a machine that was measured before."""
+"""The examples that tune: a user's own module, and the notebook, where calls are counted and not timed."""
 
 from __future__ import annotations
 
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
 import nbformat
 import pytest
 import report_samples as samples
+from fast_tunes import count_instead_of_timing
 from nbclient import NotebookClient
-from paths import ROOT
+from paths import ROOT, SUPPORT
 
 from fuseplan.search.store.location import default_path
 
 EXAMPLES = ROOT / "examples"
+#: What the notebook's process does first.
+COUNT = f"""
+import sys
+sys.path.insert(0, {str(SUPPORT)!r})
+import fast_tunes, pytest
+fast_tunes.count_instead_of_timing(pytest.MonkeyPatch())
+"""
 
 
-def test_the_module_is_tuned_compiled_and_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_module_is_tuned_compiled_and_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     path = samples.known_machine(default_path())
-    command = [sys.executable, str(EXAMPLES / "tune_a_module.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert f"stored in {path}" in done.stdout and "forward: " in done.stdout
-    assert "0 misses, 0 groups fell back" in done.stdout, done.stdout
+    monkeypatch.setattr(sys, "argv", ["tune_a_module.py"])
+    count_instead_of_timing(monkeypatch)
+    runpy.run_path(str(EXAMPLES / "tune_a_module.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert f"stored in {path}" in printed and "forward: " in printed
+    assert "0 misses, 0 groups fell back" in printed, printed
 
 
 def test_the_notebook_runs_and_stores_no_outputs(tmp_path: Path) -> None:
@@ -33,6 +44,7 @@ def test_the_notebook_runs_and_stores_no_outputs(tmp_path: Path) -> None:
     nbformat.validate(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert not any(cell.outputs or cell.execution_count for cell in code)
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(COUNT))
     NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
 
     def shown(source: str) -> list[str]:

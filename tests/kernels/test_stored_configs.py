@@ -91,7 +91,7 @@ def test_what_a_search_may_choose_is_accepted(backend: Backend, sample: samples.
     if backend.refuse(sample.ir, target):
         pytest.skip("the back end cannot express it")
     space = enumerate_space(backend, sample.ir, target)
-    for config in space.configs[:: max(1, len(space) // 200)]:
+    for config in space.configs[:: max(1, len(space) // 50)]:
         assert backend.refuse_config(sample.ir, dict(config), target) is None
         assert misfit(config, backend.parameters, complete=False) is None
     # Among all that the words allow, only what was enumerated.

@@ -69,6 +69,8 @@ def sanitize(tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
         # Its runs are no part of the one that this test may run in.
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
         environment |= {"PATH": f"{folder}:{os.environ['PATH']}", "NOTES": str(tmp_path / "notes")}
+        # A start of pytest takes a second with all plugins that are installed.
+        environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin,pytest_timeout"}
         command = [
             sys.executable, str(CHECKS / "sanitize.py"), "--tests", str(tests_file), "--slices", "2", "--minutes",
             "1", "--out", str(page), *([] if controls else ["--no-control"]), *args,

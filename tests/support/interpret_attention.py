@@ -14,10 +14,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import decode_attention_samples as static
 import paged_attention_samples as paged
-from interpret_kernels import round_to_nearest
+from triton_interpreter import mend
 
 if __name__ == "__main__":
-    round_to_nearest()
+    mend()
     if sys.argv[1:] == ["paged"]:
         found = [*paged.errors("cpu"), *paged.missing_pages("cpu")]
     else:

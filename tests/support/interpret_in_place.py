@@ -21,6 +21,7 @@ from fuseplan.kernels.ir.in_place import ReuseOptions
 sys.path.insert(0, str(Path(__file__).parent))
 from interpret_kernels import backend_under_test, configs
 from ir_samples import dynamic_samples, label, static_samples
+from triton_interpreter import mend
 
 #: More elements than this take the interpreter too long.
 _MOST_ELEMENTS = 1500
@@ -40,6 +41,7 @@ def same_bits(own: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def main(name: str, cache_dir: str) -> None:
+    mend()
     backend = backend_under_test(name, cache_dir)
     assert isinstance(backend, GpuBackend)
     rows: list[dict[str, Any]] = []

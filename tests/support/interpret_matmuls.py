@@ -1,7 +1,7 @@
 """Run Triton's kernels of matmul groups on CPU tensors under its interpreter and print how wrong they are, as JSON.
 
-A program of its own, as :mod:`interpret_kernels` is: ``python interpret_matmuls.py FOLDER [tiles]``, with groups of
-many rows where ``tiles`` is given.
+A program of its own, as :mod:`interpret_kernels` is: ``python interpret_matmuls.py FOLDER [tiles] [--all]``, with
+groups of many rows where ``tiles`` is given. A group runs with one of its configurations or two; ``--all``: with all.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from interpret_kernels import round_to_nearest
 from matmul_groups import dynamic_errors, errors, groups, plain_groups, tiled_groups
+from triton_interpreter import mend
 
 from fuseplan.kernels.gpu.launch import Variant
 from fuseplan.kernels.ir.backend import Config
@@ -31,16 +31,20 @@ class Misaligned(TritonBackend):
         return super()._function(ir, config, replace(variant, aligned=False))
 
 
-def main(cache_dir: str, which: str = "") -> None:
-    round_to_nearest()
+def main(cache_dir: str, *which: str) -> None:
+    mend()
     backend, halves = TritonBackend(cache_dir), (torch.bfloat16, torch.float16)
     given = [(backend, torch.bfloat16, groups(torch.bfloat16))]
     given += [(backend, dtype, plain_groups(dtype)) for dtype in (torch.float16, torch.float32)]
-    if which == "tiles":
+    if "tiles" in which:
         backends = zip((backend, Misaligned(cache_dir)), halves, strict=True)
         given = [(made, dtype, tiled_groups(dtype)) for made, dtype in backends]
-    found = [one for made, dtype, several in given for one in errors(made, dtype, "cpu", several)]
-    if which == "tiles":
+    most = {torch.bfloat16: 2} if "tiles" not in which else {}
+    found = [
+        one for made, dtype, several in given
+        for one in errors(made, dtype, "cpu", several, None if "--all" in which else most.get(dtype, 1))
+    ]
+    if "tiles" in which:
         found += dynamic_errors(backend, torch.bfloat16, "cpu")
     print(json.dumps(found))
 

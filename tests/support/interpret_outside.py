@@ -16,9 +16,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from graphs import Builder
-from interpret_kernels import backend_under_test, configs, round_to_nearest
+from interpret_kernels import backend_under_test, configs
 from ir_samples import FAR, lookups
 from matmul_groups import hidden, lowered_whole, weights
+from triton_interpreter import mend
 
 from fuseplan.kernels.ir.backend import SM90, Backend, Config
 from fuseplan.kernels.ir.ir import KernelIR
@@ -95,7 +96,7 @@ def passes(backend: Backend, case: Case, config: Config, inputs: list[torch.Tens
 
 
 def main(name: str, cache_dir: str) -> None:
-    round_to_nearest()
+    mend()
     backend, found = backend_under_test(name, cache_dir), []
     for case in cases():
         if backend.refuse(case.ir, SM90) is not None:

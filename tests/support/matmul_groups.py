@@ -255,17 +255,20 @@ def configs(backend: TritonBackend, ir: KernelIR, rows: int) -> Iterator[Config]
 
 def errors(
     backend: TritonBackend, dtype: torch.dtype, device: str,
-    given: Iterable[tuple[str, Builder, tuple[str, ...]]] | None = None,
+    given: Iterable[tuple[str, Builder, tuple[str, ...]]] | None = None, most: int | None = None,
 ) -> Iterator[dict[str, Any]]:
     """How wrong each group's kernel is with each configuration, and whether a second call gives the same bits.
 
-    Beside the error stands that of ATen's ops. ``given`` are other groups than :func:`groups`.
+    Beside the error stands that of ATen's ops. ``given`` are other groups than :func:`groups`. Each group runs with
+    ``most`` of its configurations, the next group with the next ones.
     """
-    for name, b, outputs in groups(dtype) if given is None else given:
+    for number, (name, b, outputs) in enumerate(groups(dtype) if given is None else given):
         lowered, expected = lowered_whole(b, *outputs)
         plain = chain_module(group_nodes(b.graph(*outputs), lowered), lowered.inputs, lowered.outputs, "cpu")
         eager = _error(plain(*(_copied(value, "cpu") for value in b.values(lowered.inputs))), expected)
-        for config in configs(backend, lowered.ir, b.tensors["x"].shape[0]):
+        several = list(configs(backend, lowered.ir, b.tensors["x"].shape[0]))
+        at = (most or 0) * number % len(several)
+        for config in (several[at:] + several[:at])[:most]:
             kernel = backend.fused_callable(lowered.ir, config, SM90)
             # An interpreter can only get wrong what a call leaves behind: counters of programs that share a tile.
             calls = 2 if device == "cuda" or config.get("splits", 1) != 1 else 1

@@ -63,7 +63,7 @@ def test_every_kernel_is_right_under_the_interpreter(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr[-2000:]
     rows = json.loads(result.stdout)
-    assert len(rows) > 150
+    assert len(rows) > 150 and len({row["config"].get("block_cols") for row in rows}) > 4
     assert [row for row in rows if row["refused"]] == []
     assert [row for row in rows if not row["error"] <= 1.0] == []
 

@@ -60,7 +60,6 @@ def at_run_time(source: ModelSource, workload: Workload) -> list[Traced]:
     [
         ("llama", DECODE),
         ("llama", PREFILL),
-        ("qwen3", DECODE),
         ("gemma3", DECODE),
         ("mixtral", DECODE),
         ("gpt2", PREFILL),

@@ -74,9 +74,11 @@ def test_matmuls_and_views_in_kernels_are_no_fused_ops(tmp_path: Path) -> None:
 # -- parts of a database ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("left_out", [
-    names for count in range(len(PARTS) + 1) for names in combinations(PARTS, count)
-], ids=",".join)
+LEFT_OUT = [names for count in range(len(PARTS) + 1) for names in combinations(PARTS, count)]
+STYLES = ("table", "csv", "json", "markdown", "html")
+
+
+@pytest.mark.parametrize("left_out", LEFT_OUT, ids=",".join)
 def test_every_page_of_every_part_of_a_database(
     left_out: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,8 +88,9 @@ def test_every_page_of_every_part_of_a_database(
             raw.execute(PARTS[name])
     empty = {"records", "plans"} <= set(left_out)
     where = ["--db", str(path), "--device-key", samples.DEVICE, "--quiet"]
-    for topic in ("groups", "steps", "accuracy"):
-        for style in ("table", "csv", "json", "markdown", "html"):
+    for number, topic in enumerate(("groups", "steps", "accuracy"), LEFT_OUT.index(left_out)):
+        # All styles say the same: where several parts are gone, one of them, another one for the next topic.
+        for style in STYLES if len(left_out) < 2 else (STYLES[number % len(STYLES)],):
             status = main.run(["report", topic, *where, "--format", style, "--out", str(tmp_path / "page")])
             said = capsys.readouterr().err
             assert status == (2 if empty else 0), (topic, style, said)

@@ -299,7 +299,7 @@ def test_where_it_was_not_measured_it_is_asked_for() -> None:
     assert fold_grouped_queries(module, True) == 1
 
 
-@pytest.mark.parametrize(("option", "folded"), [(None, 2), (True, 2), (False, 0)])
+@pytest.mark.parametrize(("option", "folded"), [(None, 2), (False, 0)])
 def test_a_decode_step_of_llama(option: bool | None, folded: int, tmp_path: Any) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 

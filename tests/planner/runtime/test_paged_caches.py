@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from dispatch_samples import compiled, fresh_start
+from fast_tunes import count_instead_of_timing
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -81,11 +82,15 @@ def decoded(run: Any, dtype: torch.dtype, page: int, steps: int, index: torch.dt
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("page", "rows_first", "index"), [
-    (16, False, torch.int64), (16, True, torch.int32), (5, False, torch.int32), (5, True, torch.int64),
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+LAYOUTS = [(16, False, torch.int64), (16, True, torch.int32), (5, False, torch.int32), (5, True, torch.int64)]
+
+
+# Each pair of a dtype, a layout and a choice.
+@pytest.mark.parametrize(("page", "rows_first", "index", "dtype", "wanted"), [
+    (*layout, dtype, True if (row + column) % 2 else None)
+    for row, layout in enumerate(LAYOUTS) for column, dtype in enumerate(DTYPES)
 ])
-@pytest.mark.parametrize("wanted", [None, True])
 def test_decoding_over_pages_is_as_right_as_eager(
     page: int, rows_first: bool, index: torch.dtype, dtype: torch.dtype, wanted: bool | None, tmp_path: Path
 ) -> None:
@@ -102,7 +107,8 @@ def test_decoding_over_pages_is_as_right_as_eager(
     assert stats.paged_attention == (2 if wanted else 0) and not stats.fallbacks, stats
 
 
-def test_a_plan_is_tuned_stored_and_found(tmp_path: Path) -> None:
+def test_a_plan_is_tuned_stored_and_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count_instead_of_timing(monkeypatch)
     model = Model(16, False, torch.float32)
     before = decoded(copy.deepcopy(model), torch.float32, 16, 2, torch.int64)
     options = {"decode_attention": True, "numerics": "fp32"}

@@ -101,6 +101,11 @@ LEAST_JOB_LIMIT_S = 5.0
 SLOWEST_CALL = 100.0
 #: Seconds of one call past which a matmul or attention is not timed: to check and time its choices takes minutes.
 LONG_OP_S = 0.02
+#: The share of a planned region's time, in ops that are no matmuls or attention and that ATen runs, from which
+#: TorchInductor is asked for its code of the region: compiling that takes seconds.
+LEFT_TO_ATEN_SHARE = 0.02
+#: What TorchInductor's code should gain by the cost model to run a region that nothing was measured of.
+PREDICTED_INDUCTOR_GAIN = 0.1
 #: Seconds that a plain region may take to be run again and again.
 LONG_REGION_S = 0.2
 #: Seconds to compile a peer's program: longer than the slowest takes, max-autotune and a queue for the device included.

@@ -13,13 +13,16 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
 from fuseplan.planner.lowering.lower import Lowered, lower
 from fuseplan.planner.ops.table import OpKind, kind_of, op_of, written_value
 
+#: Members of regions that no island holds: each is a part by itself.
+LIBRARY_KINDS: tuple[OpKind, ...] = ("anchor", "foreign")
+
 
 class ComputeGraph:
     """Integer form of a :class:`DataflowGraph`; lists are indexed by the position of an op.
 
     Attributes:
         names, nodes: The ops.
-        kinds: ``"view"``, ``"compute"``, ``"anchor"`` or ``"opaque"`` of each op.
+        kinds: What each op is (:data:`~fuseplan.planner.ops.table.OpKind`).
         preds: Positions each op depends on, by data or by an ordering edge.
         barriers: Edges between two ops that are not opaque and that no group may cross: ordering edges, those that
             carry a table to a lookup, which needs all of it, and those that lead from one anchor to another with
@@ -38,7 +41,7 @@ class ComputeGraph:
         self.position: dict[str, int] = {name: at for at, name in enumerate(self.names)}
         self.kinds: list[OpKind] = [kind_of(node, graph.specs) for node in self.nodes]
         if cut_at_anchors:
-            self.kinds = ["opaque" if kind == "anchor" else kind for kind in self.kinds]
+            self.kinds = ["opaque" if kind in LIBRARY_KINDS else kind for kind in self.kinds]
         self._producer: dict[str, int] = {}
         self._view_of: dict[str, int] = {}
         self.sources: list[tuple[str, ...]] = []
@@ -108,8 +111,8 @@ class ComputeGraph:
         return live
 
     def is_member(self, at: int) -> bool:
-        """Whether the op is in a region: a compute op or an anchor."""
-        return self.kinds[at] in ("compute", "anchor")
+        """Whether the op is in a region: a compute op, an anchor or a foreign op."""
+        return self.kinds[at] in ("compute", *LIBRARY_KINDS)
 
     def producer(self, source: str) -> int | None:
         """Position of the compute or opaque op that produces a source value; None for a graph input."""
@@ -188,7 +191,7 @@ _FLOWS: WeakKeyDictionary[DataflowGraph, dict[tuple[bool, int], ComputeGraph]] =
 def compute_graph_of(graph: DataflowGraph, cut_at_anchors: bool = False) -> ComputeGraph:
     """The graph's :class:`ComputeGraph`, remembered until it grows.
 
-    With ``cut_at_anchors`` anchors are taken for opaque ops: what is left between them are the islands of compute ops.
+    With ``cut_at_anchors`` anchors and foreign ops are taken for opaque ops: what is left between them are the islands of compute ops.
     """
     made = _FLOWS.setdefault(graph, {})
     key = cut_at_anchors, len(graph)

@@ -19,7 +19,7 @@ from networkx.utils import UnionFind
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.canonical import canonical_form
-from fuseplan.planner.groups.compute_graph import ComputeGraph, compute_graph_of
+from fuseplan.planner.groups.compute_graph import LIBRARY_KINDS, ComputeGraph, compute_graph_of
 from fuseplan.planner.groups.convex import Dependencies
 from fuseplan.planner.ops.table import op_of
 
@@ -61,9 +61,9 @@ def region_parts(graph: DataflowGraph, region: Region) -> tuple[Region, ...]:
 
 
 def is_anchor(graph: DataflowGraph, part: Region) -> bool:
-    """Whether a part of a region is a matmul or attention, with views at most beside it."""
+    """Whether a part of a region is a matmul, attention or a foreign op, with views at most beside it."""
     flow = compute_graph_of(graph)
-    return any(flow.kinds[flow.position[name]] == "anchor" for name in part.ops)
+    return any(flow.kinds[flow.position[name]] in LIBRARY_KINDS for name in part.ops)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def _found(graph: DataflowGraph) -> _Found:
 
 def _search(graph: DataflowGraph, flow: ComputeGraph) -> Iterator[tuple[Region, list[list[int]]]]:
     """Regions with the members of each of their parts."""
-    anchors = [[at] for at, kind in enumerate(flow.kinds) if kind == "anchor" and flow.live[at]]
+    anchors = [[at] for at, kind in enumerate(flow.kinds) if kind in LIBRARY_KINDS and flow.live[at]]
     cut = compute_graph_of(graph, cut_at_anchors=True) if anchors else flow
     parts = [*_Finder(graph, cut).components(), *anchors]
     home = {at: number for number, part in enumerate(parts) for at in part}

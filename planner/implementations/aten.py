@@ -23,6 +23,7 @@ from fuseplan.planner.implementations.implementation import Implementation, Scre
 from fuseplan.planner.implementations.tunable_group import Fused, chain_module
 from fuseplan.planner.libraries.library_call import OpGroup
 from fuseplan.planner.lowering.lower import Lowered, group_nodes
+from fuseplan.planner.ops.table import op_of
 from fuseplan.search.store.record import ATEN
 from fuseplan.search.tune.tuner import Tuner
 
@@ -32,7 +33,9 @@ UNFUSED, MATMUL, ATTENTION = "unfused", "matmul", "attention"
 
 
 def anchor_calibration(table: GroupTable, group: Candidate) -> str:
-    """Name of the calibration of a matmul or attention, whoever runs it."""
+    """Name of the calibration of a matmul or attention, whoever runs it; a foreign op's is that of other ATen ops."""
+    if not any(op_of(table.graph.op(op).op).is_anchor for op in group.ops):
+        return UNFUSED
     return ATTENTION if any("attention" in table.graph.op(op).op for op in group.ops) else MATMUL
 
 

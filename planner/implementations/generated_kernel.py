@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -17,7 +16,6 @@ from fuseplan.kernels.ir.gathers import may_fail
 from fuseplan.kernels.ir.in_place import ReuseOptions
 from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.planner.capture.normalise import Traced
-from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import RefusedError
 from fuseplan.planner.groups.candidates import Candidate
 from fuseplan.planner.groups.compute_graph import lower_group
@@ -29,8 +27,6 @@ from fuseplan.planner.lowering.lower import NotLowerable
 from fuseplan.search.store.record import TuningRecord
 from fuseplan.search.timing.sequence import Part
 from fuseplan.search.tune.tuner import Tuner
-
-logger = logging.getLogger(__name__)
 
 #: Calibration of kernels with a matmul inside: theirs are bytes of weights, and tiles of tensor cores.
 CONTRACTION = "contraction"
@@ -160,17 +156,6 @@ class GeneratedKernel(Implementation):
             if other.unavailable() is None and other.refuse(ir, self.target) is None:
                 return other, other.default_config(ir, self.target)
         raise RefusedError(f"{first.name}: {refusal}")
-
-    def count(self, group: PlannedGroup, tally: Tally) -> None:
-        tally.count(f"from_{group.source}")
-
-    def leave_out(self, group: PlannedGroup, tally: Tally, reason: str) -> None:
-        tally.fall_back(reason, paths=group.paths)
-        logger.info("group %s runs unfused: %s", group.where, reason)
-
-    def give_up(self, group: PlannedGroup, tally: Tally, reason: str) -> None:
-        tally.fall_back(reason, group.source, group.paths)
-        logger.warning("group %s runs unfused from now on: %s", group.where, reason)
 
 
 def _build(

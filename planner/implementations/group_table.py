@@ -10,7 +10,7 @@ from fuseplan.kernels.ir.backend import Backend, Target
 from fuseplan.planner.errors import failure_reason
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import Candidate, CandidateLimits, Enumeration, enumerate_candidates, group_key
-from fuseplan.planner.groups.compute_graph import compute_graph_of, lower_group
+from fuseplan.planner.groups.compute_graph import LIBRARY_KINDS, compute_graph_of, lower_group
 from fuseplan.planner.implementations.tunable_group import TunableGroup, group_subject, op_group, op_subject
 from fuseplan.planner.libraries.library_call import OpGroup
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable
@@ -91,12 +91,12 @@ class GroupTable:
         return self._backends[group.ops]
 
     def is_anchor(self, group: Candidate) -> bool:
-        """Whether the group is a matmul or attention by itself: only library calls run it."""
+        """Whether the group is a matmul, attention or a foreign op by itself: only library calls run it."""
         return self._holds_only_an_anchor(group.ops)
 
     def _holds_only_an_anchor(self, ops: Sequence[str]) -> bool:
         flow = compute_graph_of(self.graph)
-        return len(ops) == 1 and flow.kinds[flow.position[ops[0]]] == "anchor"
+        return len(ops) == 1 and flow.kinds[flow.position[ops[0]]] in LIBRARY_KINDS
 
     def subject(self, group: Candidate) -> TunableGroup:
         """The group as the search sees it."""

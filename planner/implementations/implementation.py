@@ -114,17 +114,17 @@ class Implementation(ABC):
 
     def count(self, group: PlannedGroup, tally: Tally) -> None:
         """Count a call of it that is in a compiled graph."""
-        tally.count("library_calls")
+        tally.count(f"from_{group.source}")
 
     def leave_out(self, group: PlannedGroup, tally: Tally, reason: str) -> None:
         """Count and log that there is no such call: ATen's ops run the group."""
-        tally.note(f"{self.name} is not called: {reason}", paths=group.paths)
+        tally.fall_back(reason, paths=group.paths)
+        logger.info("group %s runs unfused: %s", group.where, reason)
 
     def give_up(self, group: PlannedGroup, tally: Tally, reason: str) -> None:
         """Count and log that a call, which was counted, does not work."""
-        tally.count("library_calls", -1)
-        tally.note(f"{self.name}: {reason}", paths=group.paths)
-        logger.warning("%s runs as ATen's op from now on: %s", group.where, f"{self.name}: {reason}")
+        tally.fall_back(reason, group.source, group.paths)
+        logger.warning("group %s runs unfused from now on: %s", group.where, reason)
 
 
 @dataclass(frozen=True)

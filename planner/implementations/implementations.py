@@ -10,6 +10,7 @@ from fuseplan.kernels.ir.backend import Backend, Target
 from fuseplan.planner.implementations.aten import AtenOp
 from fuseplan.planner.implementations.generated_kernel import GeneratedKernel
 from fuseplan.planner.implementations.implementation import Implementation
+from fuseplan.planner.implementations.inductor import InductorCode
 from fuseplan.planner.implementations.library_op import LibraryOp
 from fuseplan.planner.libraries.library_calls import LIBRARY_CALLS
 
@@ -19,15 +20,17 @@ class Implementations:
     """The ways to run groups on a device.
 
     ``aten`` runs every single op, ``kernel`` what lowers; ``libraries`` run the groups that they do not refuse.
+    ``inductor`` runs whole regions.
     """
 
     aten: Implementation
     kernel: GeneratedKernel
     libraries: tuple[Implementation, ...] = ()
+    inductor: Implementation = InductorCode()
 
     def named(self, name: str) -> Implementation:
         """The one that a record names, by a back end's name the kernel of that; KeyError where there is none."""
-        known = {one.name: one for one in (self.aten, *self.libraries)}
+        known = {one.name: one for one in (self.aten, self.inductor, *self.libraries)}
         return known.get(name) or self.kernel.by(name)
 
 
@@ -38,6 +41,7 @@ def implementations_for(regime: str, backends: Sequence[Backend], target: Target
         AtenOp(mode),
         GeneratedKernel(tuple(backends), target, kernel_mode(regime)),
         tuple(LibraryOp(call, call.name, mode) for call in LIBRARY_CALLS),
+        InductorCode(mode),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -10,6 +11,7 @@ from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.in_place import ReuseOptions
 from fuseplan.kernels.ir.ir import Buffer
 from fuseplan.planner.capture.normalise import Traced
+from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import RefusedError
 from fuseplan.planner.groups.candidates import Candidate
 from fuseplan.planner.groups.compute_graph import compute_graph_of
@@ -22,6 +24,8 @@ from fuseplan.planner.libraries.library_call import LibraryCall
 from fuseplan.planner.work.group_work import hot_inputs
 from fuseplan.planner.work.library_work import library_work
 from fuseplan.search.tune.tuner import Tuner
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -75,3 +79,14 @@ class LibraryOp(Implementation):
             buffers=[Buffer(value, one.dtype, one.shape, one.strides, is_output=True) for value, one in outputs],
             label=group.label, build=build, unfused=partial(run_op, op), key=(self.name, group.ops),
         )
+
+    def count(self, group: PlannedGroup, tally: Tally) -> None:
+        tally.count("library_calls")
+
+    def leave_out(self, group: PlannedGroup, tally: Tally, reason: str) -> None:
+        tally.note(f"{self.name} is not called: {reason}", paths=group.paths)
+
+    def give_up(self, group: PlannedGroup, tally: Tally, reason: str) -> None:
+        tally.count("library_calls", -1)
+        tally.note(f"{self.name}: {reason}", paths=group.paths)
+        logger.warning("%s runs as ATen's op from now on: %s", group.where, f"{self.name}: {reason}")

@@ -1,7 +1,8 @@
 """The table of ops, and questions that also an op's sizes, dtypes and attributes decide.
 
 An op is a *view*, *compute* (a generated kernel can hold it), an *anchor* (a matmul, a convolution, attention: there
-are several ways to run it) or *opaque* (random numbers, collectives, most in-place updates: only ATen runs it).
+are several ways to run it), *foreign* (a function without a recipe here: ATen or another compiler runs it) or *opaque*
+(random numbers, collectives, most in-place updates: only ATen runs it).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fuseplan.planner.ops.rearrange import REARRANGEMENTS
 from fuseplan.planner.ops.reduce import NORMALISATIONS, REDUCTIONS
 from fuseplan.planner.ops.views import VIEWS
 
-OpKind: TypeAlias = Literal["view", "compute", "anchor", "opaque"]
+OpKind: TypeAlias = Literal["view", "compute", "anchor", "foreign", "opaque"]
 
 #: By name. ``name.*`` are the overloads of ``name`` that have no row of their own.
 OPS: Mapping[str, Op] = MappingProxyType({
@@ -76,13 +77,15 @@ def is_address_map(node: OpNode, specs: Specs) -> bool:
 
 def kind_of(node: OpNode, specs: Specs) -> OpKind:
     """``view``: an address map, nothing runs it. ``compute``: a generated kernel can absorb it. ``anchor``: ATen, or
-    another library call. ``opaque``: ATen alone.
+    another library call. ``foreign``: ATen, or another compiler's code. ``opaque``: ATen alone.
     """
     if is_address_map(node, specs):
         return "view"
     if _is_anchor(node, specs):
         return "anchor"
-    return "opaque" if why_opaque(node, specs) else "compute"
+    if why_opaque(node, specs) is None:
+        return "compute"
+    return "foreign" if _is_foreign(node, specs) else "opaque"
 
 
 def _is_anchor(node: OpNode, specs: Specs) -> bool:
@@ -90,6 +93,31 @@ def _is_anchor(node: OpNode, specs: Specs) -> bool:
     if not op_of(node.op).is_anchor or "device" in node.attrs or node.attrs.get("dropout_p"):
         return False
     return all(specs[value].dtype in FLOATS for value in node.outputs)
+
+
+def _is_foreign(node: OpNode, specs: Specs) -> bool:
+    """Whether an op that no kernel of ours can hold is a plain function of floats: another compiler may have code for it.
+
+    Not so where integers are read: what they may be is for the op to know, and samples are made without it.
+    """
+    if not node.op.startswith("aten.") or "device" in node.attrs or not node.inputs or not is_function(node.op):
+        return False
+    if any(node.attrs.get(name) for name in ("training", "train", "use_input_stats", "dropout_p")):
+        return False
+    read = all(specs[value].dtype in (*FLOATS, "bool") for value in node.inputs)
+    return read and specs[node.outputs[0]].dtype in FLOATS and all(specs[one].dtype in DTYPES for one in node.outputs)
+
+
+@lru_cache(maxsize=4096)
+def is_function(name: str) -> bool:
+    """Whether the ATen op of this name makes new tensors of a known shape from its operands alone."""
+    packet, _, overload = name.removeprefix("aten.").partition(".")
+    op = getattr(getattr(torch.ops.aten, packet, None), overload, None)
+    if not isinstance(op, torch._ops.OpOverload) or op._schema.is_mutable:
+        return False
+    hidden = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    return hidden.isdisjoint(op.tags) and all(
+        isinstance(one.type, torch.TensorType) and one.alias_info is None for one in op._schema.returns)
 
 
 def why_opaque(node: OpNode, specs: Specs) -> str | None:

@@ -111,6 +111,25 @@ class PlanWriter:
         )
         return replace(found, gap=_gap(_cost_us(found), _cost_us(record) * (1.0 - record.gap)))
 
+    def whole(
+        self, record: PlanRecord, choice: Choice, gain: float, prices: ModelPrices, elapsed_s: float, reason: str
+    ) -> PlanRecord:
+        """The record with all of the region run by one choice, which gained ``gain`` on the groups of ``record``."""
+        planned_us = record.planned_us * (1.0 - gain)
+        lost = [
+            Alternative(
+                one.ops, one.label, "measured; another compiler's code for the whole region is faster",
+                one.predicted_us, one.measured_us, one.implementation, one.workload, one.delay_us,
+            )
+            for one in record.groups
+        ]
+        own = replace(self._group(Priced(choice, planned_us * 1e-6, True), prices), measured_us=planned_us)
+        return self._written(
+            {choice.group: own}, elapsed_s, reason, planned_us=planned_us,
+            unfused_us=record.unfused_us, rejected=[*lost, *record.rejected], enumerated=record.enumerated + 1,
+            measured=record.measured + 1, gap=_gap(planned_us, own.lower_bound_us), undecided=record.undecided,
+        )
+
     def _written(
         self, chosen: Mapping[Candidate, GroupChoice], elapsed_s: float, reason: str, *, planned_us: float,
         unfused_us: float, rejected: Sequence[Alternative], **known: Any

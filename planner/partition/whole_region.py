@@ -1,4 +1,5 @@
-"""The last word on a region: its plan against plain ATen, matmuls and attention and all, in one interleaved run.
+"""The last word on a region: its plan against plain ATen and TorchInductor, matmuls and attention and all, in one
+interleaved run.
 
 Parts are decided one by one, each by itself. What their plans cost together is only known when they run together.
 """
@@ -7,16 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import networkx as nx
+
+from fuseplan.costmodel.device import DeviceSpec, Mode
+from fuseplan.costmodel.roofline import predict
+from fuseplan.costmodel.work import Work
 from fuseplan.planner.graph.dataflow import Region
-from fuseplan.planner.groups.candidates import single_candidates
+from fuseplan.planner.groups.candidates import placed_candidates, single_candidates
 from fuseplan.planner.groups.compute_graph import compute_graph_of
+from fuseplan.planner.groups.regions import region_parts
 from fuseplan.planner.implementations.choices import Choice, in_order, recorded_choices
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import Implementations
 from fuseplan.search import policy
-from fuseplan.search.store.record import PlanRecord
+from fuseplan.search.store.record import INDUCTOR, PlanRecord
 from fuseplan.search.timing.contest import Contest
 from fuseplan.search.timing.sequence import Part
 from fuseplan.search.tune.tuner import Tuner
@@ -25,29 +33,118 @@ _PLAIN, _PLAN = "plain", "plan"
 _Result = TypeVar("_Result")
 
 
-def beats_plain(
-    table: GroupTable, parts: Sequence[tuple[Region, PlanRecord]], ways: Implementations, tuner: Tuner
-) -> Callable[[], tuple[bool, str]]:
-    """Whether a region's parts keep their plans, since it is not faster as plain ATen; and in words how it did.
+@dataclass(frozen=True)
+class Verdict:
+    """Who runs a region, and how it compares, in words.
 
-    They are run when the measuring process has nothing else to do; what is returned waits for it.
+    Attributes:
+        keeps: Whether the plans of its parts stand; otherwise ATen runs all of it, or ``whole``.
+        whole: The one choice that runs it instead.
+        gain: What ``whole`` gains on the plans of the parts.
+    """
+
+    keeps: bool = True
+    words: str = ""
+    whole: Choice | None = None
+    gain: float = 0.0
+
+
+def last_word(
+    table: GroupTable, region: Region, parts: Sequence[tuple[Region, PlanRecord]], ways: Implementations, tuner: Tuner,
+    minor: bool
+) -> Callable[[], Verdict]:
+    """Who runs a region: the plans of its parts, plain ATen or, where these leave much to ATen, TorchInductor's code.
+
+    They are run when the measuring process has nothing else to do; what is returned waits for it. A ``minor`` region
+    is not worth TorchInductor's compilation.
     """
     plain_s = math.fsum(record.unfused_us for _, record in parts) * 1e-6
-    if all(group.is_plain for _, record in parts for group in record.groups) or plain_s > policy.LONG_REGION_S:
-        return lambda: (True, "")
-    sides = {_PLAIN: plain_parts(table, (part for part, _ in parts), ways), _PLAN: planned_parts(table, parts, ways)}
-    run = play_off(tuner.play_off_later, table, sides)
+    is_plain = all(group.is_plain for _, record in parts for group in record.groups)
+    whole = None if minor else whole_by_inductor(table, region, parts, ways)
+    alone = len(region_parts(table.graph, region)) == 1  # its plan was decided beside plain ATen
+    if plain_s > policy.LONG_REGION_S or (whole is None and (is_plain or alone)):
+        return Verdict
+    sides = {_PLAN: planned_parts(table, parts, ways)}
+    if not is_plain:
+        sides = {_PLAIN: plain_parts(table, (part for part, _ in parts), ways), **sides}
+    if whole is None:
+        run = play_off(tuner.play_off_later, table, sides)
+        return lambda: _verdict(run(), None)
 
-    def verdict() -> tuple[bool, str]:
-        contest = run()
-        if contest is None:
-            return True, "; the region's run beside plain ATen failed"
-        gain = contest.gain(_PLAN, _PLAIN)
-        if gain >= 0.0:
-            return True, f"; the whole region gains {gain:.1%} on plain ATen, with a noise of {contest.noise:.1%}"
-        return False, f"; the whole region loses {-gain:.1%} to plain ATen, which runs it"
+    def with_inductor() -> Verdict:
+        screened = whole.implementation.screen(table, whole.group, tuner)
+        if screened.time_us is None:
+            note = f"; TorchInductor's code for it does not work: {screened.reason}"
+            found = Verdict() if is_plain else _verdict(play_off(tuner.play_off, table, sides), None)
+            return replace(found, words=found.words + note)
+        both = {**sides, INDUCTOR: {whole: whole.implementation.part(table, whole.group, "", {})}}
+        return _verdict(play_off(tuner.play_off, table, both), whole)
 
-    return verdict
+    return with_inductor
+
+
+def _verdict(contest: Contest | None, whole: Choice | None) -> Verdict:
+    if contest is None:
+        return Verdict(words="; the region's run beside plain ATen failed")
+    gain = contest.gain(_PLAN, _PLAIN) if _PLAIN in contest.samples else 0.0
+    keeps, words = gain >= 0.0, ""
+    if _PLAIN in contest.samples:
+        words = (f"; the whole region gains {gain:.1%} on plain ATen, with a noise of {contest.noise:.1%}" if keeps else
+                 f"; the whole region loses {-gain:.1%} to plain ATen, which runs it")
+    if whole is None:
+        return Verdict(keeps, words)
+    best = _PLAN if keeps else _PLAIN
+    more = contest.gain(INDUCTOR, best)
+    if more > policy.MIN_GAIN and contest.accepts(INDUCTOR, best):
+        words = f"; TorchInductor's code for the whole region gains {more:.1%} on that, and runs it"
+        return Verdict(False, words, whole, contest.gain(INDUCTOR, _PLAN))
+    return Verdict(keeps, f"{words}; TorchInductor's code for it is no faster ({more:+.1%})")
+
+
+def whole_by_inductor(
+    table: GroupTable, region: Region, parts: Sequence[tuple[Region, PlanRecord]], ways: Implementations
+) -> Choice | None:
+    """TorchInductor's code for a region whose plan leaves ops that move memory to ATen; None where that is little: a
+    foreign op, or two others, that take a share of its time.
+    """
+    left_us, foreign, count = 0.0, False, 0
+    flow = compute_graph_of(table.graph)
+    for part, record in parts:
+        for choice, group in zip(recorded_choices(table.graph, part, record, ways), record.groups, strict=True):
+            kind = flow.kinds[flow.position[choice.group.ops[0]]]
+            if group.is_plain and kind != "anchor":
+                left_us += group.predicted_us if group.measured_us is None else group.measured_us
+                foreign |= kind == "foreign"
+                count += 1
+    planned_us = math.fsum(record.planned_us for _, record in parts)
+    if left_us <= policy.LEFT_TO_ATEN_SHARE * planned_us or not (foreign or count > 1):
+        return None
+    names = [one.ops[0] for one in single_candidates(table.graph, region)]
+    places = [region.ops.index(name) for name in names]
+    (whole,) = placed_candidates(table.graph, region, [places])
+    return None if ways.inductor.refuse(table, whole) else Choice(whole, ways.inductor)
+
+
+def predicted_whole_us(table: GroupTable, region: Region, record: PlanRecord, spec: DeviceSpec, mode: Mode) -> float:
+    """What TorchInductor's code for a region should take: its matmuls and attention as planned, and between them
+    kernels that read and write each value once.
+    """
+    flow = compute_graph_of(table.graph)
+    members = {flow.position[name] for name in region.ops if flow.is_member(flow.position[name])}
+    anchors = {at for at in members if flow.kinds[at] == "anchor"}
+    total_us = math.fsum(
+        group.predicted_us for group in record.groups
+        if any(flow.position[region.ops[place]] in anchors for place in group.ops))
+    islands: nx.Graph[int] = nx.Graph((at, pred) for at in members - anchors for pred in flow.compute_preds(at))
+    islands.add_nodes_from(members - anchors)
+    islands.remove_nodes_from([at for at in islands if at not in members - anchors])
+    for island in nx.connected_components(islands):
+        made = {value for at in island for value in flow.nodes[at].outputs}
+        read = {value for at in island for value in flow.sources[at]} - made
+        moved = sum(table.graph.specs[value].nbytes() for value in (*read, *flow.needed_outside(island)))
+        launches = 1 + sum(flow.kinds[at] == "foreign" for at in island)
+        total_us += predict(Work(dram_bytes=moved, launches=launches), spec, mode)
+    return total_us
 
 
 def gain_on_parts(

@@ -24,7 +24,7 @@ from fuseplan.planner.partition.across_anchors import JointProblems, plan_across
 from fuseplan.planner.partition.by_measurement import MeasuredRegion
 from fuseplan.planner.partition.guided_loop import Prices, guided_partition, predicted_partition
 from fuseplan.planner.partition.plan_record import PlanWriter, region_label
-from fuseplan.planner.partition.whole_region import beats_plain
+from fuseplan.planner.partition.whole_region import Verdict, last_word, predicted_whole_us, whole_by_inductor
 from fuseplan.planner.tuning.lookahead import Lookahead
 from fuseplan.planner.tuning.plans import GraphPlan, PlanSettings, RegionPlan
 from fuseplan.planner.tuning.stored_plans import StoredPlans
@@ -218,9 +218,26 @@ class Planner:
             reason = "by the cost model, nothing was measured"
             plans = [(part, self._predicted(table, part, self._problem(table, part, self.unmeasured), reason))
                      for part in parts]
-            predicted = RegionPlan(region, self._joined(table, region, plans, 0.0, reason), "model")
+            predicted = RegionPlan(region, self._without_leftovers(table, region, plans, reason), "model")
             return lambda: predicted
         return self._by_measurement(region, parts, table, self.tuner)
+
+    def _without_leftovers(
+        self, table: GroupTable, region: Region, plans: Sequence[tuple[Region, PlanRecord]], reason: str
+    ) -> PlanRecord:
+        """The record of a region by the cost model: TorchInductor runs it where that should spare much of what ATen's
+        ops would move.
+        """
+        record = self._joined(table, region, plans, 0.0, reason)
+        whole = whole_by_inductor(table, region, plans, self.unmeasured) if self.spec is not None else None
+        if whole is None or self.spec is None:
+            return record
+        prices = ModelPrices(table, self.spec, region)
+        gain = 1.0 - predicted_whole_us(table, region, record, self.spec, whole.implementation.mode) / record.planned_us
+        if gain <= policy.PREDICTED_INDUCTOR_GAIN:
+            return record
+        more = f"{reason}; TorchInductor's code should gain {gain:.0%} on what is left to ATen"
+        return self._writer(table, region).whole(record, whole, gain, prices, 0.0, more)
 
     def _predicted(self, table: GroupTable, part: Region, problem: RegionProblem, reason: str) -> PlanRecord:
         prices = ModelPrices(table, self.spec, part)
@@ -258,13 +275,13 @@ class Planner:
             time.sleep(POLL_S if fresh else 0.0)  # those that another tuner is at work on
         self.learner.update()
         plans = [(part, record) for part in parts if (record := known[part.key]) is not None]
-        if len(parts) == 1:
+        if len(parts) > 1 and (joint := self._across_anchors(table, region, plans, tuner)) is not None:
+            plans = [(region, joint)]
+        minor = all(self._is_minor(table, part) for part in parts)
+        verdict = last_word(table, region, plans, self.implementations, tuner, minor)
+        if len(parts) == 1 and verdict is Verdict:  # nothing to compare
             alone = RegionPlan(region, plans[0][1], "tuned", decided=tuple(decided))
             return lambda: alone
-        joint = self._across_anchors(table, region, plans, tuner)
-        if joint is not None:
-            plans = [(region, joint)]
-        verdict = beats_plain(table, plans, self.implementations, tuner)
         return lambda: self._finished(table, region, plans, tuple(decided), tuner, verdict(), began)
 
     def _measured_parts(self, table: GroupTable, parts: Mapping[str, Region], tuner: Tuner) -> dict[str, PlanRecord]:
@@ -303,15 +320,18 @@ class Planner:
 
     def _finished(
         self, table: GroupTable, region: Region, plans: Sequence[tuple[Region, PlanRecord]],
-        decided: tuple[PlanRecord, ...], tuner: Tuner, verdict: tuple[bool, str], began: float
+        decided: tuple[PlanRecord, ...], tuner: Tuner, verdict: Verdict, began: float
     ) -> RegionPlan:
-        """The plan of a region of several parts after its run beside plain ATen; stored."""
-        keeps, words = verdict
-        reason = "; ".join(dict.fromkeys(record.evidence.reason for _, record in plans)) + words
-        if not keeps:
+        """The plan of a region after its run beside plain ATen and TorchInductor; stored."""
+        reason = "; ".join(dict.fromkeys(record.evidence.reason for _, record in plans)) + verdict.words
+        if not verdict.keeps and verdict.whole is None:
             plans = [(part, self._writer(table, part).plain(record, ModelPrices(table, self.spec, part)))
                      for part, record in plans]
-        record = self._joined(table, region, plans, time.monotonic() - began, reason)
+        elapsed_s = time.monotonic() - began
+        record = self._joined(table, region, plans, elapsed_s, reason)
+        if verdict.whole is not None:
+            prices, writer = ModelPrices(table, self.spec, region), self._writer(table, region)
+            record = writer.whole(record, verdict.whole, verdict.gain, prices, elapsed_s, reason)
         with tuner.account.spend("storing"):
             tuner.database.put_plan(record)
         return RegionPlan(region, record, "tuned", decided=decided)

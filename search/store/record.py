@@ -40,6 +40,8 @@ SCHEMA_VERSION = 2
 _CLOCKS_S = 300.0
 #: Name of the implementation that every op has.
 ATEN = "aten"
+#: Name of the implementation that has TorchInductor compile several ops.
+INDUCTOR = "inductor"
 #: How the reason of a trial begins that failed before it was a kernel.
 DOES_NOT_COMPILE = "does not compile"
 #: A configuration by parameter name.

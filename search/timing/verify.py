@@ -151,24 +151,29 @@ def check_result(kernel: CompiledKernel, subject: Subject, oracle: Oracle, devic
     return _verdict([(guarded.view, guarded.unwritten()) for guarded in outputs], oracle, strays)
 
 
-def check_call(run: Callable[..., Sequence[torch.Tensor]], oracle: Oracle) -> CheckResult:
-    """Judge what a library's call returns, as :func:`check_result` judges a kernel; its memory is its own business."""
+def check_call(run: Callable[..., Sequence[torch.Tensor]], oracle: Oracle, ops: int = 1) -> CheckResult:
+    """Judge what a library's call returns, as :func:`check_result` judges a kernel; its memory is its own business.
+
+    It may round as often as a kernel for each of ``ops``, one after another.
+    """
     results = run(*oracle.inputs)
     goes_on()
-    return _verdict([(value, 0) for value in results], oracle, [])
+    return _verdict([(value, 0) for value in results], oracle, [], ops)
 
 
-def _verdict(results: Sequence[tuple[torch.Tensor, int]], oracle: Oracle, reasons: list[str]) -> CheckResult:
+def _verdict(
+    results: Sequence[tuple[torch.Tensor, int]], oracle: Oracle, reasons: list[str], ops: int = 1
+) -> CheckResult:
     """Of results, each with how many of its elements are known to be unwritten; the first of the ``reasons`` counts."""
     worst = 0.0
     for number, ((value, unwritten), expected) in enumerate(zip(results, oracle.expected, strict=True)):
-        error, complaint = _judge(value, unwritten, expected)
+        error, complaint = _judge(value, unwritten, expected, ops)
         worst = max(worst, error)
         reasons += [f"output {number}: {complaint}"] if complaint else []
     return CheckResult(not reasons, next(iter(reasons), ""), worst, oracle.eager_error)
 
 
-def _judge(value: torch.Tensor, unwritten: int, expected: _Expected) -> tuple[float, str]:
+def _judge(value: torch.Tensor, unwritten: int, expected: _Expected, ops: int) -> tuple[float, str]:
     """Normwise error of one output, and what is wrong with it."""
     reference = expected.reference
     if value.shape != reference.shape:
@@ -189,15 +194,15 @@ def _judge(value: torch.Tensor, unwritten: int, expected: _Expected) -> tuple[fl
     # An eager chain that overflows gives a kernel no licence to be wrong.
     errors_of_eager = (expected.eager_norm, expected.eager_worst)
     eager_norm, eager_worst = (error if math.isfinite(error) else 0.0 for error in errors_of_eager)
-    allowed_norm = eager_norm + max(rounding(value.dtype) / 8, policy.COMPUTE_TOLERANCE)
+    allowed_norm = eager_norm + max(rounding(value.dtype) / 8, policy.COMPUTE_TOLERANCE * ops)
     if norm > allowed_norm:
         return norm, f"normwise error {norm:.2e}, eager has {expected.eager_norm:.2e} (allowed {allowed_norm:.2e})"
-    if _largest_excess(value, reference, eager_worst) > 0:
+    if _largest_excess(value, reference, eager_worst, ops) > 0:
         return norm, f"largest error {worst:.2e}, eager has {expected.eager_worst:.2e}"
     return norm, ""
 
 
-def _largest_excess(value: torch.Tensor, reference: torch.Tensor, eager_worst: float) -> float:
+def _largest_excess(value: torch.Tensor, reference: torch.Tensor, eager_worst: float, ops: int) -> float:
     """By how much the worst element misses its bound: eager's worst error plus its own rounding."""
     if value.numel() == 0:
         return 0.0
@@ -205,17 +210,19 @@ def _largest_excess(value: torch.Tensor, reference: torch.Tensor, eager_worst: f
     info = torch.finfo(value.dtype)
     # Kernels may flush float32's subnormals to zero; narrower types keep theirs.
     floor = max(info.tiny * info.eps, torch.finfo(torch.float32).tiny)
-    bound = eager_worst + rounding(value.dtype) * exact.abs() + floor
+    # What several ops round may be larger than what is left of it: elements of a running sum may be near zero.
+    size = exact.abs() if ops == 1 else exact.abs().nan_to_num(0.0, 0.0, 0.0).max()
+    bound = eager_worst + rounding(value.dtype, ops) * size + floor
     miss = (value.to(torch.float64) - exact).abs() - bound
     # Infinities and NaN agree here: those that do not were refused before.
     return float(torch.where(torch.isfinite(value.to(torch.float64)), miss, 0.0).max())
 
 
-def rounding(dtype: torch.dtype) -> float:
-    """Relative rounding that a kernel may add: its output type's, or a few of the float32 it computes in."""
+def rounding(dtype: torch.dtype, ops: int = 1) -> float:
+    """Relative rounding that code may add: its output type's, or a few, for each op, of the float32 it computes in."""
     if dtype == torch.float64:
-        return 4 * torch.finfo(torch.float64).eps
-    return max(torch.finfo(dtype).eps, policy.COMPUTE_TOLERANCE)
+        return 4 * ops * torch.finfo(torch.float64).eps
+    return max(torch.finfo(dtype).eps, policy.COMPUTE_TOLERANCE * ops)
 
 
 class _Guarded:

@@ -205,16 +205,18 @@ class Tuner:
         self._resources.log(Trial(key, "", {}, time_us.median_us, created=now()))
         return time_us
 
-    def contest_calls(self, plain: Subject, calls: Mapping[str, Subject]) -> Callable[[], jobs.Calls | None]:
-        """Libraries' calls by name, checked, beside the ops that they stand for in one interleaved run, made when the
-        measuring process has nothing else to do; None when that run fails. Nothing is stored, but an op that was timed
-        beside all of these calls is not timed again.
+    def contest_calls(
+        self, plain: Subject, calls: Mapping[str, Subject], ops: int = 1
+    ) -> Callable[[], jobs.Calls | None]:
+        """Libraries' calls by name, checked, beside the ``ops`` that they stand for in one interleaved run, made when
+        the measuring process has nothing else to do; None when that run fails. Nothing is stored, but an op that was
+        timed beside all of these calls is not timed again.
         """
         known = self._contests.setdefault(plain.key, [])
         for one in known:
             if calls.keys() <= one.contest.samples.keys() | one.failed.keys():
                 return lambda: one
-        run = self._resources.later(PLAYING_OFF, jobs.contest_calls, plain, dict(calls), of=[plain])
+        run = self._resources.later(PLAYING_OFF, jobs.contest_calls, plain, dict(calls), ops, of=[plain])
 
         def result() -> jobs.Calls | None:
             found: jobs.Calls | None = run().value

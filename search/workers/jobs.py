@@ -173,15 +173,15 @@ class Calls:
 
 
 @_tidy
-def contest_calls(bench: Bench, plain: Subject, calls: Mapping[str, Subject]) -> Calls:
-    """Check libraries' calls against the ops that they stand for, and time the right ones beside these."""
+def contest_calls(bench: Bench, plain: Subject, calls: Mapping[str, Subject], ops: int = 1) -> Calls:
+    """Check libraries' calls against the ``ops`` that they stand for, and time the right ones beside these."""
     with torch.no_grad():
         desk = _Desk(bench, plain)  # perhaps run in the middle of another subject's tune, whose desk stays
         runs: dict[str, Run] = {UNFUSED: plain.eager}
         failed: dict[str, str] = {}
         for name, subject in calls.items():
             try:
-                verdict = check_call(subject.eager, desk.oracle)
+                verdict = check_call(subject.eager, desk.oracle, ops)
             except Exception as error:  # a library may refuse a call for any reason
                 OWN_FAULTS.tolerate(error)
                 failed[name] = f"{type(error).__name__}: {error}"

@@ -8,7 +8,7 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 
 _UNARY = ("aten.exp.default", "aten.neg.default", "aten.silu.default")
 _BINARY = ("aten.add.Tensor", "aten.mul.Tensor")
-_OPAQUE = "aten.cumsum.default"
+_OPAQUE = "aten.rrelu.default"
 _VIEW = "aten.view.default"
 
 

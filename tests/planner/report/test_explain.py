@@ -31,7 +31,7 @@ def _two_regions() -> DataflowGraph:
     nodes = [
         OpNode("aten.silu.default", ("x",), ("a",)),
         OpNode("aten.mul.Tensor", ("a", "x"), ("b",)),
-        OpNode("aten.cumsum.default", ("b",), ("c",), {"dim": -1}),
+        OpNode("aten.rrelu.default", ("b",), ("c",), {}),
         OpNode("aten.add.Tensor", ("b", "c"), ("d",)),
     ]
     return DataflowGraph(nodes, dict.fromkeys("xabcd", spec), ("x",), ("d",))
@@ -42,8 +42,8 @@ def test_library_calls_and_regions_have_reasons(session: Session) -> None:
     words = _words(session, graph, session.planner().plan_graph(graph))
     assert "4 ops. 0 are views (address maps, no work), 3 can run in generated kernels" in words
     assert "and 1 only ATen runs" in words
-    assert "boundary: aten.cumsum.default" in words
-    assert "mul and add, because a path runs through aten.cumsum.default (c)" in words
+    assert "boundary: aten.rrelu.default" in words
+    assert "mul and add, because a path runs through aten.rrelu.default (c)" in words
     assert "Region 1 of 2" in words and "Region 2 of 2" in words
 
 

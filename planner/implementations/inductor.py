@@ -1,0 +1,180 @@
+"""TorchInductor's code as an implementation: what PyTorch's own compiler makes of a whole region.
+
+It runs whatever PyTorch has an op for, in the order and with the layouts that it decides itself. What it makes is kept
+in PyTorch's own caches; a plan's record says no more than that it runs the region.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, TypeVar
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fuseplan.costmodel.device import Mode
+from fuseplan.costmodel.work import Work
+from fuseplan.kernels.ir.backend import Config
+from fuseplan.kernels.ir.dtypes import torch_dtype
+from fuseplan.kernels.ir.in_place import ReuseOptions
+from fuseplan.kernels.ir.ir import Buffer, KernelIR
+from fuseplan.planner.capture.normalise import Traced
+from fuseplan.planner.errors import RefusedError
+from fuseplan.planner.graph.dataflow import TensorSpec
+from fuseplan.planner.groups.candidates import Candidate, group_key
+from fuseplan.planner.groups.compute_graph import compute_graph_of
+from fuseplan.planner.implementations.aten import UNFUSED
+from fuseplan.planner.implementations.first_call import Calling, FirstCall
+from fuseplan.planner.implementations.group_table import GroupTable
+from fuseplan.planner.implementations.implementation import Implementation, PlannedGroup, Screening
+from fuseplan.planner.implementations.tunable_group import Fused, TunableGroup, chain_module, group_label
+from fuseplan.planner.ops.table import mutates
+from fuseplan.planner.work.group_work import hot_inputs
+from fuseplan.search.store.record import INDUCTOR
+from fuseplan.search.tune.tuner import Tuner
+
+#: TorchInductor keeps what it is compiling in globals.
+_ONE_AT_A_TIME = threading.Lock()
+_Kind = TypeVar("_Kind", bound=TunableGroup)
+
+
+@dataclass(frozen=True)
+class CompiledGroup(TunableGroup):
+    """A group that TorchInductor's code runs; compiled in the process that calls it first."""
+
+    @cached_property
+    def _compiled(self) -> Fused:
+        return compile_chain(self.chain, [self.specs[name] for name in self.inputs], self.device)
+
+    def eager(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        return list(self._compiled(*inputs))
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in super().__getstate__().items() if name != "_compiled"}
+
+
+def compile_chain(chain: fx.GraphModule, specs: Sequence[TensorSpec], device: str) -> Fused:
+    """TorchInductor's code for a module of ATen calls whose inputs have these static layouts."""
+    from torch._inductor import standalone_compile
+
+    with FakeTensorMode():
+        inputs: list[torch.Tensor | int | torch.SymInt | None] = [
+            torch.empty_strided(one.shape, one.strides, dtype=torch_dtype(one.dtype), device=device) for one in specs
+        ]
+    with _ONE_AT_A_TIME, torch.no_grad():
+        artifact = standalone_compile(chain, inputs, dynamic_shapes="from_example_inputs")
+    assert artifact is not None
+    call: Fused = artifact
+    return call
+
+
+@dataclass(frozen=True)
+class InductorCode(Implementation):
+    """TorchInductor's code, in its default mode, for several ops of a static graph that write to no operand."""
+
+    mode: Mode = "eager"
+    name: str = INDUCTOR
+
+    def refuse(self, table: GroupTable, group: Candidate) -> str | None:
+        nodes = [table.graph.op(op) for op in group.ops]
+        if len(nodes) == 1:
+            return "a single op is ATen's, a library's or a kernel's"
+        for node in nodes:
+            if mutates(node):
+                return f"{node.op} writes to memory"
+            if not node.op.startswith("aten."):
+                return f"{node.op} is no op of ATen"
+            if not all(table.graph.specs[value].is_static for value in (*node.inputs, *node.outputs)):
+                return "sizes are dynamic"
+        return None
+
+    def work(self, table: GroupTable, group: Candidate) -> Work:
+        """Each input read and each output written once, and all that is computed."""
+        return self.subject(table, group).work
+
+    def calibration(self, table: GroupTable, group: Candidate) -> str:
+        return UNFUSED
+
+    def subject(self, table: GroupTable, group: Candidate) -> CompiledGroup:
+        return _chain(table, group, CompiledGroup)
+
+    def screen(self, table: GroupTable, group: Candidate, tuner: Tuner) -> Screening:
+        """Checked, and timed beside its ops one by one."""
+        plain = _chain(table, group, TunableGroup)
+        found = tuner.contest_calls(plain, {self.name: self.subject(table, group)}, len(group.ops))()
+        if found is None or self.name in found.failed:
+            return Screening(None, "its run failed" if found is None else found.failed[self.name])
+        return Screening(found.contest.time(self.name).median_us)
+
+    def refuse_record(self, table: GroupTable, group: Candidate, config: Config) -> str | None:
+        if config:
+            return "TorchInductor's code has no configuration"
+        reason = self.refuse(table, group)
+        return None if reason is None else f"TorchInductor's code cannot run a group: {reason}"
+
+    # -- at run time ------------------------------------------------------------------------------------------
+
+    def prepare(self, table: GroupTable, traced: Traced, group: PlannedGroup) -> FirstCall:
+        flow = compute_graph_of(table.graph)
+        ops = tuple(sorted(group.ops, key=flow.position.__getitem__))
+        made = {value for op in ops for value in table.graph.op(op).outputs}
+        read = dict.fromkeys(one for op in ops for one in flow.sources[flow.position[op]] if one not in made)
+        candidate = Candidate(ops, tuple(read), flow.outputs_of(ops))
+        if (reason := self.refuse(table, candidate)) is not None:
+            raise RefusedError(reason)
+        subject = _chain(table, candidate, TunableGroup)
+        return FirstCall(
+            f"{self.name} {group.label}", group.ops, subject.inputs, subject.outputs, buffers=subject.ir.outputs,
+            label=group.label, build=partial(_build, subject), unfused=partial(_run_chain, subject),
+            key=(self.name, subject.key),
+        )
+
+
+def _chain(table: GroupTable, group: Candidate, kind: type[_Kind]) -> _Kind:
+    """The group as a chain of ATen's ops, with the views between them."""
+    graph, flow = table.graph, compute_graph_of(table.graph)
+    members = [flow.position[op] for op in group.ops]
+    nodes = tuple(flow.nodes[at] for at in sorted({*members, *flow.views_behind(members)}))
+    values = {*group.inputs, *(value for node in nodes for value in (*node.inputs, *node.outputs))}
+    specs = {value: graph.specs[value] for value in values}
+    buffers = [
+        Buffer(name, specs[name].dtype, specs[name].shape, specs[name].strides, is_output)
+        for names, is_output in ((group.inputs, False), (group.outputs, True)) for name in names
+    ]
+    hot = hot_inputs(graph, group.inputs)
+    return kind(
+        key=group_key(graph, group.ops, group.outputs), label=group_label(graph, group.ops, group.outputs),
+        ir=KernelIR(tuple(buffers), ()), work=_work(table, group, hot), hot_inputs=hot, nodes=nodes,
+        inputs=group.inputs, outputs=group.outputs, specs=specs, device=table.device_type,
+    )
+
+
+def _work(table: GroupTable, group: Candidate, hot: Sequence[bool]) -> Work:
+    sizes = [table.graph.specs[value].nbytes() for value in group.inputs]
+    written = sum(table.graph.specs[value].nbytes() for value in group.outputs)
+    flops: dict[str, float] = {}
+    for op in group.ops:
+        for unit, count in table.unfused_work(op).flops.items():
+            flops[unit] = flops.get(unit, 0.0) + count
+    cold = sum(size for size, is_hot in zip(sizes, hot, strict=True) if not is_hot)
+    return Work(flops, dram_bytes=sum(sizes) + written, launches=1, written_bytes=written, cold_bytes=cold)
+
+
+def _module(subject: TunableGroup) -> fx.GraphModule:
+    return chain_module(subject.nodes, subject.inputs, subject.outputs, subject.device, as_kernel=True)
+
+
+def _run_chain(subject: TunableGroup, args: Sequence[Any]) -> tuple[Any, Fused]:
+    """Run its ops one by one; the result, and what does so in later calls."""
+    chain: Fused = _module(subject).forward
+    return chain(*args), chain
+
+
+def _build(subject: TunableGroup, in_place: bool) -> tuple[Calling, ReuseOptions]:
+    call = compile_chain(subject.chain, [subject.specs[name] for name in subject.inputs], subject.device)
+    single: Callable[..., Any] = (lambda *args: call(*args)[0]) if len(subject.outputs) == 1 else call
+    return lambda _: single, {}

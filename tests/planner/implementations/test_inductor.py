@@ -1,0 +1,100 @@
+"""TorchInductor's code for whole regions: taken where it is faster, stored, found again, and never the end of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fast_tunes import count_instead_of_timing
+
+from fuseplan.planner import stats
+from fuseplan.planner.implementations import inductor
+from fuseplan.search.store.database import Database
+from fuseplan.search.store.maintenance import verify_database
+from fuseplan.search.store.record import INDUCTOR, PlanRecord
+
+
+def statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ops that no kernel of ours holds (``std``, ``cumsum``, ``amax`` of columns), and some between."""
+    y = torch.tanh(x) * 2 + 1
+    z = ((y - y.mean(0)) / y.std(0)).clamp(-3, 3)
+    return z.cumsum(1).amax(0), z
+
+
+def run(db: Path, x: torch.Tensor, on_miss: str = "model") -> Any:
+    torch._dynamo.reset()
+    call: Callable[..., Any] = torch.compile(
+        statistics, backend="fuseplan", options={"db": str(db), "on_miss": on_miss}, dynamic=False)
+    with torch.no_grad():
+        call(x)
+        return call(x)
+
+
+def whole_plans(db: Path) -> list[PlanRecord]:
+    return [one for one in Database(db).plans() if [group.implementation for group in one.groups] == [INDUCTOR]]
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    db = tmp_path_factory.mktemp("inductor") / "tuning.db"
+    with pytest.MonkeyPatch.context() as patch:
+        count_instead_of_timing(patch)
+        run(db, torch.randn(127, 33), "tune")
+    return db
+
+
+def check(results: Any, x: torch.Tensor) -> None:
+    for got, want in zip(results, statistics(x.double()), strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_region_that_leaves_much_to_aten_is_stored_as_inductors(tuned: Path) -> None:
+    (plan,) = whole_plans(tuned)
+    assert plan.planned_us < plan.unfused_us
+    assert sum(len(one.ops) for one in plan.rejected if one.implementation != "aten")  # the kernels that lost
+    assert verify_database(Database(tuned)) == []
+
+
+def test_it_is_found_again_and_right(tuned: Path) -> None:
+    before, x = stats().from_database, torch.randn(127, 33)
+    check(run(tuned, x), x)
+    assert stats().from_database == before + 1
+
+
+def test_a_compiler_that_fails_costs_the_region_alone(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("no compiler today")
+
+    monkeypatch.setattr(inductor, "compile_chain", fail)
+    x = torch.randn(127, 33)
+    check(run(tuned, x), x)
+    assert any("no compiler today" in reason for reason in stats().fallbacks)
+
+
+def test_code_that_is_wrong_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_chain = inductor.compile_chain
+
+    def slightly_off(*args: Any) -> Any:
+        call = compile_chain(*args)
+        return lambda *inputs: [one * 1.0005 for one in call(*inputs)]
+
+    monkeypatch.setattr(inductor, "compile_chain", slightly_off)
+    count_instead_of_timing(monkeypatch)
+    x = torch.randn(127, 33)
+    check(run(tmp_path / "tuning.db", x, "tune"), x)
+    assert not whole_plans(tmp_path / "tuning.db")
+    assert any("wrong result" in one.evidence.reason for one in Database(tmp_path / "tuning.db").plans())
+
+
+def test_a_record_with_a_configuration_is_refused(tuned: Path, tmp_path: Path) -> None:
+    (plan,) = whole_plans(tuned)
+    forged = replace(plan, groups=(replace(plan.groups[0], config={"mode": "max-autotune"}),))
+    database = Database(tmp_path / "forged.db")
+    database.put_plan(forged)
+    before, x = stats().from_database, torch.randn(127, 33)
+    check(run(tmp_path / "forged.db", x, "unfused"), x)
+    assert stats().from_database == before

@@ -104,6 +104,9 @@ LONG_OP_S = 0.02
 #: The share of a planned region's time, in ops that are no matmuls or attention and that ATen runs, from which
 #: TorchInductor is asked for its code of the region: compiling that takes seconds.
 LEFT_TO_ATEN_SHARE = 0.02
+#: How many times longer a large matmul takes whose sizes keep tensor cores waiting than a padded one (cuBLAS, 50257
+#: columns: over seven times).
+UNALIGNED_FACTOR = 4.0
 #: What TorchInductor's code should gain by the cost model to run a region that nothing was measured of.
 PREDICTED_INDUCTOR_GAIN = 0.1
 #: Seconds that a plain region may take to be run again and again.

@@ -19,6 +19,7 @@ from fuseplan.planner.groups.regions import find_regions, region_parts, unique_r
 from fuseplan.planner.implementations.choices import Choice
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementation import Implementation
+from fuseplan.planner.libraries.matmul_calls import PADDED
 from fuseplan.search import policy
 from fuseplan.search.store.record import TuningRecord
 from fuseplan.search.timing.contest import Contest
@@ -53,7 +54,12 @@ class ModelPrices:
         if self.spec is None:
             return 1.0
         name = way.calibration(self.table, choice.group)
-        return predict(way.work(self.table, choice.group), self.spec, way.mode, backend=name) * 1e-6
+        alone_s = predict(way.work(self.table, choice.group), self.spec, way.mode, backend=name) * 1e-6
+        return alone_s * policy.UNALIGNED_FACTOR if choice.is_plain and self._is_unaligned(choice.group) else alone_s
+
+    def _is_unaligned(self, group: Candidate) -> bool:
+        """Whether ATen's call of a matmul cannot feed tensor cores, and a padded one can."""
+        return self.table.is_anchor(group) and PADDED.refuse(self.table.op_group(group)) is None
 
     def delay_us(self, choice: Choice) -> float:
         """How much longer a choice takes in its region than by itself; 0 on CPUs, and for library calls."""

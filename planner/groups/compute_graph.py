@@ -191,7 +191,8 @@ _FLOWS: WeakKeyDictionary[DataflowGraph, dict[tuple[bool, int], ComputeGraph]] =
 def compute_graph_of(graph: DataflowGraph, cut_at_anchors: bool = False) -> ComputeGraph:
     """The graph's :class:`ComputeGraph`, remembered until it grows.
 
-    With ``cut_at_anchors`` anchors and foreign ops are taken for opaque ops: what is left between them are the islands of compute ops.
+    With ``cut_at_anchors`` anchors and foreign ops are taken for opaque ops: what is left between them are the islands
+    of compute ops.
     """
     made = _FLOWS.setdefault(graph, {})
     key = cut_at_anchors, len(graph)

@@ -13,6 +13,7 @@ from fuseplan.planner.implementations.implementation import Implementation
 from fuseplan.planner.implementations.inductor import InductorCode
 from fuseplan.planner.implementations.library_op import LibraryOp
 from fuseplan.planner.libraries.library_calls import LIBRARY_CALLS
+from fuseplan.planner.libraries.matmul_calls import PADDED
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,13 @@ class Implementations:
 
     aten: Implementation
     kernel: GeneratedKernel
+    inductor: Implementation
     libraries: tuple[Implementation, ...] = ()
-    inductor: Implementation = InductorCode()
+
+    @property
+    def by_rule(self) -> tuple[Implementation, ...]:
+        """The libraries' calls that are faster wherever they do not refuse."""
+        return tuple(one for one in self.libraries if one.name == PADDED.name)
 
     def named(self, name: str) -> Implementation:
         """The one that a record names, by a back end's name the kernel of that; KeyError where there is none."""
@@ -40,8 +46,8 @@ def implementations_for(regime: str, backends: Sequence[Backend], target: Target
     return Implementations(
         AtenOp(mode),
         GeneratedKernel(tuple(backends), target, kernel_mode(regime)),
-        tuple(LibraryOp(call, call.name, mode) for call in LIBRARY_CALLS),
         InductorCode(mode),
+        tuple(LibraryOp(call, call.name, mode) for call in LIBRARY_CALLS),
     )
 
 

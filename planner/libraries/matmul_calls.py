@@ -5,6 +5,8 @@
 * ``matmul.addmm`` adds a linear's bias inside the matmul where PyTorch adds it to the product.
 * ``matmul.unbatched`` is one product for a batch that reads one matrix. PyTorch reads it for every part of the batch.
 * ``matmul.gemv`` is a matrix times a vector.
+* ``matmul.padded`` pads a linear's weight with zeros, and ``matmul.padded_rows`` the rows of its result, up to sizes at
+  which a GPU's tensor cores can be fed: vocabularies of 50257 or 30522 are none.
 
 What is added inside a matmul is added before the product is rounded to its type.
 
@@ -22,6 +24,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 
 from fuseplan.costmodel.devices import is_cpu, is_gpu
 from fuseplan.planner.errors import RefusedError
@@ -190,6 +193,53 @@ def _gemv(found: Matmul) -> _Compute:
     return compute
 
 
+#: Elements of 16 bits to which matrices for tensor cores are aligned, to which sizes are padded, and rows from which on
+#: a matmul is limited by arithmetic rather than by its weights.
+_ALIGNED, _PADDED_TO, _MANY_ROWS = 8, 64, 64
+
+
+def _unaligned(found: Matmul) -> tuple[int, int]:
+    """By how much a linear's weight is to grow in its rows and columns; RefusedError where padding has no use."""
+    if not is_gpu(found.device_type) or found.op != LINEAR or found.left.dtype not in ("float16", "bfloat16"):
+        raise RefusedError("it pads linear ops of 16 bits on CUDA devices only")
+    n, k = (int(size) for size in found.right.shape)
+    if n % _ALIGNED == 0 and k % _ALIGNED == 0:
+        raise RefusedError("its sizes are aligned")
+    if math.prod(found.left.shape[:-1]) < _MANY_ROWS:
+        raise RefusedError("it has few rows, and takes as long as reading its weight")
+    return -n % _PADDED_TO, -k % _ALIGNED
+
+
+def _padded(found: Matmul) -> _Compute:
+    rows, columns = _unaligned(found)
+    n = int(found.right.shape[0])
+
+    def compute(left: Any, right: Any, bias: Any) -> Any:
+        wide = F.pad(left, (0, columns)) if columns else left
+        bias = None if bias is None else F.pad(bias, (0, rows))
+        return F.linear(wide, F.pad(right, (0, columns, 0, rows)), bias)[..., :n]
+
+    return compute
+
+
+def _padded_rows(found: Matmul) -> _Compute:
+    """The product is written to rows of an aligned length, and then to where it belongs."""
+    rows, columns = _unaligned(found)
+    if columns:
+        raise RefusedError("what it sums over is not aligned")
+    n = int(found.right.shape[0])
+
+    def compute(left: Any, right: Any, bias: Any) -> Any:
+        flat = left.reshape(-1, left.shape[-1])
+        made = flat.new_empty(flat.shape[0], n + rows)[:, :n]
+        if bias is None:
+            return torch.mm(flat, right.t(), out=made)
+        return torch.addmm(bias, flat, right.t(), out=made)
+
+    return compute
+
+
+PADDED = MatmulCall("matmul.padded", _padded)
 MATMUL_CALLS = (
     MatmulCall("matmul.cublas", partial(_preferred, "Cublas")),
     MatmulCall("matmul.cublaslt", partial(_preferred, "Cublaslt")),
@@ -197,6 +247,8 @@ MATMUL_CALLS = (
     MatmulCall("matmul.onednn", _onednn),
     MatmulCall("matmul.unbatched", _unbatched),
     MatmulCall("matmul.gemv", _gemv),
+    PADDED,
+    MatmulCall("matmul.padded_rows", _padded_rows),
 )
 
 

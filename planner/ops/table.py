@@ -96,9 +96,9 @@ def _is_anchor(node: OpNode, specs: Specs) -> bool:
 
 
 def _is_foreign(node: OpNode, specs: Specs) -> bool:
-    """Whether an op that no kernel of ours can hold is a plain function of floats: another compiler may have code for it.
+    """Whether an op that no kernel of ours can hold is a function of floats: another compiler may have code for it.
 
-    Not so where integers are read: what they may be is for the op to know, and samples are made without it.
+    An op that reads integers is none: which of them are valid only the op knows, and samples are random.
     """
     if not node.op.startswith("aten.") or "device" in node.attrs or not node.inputs or not is_function(node.op):
         return False

@@ -66,8 +66,8 @@ class Planner:
         self.on_region = on_region
         regime = self.settings.regime
         self.implementations = implementations_for(regime, self.backends, target)
-        #: What runs what nothing was measured for: a library's call is chosen by measurement alone.
-        self.unmeasured = replace(self.implementations, libraries=())
+        #: What runs what nothing was measured for: most calls of libraries are chosen by measurement alone.
+        self.unmeasured = replace(self.implementations, libraries=self.implementations.by_rule)
         #: What is stored; why plans are not used although they were found, and which versions differ, by region key.
         self.stored = StoredPlans(
             store, RecordKey("", device, regime, self.settings.numerics), self.implementations)

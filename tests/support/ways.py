@@ -7,5 +7,6 @@ from reference_backend import ReferenceBackend
 from fuseplan.planner.implementations.aten import AtenOp
 from fuseplan.planner.implementations.generated_kernel import GeneratedKernel
 from fuseplan.planner.implementations.implementations import Implementations
+from fuseplan.planner.implementations.inductor import InductorCode
 
-WAYS = Implementations(AtenOp(), GeneratedKernel((ReferenceBackend(),)))
+WAYS = Implementations(AtenOp(), GeneratedKernel((ReferenceBackend(),)), InductorCode())

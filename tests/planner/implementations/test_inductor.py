@@ -1,4 +1,4 @@
-"""TorchInductor's code for whole regions: taken where it is faster, stored, found again, and never the end of a call."""
+"""TorchInductor's code for whole regions: taken where it is faster, stored, found again, no danger to a call."""
 
 from __future__ import annotations
 

@@ -132,3 +132,23 @@ def test_every_call_has_a_name_of_its_own_and_refuses_other_ops() -> None:
     assert len({call.name for call in LIBRARY_CALLS}) == len(LIBRARY_CALLS)
     relu = on_cuda(sample(OpNode("aten.relu.default", ("x",), ("y",)), {"x": torch.randn(3)}))
     assert all(call.refuse(relu.group) for call in LIBRARY_CALLS)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("shape", "n"), [((127, 33), 40), ((4097, 1), 3), ((2, 65, 24), 57), ((64, 8), 127)], ids=str)
+def test_padded(shape: tuple[int, ...], n: int, bias: bool) -> None:
+    made = on_cuda(linear(*shape, n=n, bias=bias, dtype=torch.bfloat16))
+    check("matmul.padded", made)
+    if shape[-1] % 8:
+        assert "not aligned" in reason("matmul.padded_rows", made)
+    else:
+        check("matmul.padded_rows", made)
+
+
+def test_what_needs_no_padding() -> None:
+    for made, word in (
+        (linear(127, 33, n=7, dtype=torch.bfloat16), "CUDA devices"), (on_cuda(linear(127, 33, n=7)), "16 bits"),
+        (on_cuda(linear(127, 32, n=64, dtype=torch.bfloat16)), "aligned"),
+        (on_cuda(linear(3, 33, n=7, dtype=torch.bfloat16)), "few rows"),
+    ):
+        assert word in reason("matmul.padded", made)

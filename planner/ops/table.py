@@ -98,14 +98,16 @@ def _is_anchor(node: OpNode, specs: Specs) -> bool:
 def _is_foreign(node: OpNode, specs: Specs) -> bool:
     """Whether an op that no kernel of ours can hold is a function of floats: another compiler may have code for it.
 
-    An op that reads integers is none: which of them are valid only the op knows, and samples are random.
+    An op that reads integers is none: which of them are valid only the op knows, and samples are random. Nor is one
+    that also says where its results come from (``topk``): what looks them up needs those very integers.
     """
     if not node.op.startswith("aten.") or "device" in node.attrs or not node.inputs or not is_function(node.op):
         return False
     if any(node.attrs.get(name) for name in ("training", "train", "use_input_stats", "dropout_p")):
         return False
     read = all(specs[value].dtype in (*FLOATS, "bool") for value in node.inputs)
-    return read and specs[node.outputs[0]].dtype in FLOATS and all(specs[one].dtype in DTYPES for one in node.outputs)
+    made = [specs[value].dtype for value in node.outputs]
+    return read and all(one in DTYPES for one in made) and (len(made) == 1 or all(one in FLOATS for one in made))
 
 
 @lru_cache(maxsize=4096)

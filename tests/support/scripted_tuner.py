@@ -67,7 +67,9 @@ class ScriptedTuner:
         self.screened.append(subject.label)
         return Trial(RecordKey(subject.key, "dev"), "cpp", {"unroll": 1}, self.fused_us(subject) * self.noisy())
 
-    def contest_calls(self, plain: TunableGroup, calls: Mapping[str, TunableGroup]) -> Callable[[], Calls | None]:
+    def contest_calls(
+        self, plain: TunableGroup, calls: Mapping[str, TunableGroup], ops: int = 1
+    ) -> Callable[[], Calls | None]:
         """Every call of a library that is right, beside ATen's op."""
         times = {UNFUSED: self.unfused_us} | {name: self.library_us[name] for name in calls if name in self.library_us}
         samples = {name: (time_us,) * 5 for name, time_us in times.items()}

@@ -20,7 +20,7 @@ from fuseplan.kernels.ir.ir import Buffer, KernelIR
 from fuseplan.kernels.ir.ops import float_of_bits
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.graph.execute import bind_call, resolve_op
-from fuseplan.planner.groups.compute_graph import lower_group
+from fuseplan.planner.groups.compute_graph import compute_graph_of, lower_group
 from fuseplan.planner.implementations.direct_calls import Direct
 from fuseplan.planner.implementations.sample_inputs import sample_inputs
 from fuseplan.planner.libraries.library_call import Call, LibraryCall, OpGroup
@@ -48,6 +48,7 @@ class TunableGroup:
         device: Device type the unfused chain creates tensors on.
         library: What runs the ops in ATen's place; None for ATen.
         packed: Numbers of the inputs that lie one after another in one buffer, which is one operand.
+        only_returned: As of :class:`~fuseplan.planner.libraries.library_call.OpGroup`.
     """
 
     key: str
@@ -62,6 +63,7 @@ class TunableGroup:
     device: str = "cpu"
     library: LibraryCall | None = None
     packed: tuple[int, ...] = ()
+    only_returned: bool = False
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -128,7 +130,8 @@ class TunableGroup:
     def _call(self) -> Call:
         assert self.library is not None
         specs = {name: self.specs[name] for name in (*self.inputs, *self.outputs)}
-        return self.library.build(OpGroup(self.nodes[0], self.inputs, self.outputs, specs, self.device))
+        return self.library.build(
+            OpGroup(self.nodes[0], self.inputs, self.outputs, specs, self.device, self.only_returned))
 
     def eager(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
         """The ATen ops one by one, or the library's call."""
@@ -272,7 +275,9 @@ def op_group(graph: DataflowGraph, ops: Sequence[str], outputs: Sequence[str], d
     """A single op of a static graph as library calls see it; the views that it reads through stay outside."""
     (node,) = map(graph.op, ops)
     specs = {value: _plain_ones(graph.specs[value]) for value in (*node.inputs, *node.outputs)}
-    return OpGroup(node, tuple(dict.fromkeys(node.inputs)), tuple(outputs), specs, device_type)
+    flow, returned = compute_graph_of(graph), set(graph.outputs)
+    only_returned = all(value in returned and not flow.readers.get(value) for value in outputs)
+    return OpGroup(node, tuple(dict.fromkeys(node.inputs)), tuple(outputs), specs, device_type, only_returned)
 
 
 def _plain_ones(spec: TensorSpec) -> TensorSpec:
@@ -314,6 +319,7 @@ def op_subject(graph: DataflowGraph, group: OpGroup, key: str) -> TunableGroup:
         specs=group.specs,
         device=group.device_type,
         packed=packed,
+        only_returned=group.only_returned,
     )
 
 

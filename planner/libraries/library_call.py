@@ -24,6 +24,8 @@ class OpGroup:
         outputs: Names of the values that are needed outside.
         specs: Static layouts of every value named above.
         device_type: ``"cpu"`` or ``"cuda"``.
+        only_returned: Whether nothing but the graph's caller reads its result. Its rows may then lie farther apart in
+            memory than eager's, as TorchInductor returns them, too.
     """
 
     node: OpNode
@@ -31,7 +33,7 @@ class OpGroup:
     outputs: tuple[str, ...]
     specs: Mapping[str, TensorSpec]
     device_type: str
-
+    only_returned: bool = False
 
 
 class LibraryCall(ABC):

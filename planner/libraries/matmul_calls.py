@@ -5,8 +5,8 @@
 * ``matmul.addmm`` adds a linear's bias inside the matmul where PyTorch adds it to the product.
 * ``matmul.unbatched`` is one product for a batch that reads one matrix. PyTorch reads it for every part of the batch.
 * ``matmul.gemv`` is a matrix times a vector.
-* ``matmul.padded`` pads a linear's weight with zeros, and ``matmul.padded_rows`` the rows of its result, up to sizes at
-  which a GPU's tensor cores can be fed: vocabularies of 50257 or 30522 are none.
+* ``matmul.padded`` pads a linear's weight with zeros up to sizes at which a GPU's tensor cores can be fed: vocabularies
+  of 50257 or 30522 are none.
 
 What is added inside a matmul is added before the product is rounded to its type.
 
@@ -66,6 +66,8 @@ class MatmulCall(LibraryCall):
 
     name: str
     form: Callable[[Matmul], _Compute]
+    #: Whether its rows may be longer in memory than they look.
+    pads: bool = False
 
     def plan(self, group: OpGroup) -> Callable[[], Call]:
         found = read_matmul(group)
@@ -75,6 +77,8 @@ class MatmulCall(LibraryCall):
 
         def run(*inputs: torch.Tensor) -> torch.Tensor:
             result = compute(inputs[left], inputs[right], None if bias is None else inputs[bias])
+            if self.pads and group.only_returned:
+                return result.view(shape)
             return result if result.stride() == strides and result.shape == shape else laid_out(
                 result.reshape(shape), shape, strides)
 
@@ -222,24 +226,7 @@ def _padded(found: Matmul) -> _Compute:
     return compute
 
 
-def _padded_rows(found: Matmul) -> _Compute:
-    """The product is written to rows of an aligned length, and then to where it belongs."""
-    rows, columns = _unaligned(found)
-    if columns:
-        raise RefusedError("what it sums over is not aligned")
-    n = int(found.right.shape[0])
-
-    def compute(left: Any, right: Any, bias: Any) -> Any:
-        flat = left.reshape(-1, left.shape[-1])
-        made = flat.new_empty(flat.shape[0], n + rows)[:, :n]
-        if bias is None:
-            return torch.mm(flat, right.t(), out=made)
-        return torch.addmm(bias, flat, right.t(), out=made)
-
-    return compute
-
-
-PADDED = MatmulCall("matmul.padded", _padded)
+PADDED = MatmulCall("matmul.padded", _padded, pads=True)
 MATMUL_CALLS = (
     MatmulCall("matmul.cublas", partial(_preferred, "Cublas")),
     MatmulCall("matmul.cublaslt", partial(_preferred, "Cublaslt")),
@@ -248,7 +235,6 @@ MATMUL_CALLS = (
     MatmulCall("matmul.unbatched", _unbatched),
     MatmulCall("matmul.gemv", _gemv),
     PADDED,
-    MatmulCall("matmul.padded_rows", _padded_rows),
 )
 
 

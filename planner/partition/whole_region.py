@@ -11,18 +11,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-import networkx as nx
-
-from fuseplan.costmodel.device import DeviceSpec, Mode
-from fuseplan.costmodel.roofline import predict
-from fuseplan.costmodel.work import Work
 from fuseplan.planner.graph.dataflow import Region
-from fuseplan.planner.groups.candidates import placed_candidates, single_candidates
+from fuseplan.planner.groups.candidates import single_candidates
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import region_parts
 from fuseplan.planner.implementations.choices import Choice, in_order, recorded_choices
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import Implementations
+from fuseplan.planner.partition.inductor_region import whole_by_inductor
 from fuseplan.search import policy
 from fuseplan.search.store.record import INDUCTOR, PlanRecord
 from fuseplan.search.timing.contest import Contest
@@ -99,52 +95,6 @@ def _verdict(contest: Contest | None, whole: Choice | None) -> Verdict:
         words = f"; TorchInductor's code for the whole region gains {more:.1%} on that, and runs it"
         return Verdict(False, words, whole, contest.gain(INDUCTOR, _PLAN))
     return Verdict(keeps, f"{words}; TorchInductor's code for it is no faster ({more:+.1%})")
-
-
-def whole_by_inductor(
-    table: GroupTable, region: Region, parts: Sequence[tuple[Region, PlanRecord]], ways: Implementations
-) -> Choice | None:
-    """TorchInductor's code for a region whose plan leaves ops that move memory to ATen; None where that is little: a
-    foreign op, or two others, that take a share of its time.
-    """
-    left_us, foreign, count = 0.0, False, 0
-    flow = compute_graph_of(table.graph)
-    for part, record in parts:
-        for choice, group in zip(recorded_choices(table.graph, part, record, ways), record.groups, strict=True):
-            kind = flow.kinds[flow.position[choice.group.ops[0]]]
-            if group.is_plain and kind != "anchor":
-                left_us += group.predicted_us if group.measured_us is None else group.measured_us
-                foreign |= kind == "foreign"
-                count += 1
-    planned_us = math.fsum(record.planned_us for _, record in parts)
-    if left_us <= policy.LEFT_TO_ATEN_SHARE * planned_us or not (foreign or count > 1):
-        return None
-    names = [one.ops[0] for one in single_candidates(table.graph, region)]
-    places = [region.ops.index(name) for name in names]
-    (whole,) = placed_candidates(table.graph, region, [places])
-    return None if ways.inductor.refuse(table, whole) else Choice(whole, ways.inductor)
-
-
-def predicted_whole_us(table: GroupTable, region: Region, record: PlanRecord, spec: DeviceSpec, mode: Mode) -> float:
-    """What TorchInductor's code for a region should take: its matmuls and attention as planned, and between them
-    kernels that read and write each value once.
-    """
-    flow = compute_graph_of(table.graph)
-    members = {flow.position[name] for name in region.ops if flow.is_member(flow.position[name])}
-    anchors = {at for at in members if flow.kinds[at] == "anchor"}
-    total_us = math.fsum(
-        group.predicted_us for group in record.groups
-        if any(flow.position[region.ops[place]] in anchors for place in group.ops))
-    islands: nx.Graph[int] = nx.Graph((at, pred) for at in members - anchors for pred in flow.compute_preds(at))
-    islands.add_nodes_from(members - anchors)
-    islands.remove_nodes_from([at for at in islands if at not in members - anchors])
-    for island in nx.connected_components(islands):
-        made = {value for at in island for value in flow.nodes[at].outputs}
-        read = {value for at in island for value in flow.sources[at]} - made
-        moved = sum(table.graph.specs[value].nbytes() for value in (*read, *flow.needed_outside(island)))
-        launches = 1 + sum(flow.kinds[at] == "foreign" for at in island)
-        total_us += predict(Work(dram_bytes=moved, launches=launches), spec, mode)
-    return total_us
 
 
 def gain_on_parts(

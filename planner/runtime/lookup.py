@@ -23,6 +23,7 @@ from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementation import PlannedGroup
 from fuseplan.planner.module_paths import located, place
 from fuseplan.planner.ops.table import kind_of
+from fuseplan.planner.partition.inductor_region import decided_whole
 from fuseplan.planner.partition.plan_record import located_label, region_label
 from fuseplan.planner.runtime.dynamic_sizes import neighbouring_plans, with_configs
 from fuseplan.planner.runtime.logs import warn_once
@@ -89,7 +90,8 @@ def look_up(session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tall
     found = passes.in_database(regions)
     apart = [one.region for one in found if one.status == "apart"]
     parts = [part for region in apart for part in passes.planner.parts_to_plan(passes.static, region, ())]
-    found = [one for one in found if one.status != "apart"] + passes.in_database(parts)
+    of_parts = passes.whole_again(apart, passes.in_database(parts))
+    found = [one for one in found if one.status != "apart"] + of_parts
     found = passes.fit_dynamic(passes.planned(found))
     for reason in passes.planner.refused.values():
         tally.count("quarantined")
@@ -191,6 +193,20 @@ class _Passes:
                 "run `plan tune` for the model, since `plan tune --misses` needs a database that can be written")
             warn_once("misses", "regions of graph %s have no tuned plan and run %s; %s", self.tally.compile_id, how,
                       advice)
+
+    def whole_again(self, apart: Sequence[Region], of_parts: Sequence[RegionLookup]) -> list[RegionLookup]:
+        """Look-ups of parts, with a region in the place of its own where none of them was found and the cost model
+        decides more of it than its islands. That is for static sizes.
+        """
+        if self.graph.symbols or self.on_miss != "model" or self.session.spec is None:
+            return list(of_parts)
+        found = {one.region for one in of_parts if one.status != "missed"}
+        table = GroupTable(self.static, self.planner.settings.numerics, self.planner.target.device_type)
+        wanted = decided_whole(table, apart, self.planner.unmeasured)
+        whole = {region: set(region_parts(self.static, region)) for region in wanted}
+        whole = {region: parts for region, parts in whole.items() if found.isdisjoint(parts)}
+        gone = {part for parts in whole.values() for part in parts}
+        return [one for one in of_parts if one.region not in gone] + list(map(RegionLookup, whole))
 
     def planned(self, found: Sequence[RegionLookup]) -> list[RegionLookup]:
         """With plans for what was missed, as ``on_miss`` says."""

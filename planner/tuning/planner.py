@@ -23,8 +23,9 @@ from fuseplan.planner.implementations.implementations import Implementations, im
 from fuseplan.planner.partition.across_anchors import JointProblems, plan_across_anchors
 from fuseplan.planner.partition.by_measurement import MeasuredRegion
 from fuseplan.planner.partition.guided_loop import Prices, guided_partition, predicted_partition
+from fuseplan.planner.partition.inductor_region import predicted_by_inductor
 from fuseplan.planner.partition.plan_record import PlanWriter, region_label
-from fuseplan.planner.partition.whole_region import Verdict, last_word, predicted_whole_us, whole_by_inductor
+from fuseplan.planner.partition.whole_region import Verdict, last_word
 from fuseplan.planner.tuning.lookahead import Lookahead
 from fuseplan.planner.tuning.plans import GraphPlan, PlanSettings, RegionPlan
 from fuseplan.planner.tuning.stored_plans import StoredPlans
@@ -218,26 +219,12 @@ class Planner:
             reason = "by the cost model, nothing was measured"
             plans = [(part, self._predicted(table, part, self._problem(table, part, self.unmeasured), reason))
                      for part in parts]
-            predicted = RegionPlan(region, self._without_leftovers(table, region, plans, reason), "model")
+            record = self._joined(table, region, plans, 0.0, reason)
+            prices = ModelPrices(table, self.spec, region)
+            record = predicted_by_inductor(record, plans, self._writer(table, region), prices)
+            predicted = RegionPlan(region, record, "model")
             return lambda: predicted
         return self._by_measurement(region, parts, table, self.tuner)
-
-    def _without_leftovers(
-        self, table: GroupTable, region: Region, plans: Sequence[tuple[Region, PlanRecord]], reason: str
-    ) -> PlanRecord:
-        """The record of a region by the cost model: TorchInductor runs it where that should spare much of what ATen's
-        ops would move.
-        """
-        record = self._joined(table, region, plans, 0.0, reason)
-        whole = whole_by_inductor(table, region, plans, self.unmeasured) if self.spec is not None else None
-        if whole is None or self.spec is None:
-            return record
-        prices = ModelPrices(table, self.spec, region)
-        gain = 1.0 - predicted_whole_us(table, region, record, self.spec, whole.implementation.mode) / record.planned_us
-        if gain <= policy.PREDICTED_INDUCTOR_GAIN:
-            return record
-        more = f"{reason}; TorchInductor's code should gain {gain:.0%} on what is left to ATen"
-        return self._writer(table, region).whole(record, whole, gain, prices, 0.0, more)
 
     def _predicted(self, table: GroupTable, part: Region, problem: RegionProblem, reason: str) -> PlanRecord:
         prices = ModelPrices(table, self.spec, part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from costmodel_samples import CPU
 from fast_tunes import count_instead_of_timing
 
+from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner import stats
 from fuseplan.planner.implementations import inductor
 from fuseplan.search.store.database import Database
@@ -98,3 +101,23 @@ def test_a_record_with_a_configuration_is_refused(tuned: Path, tmp_path: Path) -
     before, x = stats().from_database, torch.randn(127, 33)
     check(run(tmp_path / "forged.db", x, "unfused"), x)
     assert stats().from_database == before
+
+
+@pytest.mark.parametrize("probed", [True, False])
+def test_untuned_it_runs_where_the_cost_model_knows_the_device(
+    probed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[Any] = []
+
+    def noted(*args: Any) -> Any:
+        compiled.append(compile_chain(*args))
+        return compiled[-1]
+
+    compile_chain = inductor.compile_chain
+    monkeypatch.setattr(inductor, "compile_chain", noted)
+    database, identity = Database(tmp_path / "tuning.db"), current_identity("cpu")
+    if probed:
+        database.put_device(identity.key(), json.loads(replace(CPU, identity=identity).to_json()))
+    x = torch.randn(4097, 127)
+    check(run(tmp_path / "tuning.db", x), x)
+    assert len(compiled) == probed

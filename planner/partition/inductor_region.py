@@ -1,0 +1,108 @@
+"""TorchInductor's code for a region: where it is worth asking for, and what it should take where nothing was timed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import networkx as nx
+
+from fuseplan.costmodel.device import DeviceSpec, Mode
+from fuseplan.costmodel.roofline import predict
+from fuseplan.costmodel.work import Work
+from fuseplan.planner.cost.prices import ModelPrices
+from fuseplan.planner.graph.dataflow import Region
+from fuseplan.planner.groups.candidates import Candidate, placed_candidates, single_candidates
+from fuseplan.planner.groups.compute_graph import compute_graph_of
+from fuseplan.planner.groups.regions import unique_regions
+from fuseplan.planner.implementations.choices import Choice, recorded_choices
+from fuseplan.planner.implementations.group_table import GroupTable
+from fuseplan.planner.implementations.implementations import Implementations
+from fuseplan.planner.ops.table import OpKind
+from fuseplan.planner.partition.plan_record import PlanWriter
+from fuseplan.search import policy
+from fuseplan.search.store.record import PlanRecord
+
+
+def _kind(table: GroupTable, group: Candidate) -> OpKind:
+    """The kind of a group's first op: of its only one, where it is no kernel."""
+    flow = compute_graph_of(table.graph)
+    return flow.kinds[flow.position[group.ops[0]]]
+
+
+def whole_by_inductor(
+    table: GroupTable, region: Region, parts: Sequence[tuple[Region, PlanRecord]], ways: Implementations
+) -> Choice | None:
+    """TorchInductor's code for a region whose plan leaves ops that move memory to ATen; None where that is little: a
+    foreign op, or two others, that take a share of its time.
+    """
+    left_us, foreign, count = 0.0, False, 0
+    for part, record in parts:
+        for choice, group in zip(recorded_choices(table.graph, part, record, ways), record.groups, strict=True):
+            kind = _kind(table, choice.group)
+            if group.is_plain and kind != "anchor":
+                left_us += group.predicted_us if group.measured_us is None else group.measured_us
+                foreign |= kind == "foreign"
+                count += 1
+    planned_us = math.fsum(record.planned_us for _, record in parts)
+    if left_us <= policy.LEFT_TO_ATEN_SHARE * planned_us or not (foreign or count > 1):
+        return None
+    names = [one.ops[0] for one in single_candidates(table.graph, region)]
+    places = [region.ops.index(name) for name in names]
+    (whole,) = placed_candidates(table.graph, region, [places])
+    return None if ways.inductor.refuse(table, whole) else Choice(whole, ways.inductor)
+
+
+def predicted_whole_us(table: GroupTable, region: Region, record: PlanRecord, spec: DeviceSpec, mode: Mode) -> float:
+    """What TorchInductor's code for a region should take: its matmuls and attention as planned, and between them
+    kernels that read and write each value once.
+    """
+    flow = compute_graph_of(table.graph)
+    members = {flow.position[name] for name in region.ops if flow.is_member(flow.position[name])}
+    anchors = {at for at in members if flow.kinds[at] == "anchor"}
+    total_us = math.fsum(
+        group.predicted_us for group in record.groups
+        if any(flow.position[region.ops[place]] in anchors for place in group.ops))
+    islands: nx.Graph[int] = nx.Graph((at, pred) for at in members - anchors for pred in flow.compute_preds(at))
+    islands.add_nodes_from(members - anchors)
+    islands.remove_nodes_from([at for at in islands if at not in members - anchors])
+    for island in nx.connected_components(islands):
+        made = {value for at in island for value in flow.nodes[at].outputs}
+        read = {value for at in island for value in flow.sources[at]} - made
+        moved = sum(table.graph.specs[value].nbytes() for value in (*read, *flow.needed_outside(island)))
+        launches = 1 + sum(flow.kinds[at] == "foreign" for at in island)
+        total_us += predict(Work(dram_bytes=moved, launches=launches), spec, mode)
+    return total_us
+
+
+def predicted_by_inductor(
+    record: PlanRecord, parts: Sequence[tuple[Region, PlanRecord]], writer: PlanWriter, prices: ModelPrices
+) -> PlanRecord:
+    """The record of a region by the cost model, ``parts`` together; or one in which TorchInductor runs it, where that
+    should spare much of what ATen's ops would move.
+    """
+    if prices.spec is None:
+        return record
+    table, region = writer.table, writer.region
+    whole = whole_by_inductor(table, region, parts, writer.ways)
+    if whole is None:
+        return record
+    gain = 1.0 - predicted_whole_us(table, region, record, prices.spec, whole.implementation.mode) / record.planned_us
+    if gain <= policy.PREDICTED_INDUCTOR_GAIN:
+        return record
+    reason = f"{record.evidence.reason}; TorchInductor's code should gain {gain:.0%} on what is left to ATen"
+    return writer.whole(record, whole, gain, prices, 0.0, reason)
+
+
+def decided_whole(table: GroupTable, regions: Iterable[Region], ways: Implementations) -> list[Region]:
+    """Those of which the cost model decides more than the islands: with foreign ops, or matmuls to be padded."""
+
+    def counts(one: Candidate) -> bool:
+        kind = _kind(table, one)
+        refusals = (library.refuse(table, one) for library in ways.libraries if kind == "anchor")
+        return kind == "foreign" or any(reason is None for reason in refusals)
+
+    listed = list(regions)
+    distinct = unique_regions(listed).items()
+    chosen = {key for key, (first, *_) in distinct if any(map(counts, single_candidates(table.graph, first)))}
+    return [region for region in listed if region.key in chosen]

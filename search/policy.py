@@ -84,10 +84,6 @@ INCUMBENTS_LIMIT = 3
 ALTERNATIVES_LIMIT, REJECTIONS_LIMIT = 24, 16
 #: Kernels measured again by a recheck, those that take longest.
 RECHECK_LIMIT = 5
-#: Processes that tune on one GPU, of which one measures at a time: with one the GPU measured for 58 % of a tune, with
-#: two for 81 % and with three for 91 % (results/nvidia-h100-80gb-hbm3/fleet.md). Each keeps so many cores busy, and
-#: needs so much of the GPU's memory for its context and for what it holds between measurements.
-PROCESSES_A_GPU, CORES_A_PROCESS, GPU_BYTES_A_PROCESS = 3, 4, 7 * 2**30
 
 # -- time ------------------------------------------------------------------------------------------------------------
 

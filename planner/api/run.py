@@ -11,7 +11,6 @@ from typing import Any, Protocol
 from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.costmodel.devices import is_gpu
 from fuseplan.costmodel.probe import probe
-from fuseplan.planner.api.region_processes import RegionProcesses, processes_on
 from fuseplan.planner.api.request import TuneRequest
 from fuseplan.planner.tuning import tune as offline
 from fuseplan.planner.tuning.progress import SILENT, Progress
@@ -87,16 +86,12 @@ def run(request: TuneRequest, wanted: Wanted, progress: Progress, account: TimeA
     results: list[tuple[Batch, TuneResult]] = []
     with ExitStack() as stack:
         pool = stack.enter_context(tuner.make_pool(kind))
-        count = processes_on(kind)
-        processes = stack.enter_context(RegionProcesses(kind, how, progress, count)) if count > 1 else None
         check_usable(request.db)
         wanted.capture(stack, progress, account)
         session = how.of(open_session(kind, request.db), studies, uuid.uuid4().hex)
         batches = wanted.batches(session, progress, account)
         if session.spec is None and is_gpu(kind) and batches:  # hardly anything is stored: they will be needed
             pool.start()
-            if processes is not None:
-                processes.start()
         load = probe.machine_load()
         if batches:
             session = ready(session, account, progress)
@@ -104,7 +99,7 @@ def run(request: TuneRequest, wanted: Wanted, progress: Progress, account: TimeA
             progress.note(note)
         for batch in batches:
             planning, budget = session.planning_for(batch.settings), how.budget(kind)
-            result = offline.tune(planning, batch, budget, how.seed, progress, account, pool, processes)
+            result = offline.tune(planning, batch, budget, how.seed, progress, account, pool)
             session = result.session
             results.append((batch, result))
     return Ran(tuple(results), session, load)

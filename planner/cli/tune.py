@@ -66,8 +66,7 @@ def tune(
     """Plan a model's fusion, tune it on this device, and store the result.
 
     What is stored already is not measured again. Without options, tunes the llama preset. Ctrl-C loses nothing that
-    was finished: the same command goes on. Last come whole steps, unfused and as planned. Up to three processes share
-    a GPU: one of them measures, while the others plan and compile.
+    was finished: the same command goes on. Last come whole steps, unfused and as planned.
     """
     account = TimeAccount(process_age_s())
     with account.spend("starting"):

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TypeAlias
-
 from fuseplan.costmodel.calibrate import Sample, calibrate
 from fuseplan.costmodel.device import DeviceSpec
 
 #: Samples of the first fit; later ones happen each time the samples have doubled.
 _FIRST_FIT = 8
-
-#: Measured kernels by choice, by back end (or another way to run a group).
-Samples: TypeAlias = Mapping[str, Mapping[str, Sample]]
 
 
 class RunningCalibration:
@@ -22,12 +16,11 @@ class RunningCalibration:
 
     Attributes:
         spec: The device, calibrated with the samples seen so far.
-        samples: Those.
     """
 
     def __init__(self, spec: DeviceSpec | None) -> None:
         self.spec = spec
-        self.samples: dict[str, dict[str, Sample]] = {}
+        self._samples: dict[str, dict[str, Sample]] = {}
         self._fitted = {name: one.samples for name, one in (spec.calibrations if spec is not None else {}).items()}
         self._grown: set[str] = set()
 
@@ -37,21 +30,15 @@ class RunningCalibration:
         A ``choice`` that several regions share is measured once, and counts once.
         """
         if sample.work.launches and sample.measured_us > 0:
-            self.samples.setdefault(name, {})[choice] = sample
+            self._samples.setdefault(name, {})[choice] = sample
             self._grown.add(name)
-
-    def take(self, samples: Samples) -> None:
-        """Take in what others have measured."""
-        for name, its in samples.items():
-            for choice, sample in its.items():
-                self.add(name, choice, sample)
 
     def update(self, final: bool = False) -> None:
         """Fit again where there are enough new samples; ``final`` fits whatever has grown since."""
         if self.spec is None:
             return
         for name in sorted(self._grown):
-            samples, fitted = self.samples[name], self._fitted.get(name, 0)
+            samples, fitted = self._samples[name], self._fitted.get(name, 0)
             if len(samples) >= max(_FIRST_FIT, fitted if final else 2 * fitted):
                 self.spec = self.spec.with_calibration(name, calibrate(list(samples.values()), self.spec))
                 self._fitted[name] = len(samples)

@@ -19,7 +19,6 @@ from fuseplan.costmodel.devices import is_cpu
 from fuseplan.planner.errors import Argument, DeviceError
 from fuseplan.planner.fleet.security import is_open, own_security, security_for
 from fuseplan.planner.fleet.terms import capturing, device_of, unit
-from fuseplan.search import policy
 from fuseplan.search.workers.worker import usable_cores
 
 LOCAL = "local"
@@ -28,6 +27,9 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 #: has threads for.
 _THREADS = 1
 _PRELOAD = "fuseplan.planner.fleet.worker_state"
+#: Workers that share a GPU: while one plans and compiles, another measures, of all of them one at a time. Each needs so
+#: many cores.
+_SHARE_A_GPU, _CORES_A_WORKER = 3, 4
 #: A region may cost so many workers before it is held to be at fault itself.
 _LOST_WORKERS = 4
 #: Seconds until a scheduler has to answer, and until the first worker has to be there.
@@ -166,7 +168,7 @@ def nannies(kind: str, **options: Any) -> list[dict[str, Any]]:
 
 def workers_each(cores: int, gpus: int) -> int:
     """How many workers share a GPU on a host of so many cores and GPUs."""
-    return max(1, min(policy.PROCESSES_A_GPU, cores // gpus // policy.CORES_A_PROCESS))
+    return max(1, min(_SHARE_A_GPU, cores // gpus // _CORES_A_WORKER))
 
 
 def visible_gpus() -> list[str]:

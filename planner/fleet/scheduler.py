@@ -20,11 +20,10 @@ from distributed import Client, Future, KilledWorker
 
 from fuseplan.costmodel.devices import is_cpu
 from fuseplan.kernels.ir.backend import Config
-from fuseplan.planner.api.region_tuner import RegionTask, Terms
 from fuseplan.planner.errors import PlanError
 from fuseplan.planner.fleet import received, work
 from fuseplan.planner.fleet.cluster import captures_at_once, device_workers, devices_here
-from fuseplan.planner.fleet.terms import Captured, RegionOutcome, capturing, measuring, preparing
+from fuseplan.planner.fleet.terms import Captured, RegionOutcome, RegionTask, Terms, capturing, measuring, preparing
 from fuseplan.planner.fleet.watch import Patience, Watch
 from fuseplan.search.tune.resources import Alike
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 from fuseplan.costmodel.probe.probe import MachineLoad
-from fuseplan.kernels.ir.backend import Target
-from fuseplan.planner.api.region_tuner import Rankings
+from fuseplan.kernels.ir.backend import Config, Target
+from fuseplan.planner.api.request import HowToTune
 from fuseplan.planner.errors import ConfigError, FuseplanError, PlanError, failure_reason
+from fuseplan.planner.tuning.plans import PlanSettings
+from fuseplan.planner.tuning.session import Session
 from fuseplan.search.store.limits import Key, Label
 from fuseplan.search.store.record import Versions
+from fuseplan.search.tune.resources import Alike
+from fuseplan.search.tune.study import Studies
 
 #: How the names of our resources begin: ``fuseplan <device key>`` is a device, for one measurement at a time.
 _PREFIX = "fuseplan"
@@ -18,6 +24,10 @@ _PREFIX = "fuseplan"
 PLENTY = 1000
 #: About how long an op of a region takes to be prepared.
 _PREPARING_S = 0.03
+
+
+#: See :attr:`~fuseplan.search.tune.tuner.Tuner.rankings`.
+Rankings: TypeAlias = Mapping[Alike, Sequence[Config]]
 
 
 def needs_dask() -> None:
@@ -54,6 +64,49 @@ def device_of(resource: str) -> str | None:
     """The device's key, of a :func:`measuring` resource; None of any other."""
     words = resource.split(" ")
     return words[1] if len(words) == 2 and words[0] == _PREFIX else None
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What regions are tuned for, and how.
+
+    Attributes:
+        run: Name of the tune: workers keep what they made for it until it ends.
+        kind: Type of the devices.
+        db: The database as all workers reach it; it may hold a password.
+        settings: What plans are made for.
+    """
+
+    run: str
+    kind: str
+    db: str = field(repr=False)
+    settings: PlanSettings
+    how: HowToTune
+
+    def session(self, session: Session, studies: Studies | None = None) -> Session:
+        """A session as it is searched with."""
+        return self.how.of(session, studies, self.run)
+
+
+@dataclass(frozen=True)
+class RegionTask:
+    """A region to be tuned, by itself.
+
+    Attributes:
+        key: Its workload key.
+        label: What it computes, and where it is, for people.
+        data: Its graph (:func:`~fuseplan.planner.work.extract.region_data`).
+        shares: Of the model's time, by the key of each of its parts.
+        ops: Its compute ops and matmuls, those that are searched: what the time of its tune grows with.
+        waits: Whether it waits for another tuner that is at work on it.
+    """
+
+    key: str
+    label: str
+    data: Mapping[str, Any] = field(repr=False)
+    shares: Mapping[str, float] = field(repr=False)
+    ops: float
+    waits: bool = False
 
 
 @dataclass(frozen=True)

@@ -14,18 +14,22 @@ from distributed import Client
 
 from fuseplan.costmodel.devices import is_cpu
 from fuseplan.costmodel.probe.probe import MachineLoad
-from fuseplan.planner.api.region_tuner import Terms, graph_shares, region_task
 from fuseplan.planner.api.request import Asked, TuneRequest
 from fuseplan.planner.api.run import doubts
 from fuseplan.planner.capture.cache import graphs_of_text
+from fuseplan.planner.cost.prices import part_shares
 from fuseplan.planner.errors import CaptureError, DeviceError, PlanError
 from fuseplan.planner.fleet import received, work
 from fuseplan.planner.fleet.cluster import workers_of
 from fuseplan.planner.fleet.scheduler import RegionScheduler
-from fuseplan.planner.fleet.terms import Captured, RegionOutcome, WorkerDevice
+from fuseplan.planner.fleet.terms import Captured, RegionOutcome, RegionTask, Terms, WorkerDevice
 from fuseplan.planner.fleet.watch import ask_workers
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
-from fuseplan.planner.groups.regions import find_regions
+from fuseplan.planner.graph.serialize import graph_to_json
+from fuseplan.planner.groups.compute_graph import compute_graph_of
+from fuseplan.planner.groups.regions import find_regions, region_parts
+from fuseplan.planner.implementations.group_table import GroupTable
+from fuseplan.planner.implementations.implementations import implementations_for
 from fuseplan.planner.models.workload import Workload
 from fuseplan.planner.partition.plan_record import located_label
 from fuseplan.planner.tuning.graph_stream import left_out, named_graphs
@@ -34,9 +38,12 @@ from fuseplan.planner.tuning.progress import Progress
 from fuseplan.planner.tuning.recheck import longest_shipped, rechecked
 from fuseplan.planner.tuning.session import Session, session_on
 from fuseplan.planner.tuning.tune import Batch, RegionFailure, TuneResult, WorkloadPlan
+from fuseplan.planner.work.extract import region_data
 from fuseplan.search.store.database import Database
 from fuseplan.search.tune.time_account import TimeAccount
 
+#: What an op of a part counts that takes too little of the model's time for an elaborate search.
+_MINOR_OP = 0.1
 #: A region that is asked for: a device's key, what for, and the region's key.
 _Asked: TypeAlias = tuple[str, Terms, str]
 
@@ -176,7 +183,7 @@ class Fleet:
         for region in session.planner().undecided(graph):
             asked = order.device, order.terms, region.key
             if asked not in self._regions:
-                shares = shares or dict(graph_shares(session, graph))
+                shares = shares or dict(_shares(session, graph))
                 self._ask(asked, graph, region, shares)
             if self._regions[asked].outcome is None:
                 planned.open.add(region.key)
@@ -289,6 +296,34 @@ def graphs_of(
         raise failure
     note(left_out(workload, failure))
     return []
+
+
+def region_task(graph: DataflowGraph, region: Region, shares: Mapping[str, float], minor: float) -> RegionTask:
+    """A region of a static graph as it travels.
+
+    Raises:
+        PlanError: Its graph cannot be written down.
+    """
+    try:
+        data = region_data(graph, region)
+    except ValueError:  # it depends on more of the graph, or cannot be written at all
+        try:
+            data = {"graph": graph_to_json(graph), "fresh": sorted(graph.fresh)}
+        except ValueError as error:
+            raise PlanError(f"{located_label(graph, region)}: its graph cannot be sent to a worker: {error}") from None
+    flow = compute_graph_of(graph)
+    parts = region_parts(graph, region)
+    ops = sum(
+        (1.0 if shares.get(part.key, 1.0) >= minor else _MINOR_OP)
+        for part in parts for name in part.ops if flow.is_member(flow.position[name])
+    )
+    its_shares = {one.key: shares[one.key] for one in parts if one.key in shares}
+    return RegionTask(region.key, located_label(graph, region), data, its_shares, ops)
+
+
+def _shares(session: Session, graph: DataflowGraph) -> Mapping[str, float]:
+    ways = implementations_for(session.settings.regime, session.backends, session.target)
+    return part_shares(GroupTable(graph, session.settings.numerics, session.target.device_type), ways.aten)
 
 
 def _clock(seconds: float) -> str:

@@ -13,10 +13,18 @@ from distributed import Worker
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.costmodel.probe import probe
 from fuseplan.kernels.registry import local_target
-from fuseplan.planner.api.region_tuner import Rankings, RegionTask, Terms, opened
 from fuseplan.planner.api.run import ready
-from fuseplan.planner.fleet.terms import Captured, Prepared, RegionOutcome, WorkerDevice, carried
-from fuseplan.planner.fleet.worker_state import state, state_of
+from fuseplan.planner.fleet.terms import (
+    Captured,
+    Prepared,
+    Rankings,
+    RegionOutcome,
+    RegionTask,
+    Terms,
+    WorkerDevice,
+    carried,
+)
+from fuseplan.planner.fleet.worker_state import opened, state, state_of
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.models.sources import ModelSource
 from fuseplan.planner.models.workload import Workload

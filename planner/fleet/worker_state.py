@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 import time
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import click
@@ -17,13 +18,27 @@ from distributed import Worker, WorkerPlugin, get_worker, secede
 from fuseplan.costmodel.devices import is_gpu, local_kind
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.api.device import DEVICES
-from fuseplan.planner.api.region_tuner import RegionTuner, Terms
 from fuseplan.planner.capture.cache import capture_as_text
 from fuseplan.planner.errors import FuseplanError
-from fuseplan.planner.fleet.terms import PLENTY, Captured, capturing, carried, measuring, preparing, unit
-from fuseplan.search import policy
+from fuseplan.planner.fleet.terms import (
+    PLENTY,
+    Captured,
+    Rankings,
+    RegionTask,
+    Terms,
+    capturing,
+    carried,
+    measuring,
+    preparing,
+    unit,
+)
+from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+from fuseplan.planner.tuning.plans import RegionPlan
+from fuseplan.planner.tuning.session import Session, open_session
+from fuseplan.planner.work.extract import region_graph
 from fuseplan.search.errors import MachineFailureError
 from fuseplan.search.tune import tuner
+from fuseplan.search.tune.resources import Alike
 from fuseplan.search.workers.worker import WorkerPool, usable_cores
 
 _NAME = "fuseplan"
@@ -31,8 +46,12 @@ _NAME = "fuseplan"
 _CAPTURING = ("fuseplan.planner.capture.cache", "transformers.modeling_utils")
 #: So many processes that capture are started before there is anything to capture.
 _WAITING = 2
+#: A GPU's memory for each worker that measures on it: their contexts, and what they hold between measurements.
+_GPU_BYTES_EACH = 7 * 2**30
 #: Seconds after which a capture counts as hanging.
 _CAPTURE_S = 1800.0
+#: Of kernels alike, so many configurations are told: others are tried with fewer.
+_FASTEST = 12
 #: Cores for each process that captures: a second one is busy with what it imports.
 _CORES_EACH = 2
 
@@ -59,7 +78,7 @@ async def dask_setup(worker: Worker, device: str, compilers: int, beside: int) -
     here, has_room = socket.gethostname(), True
     if is_gpu(kind):
         gpu = torch.cuda.get_device_properties(0)
-        here, has_room = str(gpu.uuid), beside == 0 or (beside + 1) * policy.GPU_BYTES_A_PROCESS <= gpu.total_memory
+        here, has_room = str(gpu.uuid), beside == 0 or (beside + 1) * _GPU_BYTES_EACH <= gpu.total_memory
     if has_room:
         offered |= {measuring(key): 1, preparing(key): PLENTY, unit(here): 1}
     for resource, amount in offered.items():
@@ -151,9 +170,67 @@ class WorkerState(WorkerPlugin):
             pool.close()
 
 
+class RegionTuner:
+    """Tunes regions that come one by one, as :func:`fuseplan.planner.tuning.tune.tune` does those of a graph."""
+
+    def __init__(self, terms: Terms, pool: WorkerPool) -> None:
+        with ExitStack() as stack:
+            self.session = session = opened(terms)
+            stack.callback(session.database.close)
+            self.tuner = stack.enter_context(session.tuner(terms.how.budget(terms.kind), terms.how.seed, executor=pool))
+            self._planner = session.planner(self.tuner)
+            stack.enter_context(self._planner.lookahead() or nullcontext())
+            self._stack = stack.pop_all()
+        self._graphs: dict[str, tuple[DataflowGraph, Region]] = {}
+        self._told: set[Alike] = set()
+
+    def prepare(self, task: RegionTask, rankings: Rankings) -> None:
+        """Begin to enumerate a region and to compile its kernels, where that disturbs no measurement; at once returns.
+
+        ``rankings`` are those that others have :meth:`learnt`.
+        """
+        self.tuner.take_rankings(rankings)
+        self._told.update(rankings)
+        if self.session.target.is_gpu:
+            graph, region = self._graph(task)
+            self._planner.prepare(graph, [region])
+
+    def measure(self, task: RegionTask) -> RegionPlan | None:
+        """The region's plan: the stored one, else measured now and stored; None where another tuner is at work on it,
+        and the task does not wait.
+        """
+        graph, region = self._graph(task)
+        taken: list[Region] = []
+        plans = self._planner.plan_graph(
+            graph, regions=[region], on_taken=None if task.waits else taken.append).regions
+        return plans[0] if plans else None
+
+    def learnt(self) -> Rankings:
+        """Of kernels alike, the fastest configurations of those that were searched since it was asked last."""
+        new = {alike: ranking[:_FASTEST] for alike, ranking in self.tuner.rankings.items() if alike not in self._told}
+        self._told.update(new)
+        return new
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def _graph(self, task: RegionTask) -> tuple[DataflowGraph, Region]:
+        if task.key not in self._graphs:
+            graph, region = region_graph(task.data, task.key)
+            graph.shares = task.shares
+            self._graphs[task.key] = graph, region
+        return self._graphs[task.key]
+
+
 def _captured(*args: Any) -> tuple[str, Exception | None]:
     """A job: the text, or the error."""
     try:
         return capture_as_text(*args), None
     except FuseplanError as error:
         return "", carried(error)
+
+
+def opened(terms: Terms) -> Session:
+    """The session of this worker's device, for these terms."""
+    studies = terms.how.studies()
+    return terms.session(open_session(terms.kind, terms.db, terms.settings), studies)

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from fuseplan.planner.cost.running_calibration import RunningCalibration
 from fuseplan.planner.errors import failure_reason
@@ -17,7 +16,7 @@ from fuseplan.planner.partition.plan_record import located_label
 from fuseplan.planner.tuning.graph_stream import GraphStream
 from fuseplan.planner.tuning.planner import GraphPlan, Planner, RegionPlan
 from fuseplan.planner.tuning.plans import PlanSettings
-from fuseplan.planner.tuning.progress import SILENT, Progress, TuneEvents
+from fuseplan.planner.tuning.progress import SILENT, Progress
 from fuseplan.planner.tuning.recheck import Rechecked, longest_shipped, recheck
 from fuseplan.planner.tuning.session import Session
 from fuseplan.planner.tuning.summary import store_summary, summarise
@@ -25,7 +24,6 @@ from fuseplan.planner.tuning.whole_step import measure_step, step_problem
 from fuseplan.search.errors import DatabaseError, MachineFailureError
 from fuseplan.search.store.leases import POLL_S
 from fuseplan.search.store.record import PlanRecord
-from fuseplan.search.tune.resources import TIMING_STEPS
 from fuseplan.search.tune.time_account import TimeAccount
 from fuseplan.search.tune.tuner import Budget, ProgressEvent
 from fuseplan.search.workers.worker import WorkerPool
@@ -53,26 +51,6 @@ class Batch:
         pairs = [(one.region, one.record) for one in planned.plan.regions]
         if pairs and (names := self.reported(planned.workload)) is not None:
             store_summary(session.database, summarise(*names, planned.graph, pairs))
-
-
-class Processes(Protocol):
-    """Processes that tune regions beside this one (:class:`fuseplan.planner.api.region_processes.RegionProcesses`)."""
-
-    @property
-    def busy(self) -> bool: ...
-
-    @property
-    def used(self) -> bool: ...
-
-    def begin(self, session: Session, learner: RunningCalibration, told: TuneEvents) -> bool: ...
-
-    def ask(self, workload: str, graph: DataflowGraph, regions: Sequence[Region]) -> set[str]: ...
-
-    def ask_step(self, workload: str, graph: DataflowGraph, plan: GraphPlan) -> None: ...
-
-    def step(self) -> dict[str, RegionPlan | None]: ...
-
-    def end(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -145,7 +123,7 @@ class TuneResult:
 
 def tune(
     session: Session, batch: Batch, budget: Budget | None = None, seed: int = 0, progress: Progress = SILENT,
-    account: TimeAccount | None = None, executor: WorkerPool | None = None, processes: Processes | None = None,
+    account: TimeAccount | None = None, executor: WorkerPool | None = None,
 ) -> TuneResult:
     """Plan every graph, measuring what is not stored. Each group and each part is stored as soon as it is done,
     a region after the run beside plain ATen that the next region does not wait for.
@@ -156,8 +134,7 @@ def tune(
     else to do.
 
     The session's device is probed. What the tuner does not book in ``account`` is planning: enumerating, pricing,
-    solving. Jobs run in ``executor``, by default in worker processes of its own. ``processes`` tune the
-    regions that they take; what they leave, and all else, is done here.
+    solving. Jobs run in ``executor``, by default in worker processes of its own.
 
     Raises:
         CaptureError: Of a stream: a workload cannot be captured; what was finished is stored.
@@ -179,18 +156,13 @@ def tune(
         waiting: deque[_Work] = deque()
         work: list[_Work] = []
         known, sent = _Known(), set[str]()
-        if processes is not None and not processes.begin(session, learner, told):
-            processes = None
 
         def arrive(found: Iterable[tuple[str, DataflowGraph]]) -> None:
             for workload, graph in found:
                 undecided = planner.undecided(graph)
                 told.on_graph(graph, undecided)
-                fresh = [region for region in undecided if region.key not in sent]
-                sent.update(region.key for region in fresh)
-                if processes is not None and workload not in batch.regions:
-                    known.elsewhere |= processes.ask(workload, graph, fresh)
-                planner.prepare(graph, [region for region in fresh if region.key not in known.elsewhere])
+                planner.prepare(graph, [region for region in undecided if region.key not in sent])
+                sent.update(region.key for region in undecided)
                 work.append(_Work(workload, graph, batch.regions[workload] if workload in batch.regions else
                                   find_regions(graph)))
                 waiting.append(work[-1])
@@ -200,13 +172,6 @@ def tune(
             arrive(batch.graphs)
         in_vain = 0
         while waiting or (stream is not None and stream.waiting):
-            if in_vain >= len(waiting) and processes is not None and processes.busy:
-                with account.spend("tuning in processes"):
-                    done = known.step(processes, work)
-                if stream is not None:
-                    arrive(stream.ready())
-                in_vain = 0 if done or in_vain < len(waiting) else in_vain
-                continue
             if in_vain >= len(waiting) and stream is not None and stream.waiting:
                 with account.spend("capturing"):
                     graphs = stream.take()
@@ -231,15 +196,6 @@ def tune(
                 waiting.append(one)
             else:
                 batch.keep_summary(session, one.planned(known))
-                if processes is not None and processes.used and batch.timed(one.workload):
-                    processes.ask_step(one.workload, one.graph, one.planned(known).plan)
-        if processes is not None:
-            while processes.busy:
-                with account.spend(TIMING_STEPS):
-                    known.step(processes, work)
-            processes.end()  # the device is this process's own
-            if work:
-                work[-1].elapsed_s += known.waited_s
         timed, untimed = [one for one in work if batch.timed(one.workload)], list[str]()
         for number, one in enumerate(timed, 1):
             began = time.monotonic()
@@ -265,29 +221,15 @@ def tune(
 
 @dataclass
 class _Known:
-    """What a tune has decided, what it failed at and why, and what other processes of it tune, by key of the region."""
+    """What a tune has decided, and what it failed at and why, by key of the region."""
 
     plans: dict[str, RegionPlan] = field(default_factory=dict)
     errors: dict[str, Exception] = field(default_factory=dict)
-    elsewhere: set[str] = field(default_factory=set)
-    waited_s: float = 0.0
-
-    def step(self, processes: Processes, work: Iterable[_Work]) -> bool:
-        """Wait until another process says something; whether regions are done, or left to this process."""
-        began = time.monotonic()
-        done = processes.step()
-        self.waited_s += time.monotonic() - began
-        if done:
-            next(one for one in work if any(region.key in done for region in one.left)).elapsed_s += self.waited_s
-            self.waited_s = 0.0
-        self.elsewhere -= done.keys()
-        self.plans |= {key: plan for key, plan in done.items() if plan is not None}
-        return bool(done)
 
 
 @dataclass
 class _Work:
-    """A workload that is being planned: ``left`` are the regions that others are at work on."""
+    """A workload that is being planned: ``left`` are the regions that other tuners are at work on."""
 
     workload: str
     graph: DataflowGraph
@@ -300,7 +242,7 @@ class _Work:
 
     def plan(self, planner: Planner, known: _Known, failures: list[RegionFailure]) -> bool:
         """Plan what is not known, and what nobody else is at work on; False where that was nothing."""
-        began, taken = time.monotonic(), set(known.elsewhere)
+        began, taken = time.monotonic(), set[str]()
         note = noting(failures, self.workload, self.graph)
 
         def failed(region: Region, error: Exception) -> None:
@@ -310,8 +252,7 @@ class _Work:
         for key, (region, *_) in unique_regions(self.left).items():
             if key in known.errors:
                 note(region, known.errors[key])
-        done = known.plans.keys() | known.errors.keys() | known.elsewhere
-        fresh = [one for one in self.left if one.key not in done]
+        fresh = [one for one in self.left if one.key not in known.plans and one.key not in known.errors]
         plan = planner.plan_graph(self.graph, failed, fresh, lambda region: taken.add(region.key))
         known.plans |= {one.region.key: one for one in plan.unique()}
         before, self.left = len(self.left), [region for region in self.left if region.key in taken]

@@ -16,7 +16,7 @@ import time
 import uuid
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass
 from typing import Any, TypeVar
 
@@ -167,14 +167,6 @@ class Leases:
                     lambda connection: connection.execute(renewed.values(expires=clock(connection) + self._lasts_s)),
                     patient=False,  # whoever closes these leases waits for this
                 )
-
-
-def forget(database: Database, owners: Collection[str]) -> None:
-    """Release what tuners hold that have ended without releasing it."""
-    if database.url.get_backend_name() in _DIALECTS:
-        gone = tables.LEASES.delete().where(tables.LEASES.c.owner.in_(owners))
-        with contextlib.suppress(DatabaseError):
-            database.change(lambda connection: connection.execute(gone), patient=False)
 
 
 def _renew(leases: weakref.ref[Leases], stop: threading.Event) -> None:

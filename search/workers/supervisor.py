@@ -27,8 +27,8 @@ from fuseplan.search.timing import signs
 OK, RAISED, CRASHED, TIMED_OUT = "ok", "raised", "crashed", "timed out"
 #: As ``RAISED``, by the machine's fault (:func:`of_machine`).
 STARVED = "starved"
-#: No reply: the job goes on, and its time limit begins again. The payload is what it says of itself; None for nothing.
-GOES_ON = "goes on"
+#: No reply: the job goes on, and its time limit begins again.
+_GOES_ON = "goes on"
 
 _NICE = 10
 #: Errors after which a CUDA context cannot be used again.
@@ -44,7 +44,7 @@ _PAUSE_S = 0.01
 
 
 #: Seconds between attempts to get the turn on a device that another process is measuring on.
-_TRY_S = 0.001
+_TRY_S = 0.005
 
 
 @dataclass(frozen=True)
@@ -238,10 +238,8 @@ class Supervisor:
             if request is not None:
                 self._finish(number, request, CRASHED, cause)
             return
-        if state == GOES_ON:
+        if state == _GOES_ON:
             lane.deadline = self._clock() + (request.limit_s if request is not None else 0.0)
-            if payload is not None and request is not None:
-                self._parent.send((request.job, state, payload))
             return
         lane.request = None
         if fatal:
@@ -316,7 +314,7 @@ def _work(pipe: Connection, threads: int) -> None:
         os.setpgid(0, 0)
         die_with_parent()
         torch.set_num_threads(threads)
-        signs.listen(lambda what: pipe.send((GOES_ON, what, False)))
+        signs.listen(lambda: pipe.send((_GOES_ON, None, False)))
         while True:
             pipe.send(_attempt(pipe.recv_bytes()))
     except (EOFError, ConnectionError):

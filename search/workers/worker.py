@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from fuseplan.search.errors import MachineFailureError
-from fuseplan.search.workers.supervisor import BACKGROUND, CRASHED, GOES_ON, MEASURING, OK, STARVED, TIMED_OUT, Request
+from fuseplan.search.workers.supervisor import BACKGROUND, CRASHED, MEASURING, OK, STARVED, TIMED_OUT, Request
 
 #: OpenMP reads its settings when torch is loaded, so they are defaults of the new process, set before anything else.
 _BOOT = (
@@ -137,24 +137,6 @@ class WorkerPool:
                 sent.append(promise)
             return [self._wait(promise) for promise in sent]
 
-    def begin(
-        self, lane: int, function: Callable[..., Any], *args: Any, limit_s: float
-    ) -> Callable[[], Outcome | None]:
-        """Start a job in an idle one of the lanes 1 to ``compilers``; at once returns what gives its outcome, None
-        until it has ended. A lane is one process until a job ends it.
-        """
-        promise = self._send(lane, function, args, limit_s)
-        return lambda: promise.outcome
-
-    def listen(self) -> object:
-        """Wait until a job ends, or says what it does (:func:`~fuseplan.search.timing.signs.goes_on`): that, else None.
-        """
-        return self._receive()
-
-    def has_word(self) -> bool:
-        """Whether :meth:`listen` would not wait."""
-        return self._pipe is not None and self._pipe.poll()
-
     def _send(
         self, lane: int, function: Callable[..., Any], args: tuple[Any, ...], limit_s: float, spare: bool = False
     ) -> _Promise:
@@ -173,20 +155,17 @@ class WorkerPool:
             self._receive()
         return promise.outcome
 
-    def _receive(self) -> object:
-        """Wait for what came of one job, or what one says; all are lost with the supervisor."""
+    def _receive(self) -> None:
+        """Wait for what came of one job; all are lost with the supervisor."""
         with self._closed_if_interrupted():
             try:
                 assert self._pipe is not None
                 job, state, payload = self._pipe.recv()
             except (EOFError, ConnectionError):
                 self.close()
-                return None
-            if state == GOES_ON:
-                return payload
-            promise = self._promised.pop(job)
-            promise.outcome = self._outcome(state, payload, promise.limit_s, promise.log_start)
-            return None
+            else:
+                promise = self._promised.pop(job)
+                promise.outcome = self._outcome(state, payload, promise.limit_s, promise.log_start)
 
     @contextlib.contextmanager
     def _closed_if_interrupted(self) -> Iterator[None]:

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 import fleet_samples as samples
 from fleet_samples import DEVICE, TERMS, fleet
 
-from fuseplan.planner.api.region_tuner import RegionTask
+from fuseplan.planner.fleet.terms import RegionTask
 from fuseplan.search.store.layered import shipped_files
 
 

@@ -4,8 +4,6 @@ groups of a region are looked at.
 
 from __future__ import annotations
 
-import os
-import signal
 from typing import Any
 
 import pytest
@@ -13,12 +11,10 @@ from inline_executor import InlineExecutor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuseplan.costmodel.probe import probe
-from fuseplan.planner.cost.running_calibration import RunningCalibration
 from fuseplan.planner.groups.candidates import CandidateLimits
 from fuseplan.planner.tuning.plans import PlanSettings
 from fuseplan.search.timing.timers import CpuTimer, Operands, Run, Sampler
 from fuseplan.search.tune import tuner
-from fuseplan.search.tune.tuner import Tuner
 
 #: Hardly any search.
 QUICK = tuner.Budget(trials=1, steep_trials=1, seconds=0.1, screen_s=0.002, decide_s=0.01, finalists=1)
@@ -56,22 +52,3 @@ def count_instead_of_timing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CpuTimer, "steady", lambda _: True)
     patch.setattr(CpuTimer, "disturbances", lambda _: 0)
     patch.setattr(probe, "machine_load", lambda: probe.MachineLoad(0.0, 2))
-
-
-def count_here() -> None:
-    """What the processes of a tune preload, so that they count, too."""
-    patch = pytest.MonkeyPatch()
-    count_instead_of_timing(patch)
-    calibrate_never(patch)
-
-
-def calibrate_never(patch: pytest.MonkeyPatch) -> None:
-    """What is measured next would depend on what else the same process has measured."""
-    patch.setattr(RunningCalibration, "update", lambda self, final=False: None)
-
-
-def die_at_each_region() -> None:
-    """What processes preload that die while they tune, with leases of a region and of its parts."""
-    count_here()
-    patch = pytest.MonkeyPatch()
-    patch.setattr(Tuner, "time_unfused", lambda *_: os.kill(os.getpid(), signal.SIGKILL))

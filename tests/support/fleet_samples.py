@@ -11,10 +11,20 @@ from dataclasses import dataclass, field
 
 from distributed import Client, LocalCluster, get_worker
 
-from fuseplan.planner.api.region_tuner import Rankings, RegionTask, Terms
 from fuseplan.planner.api.request import HowToTune
 from fuseplan.planner.fleet.scheduler import RegionScheduler, Tasks
-from fuseplan.planner.fleet.terms import PLENTY, Prepared, RegionOutcome, capturing, measuring, preparing, unit
+from fuseplan.planner.fleet.terms import (
+    PLENTY,
+    Prepared,
+    Rankings,
+    RegionOutcome,
+    RegionTask,
+    Terms,
+    capturing,
+    measuring,
+    preparing,
+    unit,
+)
 from fuseplan.planner.tuning.plans import PlanSettings
 
 DEVICE = "cpu-sample-0"

@@ -15,13 +15,13 @@ from distributed import Client
 from model_samples import write_config
 
 from fuseplan.planner.api.many import TunedMany
-from fuseplan.planner.api.region_tuner import RegionTuner
 from fuseplan.planner.api.request import TuneRequest
 from fuseplan.planner.api.tune import Tuned, run_here, tune_request
 from fuseplan.planner.cli import main
 from fuseplan.planner.fleet import cluster
 from fuseplan.planner.fleet.overview import fleet_status, wanted_by
 from fuseplan.planner.fleet.run import run_by
+from fuseplan.planner.fleet.worker_state import RegionTuner
 from fuseplan.planner.models.manifest import ModelArguments
 from fuseplan.planner.tuning.summary import load_summaries
 from fuseplan.search.errors import SubjectError

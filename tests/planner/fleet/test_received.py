@@ -16,14 +16,14 @@ import report_samples as samples
 
 from fuseplan.costmodel.probe.probe import MachineLoad
 from fuseplan.kernels.ir.backend import Target
-from fuseplan.planner.api.region_tuner import RegionTask, RegionTuner
 from fuseplan.planner.api.request import TuneRequest
 from fuseplan.planner.api.tune import Tuned, tune_request
 from fuseplan.planner.errors import CaptureError, ConfigError
 from fuseplan.planner.fleet import received, scheduler
 from fuseplan.planner.fleet.run import run_by
-from fuseplan.planner.fleet.terms import Captured, RegionOutcome, WorkerDevice
+from fuseplan.planner.fleet.terms import Captured, RegionOutcome, RegionTask, WorkerDevice
 from fuseplan.planner.fleet.tune import graphs_of
+from fuseplan.planner.fleet.worker_state import RegionTuner
 from fuseplan.planner.models.manifest import ModelArguments
 from fuseplan.planner.tuning.plans import RegionPlan
 from fuseplan.search.store.database import Database

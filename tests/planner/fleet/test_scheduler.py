@@ -10,9 +10,8 @@ import fleet_samples as samples
 import pytest
 from fleet_samples import DEVICE, TERMS, Log, fleet, region, spread
 
-from fuseplan.planner.api.region_tuner import RegionTask
 from fuseplan.planner.api.request import HowToTune
-from fuseplan.planner.fleet.terms import RegionOutcome
+from fuseplan.planner.fleet.terms import RegionOutcome, RegionTask
 from fuseplan.search.errors import MachineFailureError
 
 

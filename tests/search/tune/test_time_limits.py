@@ -35,7 +35,7 @@ def sign_times(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """When a job of this process gave a sign, on the virtual clock."""
     times = [CLOCK.now]
     monkeypatch.setattr(signs.time, "monotonic", lambda: CLOCK.now)
-    signs.listen(lambda what: times.append(CLOCK.now))
+    signs.listen(lambda: times.append(CLOCK.now))
     yield times
     signs.listen(None)
 

@@ -32,7 +32,7 @@ from fuseplan.planner.implementations.first_call import Calling, FirstCall
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementation import Implementation, PlannedGroup, Screening
 from fuseplan.planner.implementations.tunable_group import Fused, TunableGroup, chain_module, group_label
-from fuseplan.planner.ops.table import mutates
+from fuseplan.planner.ops.table import mutates, op_of
 from fuseplan.planner.work.group_work import hot_inputs
 from fuseplan.search.store.record import INDUCTOR
 from fuseplan.search.tune.tuner import Tuner
@@ -83,9 +83,13 @@ class InductorCode(Implementation):
         nodes = [table.graph.op(op) for op in group.ops]
         if len(nodes) == 1:
             return "a single op is ATen's, a library's or a kernel's"
+        if table.numerics == "eager":
+            return "it keeps more bits than casts do"
         for node in nodes:
             if mutates(node):
                 return f"{node.op} writes to memory"
+            if op_of(node.op).family == "lookup":
+                return f"{node.op} has to fail as in eager mode where an index is outside its table"
             if not node.op.startswith("aten."):
                 return f"{node.op} is no op of ATen"
             if not all(table.graph.specs[value].is_static for value in (*node.inputs, *node.outputs)):

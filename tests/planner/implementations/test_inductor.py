@@ -12,10 +12,14 @@ import pytest
 import torch
 from costmodel_samples import CPU
 from fast_tunes import count_instead_of_timing
+from graphs import Builder
 
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner import stats
+from fuseplan.planner.groups.candidates import Candidate
+from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations import inductor
+from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.maintenance import verify_database
 from fuseplan.search.store.record import INDUCTOR, PlanRecord
@@ -121,3 +125,20 @@ def test_untuned_it_runs_where_the_cost_model_knows_the_device(
     x = torch.randn(4097, 127)
     check(run(tmp_path / "tuning.db", x), x)
     assert len(compiled) == probed
+
+
+def test_what_it_may_not_run() -> None:
+    b = Builder(x=torch.randn(127, 33), index=torch.zeros(3, dtype=torch.int64))
+    summed = b("aten.cumsum.default", b("aten.tanh.default", "x"), dim=0)
+    graph = b.graph(b("aten.exp.default", summed), b("aten.index_select.default", "x", "index", dim=0))
+    named = {node.op.split(".")[1]: node.name for node in graph}
+
+    def refusal(numerics: str, *ops: str) -> str:
+        names = tuple(named[op] for op in ops)
+        group = Candidate(names, (), compute_graph_of(graph).outputs_of(names))
+        return inductor.InductorCode().refuse(GroupTable(graph, numerics, "cpu"), group) or ""
+
+    assert not refusal("fp32", "tanh", "cumsum", "exp")
+    assert "more bits" in refusal("eager", "tanh", "cumsum", "exp")
+    assert "outside its table" in refusal("fp32", "exp", "index_select")
+    assert "single op" in refusal("fp32", "cumsum")

@@ -1,0 +1,190 @@
+"""Models that nobody tuned for, beside eager mode and TorchInductor's default: one line of code, and tuned on the spot.
+
+    python tests/checks/any_model.py [--tune] [--small] [--device cuda|cpu] [NAMES]
+
+One interleaved run a model, launched from Python and, on a GPU, in a CUDA graph; medians in microseconds a call.
+Weights are random. Says how long each first call took and how far results are from eager mode's. ``--small`` is for
+trying the script itself. pytest does not collect it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers as hf
+from torch import nn
+
+import fuseplan.planner
+
+Made = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+ROUNDS, SAMPLE_US = 9, 15000.0
+
+
+class Models:
+    """Makes a model and what it is called with."""
+
+    def __init__(self, device: str, small: bool) -> None:
+        self.device, self.small = device, small
+        self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
+
+    def _made(self, config: Any, kind: str) -> Any:
+        with torch.device(self.device):
+            model = getattr(hf, kind)(config).to(self.dtype)
+        return self._initialised(model)
+
+    @staticmethod
+    def _initialised(model: nn.Module) -> nn.Module:
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.data.normal_(0, 0.02)
+        return model.eval()
+
+    def _ids(self, *shape: int) -> torch.Tensor:
+        return torch.randint(3, 1000, shape, device=self.device)
+
+    def gpt2(self) -> Made:
+        config = hf.GPT2Config(n_embd=1024, n_layer=1 if self.small else 12, n_head=16)
+        return self._made(config, "GPT2LMHeadModel"), (), {"input_ids": self._ids(4, 512), "use_cache": False}
+
+    def bert(self) -> Made:
+        model = self._made(hf.BertConfig(num_hidden_layers=1 if self.small else 12), "BertForMaskedLM")
+        mask = torch.ones_like(ids := self._ids(32, 128))
+        mask[::3, 100:] = 0
+        return model, (), {"input_ids": ids, "attention_mask": mask}
+
+    def whisper(self) -> Made:
+        config = hf.WhisperConfig(
+            d_model=768, encoder_layers=1 if self.small else 6, decoder_layers=2, encoder_attention_heads=12,
+            decoder_attention_heads=12, encoder_ffn_dim=3072, decoder_ffn_dim=3072)
+        return self._made(config, "WhisperModel").encoder, (self._floats(8, 80, 3000),), {}
+
+    def convnext(self) -> Made:
+        import torchvision
+
+        model = torchvision.models.convnext_tiny().to(self.device, self.dtype).eval()
+        return model, (self._floats(2 if self.small else 32, 3, 224, 224),), {}
+
+    def statistics(self) -> Made:
+        def run(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            z = torch.sin((x + 1) * 2) * torch.sigmoid(y)
+            z = (z - z.mean(0, keepdim=True)) / (z.std(0, keepdim=True) + 1e-5)
+            return z.clamp(-1, 1).cumsum(-1), z.amax(-1), (z > 0).sum()
+
+        size = 512 if self.small else 4096
+        return run, tuple(torch.randn(size, size, device=self.device) for _ in range(2)), {}
+
+    def mlp(self) -> Made:
+        layers = [one for _ in range(4) for one in (nn.Linear(512, 512), nn.LayerNorm(512), nn.GELU())]
+        model = self._initialised(nn.Sequential(*layers).to(self.device, self.dtype))
+        return (lambda x: F.softmax(model(x), -1).sum(-2)), (self._floats(64, 200, 512),), {}
+
+    def _floats(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=self.device, dtype=self.dtype)
+
+
+NAMES = [name for name in vars(Models) if not name.startswith("_")]
+
+
+def tensor(result: Any) -> torch.Tensor:
+    """The result that is compared."""
+    if isinstance(result, torch.Tensor):
+        return result.float()
+    for name in ("logits", "last_hidden_state"):
+        if (found := getattr(result, name, None)) is not None:
+            return tensor(found)
+    return tensor(result[0])
+
+
+def settle(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def timed_us(call: Callable[[], Any], calls: int, device: str) -> float:
+    settle(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    settle(device)
+    return (time.perf_counter() - start) / calls * 1e6
+
+
+def contest(calls: Mapping[str, Callable[[], Any]], device: str) -> dict[str, float]:
+    """Medians of interleaved rounds, which begin with another one each time."""
+    counts = {name: max(2, int(SAMPLE_US / timed_us(call, 2, device))) for name, call in calls.items()}
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    names = list(calls)
+    for at in range(ROUNDS):
+        turn = at % len(names)
+        for name in names[turn:] + names[:turn]:
+            samples[name].append(timed_us(calls[name], counts[name], device))
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def captured(call: Callable[[], Any]) -> Callable[[], Any]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def compare(name: str, models: Models, tune: bool) -> None:
+    device = models.device
+    model, args, kwargs = getattr(models, name)()
+    ways: dict[str, dict[str, Any]] = {"untuned": {"backend": "fuseplan"}}
+    if tune:
+        ways["tuned"] = {"backend": "fuseplan", "options": {"on_miss": "tune"}}
+    ways["inductor"] = {}
+    calls: dict[str, Callable[[], Any]] = {"eager": lambda: model(*args, **kwargs)}
+    expected, first_s, errors = tensor(calls["eager"]()), {}, {}
+    for way, options in ways.items():
+        torch._dynamo.reset()
+        compiled = torch.compile(model, dynamic=False, **options)
+        start = time.perf_counter()
+        result = tensor(compiled(*args, **kwargs))
+        settle(device)
+        first_s[way] = time.perf_counter() - start
+        errors[way] = float((result - expected).norm() / expected.norm())
+        calls[way] = lambda compiled=compiled: compiled(*args, **kwargs)  # type: ignore[misc]
+        calls[way]()
+    runs = {"launched": contest(calls, device)}
+    if device == "cuda":
+        runs["graph"] = contest({way: captured(call) for way, call in calls.items()}, device)
+    for kind, times in runs.items():
+        best = min(times["eager"], times["inductor"])
+        print(f"| {name} | {kind} | " + " | ".join(f"{us:.0f}" for us in times.values()) + " | " + ", ".join(
+            f"{way} {best / us:.2f}x" for way, us in times.items() if way not in ("eager", "inductor")) + " |", flush=True)
+    print(f"  first calls {({way: round(s, 1) for way, s in first_s.items()})} s, errors "
+          f"{({way: f'{error:.1e}' for way, error in errors.items()})}", flush=True)
+    print(f"  {fuseplan.planner.stats()}".replace("\n", "\n  "), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", choices=[*NAMES, []], metavar="NAMES", help=", ".join(NAMES))
+    parser.add_argument("--tune", action="store_true", help="tune each model on the spot, too")
+    parser.add_argument("--small", action="store_true", help="few layers, small sizes")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    print("| model | | eager | untuned |" + (" tuned |" if args.tune else "") + " inductor | of the better of both |")
+    with torch.no_grad():
+        for name in args.names or NAMES:
+            compare(name, Models(args.device, args.small), args.tune)
+
+
+if __name__ == "__main__":
+    main()

@@ -165,8 +165,8 @@ def compare(name: str, models: Models, tune: bool) -> None:
         runs["graph"] = contest({way: captured(call) for way, call in calls.items()}, device)
     for kind, times in runs.items():
         best = min(times["eager"], times["inductor"])
-        print(f"| {name} | {kind} | " + " | ".join(f"{us:.0f}" for us in times.values()) + " | " + ", ".join(
-            f"{way} {best / us:.2f}x" for way, us in times.items() if way not in ("eager", "inductor")) + " |", flush=True)
+        gains = [f"{way} {best / us:.2f}x" for way, us in times.items() if way not in ("eager", "inductor")]
+        print(f"| {name} | {kind} | {' | '.join(f'{us:.0f}' for us in times.values())} | {', '.join(gains)} |", flush=True)
     print(f"  first calls {({way: round(s, 1) for way, s in first_s.items()})} s, errors "
           f"{({way: f'{error:.1e}' for way, error in errors.items()})}", flush=True)
     print(f"  {fuseplan.planner.stats()}".replace("\n", "\n  "), flush=True)

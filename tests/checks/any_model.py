@@ -166,7 +166,8 @@ def compare(name: str, models: Models, tune: bool) -> None:
     for kind, times in runs.items():
         best = min(times["eager"], times["inductor"])
         gains = [f"{way} {best / us:.2f}x" for way, us in times.items() if way not in ("eager", "inductor")]
-        print(f"| {name} | {kind} | {' | '.join(f'{us:.0f}' for us in times.values())} | {', '.join(gains)} |", flush=True)
+        cells = [f"{us:.0f}" for us in times.values()]
+        print(f"| {name} | {kind} | {' | '.join(cells)} | {', '.join(gains)} |", flush=True)
     print(f"  first calls {({way: round(s, 1) for way, s in first_s.items()})} s, errors "
           f"{({way: f'{error:.1e}' for way, error in errors.items()})}", flush=True)
     print(f"  {fuseplan.planner.stats()}".replace("\n", "\n  "), flush=True)

@@ -42,8 +42,13 @@ def private(name: str) -> bool:
 
 
 def patches(source: str) -> Iterator[int]:
-    """Lines that replace a private attribute, other than the object's own and those of PyTorch."""
-    for node in ast.walk(ast.parse(source)):
+    """Lines that replace a private attribute, other than the object's own and those of PyTorch and Triton."""
+    tree = ast.parse(source)
+    theirs = {"self", "cls"} | {
+        one.asname or one.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
+        and (node.module or "").split(".")[0] in ("torch", "triton") for one in node.names
+    }
+    for node in ast.walk(tree):
         match node:
             case ast.Call(func=ast.Attribute(attr="setattr" | "delattr" | "patch" | "object"), args=[*given]):
                 names = [one.value for one in given[:2] if isinstance(one, ast.Constant) and isinstance(one.value, str)]
@@ -51,7 +56,7 @@ def patches(source: str) -> Iterator[int]:
                 if not foreign and any(private(name) for name in names):
                     yield node.lineno
             case ast.Assign(targets=[ast.Attribute(value=holder, attr=name)]) if private(name):
-                if ast.unparse(holder) not in ("self", "cls"):
+                if ast.unparse(holder) not in theirs:
                     yield node.lineno
 
 

@@ -206,13 +206,14 @@ class RegionScheduler:
             self.counts.ops_done += task.ops
             return then(outcome)
 
+        urgency = 0.0 if task.waits else task.ops  # a worker that waits for another tuner does nothing else
         # Dask learns how long tasks take by the first part of their names.
         size, name = size_name(task.ops), (self._run, device, hash(terms), task.key, int(task.waits), task.label)
         prepared = self._client.submit(
             self._tasks.prepare, terms, task, dict(self._rankings[device, terms]),
             key=(f"prepare-{size}", *name), resources={preparing(device): 1},
-            priority=_PREPARE + task.ops, retries=_RETRIES)
-        self._submit(self._tasks.measure, (terms, task, prepared), device, measuring(device), _MEASURE + task.ops,
+            priority=_PREPARE + urgency, retries=_RETRIES)
+        self._submit(self._tasks.measure, (terms, task, prepared), device, measuring(device), _MEASURE + urgency,
                      (f"measure-{size}", *name), measured)
 
     def _submit(

@@ -20,7 +20,7 @@ from fuseplan.kernels.ir.ir import Buffer, KernelIR
 from fuseplan.kernels.ir.ops import float_of_bits
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.graph.execute import bind_call, resolve_op
-from fuseplan.planner.groups.compute_graph import compute_graph_of, lower_group
+from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.implementations.direct_calls import Direct
 from fuseplan.planner.implementations.sample_inputs import sample_inputs
 from fuseplan.planner.libraries.library_call import Call, LibraryCall, OpGroup
@@ -275,8 +275,8 @@ def op_group(graph: DataflowGraph, ops: Sequence[str], outputs: Sequence[str], d
     """A single op of a static graph as library calls see it; the views that it reads through stay outside."""
     (node,) = map(graph.op, ops)
     specs = {value: _plain_ones(graph.specs[value]) for value in (*node.inputs, *node.outputs)}
-    flow, returned = compute_graph_of(graph), set(graph.outputs)
-    only_returned = all(value in returned and not flow.readers.get(value) for value in outputs)
+    edges = graph.graph.out_edges(node.name, data="values")  # to views, too: they need rows that follow each other
+    only_returned = not any(values for _, _, values in edges) and all(value in graph.outputs for value in outputs)
     return OpGroup(node, tuple(dict.fromkeys(node.inputs)), tuple(outputs), specs, device_type, only_returned)
 
 

@@ -114,20 +114,24 @@ class PlanWriter:
     def whole(
         self, record: PlanRecord, choice: Choice, gain: float, prices: ModelPrices, elapsed_s: float, reason: str
     ) -> PlanRecord:
-        """The record with all of the region run by one choice, which gained ``gain`` on the groups of ``record``."""
-        planned_us = record.planned_us * (1.0 - gain)
+        """The record with all of the region run by one choice, which gains ``gain`` on the groups of ``record``: in a
+        run, or by the cost model where nothing is measured.
+        """
+        planned_us, measured = record.planned_us * (1.0 - gain), isinstance(prices, MeasuredPrices)
+        how = "measured" if measured else "predicted"
         lost = [
             Alternative(
-                one.ops, one.label, "measured; another compiler's code for the whole region is faster",
+                one.ops, one.label, f"{how}; another compiler's code for the whole region is faster",
                 one.predicted_us, one.measured_us, one.implementation, one.workload, one.delay_us,
             )
             for one in record.groups
         ]
-        own = replace(self._group(Priced(choice, planned_us * 1e-6, True), prices), measured_us=planned_us)
+        own = self._group(Priced(choice, planned_us * 1e-6, False), prices)
+        own = replace(own, measured_us=planned_us) if measured else replace(own, predicted_us=planned_us)
         return self._written(
             {choice.group: own}, elapsed_s, reason, planned_us=planned_us,
             unfused_us=record.unfused_us, rejected=[*lost, *record.rejected], enumerated=record.enumerated + 1,
-            measured=record.measured + 1, gap=_gap(planned_us, own.lower_bound_us), undecided=record.undecided,
+            measured=record.measured + measured, gap=_gap(planned_us, own.lower_bound_us), undecided=record.undecided,
         )
 
     def _written(

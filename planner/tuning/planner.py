@@ -317,7 +317,7 @@ class Planner:
         elapsed_s = time.monotonic() - began
         record = self._joined(table, region, plans, elapsed_s, reason)
         if verdict.whole is not None:
-            prices, writer = ModelPrices(table, self.spec, region), self._writer(table, region)
+            prices, writer = MeasuredPrices(table, self.spec, tuner), self._writer(table, region)
             record = writer.whole(record, verdict.whole, verdict.gain, prices, elapsed_s, reason)
         with tuner.account.spend("storing"):
             tuner.database.put_plan(record)

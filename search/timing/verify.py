@@ -210,7 +210,7 @@ def _largest_excess(value: torch.Tensor, reference: torch.Tensor, eager_worst: f
     info = torch.finfo(value.dtype)
     # Kernels may flush float32's subnormals to zero; narrower types keep theirs.
     floor = max(info.tiny * info.eps, torch.finfo(torch.float32).tiny)
-    # What several ops round may be larger than what is left of it: elements of a running sum may be near zero.
+    # Several ops may round intermediate values that are larger than the result: a running sum may end near zero.
     size = exact.abs() if ops == 1 else exact.abs().nan_to_num(0.0, 0.0, 0.0).max()
     bound = eager_worst + rounding(value.dtype, ops) * size + floor
     miss = (value.to(torch.float64) - exact).abs() - bound

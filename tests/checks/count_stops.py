@@ -8,8 +8,8 @@ configuration to a running kernel.
 A stop is one function of the four packages that is entered at least once, on any thread of this process; what is inside
 a function (lambdas, comprehensions, local functions) is part of it. Every module is imported before, so that its body
 and what the import calls are no stops; ``__init__`` of dataclasses and the like are written by Python and no stops.
-What worker processes do is not counted. A plan with other kernels enters
-other functions: to compare two checkouts give both the same plans. Walks run on a CPU:
+Worker processes are not counted. A plan with other kernels enters other functions, so compare two checkouts by the same
+plans. Walks run on a CPU:
 
 * **dispatch**: ``torch.compile(layer, backend="fuseplan")`` by stored plans, up to the end of its first call; and the
   **second call**. The layer is the second half of Llama's, of a tiny size.

@@ -16,10 +16,13 @@ from graphs import Builder
 
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner import stats
+from fuseplan.planner.capture.trace import record
 from fuseplan.planner.groups.candidates import Candidate
 from fuseplan.planner.groups.compute_graph import compute_graph_of
+from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations import inductor
 from fuseplan.planner.implementations.group_table import GroupTable
+from fuseplan.planner.tuning.session import open_session
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.maintenance import verify_database
 from fuseplan.search.store.record import INDUCTOR, PlanRecord
@@ -62,6 +65,7 @@ def check(results: Any, x: torch.Tensor) -> None:
 def test_a_region_that_leaves_much_to_aten_is_stored_as_inductors(tuned: Path) -> None:
     (plan,) = whole_plans(tuned)
     assert plan.planned_us < plan.unfused_us
+    assert plan.groups[0].measured_us == plan.planned_us
     assert sum(len(one.ops) for one in plan.rejected if one.implementation != "aten")  # the kernels that lost
     assert verify_database(Database(tuned)) == []
 
@@ -142,3 +146,14 @@ def test_what_it_may_not_run() -> None:
     assert "more bits" in refusal("eager", "tanh", "cumsum", "exp")
     assert "outside its table" in refusal("fp32", "exp", "index_select")
     assert "single op" in refusal("fp32", "cumsum")
+
+
+def test_a_prediction_is_no_measurement(tmp_path: Path) -> None:
+    database, identity = Database(tmp_path / "tuning.db"), current_identity("cpu")
+    database.put_device(identity.key(), json.loads(replace(CPU, identity=identity).to_json()))
+    graph = record(statistics, (torch.randn(4097, 127),), {})[0].graph
+    plan = open_session("cpu", str(tmp_path / "tuning.db"), mode="read").planner().plan_graph(
+        graph, regions=find_regions(graph))
+    (made,) = [one.record for one in plan.regions if one.record.groups[0].implementation == INDUCTOR]
+    assert made.groups[0].measured_us is None and made.groups[0].predicted_us == made.planned_us
+    assert made.measured == 0 and not any("measured" in one.reason for one in made.rejected)

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from graphs import Builder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from library_samples import Sample, assert_as_good_as_eager, linear, on_cuda, product, run, sample
 
 from fuseplan.planner.errors import RefusedError
 from fuseplan.planner.graph.dataflow import OpNode
+from fuseplan.planner.implementations.tunable_group import op_group
 from fuseplan.planner.libraries.library_calls import LIBRARY_CALLS
 from fuseplan.planner.libraries.matmul_calls import MATMUL_CALLS, MatmulCall
 
@@ -154,3 +156,17 @@ def test_what_needs_no_padding() -> None:
         (on_cuda(linear(3, 33, n=7, dtype=torch.bfloat16)), "few rows"),
     ):
         assert word in reason("matmul.padded", made)
+
+
+def test_only_what_nothing_in_the_graph_reads_may_stay_padded() -> None:
+    b = Builder(x=torch.randn(127, 33), w=torch.randn(7, 33))
+    logits = b("aten.linear.default", "x", "w", bias=None)
+    flat = b("aten.view.default", logits, size=[889])
+
+    def is_loose(*outputs: str) -> bool:
+        return op_group(b.graph(*outputs), [logits], [logits], "cuda").only_returned
+
+    assert not is_loose(logits, flat)  # the view needs rows that follow each other
+    alone = Builder(x=torch.randn(127, 33), w=torch.randn(7, 33))
+    made = alone("aten.linear.default", "x", "w", bias=None)
+    assert op_group(alone.graph(made), [made], [made], "cuda").only_returned

@@ -275,8 +275,9 @@ def op_group(graph: DataflowGraph, ops: Sequence[str], outputs: Sequence[str], d
     """A single op of a static graph as library calls see it; the views that it reads through stay outside."""
     (node,) = map(graph.op, ops)
     specs = {value: _plain_ones(graph.specs[value]) for value in (*node.inputs, *node.outputs)}
-    edges = graph.graph.out_edges(node.name, data="values")  # to views, too: they need rows that follow each other
-    only_returned = not any(values for _, _, values in edges) and all(value in graph.outputs for value in outputs)
+    # Views count as readers: they need rows that follow each other.
+    is_read = any(graph.graph.edges[node.name, reader]["values"] for reader in graph.graph.successors(node.name))
+    only_returned = not is_read and all(value in graph.outputs for value in outputs)
     return OpGroup(node, tuple(dict.fromkeys(node.inputs)), tuple(outputs), specs, device_type, only_returned)
 
 

@@ -17,6 +17,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import pytest
 from postgres_server import server as server
 
+from fuseplan.planner.dispatch_stats import reset_stats
 from fuseplan.search.errors import OWN_FAULTS
 
 #: Seconds and name of each slow case, or of a function whose cases are slow; ``tests/checks/list_slow.py`` writes it.
@@ -61,6 +62,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     finally:
         sys.settrace(here)
         threading.settrace(in_threads)  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def counts_of_this_test_only() -> None:
+    """Dispatch counts for the whole process: what an earlier test compiled would be in this test's ``stats()``."""
+    reset_stats()
 
 
 def pytest_collection_finish() -> None:

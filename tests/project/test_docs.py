@@ -26,7 +26,6 @@ from page_reader import TUNES, Reader, check_install, make_calls, run_plan
 from paths import ROOT
 from postgres_server import Server, binaries
 
-import fuseplan.planner
 from fuseplan.planner.runtime import lookup
 from fuseplan.search.store.location import default_path
 
@@ -63,9 +62,8 @@ def reader(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    """Nothing compiled or counted yet."""
+    """Nothing compiled or logged yet."""
     torch._dynamo.reset()
-    fuseplan.planner.reset_stats()
     lookup._LOGGED.clear()
     lookup._WARNED.clear()
     yield

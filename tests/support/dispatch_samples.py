@@ -19,9 +19,8 @@ from fuseplan.planner.tuning.session import open_session
 
 
 def fresh_start() -> Iterator[None]:
-    """The body of a fixture: nothing compiled, counted or logged yet, seeded, no gradients."""
+    """The body of a fixture: nothing compiled or logged yet, seeded, no gradients."""
     torch._dynamo.reset()
-    fuseplan.planner.reset_stats()
     lookup._LOGGED.clear()
     lookup._WARNED.clear()
     logs._SAID.clear()

@@ -25,27 +25,56 @@ from fuseplan.planner.groups.canonical_order import Colouring
 
 #: Version of the canonical text. Change it whenever the text of any graph changes.
 SCHEMA = "fuseplan-canonical-1"
+#: Constants that simplify what is computed, or are no number's place on a scale.
+_SPECIAL = frozenset({0.0, 0.5, 1.0, 2.0, -0.5, -1.0, -2.0})
+#: Ops whose constant says what is computed: a power may be a product, a root, or a call of a library.
+_DECIDED_BY_CONSTANT = frozenset({"aten.pow.Tensor_Scalar", "aten.pow.Scalar"})
 
 
 def canonical_form(
-    graph: DataflowGraph, ops: Iterable[str], outputs: Iterable[str], order: Iterable[tuple[str, str]] = ()
+    graph: DataflowGraph, ops: Iterable[str], outputs: Iterable[str], order: Iterable[tuple[str, str]] = (), *,
+    free_constants: bool = False,
 ) -> Region:
     """The ops ``ops`` of ``graph`` (in any order) with their key, a sha256: names and capture order play no part in it.
 
     ``graph`` is static; its ordering edges between two of the ops are part of the form, and so are those of ``order``,
-    which hold outside (a path through other ops). ``outputs`` are the values used outside. KeyError where an op is not
+    which hold outside (a path through other ops). ``outputs`` are the values used outside. With ``free_constants`` the
+    value of a :func:`free_constant` plays no part either: right for a plan, wrong for code. KeyError where an op is not
     in the graph, TypeError where an attribute has a type without a canonical text, or a size is dynamic.
     """
-    return _Builder(graph, ops, outputs, order).form()
+    return _Builder(graph, ops, outputs, order, free_constants).form()
+
+
+def free_constant(op: str, value: Any) -> bool:
+    """Whether a scalar attribute of an op (an epsilon, a scale, a fill value, a soft cap) may have another value in the
+    same plan: it changes neither what is legal nor, but for special values, the code that computes it.
+    """
+    is_usual = isinstance(value, float) and math.isfinite(value) and value not in _SPECIAL
+    return is_usual and op not in _DECIDED_BY_CONSTANT
+
+
+def has_free_constants(graph: DataflowGraph, ops: Iterable[str]) -> bool:
+    """Whether the key of ``ops`` depends on ``free_constants``."""
+
+    def within(op: str, value: Any) -> bool:
+        if isinstance(value, Mapping):
+            value = value.values()
+        elif not isinstance(value, list | tuple):
+            return free_constant(op, value)
+        return any(within(op, one) for one in value)
+
+    return any(within(node.op, node.attrs) for node in map(graph.op, ops))
 
 
 class _Builder:
     """One run of :func:`canonical_form`: vertices are external values, then ops in capture order."""
 
     def __init__(
-        self, graph: DataflowGraph, ops: Iterable[str], outputs: Iterable[str], order: Iterable[tuple[str, str]]
+        self, graph: DataflowGraph, ops: Iterable[str], outputs: Iterable[str], order: Iterable[tuple[str, str]],
+        free_constants: bool,
     ) -> None:
         self.graph = graph
+        self.free_constants = free_constants
         self.nodes: list[OpNode] = [graph.op(name) for name in sorted(set(ops), key=graph.position)]
         self.made: dict[str, tuple[int, int]] = {
             value: (at, slot) for at, node in enumerate(self.nodes) for slot, value in enumerate(node.outputs)
@@ -92,7 +121,7 @@ class _Builder:
             spec_text(self.graph.specs[value]) + "!" * (value in self.outputs) + "~" * (value in self.graph.rounds)
             for value in node.outputs
         )
-        return f"{attribute_text(node.attrs)}->{';'.join(specs)}"
+        return f"{attribute_text(node.attrs, node.op if self.free_constants else '')}->{';'.join(specs)}"
 
     def _text(self, numbering: list[int]) -> tuple[str, tuple[str, ...]]:
         """The canonical text, and the inputs in first-use order."""
@@ -127,14 +156,16 @@ def spec_text(spec: TensorSpec) -> str:
     return f"{spec.dtype}[{','.join(map(str, spec.shape))}]@[{','.join(map(str, spec.strides))}]"
 
 
-def attribute_text(value: Any) -> str:
+def attribute_text(value: Any, op: str = "") -> str:
     """Canonical text of an attribute value, TypeError where its type has none; an int and the equal float differ, a
-    tuple and a list do not.
+    tuple and a list do not. With an ``op``, its free constants are alike.
     """
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{attribute_text(value[key])}" for key in sorted(value)) + "}"
+        return "{" + ",".join(f"{key}:{attribute_text(value[key], op)}" for key in sorted(value)) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ",".join(attribute_text(item) for item in value) + "]"
+        return "[" + ",".join(attribute_text(item, op) for item in value) + "]"
+    if op and free_constant(op, value):
+        return "float"
     if value is None or isinstance(value, int):
         return str(value)
     if isinstance(value, float):

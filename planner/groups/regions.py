@@ -101,6 +101,13 @@ def _search(graph: DataflowGraph, flow: ComputeGraph) -> Iterator[tuple[Region, 
             yield finder.region(members), [parts[number] for number in within]
 
 
+def exact_form(graph: DataflowGraph, region: Region) -> Region:
+    """The region with a key that its free constants are part of: earlier versions stored plans by those."""
+    finder, position = _Finder(graph, flow := compute_graph_of(graph)), flow.position
+    members = sorted(at for name in region.ops if flow.is_member(at := position[name]))
+    return finder.region(members, free_constants=False)
+
+
 def find_boundaries(graph: DataflowGraph) -> list[Boundary]:
     """Every data-flow edge between compute ops and anchors that is in no region, with the reason."""
     finder = _Finder(graph, compute_graph_of(graph))
@@ -196,11 +203,12 @@ class _Finder:
             return f"{node.op} ({node.name}) looks up a table that has to exist before"
         return f"an ordering edge (a write to memory) leads to {node.op} ({node.name})"
 
-    def region(self, members: Sequence[int]) -> Region:
+    def region(self, members: Sequence[int], free_constants: bool = True) -> Region:
         """The region of some members, with the views among them."""
         flow = self.flow
         ops = [flow.names[at] for at in (*members, *flow.views_behind(members))]
-        return canonical_form(self.graph, ops, flow.needed_outside(members), self._detours(members))
+        outputs, order = flow.needed_outside(members), self._detours(members)
+        return canonical_form(self.graph, ops, outputs, order, free_constants=free_constants)
 
     def _detours(self, members: Sequence[int]) -> list[tuple[str, str]]:
         """Pairs ordered by a path outside the region: they limit the legal groups, so they are part of the key."""

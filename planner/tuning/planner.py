@@ -71,7 +71,8 @@ class Planner:
         self.unmeasured = replace(self.implementations, libraries=self.implementations.by_rule)
         #: What is stored; why plans are not used although they were found, and which versions differ, by region key.
         self.stored = StoredPlans(
-            store, RecordKey("", device, regime, self.settings.numerics), self.implementations)
+            store, RecordKey("", device, regime, self.settings.numerics), self.implementations,
+            None if tuner is None else tuner.database.put_plan)
         self.key, self.refused, self.outdated = self.stored.key, self.stored.refused, self.stored.outdated
         #: What was measured by this planner, by key: a part is decided once for all regions that have it.
         self._decided: dict[str, PlanRecord] = {}

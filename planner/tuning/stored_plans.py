@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 
 from fuseplan.planner.graph.dataflow import Region
+from fuseplan.planner.groups.canonical import has_free_constants
+from fuseplan.planner.groups.regions import exact_form
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import Implementations
 from fuseplan.planner.partition.plan_check import RefusedPlanError, accepted_plan
@@ -23,17 +25,19 @@ _SOFTWARE = {one.name for one in fields(Versions)}
 class StoredPlans:
     """Looks plans up in ``store``, and checks that a hit can be the region's plan here.
 
-    ``context`` is a key whose device, regime and numerics are those of all. Why plans are not used although they were
-    found is in ``refused``; which versions differ from those that the user's plans were measured with is in
-    ``outdated``: both by region key.
+    ``context`` is a key whose device, regime and numerics are those of all. ``keep`` stores a plan of an earlier
+    version by the key that its region has now. Why plans are not used although they were found is in ``refused``; which
+    versions differ from those that the user's plans were measured with is in ``outdated``: both by region key.
     """
 
     def __init__(
-        self, store: Database | LayeredDatabase, context: RecordKey, implementations: Implementations
+        self, store: Database | LayeredDatabase, context: RecordKey, implementations: Implementations,
+        keep: Callable[[PlanRecord], None] | None = None,
     ) -> None:
         self._store = store
         self._context = context
         self._implementations = implementations
+        self._keep = keep
         self.refused: dict[str, str] = {}
         self.outdated: dict[str, tuple[str, ...]] = {}
         #: Plans that were checked, and what was accepted of them, by region key.
@@ -49,10 +53,27 @@ class StoredPlans:
             key.workload: self._checked(table, by_key[key], lookup)
             for key, lookup in self._store.get_plans(by_key).items()
         }
+        for name, older in self._exactly(table, [by_key[self.key(name)] for name, one in found.items() if not one.hit]):
+            if older.hit is not None or found[name].record is None:
+                found[name] = older
         for key in self.refused.keys() - known:
             label = region_label(table.graph, by_key[self.key(key)])
             logger.warning("the stored plan of %s is not used: %s", label, self.refused[key])
         return found
+
+    def _exactly(
+        self, table: GroupTable, regions: Iterable[Region]
+    ) -> Iterator[tuple[str, Lookup[PlanRecord]]]:
+        """What earlier versions stored, whose keys depend on every constant, with the keys that regions have now."""
+        changed = (one for one in regions if has_free_constants(table.graph, one.ops))
+        exact = {self.key((old := exact_form(table.graph, one)).key): (old, one) for one in changed}
+        for key, lookup in self._store.get_plans(exact).items():
+            if lookup.record is not None:
+                old, region = exact[key]
+                lookup = self._checked(table, region, replace(lookup, record=_moved(lookup.record, old, region)))
+                if lookup.hit is not None and self._keep is not None:
+                    self._keep(lookup.hit)
+                yield region.key, lookup
 
     def just_written(self, table: GroupTable, regions: Iterable[Region]) -> dict[str, Lookup[PlanRecord]]:
         """Plans that another process has just stored with the same software, checked like any hit.
@@ -85,3 +106,14 @@ class StoredPlans:
         self.refused.setdefault(region.key, reason)
         return Lookup()
 
+
+def _moved(record: PlanRecord, old: Region, region: Region) -> PlanRecord:
+    """A record of ``old`` with the positions that its ops have in ``region``; -1 for what it does not have."""
+    place = {at: region.ops.index(name) for at, name in enumerate(old.ops)}
+
+    def moved(ops: Iterable[int]) -> tuple[int, ...]:
+        return tuple(place.get(at, -1) for at in ops)
+
+    groups = tuple(replace(one, ops=moved(one.ops)) for one in record.groups)
+    rejected = tuple(replace(one, ops=moved(one.ops)) for one in record.rejected)
+    return replace(record, groups=groups, rejected=rejected, key=replace(record.key, workload=region.key))

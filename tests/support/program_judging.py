@@ -78,8 +78,10 @@ def complaints(program: Program, call: int, results: Sequence[Any], arguments: S
 
 
 def _strides(tensor: torch.Tensor) -> list[int]:
-    """Those that mean something: over one element, PyTorch's own fake tensors have others than eager's results."""
-    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
+    """Those that mean something: over one element, or none of it, PyTorch's own fake tensors have others than eager's
+    results.
+    """
+    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
 def _layout(tensor: torch.Tensor) -> str:

@@ -39,7 +39,8 @@ logger = logging.getLogger(__name__)
 #: Searched for on PATH, in this order.
 COMPILER_NAMES = ("c++", "g++", "clang++")
 #: NaN and signed zeros count, so no -ffast-math; errno and floating-point traps do not.
-_FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-w", "-fPIC", "-shared")
+_FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-fwrapv", "-w", "-fPIC",
+          "-shared")
 #: Ways to ask for this processor's instructions, best first (clang spells the second one on ARM).
 _NATIVE_FLAGS: tuple[tuple[str, ...], ...] = (("-march=native",), ("-mcpu=native",), ())
 #: Seconds that one kernel may take, and that the trials of one compiler may take together.

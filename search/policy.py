@@ -105,6 +105,9 @@ LEFT_TO_ATEN_SHARE = 0.02
 UNALIGNED_FACTOR = 4.0
 #: What TorchInductor's code should gain by the cost model to run a region that nothing was measured of.
 PREDICTED_INDUCTOR_GAIN = 0.1
+#: Ops of a step, without repeated layers, up to which TorchInductor is asked for its code of all of it: more take
+#: minutes to compile.
+MOST_OPS_OF_A_STEP = 1500
 #: Seconds that a plain region may take to be run again and again.
 LONG_REGION_S = 0.2
 #: Seconds to compile a peer's program: longer than the slowest takes, max-autotune and a queue for the device included.

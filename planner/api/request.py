@@ -78,6 +78,8 @@ class HowToTune:
         shipped: Whether the records that come with fuseplan for this device count as stored.
         again: Measure anew what is stored or shipped.
         study: Where each search is kept as an Optuna study, too: a SQLAlchemy URL or the path of a journal file.
+        inductor: Ask TorchInductor for its code, of regions that leave much to ATen and of whole steps, and take it
+            where it is faster. Compiling it takes seconds.
     """
 
     trials: int | None = None
@@ -87,6 +89,7 @@ class HowToTune:
     again: bool = False
     study: str | None = field(default=None, repr=False)
     job_limit: float | None = None
+    inductor: bool = True
 
     def budget(self, device_type: str) -> Budget:
         """What a group may cost on a device."""
@@ -98,7 +101,9 @@ class HowToTune:
 
     def of(self, session: Session, studies: Studies | None, run: str) -> Session:
         """The session as it is searched with; ``run`` names this tune."""
-        return replace(session, shipped=self.shipped, run=run if self.again else "", studies=studies)
+        settings = replace(session.settings, inductor=self.inductor)
+        return replace(
+            session, shipped=self.shipped, run=run if self.again else "", studies=studies, settings=settings)
 
 
 @dataclass(frozen=True)

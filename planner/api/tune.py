@@ -104,16 +104,16 @@ def tune(
     calls: bool = True, pack_weights: bool = False, misses: Literal[False] = False, most: int = 16,
     numerics: Literal["fp32", "eager"] = "fp32", regime: Literal["eager", "graph"] | None = None,
     trials: int | None = None, seconds: float = 6.0, seed: int = 0, shipped: bool = True, again: bool = False,
-    study: str | None = None, job_limit: float | None = None, device: str = "auto", db: str | Path | None = None,
-    progress: Progress | None = None,
+    study: str | None = None, job_limit: float | None = None, inductor: bool = True, device: str = "auto",
+    db: str | Path | None = None, progress: Progress | None = None,
 ) -> Tuned: ...
 
 
 @overload
 def tune(
     *, manifest: str | Path, trials: int | None = None, seconds: float = 6.0, seed: int = 0, shipped: bool = True,
-    again: bool = False, study: str | None = None, job_limit: float | None = None, device: str = "auto",
-    db: str | Path | None = None, progress: Progress | None = None,
+    again: bool = False, study: str | None = None, job_limit: float | None = None, inductor: bool = True,
+    device: str = "auto", db: str | Path | None = None, progress: Progress | None = None,
 ) -> TunedMany: ...
 
 
@@ -121,7 +121,7 @@ def tune(
 def tune(
     *, misses: Literal[True], most: int = 16, regime: Literal["eager", "graph"] | None = None,
     trials: int | None = None, seconds: float = 6.0, seed: int = 0, job_limit: float | None = None,
-    device: str = "auto", db: str | Path | None = None, progress: Progress | None = None,
+    inductor: bool = True, device: str = "auto", db: str | Path | None = None, progress: Progress | None = None,
 ) -> TunedMisses: ...
 
 
@@ -133,7 +133,7 @@ def tune(
     manifest: str | Path | None = None, numerics: Literal["fp32", "eager"] = "fp32",
     regime: Literal["eager", "graph"] | None = None, trials: int | None = None, seconds: float = 6.0, seed: int = 0,
     shipped: bool = True, again: bool = False, study: str | None = None, job_limit: float | None = None,
-    device: str = "auto", db: str | Path | None = None, progress: Progress | None = None,
+    inductor: bool = True, device: str = "auto", db: str | Path | None = None, progress: Progress | None = None,
 ) -> Tuned | TunedMisses | TunedMany:
     """Plan a model's fusion, tune it on this device, and store the result, as ``plan tune`` does.
 
@@ -162,7 +162,8 @@ def tune(
         numerics: ``"fp32"`` keeps a kernel's intermediates in fp32; ``"eager"`` rounds where PyTorch does.
         regime: ``"eager"`` for launches from Python (the default), ``"graph"`` for replay in a CUDA graph. Of misses
             only those that were launched so; without it all of them.
-        trials, seconds, seed, shipped, again, study, job_limit: See :class:`~fuseplan.planner.api.request.HowToTune`.
+        trials, seconds, seed, shipped, again, study, job_limit, inductor: See
+            :class:`~fuseplan.planner.api.request.HowToTune`.
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
         db: The tuning database, a file or a SQLAlchemy URL; None for the user's own.
         progress: Told what is done meanwhile (:class:`~fuseplan.planner.tuning.progress.Progress`); None for nobody.
@@ -177,7 +178,7 @@ def tune(
             python_arguments(
                 model, inputs, pattern=pattern, shape=shape, decode=decode, kv_len=kv_len, prefill=prefill, dtype=dtype,
                 layers=layers, calls=calls, pack_weights=pack_weights, numerics=numerics, regime=regime),
-            manifest, misses, most, HowToTune(trials, seconds, seed, shipped, again, study, job_limit), db)
+            manifest, misses, most, HowToTune(trials, seconds, seed, shipped, again, study, job_limit, inductor), db)
         (found,) = tune_request(request, progress if progress is not None else SILENT)
         if isinstance(found, Tuned) and found.failure:
             raise PlanError("; ".join((found.failure, *found.warnings[:1])))

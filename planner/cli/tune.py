@@ -48,6 +48,10 @@ def tune(
         parser=opt.decimal(policy.LEAST_JOB_LIMIT_S), metavar="SECONDS", help="After how long a call of a kernel "
         "or an op counts as hanging: 60 seconds by default, and what a call of its size should take.",
     )] = None,
+    inductor: Annotated[bool, Option(
+        help="Ask TorchInductor for its code, too, and take it where it is faster: of regions that leave much to "
+        "PyTorch's ops, and of whole steps. Compiling that takes seconds to minutes.",
+    )] = True,
     misses: Annotated[bool, Option(
         "--misses", help="Tune what torch.compile looked up in vain in this database, without a model; with --regime "
         "only what was missed so.",
@@ -66,7 +70,7 @@ def tune(
     """Plan a model's fusion, tune it on this device, and store the result.
 
     What is stored already is not measured again. Without options, tunes the llama preset. Ctrl-C loses nothing that
-    was finished: the same command goes on. Last come whole steps, unfused and as planned.
+    was finished: the same command goes on. Last come whole steps: unfused, by torch.compile, and as planned.
     """
     account = TimeAccount(process_age_s())
     with account.spend("starting"):
@@ -78,7 +82,7 @@ def tune(
         kind = device_kind(device) if workers is None else opt.fleet_kind(workers, device)
     if misses and workers is not None:
         raise ConfigError("--misses tunes on this device; leave out --workers")
-    how = HowToTune(trials, seconds, seed, shipped, again, study, job_limit)
+    how = HowToTune(trials, seconds, seed, shipped, again, study, job_limit, inductor)
     screen = current()
     found = tune_request(
         TuneRequest(kind, given, manifest, misses, most, how, db), screen, account, opt.runner(workers))

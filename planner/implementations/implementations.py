@@ -26,7 +26,7 @@ class Implementations:
 
     aten: Implementation
     kernel: GeneratedKernel
-    inductor: Implementation
+    inductor: InductorCode
     libraries: tuple[Implementation, ...] = ()
 
     @property

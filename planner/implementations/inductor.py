@@ -7,7 +7,7 @@ in PyTorch's own caches; a plan's record says no more than that it runs the regi
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from fuseplan.kernels.ir.in_place import ReuseOptions
 from fuseplan.kernels.ir.ir import Buffer, KernelIR
 from fuseplan.planner.capture.normalise import Traced
 from fuseplan.planner.errors import RefusedError
-from fuseplan.planner.graph.dataflow import TensorSpec
+from fuseplan.planner.graph.dataflow import DataflowGraph, TensorSpec
 from fuseplan.planner.groups.candidates import Candidate, group_key
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations.aten import UNFUSED
@@ -34,7 +34,9 @@ from fuseplan.planner.implementations.implementation import Implementation, Plan
 from fuseplan.planner.implementations.tunable_group import Fused, TunableGroup, chain_module, group_label
 from fuseplan.planner.ops.table import mutates, op_of
 from fuseplan.planner.work.group_work import hot_inputs
+from fuseplan.search import policy
 from fuseplan.search.store.record import INDUCTOR
+from fuseplan.search.timing.signs import going_on
 from fuseplan.search.tune.tuner import Tuner
 
 #: TorchInductor keeps what it is compiling in globals.
@@ -65,7 +67,7 @@ def compile_chain(chain: fx.GraphModule, specs: Sequence[TensorSpec], device: st
         inputs: list[torch.Tensor | int | torch.SymInt | None] = [
             torch.empty_strided(one.shape, one.strides, dtype=torch_dtype(one.dtype), device=device) for one in specs
         ]
-    with _ONE_AT_A_TIME, torch.no_grad():
+    with _ONE_AT_A_TIME, torch.no_grad(), going_on(policy.PEER_LIMIT_S):
         artifact = standalone_compile(chain, inputs, dynamic_shapes="from_example_inputs")
     assert artifact is not None
     call: Fused = artifact
@@ -80,16 +82,22 @@ class InductorCode(Implementation):
     name: str = INDUCTOR
 
     def refuse(self, table: GroupTable, group: Candidate) -> str | None:
-        nodes = [table.graph.op(op) for op in group.ops]
-        if len(nodes) == 1:
+        if len(group.ops) == 1:
             return "a single op is ATen's, a library's or a kernel's"
-        if table.numerics == "eager":
-            return "it keeps more bits than casts do"
-        for node in nodes:
+        for node in map(table.graph.op, group.ops):
             if mutates(node):
                 return f"{node.op} writes to memory"
             if op_of(node.op).family == "lookup":
                 return f"{node.op} has to fail as in eager mode where an index is outside its table"
+        return self.refuse_step(table, group.ops)
+
+    def refuse_step(self, table: GroupTable, ops: Collection[str]) -> str | None:
+        """Why a whole step of these ops cannot be compiled; None when it can. Unlike a region's, its code may write to
+        memory and look up: what runs it is all of ``torch.compile``, as its users know it.
+        """
+        if table.numerics == "eager":
+            return "it keeps more bits than casts do"
+        for node in map(table.graph.op, ops):
             if not node.op.startswith("aten."):
                 return f"{node.op} is no op of ATen"
             if not all(table.graph.specs[value].is_static for value in (*node.inputs, *node.outputs)):
@@ -123,11 +131,7 @@ class InductorCode(Implementation):
     # -- at run time ------------------------------------------------------------------------------------------
 
     def prepare(self, table: GroupTable, traced: Traced, group: PlannedGroup) -> FirstCall:
-        flow = compute_graph_of(table.graph)
-        ops = tuple(sorted(group.ops, key=flow.position.__getitem__))
-        made = {value for op in ops for value in table.graph.op(op).outputs}
-        read = dict.fromkeys(one for op in ops for one in flow.sources[flow.position[op]] if one not in made)
-        candidate = Candidate(ops, tuple(read), flow.outputs_of(ops))
+        candidate = whole_candidate(table.graph, group.ops)
         if (reason := self.refuse(table, candidate)) is not None:
             raise RefusedError(reason)
         subject = _chain(table, candidate, TunableGroup)
@@ -136,6 +140,15 @@ class InductorCode(Implementation):
             label=group.label, build=partial(_build, subject), unfused=partial(_run_chain, subject),
             key=(self.name, subject.key),
         )
+
+
+def whole_candidate(graph: DataflowGraph, ops: Collection[str]) -> Candidate:
+    """All of ``ops`` as one group."""
+    flow = compute_graph_of(graph)
+    ordered = tuple(sorted(ops, key=flow.position.__getitem__))
+    made = {value for op in ordered for value in graph.op(op).outputs}
+    read = dict.fromkeys(one for op in ordered for one in flow.sources[flow.position[op]] if one not in made)
+    return Candidate(ordered, tuple(read), flow.outputs_of(ordered))
 
 
 def _chain(table: GroupTable, group: Candidate, kind: type[_Kind]) -> _Kind:

@@ -47,16 +47,16 @@ class Verdict:
 
 def last_word(
     table: GroupTable, region: Region, parts: Sequence[tuple[Region, PlanRecord]], ways: Implementations, tuner: Tuner,
-    minor: bool
+    with_inductor: bool
 ) -> Callable[[], Verdict]:
     """Who runs a region: the plans of its parts, plain ATen or, where these leave much to ATen, TorchInductor's code.
 
-    They are run when the measuring process has nothing else to do; what is returned waits for it. A ``minor`` region
-    is not worth TorchInductor's compilation.
+    They are run when the measuring process has nothing else to do; what is returned waits for it. ``with_inductor``:
+    the region is worth TorchInductor's compilation.
     """
     plain_s = math.fsum(record.unfused_us for _, record in parts) * 1e-6
     is_plain = all(group.is_plain for _, record in parts for group in record.groups)
-    whole = None if minor else whole_by_inductor(table, region, parts, ways)
+    whole = whole_by_inductor(table, region, parts, ways) if with_inductor else None
     alone = len(region_parts(table.graph, region)) == 1  # its plan was decided beside plain ATen
     if plain_s > policy.LONG_REGION_S or (whole is None and (is_plain or alone)):
         return Verdict
@@ -67,7 +67,7 @@ def last_word(
         run = play_off(tuner.play_off_later, table, sides)
         return lambda: _verdict(run(), None)
 
-    def with_inductor() -> Verdict:
+    def beside_inductor() -> Verdict:
         screened = whole.implementation.screen(table, whole.group, tuner)
         if screened.time_us is None:
             note = f"; TorchInductor's code for it does not work: {screened.reason}"
@@ -76,7 +76,7 @@ def last_word(
         both = {**sides, INDUCTOR: {whole: whole.implementation.part(table, whole.group, "", {})}}
         return _verdict(play_off(tuner.play_off, table, both), whole)
 
-    return with_inductor
+    return beside_inductor
 
 
 def _verdict(contest: Contest | None, whole: Choice | None) -> Verdict:

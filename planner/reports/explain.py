@@ -25,6 +25,7 @@ from fuseplan.planner.reports.side_by_side import PlannedRegion, in_words, side_
 from fuseplan.planner.tuning.planner import GraphPlan, RegionPlan
 from fuseplan.planner.tuning.session import Session
 from fuseplan.planner.tuning.summary import summarise
+from fuseplan.planner.tuning.whole_step import runs_by_inductor
 from fuseplan.search.store.record import ATEN, GroupChoice, TuningRecord
 
 #: Examples of a kind that are spelled out; the rest is counted.
@@ -42,6 +43,9 @@ def explain_plan(session: Session, workload: str, graph: DataflowGraph, plan: Gr
         f"only ATen runs. Regions: {len(plan.regions)}, "
         f"distinct: {len(unique)}."
     )
+    if (step := runs_by_inductor(session.store, plan)) is not None:
+        yield (f"TorchInductor's code of the whole graph runs it: {step.best_us:.3g} us a step, where the plan takes "
+               f"{step.planned_us:.3g}.")
     yield from _externs(graph)
     yield from _region_boundaries(graph)
     for number, one in enumerate(unique, 1):

@@ -107,7 +107,7 @@ def _faster(one: Step) -> str:
     """The first thing to know of a step."""
     if one.hidden:
         return "no faster, as far as noise lets one tell"
-    return f"{one.unfused_us / one.planned_us:.2f}x as fast" if one.planned_us > 0 else ""
+    return f"{one.unfused_us / one.best_us:.2f}x as fast" if one.best_us > 0 else ""
 
 
 def _saved_rows(found: Sequence[Step], groups: pd.DataFrame) -> list[dict[str, Any]]:

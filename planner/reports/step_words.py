@@ -48,16 +48,26 @@ def step_lines(data: ReportData, shown: int = _SHOWN, every: bool = False) -> It
 
 
 def step_words(one: Step) -> str:
-    """``decode 1 @ 1024: 1.52 -> 0.91 ms a step (1.67x); floor 0.66 ms``."""
+    """``decode 1 @ 1024: 1.52 -> 0.91 ms a step (1.67x; torch.compile 1.04 ms); floor 0.66 ms``."""
     unit = _unit(max(one.unfused_us, one.planned_us))
-    times = f"{_in(one.unfused_us, unit)} -> {_in(one.planned_us, unit)} {unit} a step"
-    faster = ratio(one.unfused_us, one.planned_us)
-    words = f"{one.name}: {times} ({faster:.2f}x)" if faster is not None else f"{one.name}: {times}"
+    times = f"{_in(one.unfused_us, unit)} -> {_in(one.best_us, unit)} {unit} a step"
+    faster = ratio(one.unfused_us, one.best_us)
+    beside = "; ".join(filter(None, (f"{faster:.2f}x" if faster is not None else "", _beside(one, unit))))
+    words = f"{one.name}: {times} ({beside})" if beside else f"{one.name}: {times}"
     if one.times is None:
         return f"{words}; the sum of its regions, a whole step was not timed{_left_out(one)}"
     floor = f"; floor {_in(one.floor_us, unit)} {unit}" if one.floor_us is not None else ""
     below = f" (the step is {one.doubt})" if one.doubt else ""
     return f"{words}{floor}{below}{_doubt(one)}{_left_out(one)}"
+
+
+def _beside(one: Step, unit: str) -> str:
+    """What a step takes by TorchInductor's code or, where that is what runs, by the plan; "" where it was not timed."""
+    if one.times is None or one.times.inductor_us is None:
+        return ""
+    if one.times.by_inductor:
+        return f"by torch.compile's own code; the plan takes {_in(one.planned_us, unit)} {unit}"
+    return f"torch.compile {_in(one.times.inductor_us, unit)} {unit}"
 
 
 def _doubt(one: Step) -> str:
@@ -100,11 +110,14 @@ def bars(one: Step) -> tuple[list[Piece], list[Piece]]:
 
 def answers(one: Step) -> list[str]:
     """Three sentences: how much faster a step is, which groups made it, and what is left to gain."""
-    faster = ratio(one.unfused_us, one.planned_us) or 1.0
+    faster = ratio(one.unfused_us, one.best_us) or 1.0
     how = "measured end to end" if one.times is not None else "the sum of its regions; a whole step was not timed"
     if not is_cpu(kind_of_key(one.workload.device)):  # launching takes most of the time of a small unfused step
         how += "; replayed from a CUDA graph" if one.workload.regime == "graph" else "; launched from Python"
-    took = f"a step takes {time_text(one.planned_us)}, unfused {time_text(one.unfused_us)}"
+    took = f"a step takes {time_text(one.best_us)}, unfused {time_text(one.unfused_us)}"
+    if one.times is not None and one.times.inductor_us is not None:
+        took += f"; by the plan, which torch.compile's own code beats, {time_text(one.planned_us)}" if (
+            one.times.by_inductor) else f", by torch.compile {time_text(one.times.inductor_us)}"
     best = [saved for saved in one.saved if saved.saved_us > 0][:_SHOWN_OF_ONE]
     names = "; ".join(f"{time_text(saved.saved_us)} by {where(saved)}" for saved in best)
     return [f"{faster:.2f}x as fast: {took} ({how}{_doubt(one)}{_left_out(one)}).",

@@ -90,7 +90,8 @@ def compile_graph(
         lookup = look_up(session, traced.graph, options.on_miss, tally)
     finally:
         session.database.close()
-    call = executable(
+    whole = _by_inductor(gm, example_inputs, tally) if lookup.by_inductor else None
+    call = whole or executable(
         traced, lookup.groups, session.target, tally, options.numerics, options.debug, options.in_place,
         parameters=parameter_positions(example_inputs),
     )
@@ -99,6 +100,19 @@ def compile_graph(
         stationary = traced.written | _stationary(gm, example_inputs)
         call = graphed(call, module, stationary, device_type, tally, options.cuda_graphs_copy_outputs)
     return guarded_call(call, gm.forward, traced, tally)
+
+
+def _by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], tally: Tally) -> Callable[..., Any] | None:
+    """The graph as plain ``torch.compile`` runs it; None, counted, where that cannot be compiled here."""
+    from torch._inductor.compile_fx import compile_fx
+
+    try:
+        call: Callable[..., Any] = compile_fx(gm, example_inputs)  # type: ignore[assignment]
+    except Exception as error:
+        tally.refuse(f"TorchInductor's code for the whole graph: {failure_reason(error)}")
+        return None
+    tally.count("whole_by_inductor")
+    return call
 
 
 def _open(device_type: str, options: DispatchOptions) -> Session:

@@ -28,8 +28,9 @@ from fuseplan.planner.partition.plan_record import located_label, region_label
 from fuseplan.planner.runtime.dynamic_sizes import neighbouring_plans, with_configs
 from fuseplan.planner.runtime.logs import warn_once
 from fuseplan.planner.tuning.miss_log import log_missed
-from fuseplan.planner.tuning.planner import RegionPlan
+from fuseplan.planner.tuning.plans import GraphPlan, RegionPlan
 from fuseplan.planner.tuning.session import Session
+from fuseplan.planner.tuning.whole_step import runs_by_inductor
 from fuseplan.search.tune.tuner import Budget
 
 #: What happens to a region that the database does not know: the cost model's plan with default configurations,
@@ -58,10 +59,13 @@ class RegionLookup:
 
 @dataclass(frozen=True)
 class GraphLookup:
-    """The look-ups of a graph's regions and parts, and the groups of their plans that ATen does not run."""
+    """The look-ups of a graph's regions and parts, and the groups of their plans that ATen does not run; and whether
+    TorchInductor's code of the whole graph was measured to be faster than these.
+    """
 
     regions: tuple[RegionLookup, ...] = ()
     groups: tuple[PlannedGroup, ...] = ()
+    by_inductor: bool = False
 
     @property
     def plans(self) -> list[RegionPlan]:
@@ -103,8 +107,11 @@ def look_up(session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tall
         fused = list(passes.groups(plan))
         tally.count("planned_unfused", not fused)
         groups += fused
+    by_inductor = not graph.symbols and session.settings.numerics == "fp32" and all(
+        one.status == "stored" for one in found) and runs_by_inductor(session.store, GraphPlan(
+            tuple(one.plan for one in found if one.plan is not None))) is not None
     tally.count("lookup_s", time.perf_counter() - start)
-    return GraphLookup(tuple(found), tuple(groups))
+    return GraphLookup(tuple(found), tuple(groups), by_inductor)
 
 
 class _Passes:

@@ -265,8 +265,8 @@ class Planner:
         plans = [(part, record) for part in parts if (record := known[part.key]) is not None]
         if len(parts) > 1 and (joint := self._across_anchors(table, region, plans, tuner)) is not None:
             plans = [(region, joint)]
-        minor = all(self._is_minor(table, part) for part in parts)
-        verdict = last_word(table, region, plans, self.implementations, tuner, minor)
+        asked = self.settings.inductor and not all(self._is_minor(table, part) for part in parts)
+        verdict = last_word(table, region, plans, self.implementations, tuner, asked)
         if len(parts) == 1 and verdict is Verdict:  # nothing to compare
             alone = RegionPlan(region, plans[0][1], "tuned", decided=tuple(decided))
             return lambda: alone

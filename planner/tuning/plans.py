@@ -29,6 +29,7 @@ class PlanSettings:
         limits: Bounds on the enumeration of candidates.
         alternatives: Rejected groups kept in a plan's record.
         minor: Share of a graph's time below which the kernels of a region's part are tuned with little effort.
+        inductor: Whether TorchInductor is asked for its code: compiling that takes seconds.
     """
 
     numerics: str = "fp32"
@@ -39,6 +40,7 @@ class PlanSettings:
     limits: CandidateLimits = field(default_factory=CandidateLimits)
     alternatives: int = policy.ALTERNATIVES_LIMIT
     minor: float = policy.MINOR_SHARE
+    inductor: bool = True
 
     def measured_on(self, device_type: str) -> int:
         """Fused groups measured per region at most on a device."""

@@ -7,6 +7,7 @@ on neither side.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -21,6 +22,7 @@ from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations.choices import in_order
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import Implementations, implementations_for
+from fuseplan.planner.partition.inductor_step import compare_step
 from fuseplan.planner.partition.whole_region import plain_parts, planned_parts
 from fuseplan.planner.tuning.plans import GraphPlan, RegionPlan
 from fuseplan.planner.tuning.session import Session
@@ -33,6 +35,7 @@ from fuseplan.search.timing.contest import Contest
 from fuseplan.search.timing.sequence import Part
 from fuseplan.search.tune.tuner import Tuner
 
+logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _PREFIX, _UNTIMED = "step", "untimed"
 _UNFUSED, _PLANNED = "unfused", "planned"
@@ -47,6 +50,8 @@ class StepTimes:
         planned_us: By the plan.
         noise: Relative difference of two runs of the same.
         floor_us: What memory and arithmetic alone take; None where a peak is not known.
+        inductor_us: By TorchInductor's code, as plain ``torch.compile`` runs it; None where it was not timed.
+        by_inductor: Whether that is faster beyond doubt, so that dispatch leaves the whole graph to it.
         created: ISO 8601 UTC time.
         device: Identity of the device; "" where older versions stored it.
     """
@@ -57,6 +62,13 @@ class StepTimes:
     floor_us: Amount | None = None
     created: str = ""
     device: str = ""
+    inductor_us: Amount | None = None
+    by_inductor: bool = False
+
+    @property
+    def best_us(self) -> float:
+        """What dispatch runs takes so long."""
+        return self.inductor_us if self.by_inductor and self.inductor_us is not None else self.planned_us
 
 
 @dataclass(frozen=True)
@@ -92,6 +104,13 @@ def _stored(database: codec.CaptureStore, kind: type[_T], prefix: str, key: str 
         with suppress(RecordError):
             found[name.removeprefix(f"{prefix}/")] = codec.from_data(kind, data)
     return found
+
+
+def runs_by_inductor(database: codec.CaptureStore, plan: GraphPlan) -> StepTimes | None:
+    """The times of a step that TorchInductor's code was measured to be faster at; None where there is no such step."""
+    key = step_key(counted(plan))
+    found = _stored(database, StepTimes, _PREFIX, key).get(key)
+    return found if found is not None and found.by_inductor else None
 
 
 def counted(plan: GraphPlan) -> list[tuple[int, PlanRecord]]:
@@ -143,7 +162,8 @@ def _measured(
     on_start(unfused_us)
     regime = session.settings.regime
     table = GroupTable(graph, session.settings.numerics, session.target.device_type)
-    parts, sides, kept = _sides(table, plan, implementations_for(regime, session.backends, session.target))
+    ways = implementations_for(regime, session.backends, session.target)
+    parts, sides, kept = _sides(table, plan, ways)
     rounds = policy.LONG_STEP_ROUNDS if unfused_us > policy.LONG_STEP_US else policy.STEP_ROUNDS
     outcome = tuner.time_sides(parts, sides, kept, rounds)
     if not outcome.ok:
@@ -155,6 +175,12 @@ def _measured(
     floor = floor_us(table, session.spec, "graph" if regime == "graph" else "eager")
     unfused, chosen = (contest.time(side).median_us for side in (_UNFUSED, _PLANNED))
     found = StepTimes(unfused, chosen, contest.noise, floor, now(), session.device)
+    if session.settings.inductor:
+        other = compare_step(table, [(one.region, one.record) for one in plan.regions], ways, tuner, rounds)
+        if other.ratio is not None:
+            found = replace(found, inductor_us=chosen * other.ratio, by_inductor=other.wins)
+        elif other.why:
+            logger.info("TorchInductor's code for the step is not timed: %s", other.why)
     session.database.put_capture(f"{_PREFIX}/{key}", asdict(found))
     return found
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 #: Seconds between two signs that are passed on: each wakes up the process that supervises, beside what is timed.
 _EVERY_S = 1.0
@@ -24,3 +26,24 @@ def goes_on() -> None:
     if _tell is not None and (now_s := time.monotonic()) - _told_s >= _EVERY_S:
         _told_s = now_s
         _tell()
+
+
+@contextmanager
+def going_on(limit_s: float) -> Iterator[None]:
+    """Signs while something is done that gives none, such as a compiler's work; for at most ``limit_s``."""
+    if _tell is None:
+        yield
+        return
+    done, ends_s = threading.Event(), time.monotonic() + limit_s
+
+    def tell() -> None:
+        while not done.wait(_EVERY_S) and time.monotonic() < ends_s:
+            goes_on()
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

@@ -1,0 +1,70 @@
+"""A whole step by TorchInductor beside the plan: what a user of plain ``torch.compile`` would get.
+
+Compiling all layers of a model takes minutes, and they are alike: of regions that are, two take part. What the two
+sides take then stands to each other as in the whole step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fuseplan.planner.graph.dataflow import Region
+from fuseplan.planner.groups.compute_graph import compute_graph_of
+from fuseplan.planner.implementations.choices import in_order
+from fuseplan.planner.implementations.group_table import GroupTable
+from fuseplan.planner.implementations.implementations import Implementations
+from fuseplan.planner.implementations.inductor import whole_candidate
+from fuseplan.planner.partition.whole_region import planned_parts
+from fuseplan.search import policy
+from fuseplan.search.store.record import INDUCTOR, PlanRecord
+from fuseplan.search.timing.contest import Contest
+from fuseplan.search.timing.sequence import Part
+from fuseplan.search.tune.tuner import Tuner
+
+_PLAN = "planned"
+#: Of equal regions so many take part: what one hands to the next is in it.
+_ALIKE = 2
+
+
+@dataclass(frozen=True)
+class InductorStep:
+    """How TorchInductor's code compares with the plan of a step.
+
+    Attributes:
+        ratio: Its time over the plan's; None where it was not run.
+        wins: Whether it is faster beyond doubt.
+        why: Why it was not run, in words.
+    """
+
+    ratio: float | None = None
+    wins: bool = False
+    why: str = ""
+
+
+def compare_step(
+    table: GroupTable, plans: Sequence[tuple[Region, PlanRecord]], ways: Implementations, tuner: Tuner, rounds: int
+) -> InductorStep:
+    """Time both, interleaved. ``plans`` are those of all regions of a step, in order."""
+    flow, seen = compute_graph_of(table.graph), Counter[str]()
+    taken = []
+    for region, record in plans:
+        seen[region.key] += 1
+        taken += [(region, record)] if seen[region.key] <= _ALIKE else []
+    ops = [name for region, _ in taken for name in region.ops if flow.is_member(flow.position[name])]
+    if len(ops) > policy.MOST_OPS_OF_A_STEP:
+        return InductorStep(why=f"it has {len(ops)} ops, and TorchInductor is asked about {policy.MOST_OPS_OF_A_STEP}")
+    if (reason := ways.inductor.refuse_step(table, ops)) is not None:
+        return InductorStep(why=reason)
+    planned = planned_parts(table, taken, ways)
+    whole = ways.inductor.part(table, whole_candidate(table.graph, ops), "", {})
+    names = {choice: f"part {number}" for number, choice in enumerate(planned)}
+    parts: dict[str, Part] = {names[choice]: part for choice, part in planned.items()} | {INDUCTOR: whole}
+    sides = {_PLAN: [names[choice] for choice in in_order(table.graph, planned)], INDUCTOR: [INDUCTOR]}
+    outcome = tuner.time_sides(parts, sides, whole.makes, rounds)
+    if not outcome.ok:
+        return InductorStep(why=outcome.failure)
+    contest: Contest = outcome.value
+    ratio = contest.time(INDUCTOR).median_us / contest.time(_PLAN).median_us
+    return InductorStep(ratio, contest.accepts(INDUCTOR, _PLAN))

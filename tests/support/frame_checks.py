@@ -23,7 +23,7 @@ _NAMES = {
 #: Differences, which may be below zero, and numbers that some rows rightly have not.
 _SIGNED = {"saved_us", "share"}
 _OPTIONAL = {
-    "steps": {"speedup", "floor_us", "over_floor", "noise", "doubt"}, "saved": {"share", "doubt"},
+    "steps": {"speedup", "floor_us", "over_floor", "noise", "inductor_us", "doubt"}, "saved": {"share", "doubt"},
     "groups": {"times", "fused_us", "unfused_us", "speedup", "noise", "measured_configs", "enumerated_configs",
                "doubt"},
     "regions": {"times", "speedup"}, "coverage": {"coverage", "planned_us", "unfused_us"},

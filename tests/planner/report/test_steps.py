@@ -77,6 +77,24 @@ def test_a_measured_step_tells_what_lies_between_its_parts(load: Load) -> None:
     assert step_words.step_words(decode(data)) == "decode b4: 2.10 -> 1.25 ms a step (1.68x); floor 0.90 ms"
 
 
+def test_torch_compile_stands_beside_the_plan(load: Load) -> None:
+    data = load(StepTimes(2100.0, 1250.0, 0.01, 900.0, inductor_us=1500.0))
+    assert step_words.step_words(decode(data)).startswith(
+        "decode b4: 2.10 -> 1.25 ms a step (1.68x; torch.compile 1.50 ms); floor")
+    assert "by torch.compile 1.50 ms" in step_words.answers(decode(data))[0]
+    (row,) = steps.step_frame(data).query("workload == 'decode b4'").itertuples()
+    assert row.inductor_us == 1500.0 and not row.by_inductor and row.speedup == pytest.approx(1.68)
+
+
+def test_a_step_that_torch_compile_wins_says_so(load: Load) -> None:
+    data = load(StepTimes(2100.0, 1250.0, 0.01, 900.0, inductor_us=1050.0, by_inductor=True))
+    assert step_words.step_words(decode(data)).startswith(
+        "decode b4: 2.10 -> 1.05 ms a step (2.00x; by torch.compile's own code; the plan takes 1.25 ms); floor")
+    assert step_words.answers(decode(data))[0].startswith("2.00x as fast: a step takes 1.05 ms")
+    (row,) = steps.step_frame(data).query("workload == 'decode b4'").itertuples()
+    assert row.by_inductor and row.speedup == pytest.approx(2.0)
+
+
 def test_no_part_takes_negative_time_where_a_step_takes_less_than_its_parts(load: Load) -> None:
     frame = steps.part_frame(load(StepTimes(2100.0, 1050.0, 0.01, 900.0)))
     frame = frame[frame["workload"] == "decode b4"].set_index("part")

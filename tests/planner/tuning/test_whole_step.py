@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +17,12 @@ from scripted_tuner import TARGET, ScriptedTuner
 from fuseplan.costmodel.device import Peak
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.graph.execute import run_node
+from fuseplan.planner.implementations.inductor import InductorCode
 from fuseplan.planner.tuning.planner import Planner, PlanSettings
 from fuseplan.planner.tuning.plans import GraphPlan
 from fuseplan.planner.tuning.session import Session
 from fuseplan.planner.tuning.whole_step import StepTimes, Untimed, counted, measure_step, step_key, step_problem
+from fuseplan.search import policy
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.leases import Leases
 from fuseplan.search.store.record import Versions
@@ -88,7 +91,7 @@ class Bench:
 @pytest.fixture
 def session(tmp_path: Path) -> Session:
     database = Database(tmp_path / "t.db", "write", Versions.current("cpu"))
-    return Session(database, "dev", SPEC, TARGET, (ReferenceBackend(),), PlanSettings(margin=0.0))
+    return Session(database, "dev", SPEC, TARGET, (ReferenceBackend(),), PlanSettings(margin=0.0, inductor=False))
 
 
 def planned(session: Session, graph: DataflowGraph) -> GraphPlan:
@@ -209,3 +212,49 @@ def test_long_steps_are_run_in_few_rounds(session: Session) -> None:
         assert isinstance(measure_step(session, graph, made, bench), StepTimes)
         rounds.append(bench.rounds)
     assert rounds[0] > rounds[1] > 1
+
+
+# -- beside TorchInductor -------------------------------------------------------------------------------------
+
+
+def test_inductor_computes_the_same_of_layers_that_are_not_alike_twice(session: Session) -> None:
+    _, graph = layers()
+    session = replace(session, settings=replace(session.settings, inductor=True))
+    bench = Bench({**TIMES, "inductor": 40.0})
+    found = measure_step(session, graph, planned(session, graph), bench)
+    assert isinstance(found, StepTimes) and found.by_inductor and found.best_us == found.inductor_us == 40.0
+    assert bench.results is not None and bench.results.keys() == {"planned", "inductor"}
+    torch.testing.assert_close(bench.results["inductor"], bench.results["planned"], rtol=1e-5, atol=1e-5)
+
+
+def test_inductors_time_is_that_of_all_layers(session: Session) -> None:
+    """The plan takes 50 us: as long as by Inductor when two layers of each kind are alike."""
+    session = replace(session, settings=replace(session.settings, inductor=True))
+    _, graph = layers(9)
+
+    class Fewer(Bench):
+        def time_sides(self, parts: Any, sides: Any, kept: Any, min_rounds: int) -> Outcome:
+            fewer = "inductor" in sides
+            assert not fewer or len(sides["planned"]) < len(planned(session, graph).regions) * 3
+            self.times_us = {"planned": 10.0, "inductor": 15.0} if fewer else TIMES
+            return super().time_sides(parts, sides, kept, min_rounds)
+
+    found = measure_step(session, graph, planned(session, graph), Fewer(TIMES))
+    assert isinstance(found, StepTimes) and found.inductor_us == pytest.approx(75.0) and not found.by_inductor
+
+
+@pytest.mark.parametrize("why", ["many ops", "rounds as eager", "no op of ATen"])
+def test_where_inductor_is_not_asked_the_step_is_timed_without(
+    session: Session, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, graph = layers()
+    settings = replace(session.settings, inductor=True, numerics="eager" if why == "rounds as eager" else "fp32")
+    session = replace(session, settings=settings)
+    plan = planned(session, graph)
+    if why == "many ops":
+        monkeypatch.setattr(policy, "MOST_OPS_OF_A_STEP", 3)
+    if why == "no op of ATen":
+        monkeypatch.setattr(InductorCode, "refuse_step", lambda *_: "fuseplan.decode_attention is no op of ATen")
+    bench = Bench(TIMES)
+    found = measure_step(session, graph, plan, bench)
+    assert isinstance(found, StepTimes) and found.inductor_us is None and not found.by_inductor and bench.asked == 1

@@ -1,0 +1,97 @@
+"""A graph whose step TorchInductor's code was faster at runs by that, as plain ``torch.compile`` has it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fast_tunes import count_instead_of_timing
+from torch import nn
+
+from fuseplan.planner import explain, stats, tune
+from fuseplan.planner.tuning.whole_step import stored_steps
+from fuseplan.search.store.database import Database
+
+
+class Counter(nn.Module):
+    """Looks up, fuses, multiplies, and writes to a state and to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = nn.Embedding(17, 33), nn.Linear(33, 9)
+        self.register_buffer("state", torch.zeros(3, 9))
+        self.state: torch.Tensor
+
+    def forward(self, which: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        found = self.linear(torch.nn.functional.gelu(self.table(which)) * 2)
+        self.state.add_(found)
+        seen.mul_(3)
+        return found.tanh() + self.state
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.tensor([1, 16, 3]), torch.ones(5)
+
+
+@pytest.fixture
+def model() -> Counter:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    return Counter().eval()
+
+
+@pytest.fixture
+def db(tmp_path: Path, model: Counter, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A database with the model's plan, and a step that Inductor won."""
+    count_instead_of_timing(monkeypatch)
+    path = tmp_path / "tuning.db"
+    tune(model, inputs(), device="cpu", db=path)
+    with Database(path, "write") as database:
+        for key, step in stored_steps(database).items():
+            won = replace(step, planned_us=50.0, inductor_us=40.0, by_inductor=True)
+            database.put_capture(f"step/{key}", asdict(won))
+    assert any(one.best_us == 40.0 for one in stored_steps(Database(path)).values())
+    return path
+
+
+def check(model: Counter, db: Path, **options: Any) -> None:
+    """Two calls, each with eager's result, state and change of its input."""
+    torch._dynamo.reset()
+    twin = Counter().eval()
+    twin.load_state_dict(model.state_dict())
+    call = torch.compile(model, backend="fuseplan", options={"db": str(db), **options}, dynamic=False)
+    with torch.no_grad():
+        for _ in range(2):
+            (ours, seen), (theirs, expected) = inputs(), inputs()
+            torch.testing.assert_close(call(ours, seen), twin(theirs, expected))
+            torch.testing.assert_close(model.state, twin.state)
+            torch.testing.assert_close(seen, expected)
+
+
+def test_dispatch_leaves_the_graph_to_it(model: Counter, db: Path) -> None:
+    check(model, db)
+    assert stats().whole_by_inductor == 1 and not stats().groups_fused and not stats().misses
+    assert "1 graphs as a whole by TorchInductor's code" in str(stats())
+
+
+def test_a_plan_for_eagers_roundings_does_not(model: Counter, db: Path) -> None:
+    check(model, db, numerics="eager")
+    assert not stats().whole_by_inductor
+
+
+def test_a_compiler_that_fails_leaves_the_plan(model: Counter, db: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("no compiler today")
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", fail)
+    check(model, db)
+    assert stats().from_database and not stats().whole_by_inductor
+    assert any("no compiler today" in reason for reason in stats().fallbacks)
+
+
+def test_it_is_explained(model: Counter, db: Path) -> None:
+    assert "TorchInductor's code of the whole graph runs it: 40 us a step" in str(
+        explain(model, inputs(), device="cpu", db=db))

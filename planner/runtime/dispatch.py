@@ -107,7 +107,8 @@ def _by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], tally: Tally
     from torch._inductor.compile_fx import compile_fx
 
     try:
-        call: Callable[..., Any] = compile_fx(gm, example_inputs)  # type: ignore[assignment]
+        call: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
+            gm, example_inputs, config_patches={"fallback_random": True})  # the numbers that eager mode draws
     except Exception as error:
         tally.refuse(f"TorchInductor's code for the whole graph: {failure_reason(error)}")
         return None

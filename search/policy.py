@@ -108,6 +108,8 @@ PREDICTED_INDUCTOR_GAIN = 0.1
 #: Ops of a step, without repeated layers, up to which TorchInductor is asked for its code of all of it: more take
 #: minutes to compile.
 MOST_OPS_OF_A_STEP = 1500
+#: Seconds after which dispatch begins no further run of a region that was missed (``on_miss="measure"``).
+MEASURED_ON_MISS_S = 5.0
 #: Seconds that a plain region may take to be run again and again.
 LONG_REGION_S = 0.2
 #: Seconds to compile a peer's program: longer than the slowest takes, max-autotune and a queue for the device included.

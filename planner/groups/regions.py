@@ -10,7 +10,7 @@ each anchor is a part that is decided by itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, product
 from weakref import WeakKeyDictionary
@@ -58,6 +58,18 @@ def region_parts(graph: DataflowGraph, region: Region) -> tuple[Region, ...]:
         members = found.members.get(region, ())
         found.parts[region] = tuple(map(finder.region, members)) if len(members) > 1 else (region,)
     return found.parts[region]
+
+
+def parts_to_plan(graph: DataflowGraph, region: Region, known: Collection[str]) -> tuple[Region, ...]:
+    """The region itself where its key is ``known``, else its parts that hold anything to decide."""
+    parts = region_parts(graph, region)
+    if region.key in known or len(parts) == 1:
+        return (region,)
+    flow = compute_graph_of(graph)
+    return tuple(
+        part for part in parts
+        if any(flow.kinds[flow.position[name]] == "compute" for name in part.ops)
+    )
 
 
 def is_anchor(graph: DataflowGraph, part: Region) -> bool:

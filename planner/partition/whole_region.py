@@ -47,18 +47,19 @@ class Verdict:
 
 def last_word(
     table: GroupTable, region: Region, parts: Sequence[tuple[Region, PlanRecord]], ways: Implementations, tuner: Tuner,
-    with_inductor: bool
+    with_inductor: bool, decided: bool = True, longest_s: float = policy.LONG_REGION_S
 ) -> Callable[[], Verdict]:
     """Who runs a region: the plans of its parts, plain ATen or, where these leave much to ATen, TorchInductor's code.
 
     They are run when the measuring process has nothing else to do; what is returned waits for it. ``with_inductor``:
-    the region is worth TorchInductor's compilation.
+    the region is worth TorchInductor's compilation. ``decided``: the plans of its parts were decided by measurement.
+    What takes more than ``longest_s`` as plain ATen is not run.
     """
     plain_s = math.fsum(record.unfused_us for _, record in parts) * 1e-6
     is_plain = all(group.is_plain for _, record in parts for group in record.groups)
     whole = whole_by_inductor(table, region, parts, ways) if with_inductor else None
-    alone = len(region_parts(table.graph, region)) == 1  # its plan was decided beside plain ATen
-    if plain_s > policy.LONG_REGION_S or (whole is None and (is_plain or alone)):
+    alone = decided and len(region_parts(table.graph, region)) == 1  # its plan was decided beside plain ATen
+    if plain_s > longest_s or (whole is None and (is_plain or alone)):
         return Verdict
     sides = {_PLAN: planned_parts(table, parts, ways)}
     if not is_plain:

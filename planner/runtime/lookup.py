@@ -18,7 +18,7 @@ from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import failure_reason
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region, bind_graph
 from fuseplan.planner.groups.places import paths_of
-from fuseplan.planner.groups.regions import find_regions, region_parts, unique_regions
+from fuseplan.planner.groups.regions import find_regions, parts_to_plan, region_parts, unique_regions
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementation import PlannedGroup
 from fuseplan.planner.module_paths import located, place
@@ -31,11 +31,12 @@ from fuseplan.planner.tuning.miss_log import log_missed
 from fuseplan.planner.tuning.plans import GraphPlan, RegionPlan
 from fuseplan.planner.tuning.session import Session
 from fuseplan.planner.tuning.whole_step import runs_by_inductor
+from fuseplan.search import policy
 from fuseplan.search.tune.tuner import Budget
 
-#: What happens to a region that the database does not know: the cost model's plan with default configurations,
-#: nothing, or a tune here and now.
-OnMiss = Literal["model", "unfused", "tune"]
+#: What happens to a region that the database does not know: the cost model's plan with default configurations, the
+#: same beside plain ATen and TorchInductor in a short run, nothing, or a tune here and now.
+OnMiss = Literal["model", "measure", "unfused", "tune"]
 
 logger = logging.getLogger(__name__)
 _LOGGED: set[tuple[str, str]] = set()
@@ -93,7 +94,7 @@ def look_up(session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tall
     tally.count("regions", len(regions))
     found = passes.in_database(regions)
     apart = [one.region for one in found if one.status == "apart"]
-    parts = [part for region in apart for part in passes.planner.parts_to_plan(passes.static, region, ())]
+    parts = [part for region in apart for part in parts_to_plan(passes.static, region, ())]
     of_parts = passes.whole_again(apart, passes.in_database(parts))
     found = [one for one in found if one.status != "apart"] + of_parts
     found = passes.fit_dynamic(passes.planned(found))
@@ -140,11 +141,11 @@ class _Passes:
                 found.append(RegionLookup(region, "refused", reason=refused[region.key]))
             else:
                 found.append(RegionLookup(region, "neighbour" if region in near else "missed", near.get(region)))
-        is_tuned = self.on_miss == "tune"
+        is_whole = self.on_miss in ("tune", "measure")
         self._report_misses([
             one.region for one in found if one.status == "neighbour"
             # Without a tune it depends on the parts of a region.
-            or (one.status == "missed" and (is_tuned or region_parts(self.static, one.region) == (one.region,)))
+            or (one.status == "missed" and (is_whole or region_parts(self.static, one.region) == (one.region,)))
         ])
         found = [replace(one, status="apart", plan=None) if self._is_apart(one) else one for one in found]
         self.tally.count("bucketed", sum(one.status == "neighbour" for one in found))
@@ -157,7 +158,9 @@ class _Passes:
         """
         if one.status == "refused" or len(region_parts(self.static, one.region)) == 1:
             return False
-        return self.on_miss != "tune" if one.plan is None else self._is_unfit(one.plan)
+        if one.plan is None:  # what is measured runs as a whole, with what is stored of its parts
+            return self.on_miss != "tune" and (self.on_miss != "measure" or bool(self.graph.symbols))
+        return self._is_unfit(one.plan)
 
     def _is_unfit(self, plan: RegionPlan) -> bool:
         """Whether a group of a plan is a kernel for the sizes seen and none for dynamic ones, as far as that can be
@@ -220,7 +223,7 @@ class _Passes:
         missed, session = [one.region for one in found if one.status == "missed"], self.session
         if not missed or self.on_miss == "unfused":
             return list(found)
-        if session.spec is None and self.on_miss == "model":
+        if session.spec is None and self.on_miss != "tune":
             logger.info(
                 "this device has not been probed, so the plan with the fewest launches is used; run `plan probe`")
         failed: dict[str, str] = {}
@@ -231,10 +234,14 @@ class _Passes:
             named = located_label(self.static, region)
             logger.warning("%s runs unfused: %s", named, reason)
 
-        tuning = session.tuner(Budget.on(session.target.device_type)) if self.on_miss == "tune" else nullcontext()
+        measures = self.on_miss in ("tune", "measure")
+        tuning = session.tuner(Budget.on(session.target.device_type)) if measures else nullcontext()
         try:
             with tuning as tuner:
-                made = session.planner(tuner).plan_graph(self.static, on_failure=drop, regions=missed).regions
+                planner = session.planner(tuner)
+                made = planner.screen_regions(
+                    self.static, missed, policy.MEASURED_ON_MISS_S, drop) if self.on_miss == "measure" else (
+                    planner.plan_graph(self.static, on_failure=drop, regions=missed).regions)
         except Exception as error:  # there is no tuner, or it cannot be shut down
             reason = f"planning failed: {failure_reason(error)}"
             self.tally.refuse(reason)

@@ -32,7 +32,8 @@ class DispatchOptions:
         db: File or SQLAlchemy URL of the tuning database; None for the user's default file.
         on_miss: For a region without a tuned plan: ``"model"`` fuses as the cost model says with default kernel
             configurations (the fewest launches, where the device was never probed), ``"unfused"`` leaves it as it
-            is, ``"tune"`` tunes it now and stores the plan.
+            is, ``"measure"`` runs the cost model's plan beside plain ATen and TorchInductor for some seconds and stores
+            nothing, ``"tune"`` tunes it now and stores the plan.
         log_misses: Write down in the database what was looked up in vain, so that ``plan tune --misses`` can tune it:
             ops, shapes, dtypes, and the names that the model gives its modules.
         numerics: ``"fp32"`` keeps intermediates of a group in fp32, but for casts whose rounding the program can see;

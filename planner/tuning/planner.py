@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from weakref import WeakKeyDictionary
@@ -15,8 +16,7 @@ from fuseplan.planner.cost.running_calibration import RunningCalibration
 from fuseplan.planner.cost.samples import region_samples, store_samples
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import enumerate_parts
-from fuseplan.planner.groups.compute_graph import compute_graph_of
-from fuseplan.planner.groups.regions import find_regions, is_anchor, region_parts, unique_regions
+from fuseplan.planner.groups.regions import find_regions, is_anchor, parts_to_plan, region_parts, unique_regions
 from fuseplan.planner.implementations.choices import RegionProblem, region_problem
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import Implementations, implementations_for
@@ -128,7 +128,7 @@ class Planner:
             regions = find_regions(graph)
             if self.tuner is None:
                 known = self.look_up_all(graph, regions)
-                regions = [part for region in regions for part in self.parts_to_plan(graph, region, known)]
+                regions = [part for region in regions for part in parts_to_plan(graph, region, known)]
         planned: dict[str, RegionPlan] = {}
         unfinished: list[tuple[Region, Callable[[], RegionPlan], ExitStack]] = []
 
@@ -167,17 +167,33 @@ class Planner:
         plans = tuple(replace(planned[region.key], region=region) for region in regions if region.key in planned)
         return GraphPlan(plans, spent_us)
 
-    @staticmethod
-    def parts_to_plan(graph: DataflowGraph, region: Region, known: Collection[str]) -> tuple[Region, ...]:
-        """The region itself where its key is ``known``, else its parts that hold anything to decide."""
-        parts = region_parts(graph, region)
-        if region.key in known or len(parts) == 1:
-            return (region,)
-        flow = compute_graph_of(graph)
-        return tuple(
-            part for part in parts
-            if any(flow.kinds[flow.position[name]] == "compute" for name in part.ops)
-        )
+    def screen_regions(
+        self, graph: DataflowGraph, regions: Sequence[Region], seconds: float,
+        on_failure: Callable[[Region, Exception], None] | None = None
+    ) -> list[RegionPlan]:
+        """Regions by the stored plans of their parts and the cost model, each as a whole beside plain ATen and
+        TorchInductor's code. Nothing is searched or stored; after ``seconds`` no run begins. Needs a tuner.
+        """
+        assert self.tuner is not None
+        ends_s, table = time.monotonic() + seconds, self._table(graph)
+        predicted: list[tuple[float, Region, list[tuple[Region, PlanRecord]]]] = []
+        found: dict[str, RegionPlan] = {}
+        for occurrences in unique_regions(regions).values():
+            region = occurrences[0]
+            with _reporting(region, on_failure):
+                stored = self.stored.find_all(table, parts := region_parts(graph, region))
+                plans = [(part, stored[part.key].hit or self._by_model(table, part)) for part in parts]
+                unfused_us = sum(record.unfused_us for _, record in plans)
+                predicted.append((-len(occurrences) * unfused_us, region, plans))
+        for _, region, plans in sorted(predicted, key=lambda one: one[0]):  # the longest first
+            with _reporting(region, on_failure):
+                verdict = Verdict(words="; not run as a whole, for want of time")
+                if time.monotonic() < ends_s:
+                    longest_s = policy.LONG_REGION_S if self.spec is not None else math.inf  # no times, then
+                    verdict = last_word(table, region, plans, self.implementations, self.tuner,
+                                        self.settings.inductor, False, longest_s)()
+                found[region.key] = RegionPlan(region, self._judged(table, region, plans, verdict, 0.0), "model")
+        return [replace(found[region.key], region=region) for region in regions if region.key in found]
 
     def plan_dynamic(
         self, graph: DataflowGraph, dynamic: DataflowGraph, wanted: Sequence[tuple[Region, Sequence[Sequence[str]]]]
@@ -217,15 +233,18 @@ class Planner:
         """The plan of a region, once what was measured of it as a whole is waited for."""
         parts = region_parts(graph, region)
         if self.tuner is None:
-            reason = "by the cost model, nothing was measured"
-            plans = [(part, self._predicted(table, part, self._problem(table, part, self.unmeasured), reason))
-                     for part in parts]
+            plans = [(part, self._by_model(table, part)) for part in parts]
+            reason = plans[0][1].evidence.reason
             record = self._joined(table, region, plans, 0.0, reason)
             prices = ModelPrices(table, self.spec, region)
             record = predicted_by_inductor(record, plans, self._writer(table, region), prices)
             predicted = RegionPlan(region, record, "model")
             return lambda: predicted
         return self._by_measurement(region, parts, table, self.tuner)
+
+    def _by_model(self, table: GroupTable, part: Region) -> PlanRecord:
+        reason = "by the cost model, nothing was measured"
+        return self._predicted(table, part, self._problem(table, part, self.unmeasured), reason)
 
     def _predicted(self, table: GroupTable, part: Region, problem: RegionProblem, reason: str) -> PlanRecord:
         prices = ModelPrices(table, self.spec, part)
@@ -311,18 +330,25 @@ class Planner:
         decided: tuple[PlanRecord, ...], tuner: Tuner, verdict: Verdict, began: float
     ) -> RegionPlan:
         """The plan of a region after its run beside plain ATen and TorchInductor; stored."""
+        record = self._judged(table, region, plans, verdict, time.monotonic() - began)
+        with tuner.account.spend("storing"):
+            tuner.database.put_plan(record)
+        return RegionPlan(region, record, "tuned", decided=decided)
+
+    def _judged(
+        self, table: GroupTable, region: Region, plans: Sequence[tuple[Region, PlanRecord]], verdict: Verdict,
+        elapsed_s: float
+    ) -> PlanRecord:
+        """The record of a region after its run beside plain ATen and TorchInductor."""
         reason = "; ".join(dict.fromkeys(record.evidence.reason for _, record in plans)) + verdict.words
         if not verdict.keeps and verdict.whole is None:
             plans = [(part, self._writer(table, part).plain(record, ModelPrices(table, self.spec, part)))
                      for part, record in plans]
-        elapsed_s = time.monotonic() - began
         record = self._joined(table, region, plans, elapsed_s, reason)
-        if verdict.whole is not None:
-            prices, writer = MeasuredPrices(table, self.spec, tuner), self._writer(table, region)
+        if verdict.whole is not None and self.tuner is not None:
+            prices, writer = MeasuredPrices(table, self.spec, self.tuner), self._writer(table, region)
             record = writer.whole(record, verdict.whole, verdict.gain, prices, elapsed_s, reason)
-        with tuner.account.spend("storing"):
-            tuner.database.put_plan(record)
-        return RegionPlan(region, record, "tuned", decided=decided)
+        return record
 
     def _opened(self, table: GroupTable, part: Region, tuner: Tuner) -> MeasuredRegion:
         problem = (self._ahead.problem(part) if self._ahead is not None else None) or self._problem(table, part)

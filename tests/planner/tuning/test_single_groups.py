@@ -22,7 +22,7 @@ from fuseplan.planner.capture.normalise import normalise
 from fuseplan.planner.capture.trace import record
 from fuseplan.planner.graph.dataflow import DataflowGraph, bind_graph
 from fuseplan.planner.groups.compute_graph import lower_group
-from fuseplan.planner.groups.regions import find_regions
+from fuseplan.planner.groups.regions import find_regions, parts_to_plan
 from fuseplan.planner.lowering.lower import Lowered
 from fuseplan.planner.tuning.planner import Planner
 from fuseplan.search.store.database import Database
@@ -70,7 +70,7 @@ def check_plans(planner: Planner, graph: DataflowGraph) -> int:
     regions = find_regions(graph)
     if planner.tuner is None:  # nothing is measured: what lies between matmuls is planned, and they are ATen's
         known = planner.look_up_all(graph, regions)
-        regions = [part for region in regions for part in planner.parts_to_plan(graph, region, known)]
+        regions = [part for region in regions for part in parts_to_plan(graph, region, known)]
     assert planned.issuperset(name for region in regions for name in region.ops)
     return sum(choice.is_kernel for one in plan.regions for choice in one.record.groups)
 

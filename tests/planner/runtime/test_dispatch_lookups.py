@@ -21,6 +21,7 @@ import fuseplan.planner
 from fuseplan.planner.tuning.planner import GraphPlan, Planner
 from fuseplan.planner.tuning.session import open_session
 from fuseplan.search.store.database import Database
+from fuseplan.search.store.record import Versions
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +71,7 @@ def test_stored_plans_are_hits(db: Path, kernels: ReferenceBackend) -> None:
 def test_plans_by_other_versions_are_misses(db: Path, kernels: ReferenceBackend, monkeypatch: Any) -> None:
     x = torch.randn(4, 8)
     store_plans(swiglu, (x, x), db, ({},))
-    monkeypatch.setattr("importlib.metadata.version", lambda package: "0.0.1")
+    monkeypatch.setattr(Versions, "current", lambda _: Versions("0.0.1", "0.0.1"))
     compiled(swiglu, db)(x, x)
     done = fuseplan.planner.stats()
     assert done.misses == 1

@@ -11,7 +11,8 @@ from itertools import count, product
 
 from index_oracle import value_of
 
-from fuseplan.kernels.ir.ir import Iota, KernelIR, Load, Reduce, Segment, operands
+from fuseplan.kernels.ir.index import evaluate_all
+from fuseplan.kernels.ir.ir import Buffer, Iota, KernelIR, Load, Reduce, Segment, operands
 from fuseplan.kernels.ir.reduction_loops import Phase, rescaled_sums, schedule
 
 #: Numbers of reads; of a value, those that it was computed from.
@@ -71,7 +72,8 @@ class Trace:
         found = frozenset[int]().union(*(known[arg][column] for arg in operands(instr) if arg in known))
         if isinstance(instr, Load):
             number = next(self._numbers)
-            where = range(10_000) if instr.gather is not None else (value_of(instr.index, at),)
+            buffer = self.ir.buffers[instr.buffer]
+            where = range(_span(buffer)) if instr.gather is not None else (value_of(instr.index, at),)
             for element in where:
                 self.reads.setdefault((instr.buffer, element), set()).add(number)
             return found | {number}
@@ -84,3 +86,9 @@ class Trace:
         for column in columns:
             values = self.stores.setdefault((store.buffer, value_of(store.index, (*row, column))), [])
             values.append(known[store.value][column] if store.value in known else frozenset())
+
+
+def _span(buffer: Buffer) -> int:
+    """Elements from a static buffer's first to its last, those between its own included."""
+    shape, strides = evaluate_all(buffer.shape, {}), evaluate_all(buffer.strides, {})
+    return 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))

@@ -254,10 +254,18 @@ class _Grower:
             text = f"({text}).to({rng.choice(('I32', 'F32', 'I8'))})"
         if texts is _MATRIX and self.tensor(names["v"]).dtype != self.tensor(names["w"]).dtype:
             return  # eager PyTorch refuses it only where there is something to multiply
+        if texts is _MATRIX and any(self._makes_gigabytes(names["v"], names["w"], call) for call in (0, 1)):
+            return
         if texts is _WRITES:
             self._write(Step(names["v"], text, rounds))
         else:
             self._make(Step(f"v{len(self.steps)}", f"v{len(self.steps)} = {text}", rounds), names)
+
+    def _makes_gigabytes(self, one: str, other: str, call: int) -> bool:
+        """Whether a product of two matrices might: no program has such a result, and making it may end the process."""
+        first, second = self.tensor(one, call), self.tensor(other, call)
+        width = max(1, first.shape[-1]) if first.dim() else 1
+        return first.numel() // width * (second.numel() // width) > 1e8
 
     def _make(self, step: Step, names: Mapping[str, str]) -> None:
         read = [name for slot, name in names.items() if name and name in step.text]

@@ -43,12 +43,13 @@ def model() -> Counter:
     return Counter().eval()
 
 
-@pytest.fixture
-def db(tmp_path: Path, model: Counter, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(scope="module")
+def db(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A database with the model's plan, and a step that Inductor won."""
-    count_instead_of_timing(monkeypatch)
-    path = tmp_path / "tuning.db"
-    tune(model, inputs(), device="cpu", db=path)
+    path = tmp_path_factory.mktemp("inductor") / "tuning.db"
+    with pytest.MonkeyPatch.context() as patch:
+        count_instead_of_timing(patch)
+        tune(Counter().eval(), inputs(), device="cpu", db=path)
     with Database(path, "write") as database:
         for key, step in stored_steps(database).items():
             won = replace(step, planned_us=50.0, inductor_us=40.0, by_inductor=True)

@@ -74,6 +74,16 @@ def compile_chain(chain: fx.GraphModule, specs: Sequence[TensorSpec], device: st
     return call
 
 
+def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """One of Dynamo's graphs as plain ``torch.compile`` runs it, with the random numbers that eager mode draws."""
+    from torch._inductor.compile_fx import compile_fx
+
+    with _ONE_AT_A_TIME:
+        call: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
+            module, example_inputs, config_patches={"fallback_random": True})
+    return call
+
+
 @dataclass(frozen=True)
 class InductorCode(Implementation):
     """TorchInductor's code, in its default mode, for several ops of a static graph that write to no operand."""

@@ -22,6 +22,7 @@ from fuseplan.planner.capture.normalise import normalise
 from fuseplan.planner.capture.trace import parameter_positions, trace_predispatch
 from fuseplan.planner.dispatch_stats import Tally, new_tally
 from fuseplan.planner.errors import RefusedError, failure_reason
+from fuseplan.planner.implementations import inductor
 from fuseplan.planner.rewrites.merged_projections import merge_projections
 from fuseplan.planner.rewrites.packing import pack
 from fuseplan.planner.runtime.cuda_graphs import graphed
@@ -104,11 +105,8 @@ def compile_graph(
 
 def _by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], tally: Tally) -> Callable[..., Any] | None:
     """The graph as plain ``torch.compile`` runs it; None, counted, where that cannot be compiled here."""
-    from torch._inductor.compile_fx import compile_fx
-
     try:
-        call: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
-            gm, example_inputs, config_patches={"fallback_random": True})  # the numbers that eager mode draws
+        call = inductor.compile_graph(gm, example_inputs)
     except Exception as error:
         tally.refuse(f"TorchInductor's code for the whole graph: {failure_reason(error)}")
         return None

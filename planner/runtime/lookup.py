@@ -108,11 +108,19 @@ def look_up(session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tall
         fused = list(passes.groups(plan))
         tally.count("planned_unfused", not fused)
         groups += fused
-    by_inductor = not graph.symbols and session.settings.numerics == "fp32" and all(
-        one.status == "stored" for one in found) and runs_by_inductor(session.store, GraphPlan(
-            tuple(one.plan for one in found if one.plan is not None))) is not None
+    by_inductor = _step_by_inductor(session, graph, found)
     tally.count("lookup_s", time.perf_counter() - start)
     return GraphLookup(tuple(found), tuple(groups), by_inductor)
+
+
+def _step_by_inductor(session: Session, graph: DataflowGraph, found: Sequence[RegionLookup]) -> bool:
+    """Whether TorchInductor's code was measured to be faster than the plans of a static graph, all of which are stored.
+    """
+    is_tuned = bool(found) and all(one.status == "stored" for one in found)
+    if graph.symbols or session.settings.numerics != "fp32" or not is_tuned:
+        return False
+    plans = tuple(one.plan for one in found if one.plan is not None)
+    return runs_by_inductor(session.store, GraphPlan(plans)) is not None
 
 
 class _Passes:

@@ -22,13 +22,12 @@ import torch
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref, Region, TensorSpec
 from fuseplan.planner.groups.canonical_order import Colouring
+from fuseplan.planner.ops.table import op_of
 
 #: Version of the canonical text. Change it whenever the text of any graph changes.
 SCHEMA = "fuseplan-canonical-1"
 #: Constants that simplify what is computed, or are no number's place on a scale.
 _SPECIAL = frozenset({0.0, 0.5, 1.0, 2.0, -0.5, -1.0, -2.0})
-#: Ops whose constant says what is computed: a power may be a product, a root, or a call of a library.
-_DECIDED_BY_CONSTANT = frozenset({"aten.pow.Tensor_Scalar", "aten.pow.Scalar"})
 
 
 def canonical_form(
@@ -50,7 +49,7 @@ def free_constant(op: str, value: Any) -> bool:
     same plan: it changes neither what is legal nor, but for special values, the code that computes it.
     """
     is_usual = isinstance(value, float) and math.isfinite(value) and value not in _SPECIAL
-    return is_usual and op not in _DECIDED_BY_CONSTANT
+    return is_usual and not op_of(op).by_constant
 
 
 def has_free_constants(graph: DataflowGraph, ops: Iterable[str]) -> bool:

@@ -62,6 +62,8 @@ class Op:
     rearranges: bool = False
     #: 1: it adds its two operands; -1: it takes one from the other.
     adds: int = 0
+    #: A scalar constant of its says how it is computed: a power may be a product, a root, or a call of a library.
+    by_constant: bool = False
     #: Position of the argument that says which rows along the first dimension of the first one it gives.
     rows_by: int | None = None
     #: It gives its operand back outside of training.

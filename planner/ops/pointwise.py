@@ -221,7 +221,8 @@ POINTWISE = {
            refuse=_floor_divide_refuse),
     **_row("maximum max.other", _binary("maximum")),
     **_row("minimum min.other", _binary("minimum")),
-    **_row("pow.Tensor_Scalar", of_one(lambda p, node, x: power(p, x, node.attrs["exponent"])), refuse=float_result),
+    **_row("pow.Tensor_Scalar", of_one(lambda p, node, x: power(p, x, node.attrs["exponent"])), refuse=float_result,
+           by_constant=True),
     **_row("pow.Tensor_Tensor pow.Scalar", _binary("pow"), refuse=float_result),
     **_each(lambda op: _binary(op, _promoted), "eq.Tensor eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar le.Tensor "
                                                "le.Scalar gt.Tensor gt.Scalar ge.Tensor ge.Scalar"),

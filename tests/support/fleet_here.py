@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,6 +14,7 @@ from inline_executor import InlineExecutor
 
 from fuseplan.planner.cost.running_calibration import RunningCalibration
 from fuseplan.planner.fleet import asking, worker_state
+from fuseplan.search import policy
 
 
 def tune_quickly(patch: pytest.MonkeyPatch) -> None:
@@ -20,6 +22,8 @@ def tune_quickly(patch: pytest.MonkeyPatch) -> None:
     count_instead_of_timing(patch)
     # What is measured next would depend on what else the same worker has measured.
     patch.setattr(RunningCalibration, "update", lambda self, final=False: None)
+    # TorchInductor would trace in one thread what another one captures.
+    patch.setattr(policy, "LEFT_TO_ATEN_SHARE", math.inf)
 
 
 @contextmanager

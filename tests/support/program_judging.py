@@ -113,9 +113,7 @@ def _difference(
     spread = torch.where(spread.isfinite(), spread, 0.0)
     error, eager_error = (own - exact).abs(), (eager - exact).abs()
     function = _FUNCTION[torch.float64 if got.dtype == torch.float64 else torch.float32]
-    # Of float64 results eager's are the reference, so that their own error does not show.
-    spreads = 2 * _SPREADS if got.dtype == torch.float64 else _SPREADS
-    bound = spreads * spread + function * exact.abs() + _half_unit(exact, got.dtype)
+    bound = _SPREADS * spread + function * exact.abs() + _half_unit(exact, got.dtype)
     # What is rounded on the way, too, may be off one way where eager is off the other.
     bound = torch.maximum(bound, eager_error) if once else bound + eager_error
     excess = torch.where(finite & ~same, error - bound, -1.0)

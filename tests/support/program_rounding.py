@@ -35,6 +35,8 @@ _NEAREST = frozenset({"add", "add_", "addcmul", "div", "mul", "mul_", "reciproca
 _FUNCTION_UNITS = 4.0
 #: Half precision is summed in float32; only the sum is rounded to it.
 _WITHIN = torch.finfo(torch.float32).eps
+#: Partial sums are larger than what is summed. Of other types eager's error, which shows, allows as much.
+_FLOAT64, _PARTIAL_SUMS = torch.finfo(torch.float64).eps, 4.0
 _CAST = "_to_copy"
 
 
@@ -74,8 +76,9 @@ class Watch(TorchDispatchMode):
                 self.roundings.append(Rounding(op, narrowed))
             else:
                 inner = min(unit, _WITHIN)
+                within = inner if unit > _FLOAT64 else _PARTIAL_SUMS * inner
                 result = unit if op in _NEAREST else max(unit, _FUNCTION_UNITS * inner)
-                self.roundings.append(Rounding(op, result, inner if op in _ROUND_WITHIN else 0.0))
+                self.roundings.append(Rounding(op, result, within if op in _ROUND_WITHIN else 0.0))
         return made
 
 

@@ -54,15 +54,7 @@ def free_constant(op: str, value: Any) -> bool:
 
 def has_free_constants(graph: DataflowGraph, ops: Iterable[str]) -> bool:
     """Whether the key of ``ops`` depends on ``free_constants``."""
-
-    def within(op: str, value: Any) -> bool:
-        if isinstance(value, Mapping):
-            value = value.values()
-        elif not isinstance(value, list | tuple):
-            return free_constant(op, value)
-        return any(within(op, one) for one in value)
-
-    return any(within(node.op, node.attrs) for node in map(graph.op, ops))
+    return any(attribute_text(node.attrs, node.op) != attribute_text(node.attrs) for node in map(graph.op, ops))
 
 
 class _Builder:

@@ -24,7 +24,7 @@ from fuseplan.kernels.ir.in_place import ReuseOptions
 from fuseplan.kernels.ir.ir import Buffer, KernelIR
 from fuseplan.planner.capture.normalise import Traced
 from fuseplan.planner.errors import RefusedError
-from fuseplan.planner.graph.dataflow import DataflowGraph, TensorSpec
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.groups.candidates import Candidate, group_key
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations.aten import UNFUSED
@@ -32,7 +32,8 @@ from fuseplan.planner.implementations.first_call import Calling, FirstCall
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementation import Implementation, PlannedGroup, Screening
 from fuseplan.planner.implementations.tunable_group import Fused, TunableGroup, chain_module, group_label
-from fuseplan.planner.ops.table import mutates, op_of
+from fuseplan.planner.ops.op import INTEGERS
+from fuseplan.planner.ops.table import kind_of, mutates, op_of
 from fuseplan.planner.work.group_work import hot_inputs
 from fuseplan.search import policy
 from fuseplan.search.store.record import INDUCTOR
@@ -97,19 +98,21 @@ class InductorCode(Implementation):
         for node in map(table.graph.op, group.ops):
             if mutates(node):
                 return f"{node.op} writes to memory"
-            if op_of(node.op).family == "lookup":
+            if looks_up(table.graph, node):
                 return f"{node.op} has to fail as in eager mode where an index is outside its table"
         return self.refuse_step(table, group.ops)
 
     def refuse_step(self, table: GroupTable, ops: Collection[str]) -> str | None:
-        """Why a whole step of these ops cannot be compiled; None when it can. Unlike a region's, its code may write to
-        memory and look up: what runs it is all of ``torch.compile``, as its users know it.
+        """Why a whole step of these ops is not timed; None when it can be. Unlike a region's, its code may write to
+        memory and look up; where it looks up it is timed, and runs nothing.
         """
         if table.numerics == "eager":
             return "it keeps more bits than casts do"
         for node in map(table.graph.op, ops):
             if not node.op.startswith("aten."):
                 return f"{node.op} is no op of ATen"
+            if not table.graph.rounds.isdisjoint(node.outputs):
+                return f"the program can see how {node.op} rounds"
             if not all(table.graph.specs[value].is_static for value in (*node.inputs, *node.outputs)):
                 return "sizes are dynamic"
         return None
@@ -150,6 +153,14 @@ class InductorCode(Implementation):
             label=group.label, build=partial(_build, subject), unfused=partial(_run_chain, subject),
             key=(self.name, subject.key),
         )
+
+
+def looks_up(graph: DataflowGraph, node: OpNode) -> bool:
+    """Whether an op reads or writes where numbers say, which may lie outside: eager mode fails there. TorchInductor's
+    code takes negative numbers from the end, or fails with another error.
+    """
+    by_number = op_of(node.op).family in ("lookup", "write") or kind_of(node, graph.specs) == "opaque"
+    return by_number and any(graph.specs[value].dtype in INTEGERS for value in node.inputs)
 
 
 def whole_candidate(graph: DataflowGraph, ops: Collection[str]) -> Candidate:

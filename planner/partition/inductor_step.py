@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fuseplan.planner.graph.dataflow import Region
+from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations.choices import in_order
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import Implementations
-from fuseplan.planner.implementations.inductor import whole_candidate
+from fuseplan.planner.implementations.inductor import looks_up, whole_candidate
 from fuseplan.planner.partition.whole_region import planned_parts
 from fuseplan.search import policy
 from fuseplan.search.store.record import INDUCTOR, PlanRecord
@@ -34,7 +34,7 @@ class InductorStep:
 
     Attributes:
         ratio: Its time over the plan's; None where it was not run.
-        wins: Whether it is faster beyond doubt.
+        wins: Whether it is faster beyond doubt, and may run the whole graph.
         why: Why it was not run, in words.
     """
 
@@ -44,7 +44,7 @@ class InductorStep:
 
 
 def compare_step(
-    table: GroupTable, plans: Sequence[tuple[Region, PlanRecord]], ways: Implementations, tuner: Tuner, rounds: int
+    table: GroupTable, plans: Sequence[tuple[Region, PlanRecord]], ways: Implementations, tuner: Tuner
 ) -> InductorStep:
     """Time both, interleaved. ``plans`` are those of all regions of a step, in order."""
     flow, seen = compute_graph_of(table.graph), Counter[str]()
@@ -62,9 +62,13 @@ def compare_step(
     names = {choice: f"part {number}" for number, choice in enumerate(planned)}
     parts: dict[str, Part] = {names[choice]: part for choice, part in planned.items()} | {INDUCTOR: whole}
     sides = {_PLAN: [names[choice] for choice in in_order(table.graph, planned)], INDUCTOR: [INDUCTOR]}
-    outcome = tuner.time_sides(parts, sides, whole.makes, rounds)
-    if not outcome.ok:
-        return InductorStep(why=outcome.failure)
-    contest: Contest = outcome.value
+    contest: Contest | None = tuner.play_off(parts, sides, whole.makes)
+    if contest is None:
+        return InductorStep(why="its run failed")
     ratio = contest.time(INDUCTOR).median_us / contest.time(_PLAN).median_us
-    return InductorStep(ratio, contest.accepts(INDUCTOR, _PLAN))
+    return InductorStep(ratio, contest.accepts(INDUCTOR, _PLAN) and may_run_whole(table.graph))
+
+
+def may_run_whole(graph: DataflowGraph) -> bool:
+    """Whether TorchInductor's code of the whole graph does what eager mode does, errors and roundings included."""
+    return not graph.rounds and not any(looks_up(graph, node) for node in graph)

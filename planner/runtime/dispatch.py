@@ -96,7 +96,7 @@ def compile_graph(
         traced, lookup.groups, session.target, tally, options.numerics, options.debug, options.in_place,
         parameters=parameter_positions(example_inputs),
     )
-    show_plans(lookup.plans, tally, options.debug, traced.graph)
+    show_plans(lookup.plans if whole is None else (), tally, options.debug, traced.graph)
     if options.cuda_graphs:
         stationary = traced.written | _stationary(gm, example_inputs)
         call = graphed(call, module, stationary, device_type, tally, options.cuda_graphs_copy_outputs)
@@ -111,6 +111,7 @@ def _by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], tally: Tally
         tally.refuse(f"TorchInductor's code for the whole graph: {failure_reason(error)}")
         return None
     tally.count("whole_by_inductor")
+    logger.info("graph %s runs by TorchInductor's code, whose step was measured to be faster", tally.compile_id)
     return call
 
 

@@ -24,6 +24,7 @@ from fuseplan.planner.implementations.implementation import PlannedGroup
 from fuseplan.planner.module_paths import located, place
 from fuseplan.planner.ops.table import kind_of
 from fuseplan.planner.partition.inductor_region import decided_whole
+from fuseplan.planner.partition.inductor_step import may_run_whole
 from fuseplan.planner.partition.plan_record import located_label, region_label
 from fuseplan.planner.runtime.dynamic_sizes import neighbouring_plans, with_configs
 from fuseplan.planner.runtime.logs import warn_once
@@ -117,7 +118,7 @@ def _step_by_inductor(session: Session, graph: DataflowGraph, found: Sequence[Re
     """Whether TorchInductor's code was measured to be faster than the plans of a static graph, all of which are stored.
     """
     is_tuned = bool(found) and all(one.status == "stored" for one in found)
-    if graph.symbols or session.settings.numerics != "fp32" or not is_tuned:
+    if graph.symbols or session.settings.numerics != "fp32" or not is_tuned or not may_run_whole(graph):
         return False
     plans = tuple(one.plan for one in found if one.plan is not None)
     return runs_by_inductor(session.store, GraphPlan(plans)) is not None
@@ -206,7 +207,8 @@ class _Passes:
             return
         log_missed(self.session.database, self.static, missed)
         if self.on_miss != "tune" and any(len(region.ops) > 1 for _, region, _ in missed):  # there is something to fuse
-            how = "unfused" if self.on_miss == "unfused" else "as the cost model says, with default configurations"
+            how = {"unfused": "unfused", "measure": "as a short run decides now, in each process again"}.get(
+                self.on_miss, "as the cost model says, with default configurations")
             advice = "`plan tune --misses` tunes all that were missed" if self.session.database.logs_misses else (
                 "run `plan tune` for the model, since `plan tune --misses` needs a database that can be written")
             warn_once("misses", "regions of graph %s have no tuned plan and run %s; %s", self.tally.compile_id, how,

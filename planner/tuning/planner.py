@@ -72,7 +72,7 @@ class Planner:
         #: What is stored; why plans are not used although they were found, and which versions differ, by region key.
         self.stored = StoredPlans(
             store, RecordKey("", device, regime, self.settings.numerics), self.implementations,
-            None if tuner is None else tuner.database.put_plan)
+            tuner.database.put_plan if tuner is not None and tuner.database.mode == "write" else None)
         self.key, self.refused, self.outdated = self.stored.key, self.stored.refused, self.stored.outdated
         #: What was measured by this planner, by key: a part is decided once for all regions that have it.
         self._decided: dict[str, PlanRecord] = {}

@@ -176,7 +176,7 @@ def _measured(
     unfused, chosen = (contest.time(side).median_us for side in (_UNFUSED, _PLANNED))
     found = StepTimes(unfused, chosen, contest.noise, floor, now(), session.device)
     if session.settings.inductor:
-        other = compare_step(table, [(one.region, one.record) for one in plan.regions], ways, tuner, rounds)
+        other = compare_step(table, [(one.region, one.record) for one in plan.regions], ways, tuner)
         if other.ratio is not None:
             found = replace(found, inductor_us=chosen * other.ratio, by_inductor=other.wins)
         elif other.why:

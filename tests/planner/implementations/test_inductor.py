@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import report_samples as samples
 import torch
 from costmodel_samples import CPU
 from fast_tunes import count_instead_of_timing
 from graphs import Builder
 
 from fuseplan.costmodel.identity import current_identity
-from fuseplan.planner import stats
+from fuseplan.planner import stats, tune
 from fuseplan.planner.capture.trace import record
 from fuseplan.planner.groups.candidates import Candidate
 from fuseplan.planner.groups.compute_graph import compute_graph_of
@@ -23,6 +24,7 @@ from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations import inductor
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.tuning.session import open_session
+from fuseplan.search import policy
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.maintenance import verify_database
 from fuseplan.search.store.record import INDUCTOR, PlanRecord
@@ -146,6 +148,49 @@ def test_what_it_may_not_run() -> None:
     assert "more bits" in refusal("eager", "tanh", "cumsum", "exp")
     assert "outside its table" in refusal("fp32", "exp", "index_select")
     assert "single op" in refusal("fp32", "cumsum")
+
+
+def test_it_keeps_the_roundings_that_the_program_can_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TorchInductor reads the float32 value back in the place of the rounded one, so that ``low`` would be zero."""
+
+    def split(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = torch.tanh(x)
+        high = y.to(torch.bfloat16)
+        return high, (y - high.float()).cumsum(0)
+
+    count_instead_of_timing(monkeypatch)
+    torch._dynamo.reset()
+    x = torch.randn(127, 33)
+    options = {"db": str(tmp_path / "tuning.db"), "on_miss": "tune"}
+    call: Callable[..., Any] = torch.compile(split, backend="fuseplan", options=options, dynamic=False)
+    with torch.no_grad():
+        torch.testing.assert_close(call(x), split(x), rtol=1e-4, atol=1e-5)
+    assert not whole_plans(tmp_path / "tuning.db")
+
+
+class Statistics(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return statistics(x)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_tune_without_it_compiles_none_of_its_code(
+    asked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = policy.MOST_OPS_OF_A_STEP
+    count_instead_of_timing(monkeypatch)
+    monkeypatch.setattr(policy, "MOST_OPS_OF_A_STEP", most)
+    compiled: list[Any] = []
+
+    def noted(*args: Any) -> Any:
+        compiled.append(compile_chain(*args))
+        return compiled[-1]
+
+    compile_chain = inductor.compile_chain
+    monkeypatch.setattr(inductor, "compile_chain", noted)
+    db = samples.known_machine(tmp_path / "tuning.db")
+    found = tune(Statistics(), torch.randn(127, 33), device="cpu", db=db, inductor=asked)
+    assert bool(compiled) == asked == bool(whole_plans(db)) == ("torch.compile" in str(found))
 
 
 def test_a_prediction_is_no_measurement(tmp_path: Path) -> None:

@@ -18,11 +18,12 @@ from fuseplan.search.store.database import Database
 
 
 class Counter(nn.Module):
-    """Looks up, fuses, multiplies, draws random numbers, and writes to a state and to its input."""
+    """Fuses, multiplies, draws random numbers, and writes to a state and to its input; looks up if there is a table."""
 
-    def __init__(self) -> None:
+    def __init__(self, table: bool = False) -> None:
         super().__init__()
-        self.table, self.linear = nn.Embedding(17, 33), nn.Linear(33, 9)
+        self.table = nn.Embedding(17, 33) if table else nn.Linear(2, 33)
+        self.linear = nn.Linear(33, 9)
         self.register_buffer("state", torch.zeros(3, 9))
         self.state: torch.Tensor
 
@@ -33,8 +34,8 @@ class Counter(nn.Module):
         return found.tanh() + self.state + torch.rand(3, 9)
 
 
-def inputs() -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.tensor([1, 16, 3]), torch.ones(5)
+def inputs(table: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.tensor([1, 16, 3]) if table else torch.linspace(-1, 1, 6).view(3, 2), torch.ones(5)
 
 
 @pytest.fixture
@@ -46,11 +47,12 @@ def model() -> Counter:
 
 @pytest.fixture(scope="module")
 def db(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database with the model's plan, and a step that Inductor won."""
+    """A database with the plan of either model, and steps that Inductor won."""
     path = tmp_path_factory.mktemp("inductor") / "tuning.db"
     with pytest.MonkeyPatch.context() as patch:
         count_instead_of_timing(patch)
-        tune(Counter().eval(), inputs(), device="cpu", db=path)
+        for table in (False, True):
+            tune(Counter(table).eval(), inputs(table), device="cpu", db=path)
     with Database(path, "write") as database:
         for key, step in stored_steps(database).items():
             won = replace(step, planned_us=50.0, inductor_us=40.0, by_inductor=True)
@@ -59,15 +61,15 @@ def db(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def check(model: Counter, db: Path, **options: Any) -> None:
+def check(model: Counter, db: Path, table: bool = False, **options: Any) -> None:
     """Two calls, each with eager's result, state and change of its input."""
     torch._dynamo.reset()
-    twin = Counter().eval()
+    twin = Counter(table).eval()
     twin.load_state_dict(model.state_dict())
     call = torch.compile(model, backend="fuseplan", options={"db": str(db), **options}, dynamic=False)
     with torch.no_grad():
         for _ in range(2):
-            (ours, seen), (theirs, expected) = inputs(), inputs()
+            (ours, seen), (theirs, expected) = inputs(table), inputs(table)
             torch.manual_seed(1)
             result = call(ours, seen)
             torch.manual_seed(1)
@@ -85,6 +87,16 @@ def test_dispatch_leaves_the_graph_to_it(model: Counter, db: Path) -> None:
 def test_a_plan_for_eagers_roundings_does_not(model: Counter, db: Path) -> None:
     check(model, db, numerics="eager")
     assert not stats().whole_by_inductor
+
+
+def test_a_graph_that_looks_up_is_not_left_to_it(db: Path) -> None:
+    """Whatever a database says: an index outside the table has to fail as in eager mode."""
+    model = Counter(table=True).eval()
+    check(model, db, table=True)
+    assert stats().from_database and not stats().whole_by_inductor
+    call = torch.compile(model, backend="fuseplan", options={"db": str(db)}, dynamic=False)
+    with torch.no_grad(), pytest.raises(IndexError):
+        call(torch.tensor([1, 17, 3]), torch.ones(5))
 
 
 def test_a_compiler_that_fails_leaves_the_plan(model: Counter, db: Path, monkeypatch: pytest.MonkeyPatch) -> None:

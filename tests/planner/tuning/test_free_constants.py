@@ -105,8 +105,10 @@ def test_what_earlier_versions_stored_is_found(
     exact, missed = run(old, NormAndLinear())
     assert exact and not missed
     assert run(old, NormAndLinear(eps=3e-2))[1]
-    # A tune takes it over, without measuring it again, and then it serves other constants as well.
     count_instead_of_timing(monkeypatch)
+    run(old, NormAndLinear(), "measure")  # takes nothing over: it reads
+    assert not stats().fallbacks
+    # A tune takes it over, without measuring it again, and then it serves other constants as well.
     before = len(list(Database(old).records()))
     tune(NormAndLinear(), inputs(), device="cpu", db=old)
     assert len(list(Database(old).records())) == before

@@ -88,6 +88,11 @@ class Bench:
         return Outcome(Contest({side: (self.times_us[side],) * 3 for side in sides}, 0.01, "eager"))
 
 
+    def play_off(self, parts: Any, sides: Any, kept: Any) -> Contest | None:
+        found: Contest | None = self.time_sides(parts, sides, kept, 1).value
+        return found
+
+
 @pytest.fixture
 def session(tmp_path: Path) -> Session:
     database = Database(tmp_path / "t.db", "write", Versions.current("cpu"))
@@ -241,6 +246,15 @@ def test_inductors_time_is_that_of_all_layers(session: Session) -> None:
 
     found = measure_step(session, graph, planned(session, graph), Fewer(TIMES))
     assert isinstance(found, StepTimes) and found.inductor_us == pytest.approx(75.0) and not found.by_inductor
+
+
+def test_inductor_runs_no_graph_that_looks_up(session: Session) -> None:
+    """It takes a negative index from the end, where eager mode fails; what it takes is told all the same."""
+    b = Builder(table=torch.randn(17, 9), at=torch.tensor([1, 16, 3]))
+    graph = b.graph(b("aten.silu.default", b("aten.embedding.default", "table", "at")))
+    session = replace(session, settings=replace(session.settings, inductor=True))
+    found = measure_step(session, graph, planned(session, graph), Bench({**TIMES, "inductor": 40.0}))
+    assert isinstance(found, StepTimes) and found.inductor_us == 40.0 and found.best_us == 50.0
 
 
 @pytest.mark.parametrize("why", ["many ops", "rounds as eager", "no op of ATen"])

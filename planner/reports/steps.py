@@ -192,7 +192,7 @@ def step_frame(data: ReportData) -> pd.DataFrame:
         {
             "workload": one.name, "unfused_us": one.unfused_us, "planned_us": one.planned_us,
             "speedup": ratio(one.unfused_us, one.best_us), "floor_us": one.floor_us,
-            "over_floor": ratio(one.planned_us, one.floor_us), "noise": one.times.noise if one.times else None,
+            "over_floor": ratio(one.best_us, one.floor_us), "noise": one.times.noise if one.times else None,
             "measured": one.measured, "inductor_us": one.times.inductor_us if one.times else None,
             "by_inductor": bool(one.times and one.times.by_inductor), "left_out": one.left_out, "doubt": one.doubt,
             "regime": one.workload.regime,

@@ -114,6 +114,8 @@ def shape(line: str) -> str:
 
     >>> shape("decode 1 @ 256: 64.9 -> 48.0 ms a step (1.35x); floor 16.6 ms; within the noise of 42%")
     'W: # -> # U a step (#x); floor # U'
+    >>> shape("decode 1 @ 256: 64.9 -> 48.0 ms a step (1.35x; torch.compile 52.1 ms); floor 16.6 ms")
+    'W: # -> # U a step (#x); floor # U'
     >>> shape("    saves 2.3 ms of prefill 1x16, 2 x (4.39 us -> 850 us): model.mlp  x2 (silu+mul 1x128 float32)")
     'saves # U of W, # x (# U -> # U): G'
     >>> shape("    saves 2.3 ms of prefill 1x16, 2 x (4.39 us -> 850 us): model.mlp  x2 (silu+…")
@@ -122,6 +124,7 @@ def shape(line: str) -> str:
     'W  G  #  #'
     """
     line = re.sub(r"; (?:within the noise of|without) [^;…]*", "", line.strip())  # said where it is so
+    line = re.sub(r"; torch\.compile [\d.]+ (?:us|ms|s)(?=\))", "", line)  # and this where it was asked
     line = re.sub(rf"^{_WORKLOAD}", "W", line)
     line = re.sub(r"[\w.+…]+ (?:\d+x)*\d+ (?:bfloat16|float16|float32|int64|bool)", "G", line)
     line = re.sub(rf" of {_WORKLOAD}, (\d+ x \([^)]*\)): .*", r" of W, \1: G", line)

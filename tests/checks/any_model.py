@@ -1,11 +1,11 @@
 """Models that nobody tuned for, beside eager mode and TorchInductor's default: one line of code, and tuned on the spot.
 
-    python tests/checks/any_model.py [--tune] [--small] [--device cuda|cpu] [NAMES]
+    python tests/checks/any_model.py [--tune] [--small] [--profile] [--device cuda|cpu] [NAMES]
 
 One interleaved run a model, launched from Python and, on a GPU, in a CUDA graph; medians in microseconds a call.
 Weights are random. Says how long each first call took and how far results are from eager mode's. With ``--tune`` each
 model is tuned as ``plan tune --module`` does it, into the user's database. ``--small``, and a CPU, take few layers and
-small sizes. pytest does not collect it.
+small sizes. ``--profile`` lists the kernels that take longest on a GPU. pytest does not collect it.
 """
 
 from __future__ import annotations
@@ -223,7 +223,21 @@ def captured(call: Callable[[], Any]) -> Callable[[], Any]:
     return graph.replay
 
 
-def compare(name: str, models: Models, tune: bool) -> None:
+def print_kernels(way: str, call: Callable[[], Any], calls: int = 3) -> None:
+    """The kernels of a GPU that take longest, with microseconds and launches a call."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as taken:
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize()
+    kernels = sorted((one for one in taken.key_averages() if one.device_time_total > 0),
+                     key=lambda one: -one.device_time_total)
+    total, launches = (sum(getattr(one, of) for one in kernels) / calls for of in ("device_time_total", "count"))
+    print(f"  {way}: {total:.0f} us of kernels, {launches:.0f} launches")
+    for one in kernels[:16]:
+        print(f"    {one.device_time_total / calls:8.1f} us {one.count / calls:6.1f} x {one.key[:100]}", flush=True)
+
+
+def compare(name: str, models: Models, tune: bool, profile: bool) -> None:
     device = models.device
     model, args, kwargs = getattr(models, name)()
     ways: dict[str, dict[str, Any]] = {"untuned": {"backend": "fuseplan"}}
@@ -236,8 +250,8 @@ def compare(name: str, models: Models, tune: bool) -> None:
         torch._dynamo.reset()
         if way == "tuned":
             start = time.perf_counter()
-            fuseplan.planner.tune(model, args or kwargs, device=device)
-            print(f"  {name} was tuned in {time.perf_counter() - start:.0f} s", flush=True)
+            result = fuseplan.planner.tune(model, args or kwargs, device=device)
+            print(f"  {name} was tuned in {time.perf_counter() - start:.0f} s\n  {result}", flush=True)
         compiled = torch.compile(model, dynamic=False, **options)
         start = time.perf_counter()
         result = tensor(compiled(*args, **kwargs))
@@ -254,6 +268,9 @@ def compare(name: str, models: Models, tune: bool) -> None:
         gains = [f"{way} {best / us:.2f}x" for way, us in times.items() if way not in ("eager", "inductor")]
         cells = [f"{us:.0f}" for us in times.values()]
         print(f"| {name} | {kind} | {' | '.join(cells)} | {', '.join(gains)} |", flush=True)
+    if profile and device == "cuda":
+        for way, call in calls.items():
+            print_kernels(way, call)
     print(f"  first calls {({way: round(s, 1) for way, s in first_s.items()})} s, errors "
           f"{({way: f'{error:.1e}' for way, error in errors.items()})}", flush=True)
     print(f"  {fuseplan.planner.stats()}".replace("\n", "\n  "), flush=True)
@@ -264,13 +281,14 @@ def main() -> None:
     parser.add_argument("names", nargs="*", choices=[*NAMES, []], metavar="NAMES", help=", ".join(NAMES))
     parser.add_argument("--tune", action="store_true", help="tune each model on the spot, too")
     parser.add_argument("--small", action="store_true", help="few layers, small sizes")
+    parser.add_argument("--profile", action="store_true", help="list the kernels that take longest, on a GPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     torch.manual_seed(0)
     print("| model | | eager | untuned |" + (" tuned |" if args.tune else "") + " inductor | of the better of both |")
     with torch.no_grad():
         for name in args.names or NAMES:
-            compare(name, Models(args.device, args.small), args.tune)
+            compare(name, Models(args.device, args.small), args.tune, args.profile)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,9 @@ OTHER_BACKEND_GAIN = 0.1
 PARTITION_MARGIN = ByDevice(cpu=0.05, gpu=0.01)
 #: What a change of plan may lose under one of several conditions for a gain in their mean.
 MAX_LOSS = 0.01
+#: The same on a GPU, of launches from Python or the device's own time: where the host is slower than the device, a
+#: kernel that takes half the time gains nothing there, and one more argument costs a tenth.
+MAX_LAUNCH_LOSS = 0.3
 #: By how much a mean may be worse than the best for a smaller loss under one condition.
 NEAR_GAIN = 0.02
 #: A combination of faster steps that should gain less on the best so far is not worth a compilation.

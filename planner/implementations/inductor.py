@@ -17,6 +17,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fuseplan.costmodel.device import Mode
+from fuseplan.costmodel.devices import is_gpu
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.backend import Config
 from fuseplan.kernels.ir.dtypes import torch_dtype
@@ -98,7 +99,7 @@ class InductorCode(Implementation):
         for node in map(table.graph.op, group.ops):
             if mutates(node):
                 return f"{node.op} writes to memory"
-            if looks_up(table.graph, node):
+            if fails_otherwise(table.graph, node, table.device_type):
                 return f"{node.op} has to fail as in eager mode where an index is outside its table"
         return self.refuse_step(table, group.ops)
 
@@ -155,12 +156,19 @@ class InductorCode(Implementation):
         )
 
 
-def looks_up(graph: DataflowGraph, node: OpNode) -> bool:
-    """Whether an op reads or writes where numbers say, which may lie outside: eager mode fails there. TorchInductor's
-    code takes negative numbers from the end, or fails with another error.
+def fails_otherwise(graph: DataflowGraph, node: OpNode, device_type: str) -> bool:
+    """Whether an op reads or writes where numbers say, and TorchInductor's code does not fail as eager mode does where
+    they lie outside.
+
+    On GPUs both end in a device-side assertion, but for ops whose negative numbers it takes from the end; on CPUs it
+    raises another error, or ends the process.
     """
-    by_number = op_of(node.op).family in ("lookup", "write") or kind_of(node, graph.specs) == "opaque"
-    return by_number and any(graph.specs[value].dtype in INTEGERS for value in node.inputs)
+    op = op_of(node.op)
+    if not any(graph.specs[value].dtype in INTEGERS for value in node.inputs):
+        return False
+    if op.family in ("lookup", "write"):
+        return op.wraps or not is_gpu(device_type)
+    return kind_of(node, graph.specs) == "opaque" and len(node.inputs) > 1
 
 
 def whole_candidate(graph: DataflowGraph, ops: Collection[str]) -> Candidate:

@@ -99,15 +99,16 @@ _row = partial(rows, "lookup", rearranges=True, effort="gather")
 #: They look elements of operand 0 up by data: all of it has to exist before.
 LOOKUPS = {
     **_row("embedding", _embedding, rows_by=1, new_memory=True),
-    **_row("index_select", _along_dim, refuse=_ranks_refuse, rows_by=2),
+    **_row("index_select", _along_dim, refuse=_ranks_refuse, rows_by=2, wraps=True),
     **_row("gather", _along_dim, refuse=_ranks_refuse),
     **_row("index.Tensor", _index, refuse=_index_refuse, rows_by=1),
 }
 WRITES = {
     **rows("write", "index_copy_", lambda p, node, position: p.pull(node.inputs[2], position),
-           refuse=_index_copy_refuse, effort="scatter",
+           refuse=_index_copy_refuse, effort="scatter", wraps=True,
            writes=lambda node, specs: normalise_dim(node.attrs["dim"], len(specs[node.inputs[0]].shape))),
     **rows("write", "copy_", lambda p, node, position: p.operand(node, 1, position), refuse=_target_refuse,
            writes=lambda node, specs: None),
-    **rows("write", "index_put_.* scatter_.* index_add_.*"),
+    **rows("write", "index_put_.* scatter_.*"),
+    **rows("write", "index_add_.*", wraps=True),
 }

@@ -66,6 +66,8 @@ class Op:
     by_constant: bool = False
     #: Position of the argument that says which rows along the first dimension of the first one it gives.
     rows_by: int | None = None
+    #: TorchInductor's code of it takes negative positions from the end, where eager mode fails.
+    wraps: bool = False
     #: It gives its operand back outside of training.
     drops: bool = False
     #: Its result lies in memory as its operand does, if that is dense.

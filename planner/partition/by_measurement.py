@@ -81,7 +81,7 @@ class MeasuredRegion:
         aten, *others = (name for name in priced if name in contest.samples)
         self._unclear = any(contest.undecided(name, aten) for name in others)
         least = max(self.margin, policy.CALL_GAIN)
-        gains = {name: 1 - priced[name].cost_s / priced[aten].cost_s for name in others}
+        gains = {name: contest.gain(name, aten) for name in others}
         winner = contest.winner(aten, [name for name in others if gains[name] > least])
         story = f"gains {gains[winner]:.1%} on ATen's op" if winner in gains else (
             f"no call of a library gains {least:.1%} on ATen's op beyond noise (the best {max(gains.values()):.1%}, "

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import networkx as nx
 
 from fuseplan.costmodel.device import DeviceSpec, Mode
+from fuseplan.costmodel.devices import is_gpu
 from fuseplan.costmodel.roofline import predict
 from fuseplan.costmodel.work import Work
 from fuseplan.planner.cost.prices import ModelPrices
@@ -20,6 +21,7 @@ from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import Implementations
 from fuseplan.planner.ops.table import OpKind
 from fuseplan.planner.partition.plan_record import PlanWriter
+from fuseplan.planner.work.aten_overheads import relayout_bytes
 from fuseplan.search import policy
 from fuseplan.search.store.record import PlanRecord
 
@@ -31,12 +33,14 @@ def _kind(table: GroupTable, group: Candidate) -> OpKind:
 
 
 def whole_by_inductor(
-    table: GroupTable, region: Region, parts: Sequence[tuple[Region, PlanRecord]], ways: Implementations
+    table: GroupTable, region: Region, parts: Sequence[tuple[Region, PlanRecord]], ways: Implementations,
+    spec: DeviceSpec | None
 ) -> Choice | None:
     """TorchInductor's code for a region whose plan leaves ops that move memory to ATen; None where that is little: a
-    foreign op, or two others, that take a share of its time.
+    foreign op, two others, or what convolutions turn round, that take a share of its time.
     """
-    left_us, foreign, count = 0.0, False, 0
+    left_us, foreign, count = relayout_us(table, region, spec), False, 0
+    foreign = left_us > 0.0
     for part, record in parts:
         for choice, group in zip(recorded_choices(table.graph, part, record, ways), record.groups, strict=True):
             kind = _kind(table, choice.group)
@@ -51,6 +55,14 @@ def whole_by_inductor(
     places = [region.ops.index(name) for name in names]
     (whole,) = placed_candidates(table.graph, region, [places])
     return None if ways.inductor.refuse(table, whole) else Choice(whole, ways.inductor)
+
+
+def relayout_us(table: GroupTable, region: Region, spec: DeviceSpec | None) -> float:
+    """What turning convolutions' pictures round takes on a GPU, which TorchInductor's layouts spare."""
+    if spec is None or not is_gpu(table.device_type):
+        return 0.0
+    moved = [moved for name in region.ops if (moved := relayout_bytes(table.graph, table.graph.op(name)))]
+    return predict(Work(dram_bytes=sum(moved), launches=2 * len(moved)), spec, "eager") if moved else 0.0
 
 
 def predicted_whole_us(table: GroupTable, region: Region, record: PlanRecord, spec: DeviceSpec, mode: Mode) -> float:
@@ -84,10 +96,11 @@ def predicted_by_inductor(
     if prices.spec is None:
         return record
     table, region = writer.table, writer.region
-    whole = whole_by_inductor(table, region, parts, writer.ways)
+    whole = whole_by_inductor(table, region, parts, writer.ways, prices.spec)
     if whole is None:
         return record
-    gain = 1.0 - predicted_whole_us(table, region, record, prices.spec, whole.implementation.mode) / record.planned_us
+    planned_us = record.planned_us + relayout_us(table, region, prices.spec)
+    gain = 1.0 - predicted_whole_us(table, region, record, prices.spec, whole.implementation.mode) / planned_us
     if gain <= policy.PREDICTED_INDUCTOR_GAIN:
         return record
     reason = f"{record.evidence.reason}; TorchInductor's code should gain {gain:.0%} on what is left to ATen"

@@ -15,7 +15,7 @@ from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations.choices import in_order
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import Implementations
-from fuseplan.planner.implementations.inductor import looks_up, whole_candidate
+from fuseplan.planner.implementations.inductor import fails_otherwise, whole_candidate
 from fuseplan.planner.partition.whole_region import planned_parts
 from fuseplan.search import policy
 from fuseplan.search.store.record import INDUCTOR, PlanRecord
@@ -35,11 +35,13 @@ class InductorStep:
     Attributes:
         ratio: Its time over the plan's; None where it was not run.
         wins: Whether it is faster beyond doubt, and may run the whole graph.
+        alone: As ``ratio``, on a GPU without the host that launches; None where that was not run.
         why: Why it was not run, in words.
     """
 
     ratio: float | None = None
     wins: bool = False
+    alone: float | None = None
     why: str = ""
 
 
@@ -65,10 +67,13 @@ def compare_step(
     contest: Contest | None = tuner.play_off(parts, sides, whole.makes)
     if contest is None:
         return InductorStep(why="its run failed")
-    ratio = contest.time(INDUCTOR).median_us / contest.time(_PLAN).median_us
-    return InductorStep(ratio, contest.accepts(INDUCTOR, _PLAN) and may_run_whole(table.graph))
+    ratio, *rest = (
+        one.time(INDUCTOR).median_us / one.time(_PLAN).median_us for one in contest.conditions or (contest,))
+    alone = rest[0] if rest else None
+    wins = contest.accepts(INDUCTOR, _PLAN) and may_run_whole(table.graph, table.device_type)
+    return InductorStep(ratio, wins, alone)
 
 
-def may_run_whole(graph: DataflowGraph) -> bool:
+def may_run_whole(graph: DataflowGraph, device_type: str) -> bool:
     """Whether TorchInductor's code of the whole graph does what eager mode does, errors and roundings included."""
-    return not graph.rounds and not any(looks_up(graph, node) for node in graph)
+    return not graph.rounds and not any(fails_otherwise(graph, node, device_type) for node in graph)

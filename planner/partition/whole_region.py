@@ -18,7 +18,6 @@ from fuseplan.planner.groups.regions import region_parts
 from fuseplan.planner.implementations.choices import Choice, in_order, recorded_choices
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import Implementations
-from fuseplan.planner.partition.inductor_region import whole_by_inductor
 from fuseplan.search import policy
 from fuseplan.search.store.record import INDUCTOR, PlanRecord
 from fuseplan.search.timing.contest import Contest
@@ -47,17 +46,16 @@ class Verdict:
 
 def last_word(
     table: GroupTable, region: Region, parts: Sequence[tuple[Region, PlanRecord]], ways: Implementations, tuner: Tuner,
-    with_inductor: bool, decided: bool = True, longest_s: float = policy.LONG_REGION_S
+    whole: Choice | None = None, decided: bool = True, longest_s: float = policy.LONG_REGION_S
 ) -> Callable[[], Verdict]:
     """Who runs a region: the plans of its parts, plain ATen or, where these leave much to ATen, TorchInductor's code.
 
-    They are run when the measuring process has nothing else to do; what is returned waits for it. ``with_inductor``:
-    the region is worth TorchInductor's compilation. ``decided``: the plans of its parts were decided by measurement.
-    What takes more than ``longest_s`` as plain ATen is not run.
+    They are run when the measuring process has nothing else to do; what is returned waits for it. ``whole`` is
+    TorchInductor's code, where it takes part. ``decided``: the plans of its parts were decided by measurement. What
+    takes more than ``longest_s`` as plain ATen is not run.
     """
     plain_s = math.fsum(record.unfused_us for _, record in parts) * 1e-6
     is_plain = all(group.is_plain for _, record in parts for group in record.groups)
-    whole = whole_by_inductor(table, region, parts, ways) if with_inductor else None
     alone = decided and len(region_parts(table.graph, region)) == 1  # its plan was decided beside plain ATen
     if plain_s > longest_s or (whole is None and (is_plain or alone)):
         return Verdict

@@ -65,9 +65,10 @@ def _beside(one: Step, unit: str) -> str:
     """What a step takes by TorchInductor's code or, where that is what runs, by the plan; "" where it was not timed."""
     if one.times is None or one.times.inductor_us is None:
         return ""
+    alone = "" if one.times.alone is None else f", in a CUDA graph {one.times.alone:.2f}x as long as the plan"
     if one.times.by_inductor:
-        return f"by torch.compile's own code; the plan takes {_in(one.planned_us, unit)} {unit}"
-    return f"torch.compile {_in(one.times.inductor_us, unit)} {unit}"
+        return f"by torch.compile's own code{alone}; the plan takes {_in(one.planned_us, unit)} {unit}"
+    return f"torch.compile {_in(one.times.inductor_us, unit)} {unit}{alone}"
 
 
 def _doubt(one: Step) -> str:

@@ -118,7 +118,8 @@ def _step_by_inductor(session: Session, graph: DataflowGraph, found: Sequence[Re
     """Whether TorchInductor's code was measured to be faster than the plans of a static graph, all of which are stored.
     """
     is_tuned = bool(found) and all(one.status == "stored" for one in found)
-    if graph.symbols or session.settings.numerics != "fp32" or not is_tuned or not may_run_whole(graph):
+    if graph.symbols or session.settings.numerics != "fp32" or not is_tuned or not may_run_whole(
+            graph, session.target.device_type):
         return False
     plans = tuple(one.plan for one in found if one.plan is not None)
     return runs_by_inductor(session.store, GraphPlan(plans)) is not None

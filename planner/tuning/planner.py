@@ -23,7 +23,7 @@ from fuseplan.planner.implementations.implementations import Implementations, im
 from fuseplan.planner.partition.across_anchors import JointProblems, plan_across_anchors
 from fuseplan.planner.partition.by_measurement import MeasuredRegion
 from fuseplan.planner.partition.guided_loop import Prices, guided_partition, predicted_partition
-from fuseplan.planner.partition.inductor_region import predicted_by_inductor
+from fuseplan.planner.partition.inductor_region import predicted_by_inductor, whole_by_inductor
 from fuseplan.planner.partition.plan_record import PlanWriter, region_label
 from fuseplan.planner.partition.whole_region import Verdict, last_word
 from fuseplan.planner.tuning.lookahead import Lookahead
@@ -178,20 +178,20 @@ class Planner:
         ends_s, table = time.monotonic() + seconds, self._table(graph)
         predicted: list[tuple[float, Region, list[tuple[Region, PlanRecord]]]] = []
         found: dict[str, RegionPlan] = {}
-        for occurrences in unique_regions(regions).values():
-            region = occurrences[0]
+        ways, asked = self.implementations, self.settings.inductor
+        for region, *others in unique_regions(regions).values():
             with _reporting(region, on_failure):
                 stored = self.stored.find_all(table, parts := region_parts(graph, region))
                 plans = [(part, stored[part.key].hit or self._by_model(table, part)) for part in parts]
                 unfused_us = sum(record.unfused_us for _, record in plans)
-                predicted.append((-len(occurrences) * unfused_us, region, plans))
+                predicted.append((-(1 + len(others)) * unfused_us, region, plans))
         for _, region, plans in sorted(predicted, key=lambda one: one[0]):  # the longest first
             with _reporting(region, on_failure):
                 verdict = Verdict(words="; not run as a whole, for want of time")
                 if time.monotonic() < ends_s:
                     longest_s = policy.LONG_REGION_S if self.spec is not None else math.inf  # no times, then
-                    verdict = last_word(table, region, plans, self.implementations, self.tuner,
-                                        self.settings.inductor, False, longest_s)()
+                    whole = whole_by_inductor(table, region, plans, ways, self.spec) if asked else None
+                    verdict = last_word(table, region, plans, ways, self.tuner, whole, False, longest_s)()
                 found[region.key] = RegionPlan(region, self._judged(table, region, plans, verdict, 0.0), "model")
         return [replace(found[region.key], region=region) for region in regions if region.key in found]
 
@@ -285,7 +285,8 @@ class Planner:
         if len(parts) > 1 and (joint := self._across_anchors(table, region, plans, tuner)) is not None:
             plans = [(region, joint)]
         asked = self.settings.inductor and not all(self._is_minor(table, part) for part in parts)
-        verdict = last_word(table, region, plans, self.implementations, tuner, asked)
+        whole = whole_by_inductor(table, region, plans, self.implementations, self.spec) if asked else None
+        verdict = last_word(table, region, plans, self.implementations, tuner, whole)
         if len(parts) == 1 and verdict is Verdict:  # nothing to compare
             alone = RegionPlan(region, plans[0][1], "tuned", decided=tuple(decided))
             return lambda: alone
@@ -358,8 +359,7 @@ class Planner:
     def _measured(self, table: GroupTable, part: Region, tuner: Tuner, opened: MeasuredRegion | None) -> PlanRecord:
         """A part decided by measurement, and stored."""
         began = time.monotonic()
-        if opened is None:
-            opened = self._opened(table, part, tuner)
+        opened = opened or self._opened(table, part, tuner)
         result, prices = opened.decide(), opened.prices
         record = self._writer(table, part).record(prices, result, time.monotonic() - began)
         samples = region_samples(record.key, record.label, table.graph, part, record.enumerated, prices.samples.items())
@@ -384,8 +384,7 @@ class Planner:
     def _writer(self, table: GroupTable, region: Region) -> PlanWriter:
         seed, run = (self.tuner.seed, self.tuner.run) if self.tuner is not None else (0, "")
         return PlanWriter(
-            self.key(region.key), table, region, self.implementations, seed, self.settings.alternatives, run
-        )
+            self.key(region.key), table, region, self.implementations, seed, self.settings.alternatives, run)
 
 
 @contextmanager

@@ -52,6 +52,7 @@ class StepTimes:
         floor_us: What memory and arithmetic alone take; None where a peak is not known.
         inductor_us: By TorchInductor's code, as plain ``torch.compile`` runs it; None where it was not timed.
         by_inductor: Whether that is faster beyond doubt, so that dispatch leaves the whole graph to it.
+        alone: Its time over the plan's on a GPU, in a CUDA graph; None where that was not timed apart.
         created: ISO 8601 UTC time.
         device: Identity of the device; "" where older versions stored it.
     """
@@ -64,6 +65,7 @@ class StepTimes:
     device: str = ""
     inductor_us: Amount | None = None
     by_inductor: bool = False
+    alone: Amount | None = None
 
     @property
     def best_us(self) -> float:
@@ -178,7 +180,7 @@ def _measured(
     if session.settings.inductor:
         other = compare_step(table, [(one.region, one.record) for one in plan.regions], ways, tuner)
         if other.ratio is not None:
-            found = replace(found, inductor_us=chosen * other.ratio, by_inductor=other.wins)
+            found = replace(found, inductor_us=chosen * other.ratio, by_inductor=other.wins, alone=other.alone)
         elif other.why:
             logger.info("TorchInductor's code for the step is not timed: %s", other.why)
     session.database.put_capture(f"{_PREFIX}/{key}", asdict(found))

@@ -27,13 +27,15 @@ _AGAIN = "again"
 class Contest:
     """Paired samples of an interleaved run (``samples[name][round]`` in microseconds), and its relative A/A noise.
 
-    ``conditions`` are the runs that this one is the mean of; empty when it was timed itself.
+    ``conditions`` are the runs that this one is the mean of; empty when it was timed itself. A winner may lose
+    ``max_loss`` under one of them.
     """
 
     samples: Mapping[str, tuple[float, ...]]
     noise: float
     regime: str
     conditions: tuple[Contest, ...] = ()
+    max_loss: float = policy.MAX_LOSS
 
     @property
     def threshold(self) -> float:
@@ -45,6 +47,9 @@ class Contest:
         return max(policy.MIN_GAIN, min(self.noise, max(policy.MAX_NOISE, self.noise / (1 + self.noise))))
 
     def time(self, name: str) -> Measurement:
+        """In the regime: of several conditions that is the first."""
+        if self.conditions:
+            return self.conditions[0].time(name)
         own = self.samples[name]
         return measurement_of(own, self.regime, len(own), self.noise)
 
@@ -71,8 +76,7 @@ class Contest:
     def accepts(self, challenger: str, incumbent: str) -> bool:
         """True when the challenger's gain exceeds the threshold and its own uncertainty; an incumbent keeps a tie.
 
-        A mean hides that one condition got worse: under none may the incumbent be better by more than
-        ``policy.MAX_LOSS``.
+        A mean hides that one condition got worse: under none may the incumbent be better by more than ``max_loss``.
         """
         if not self._is_faster(challenger, incumbent, self.threshold):
             return False
@@ -109,9 +113,9 @@ class Contest:
         return next(name for name in better if name == best or not self._is_faster(best, name, self.threshold))
 
     def _loses(self, name: str, others: Sequence[str]) -> bool:
-        """True when one of the others is better by more than ``policy.MAX_LOSS`` under some condition."""
+        """True when one of the others is better by more than ``max_loss`` under some condition."""
         return any(
-            one._is_faster(other, name, max(one.threshold, policy.MAX_LOSS))
+            one._is_faster(other, name, max(one.threshold, self.max_loss))
             for one in self.conditions for other in others
         )
 
@@ -166,11 +170,11 @@ def contest(
     return Contest(samples, noise, timer.regime)
 
 
-def mean_contest(first: Contest, second: Contest) -> Contest:
+def mean_contest(first: Contest, second: Contest, max_loss: float = policy.MAX_LOSS) -> Contest:
     """Two runs of the same contestants under different conditions as one: who wins is best in both together.
 
-    A gain in it is about the mean of the gains in both, and no winner loses much in either. The longer run's rounds
-    are averaged to as many as the other has. Contestants of one run only are left out.
+    A gain in it is about the mean of the gains in both, and no winner loses more than ``max_loss`` in either. The
+    longer run's rounds are averaged to as many as the other has. Contestants of one run only are left out.
     """
     names = [name for name in first.samples if name in second.samples]
     rounds = min(len(one.samples[name]) for one in (first, second) for name in names)
@@ -182,7 +186,7 @@ def mean_contest(first: Contest, second: Contest) -> Contest:
         )
         for name in names
     }
-    return Contest(samples, math.hypot(first.noise, second.noise) / 2, first.regime, (first, second))
+    return Contest(samples, math.hypot(first.noise, second.noise) / 2, first.regime, (first, second), max_loss)
 
 
 def _averaged(values: Sequence[float], count: int) -> list[float]:

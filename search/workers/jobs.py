@@ -21,6 +21,7 @@ from fuseplan.costmodel.devices import is_gpu
 from fuseplan.kernels.ir.backend import Backend, Config, Resources, Target, fused_call
 from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.kernels.native.overlap import span_bytes
+from fuseplan.search import policy
 from fuseplan.search.errors import OWN_FAULTS
 from fuseplan.search.store.record import Measurement
 from fuseplan.search.timing.contest import Contest, contest, decisive, mean_contest, middle_of_three
@@ -190,7 +191,7 @@ def contest_calls(bench: Bench, plain: Subject, calls: Mapping[str, Subject], op
                 runs[name] = subject.eager
             else:
                 failed[name] = f"wrong result: {verdict.reason}"
-        return Calls(decisive(bench.timer, runs, desk.operands, bench.decide_s, UNFUSED), failed)
+        return Calls(_launched_and_alone(bench, runs, desk.operands, UNFUSED), failed)
 
 
 def screen_config(
@@ -264,10 +265,27 @@ def decide_sides(
     def timed() -> Contest:
         runs, shared = _runs(bench, parts, sides, kept)
         operands = _rotating(bench, shared.tensors, shared.hot)
-        return decisive(bench.timer, runs, operands, bench.decide_s, incumbent)
+        return _launched_and_alone(bench, runs, operands, incumbent)
 
     with torch.no_grad():
         return middle_of_three(timed, incumbent)
+
+
+def _launched_and_alone(bench: Bench, runs: Mapping[str, Run], operands: Operands, incumbent: str) -> Contest:
+    """A run in the regime and, where the host launches, one on the device alone; who wins is best in both together.
+
+    Where the host is slower than the device, launched times say nothing about kernels: who replays a CUDA graph, or has
+    larger inputs, gets what the device takes. What cannot be recorded in a graph is judged as launched.
+    """
+    launched, alone = decisive(bench.timer, runs, operands, bench.decide_s, incumbent), bench.timer.of_device()
+    if alone is None:
+        return launched
+    try:
+        device = contest(alone, runs, operands, bench.decide_s / 2, incumbent)
+    except Exception as error:  # a library may wait for the device, which no graph records
+        OWN_FAULTS.tolerate(error)
+        return launched
+    return mean_contest(launched, device, policy.MAX_LAUNCH_LOSS)
 
 
 @_tidy

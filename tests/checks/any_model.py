@@ -223,6 +223,12 @@ def captured(call: Callable[[], Any]) -> Callable[[], Any]:
     return graph.replay
 
 
+def compiler(name: str) -> Callable[..., Any]:
+    """A back end that is not equal to any other, so that what Dynamo compiled by one does not serve another."""
+    found = torch._dynamo.backends.registry.lookup_backend(name)
+    return lambda module, inputs, **options: found(module, inputs, **options)
+
+
 def print_kernels(way: str, call: Callable[[], Any], calls: int = 3) -> None:
     """The kernels of a GPU that take longest, with microseconds and launches a call."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as taken:
@@ -240,19 +246,17 @@ def print_kernels(way: str, call: Callable[[], Any], calls: int = 3) -> None:
 def compare(name: str, models: Models, tune: bool, profile: bool) -> None:
     device = models.device
     model, args, kwargs = getattr(models, name)()
-    ways: dict[str, dict[str, Any]] = {"untuned": {"backend": "fuseplan"}}
-    if tune:
-        ways["tuned"] = {"backend": "fuseplan"}
-    ways["inductor"] = {}
+    torch._dynamo.reset()
+    ways = ["untuned", *["tuned"] * tune, "inductor"]
     calls: dict[str, Callable[[], Any]] = {"eager": lambda: model(*args, **kwargs)}
     expected, first_s, errors = tensor(calls["eager"]()), {}, {}
-    for way, options in ways.items():
-        torch._dynamo.reset()
+    for way in ways:
         if way == "tuned":
             start = time.perf_counter()
             result = fuseplan.planner.tune(model, args or kwargs, device=device)
             print(f"  {name} was tuned in {time.perf_counter() - start:.0f} s\n  {result}", flush=True)
-        compiled = torch.compile(model, dynamic=False, **options)
+        backend = compiler("inductor" if way == "inductor" else "fuseplan")
+        compiled = torch.compile(model, dynamic=False, backend=backend)
         start = time.perf_counter()
         result = tensor(compiled(*args, **kwargs))
         settle(device)

@@ -38,6 +38,13 @@ def test_an_index_outside_its_table_is_an_assertion(name: str, how: str, number:
     assert said(name, how, number) in (["right"] if number == "inside" or wraps else fails)
 
 
+@pytest.mark.parametrize("number", ["inside", "-1", "length"])
+@pytest.mark.parametrize("name", ["embedding", "gather", "x[i]", "scatter", "index_put"])
+def test_what_torchinductor_may_run_asserts_as_eager_mode(name: str, number: str) -> None:
+    wraps = number == "-1" and name in ("x[i]", "index_put")
+    assert said(name, "inductor", number) == ("right" if number == "inside" or wraps else "device-side assert")
+
+
 @pytest.mark.parametrize("how", ["eager", "fused"])
 @pytest.mark.parametrize("number", ["inside", "-1", "length"])
 @pytest.mark.parametrize("name", ["pages", "pages by index_select"])

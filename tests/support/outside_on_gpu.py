@@ -1,7 +1,7 @@
 """Look up, or write, outside a table on a GPU, and print what happens: ``right``, ``wrong`` or the error.
 
 A program of its own, since a device-side assertion ends all work of its process: ``python outside_on_gpu.py NAME HOW
-NUMBER``. HOW is ``eager``, ``fused``, ``graph`` (a CUDA graph holds the kernels) or ``ninetoothed``.
+NUMBER``. HOW is ``eager``, ``fused``, ``graph`` (a CUDA graph holds the kernels), ``ninetoothed`` or ``inductor``.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "gather": lambda x, i: x.gather(0, i[:, None].expand(COUNT, WIDTH)) * 2 + 1,
     "index_select": lambda x, i: x.index_select(0, i) * 2 + 1,
     "x[i]": lambda x, i: x[i] * 2 + 1,
+    "scatter": lambda x, i: x.scatter(0, i[:, None].expand(COUNT, WIDTH), 2.0) * 2 + 1,
+    "index_put": lambda x, i: x.index_put((i,), x.new_tensor(2.0)) * 2 + 1,
     "computed": lambda x, i: x[(i - 2) + 2] * 2 + 1,
     "cache": _cached,
     "projected": _projected,
@@ -56,6 +58,8 @@ FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
 def compiled(function: Callable[..., Any], how: str, folder: str) -> Callable[..., Any]:
     if how == "eager":
         return function
+    if how == "inductor":
+        return torch.compile(function)
     if how == "ninetoothed":
         from fuseplan.kernels.ninetoothed.backend import NinetoothedBackend
         from fuseplan.planner.tuning import session
@@ -80,7 +84,7 @@ def once(name: str, how: str, number: str, folder: str) -> str:
     torch.cuda.synchronize()
     result = run(x.clone(), bad)
     torch.cuda.synchronize()
-    if how != "eager" and fuseplan.planner.stats().fallbacks:
+    if how not in ("eager", "inductor") and fuseplan.planner.stats().fallbacks:
         return f"not fused: {fuseplan.planner.stats()}"
     return "right" if torch.allclose(result, FUNCTIONS[name](x.clone(), bad), rtol=1e-3, atol=1e-3) else "wrong"
 

@@ -23,6 +23,7 @@ from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations import inductor
 from fuseplan.planner.implementations.group_table import GroupTable
+from fuseplan.planner.partition.inductor_step import may_run_whole
 from fuseplan.planner.tuning.session import open_session
 from fuseplan.search import policy
 from fuseplan.search.store.database import Database
@@ -150,6 +151,23 @@ def test_what_it_may_not_run() -> None:
     assert "single op" in refusal("fp32", "cumsum")
     graph.rounds = frozenset([summed])  # a cast that the program can see: its code may keep more bits
     assert "rounds" in refusal("fp32", "tanh", "cumsum", "exp")
+
+
+@pytest.mark.parametrize(("op", "on_gpu"), [("index_select", False), ("gather", True), ("embedding", True)])
+def test_on_gpus_it_may_look_up_what_it_asserts_as_eager_mode(op: str, on_gpu: bool) -> None:
+    """On CPUs it raises another error; of ``index_select`` it takes negative numbers from the end."""
+    few = torch.zeros(3, dtype=torch.int64)
+    b = Builder(x=torch.randn(127, 33), index=few[:, None].repeat(1, 33), few=few)
+    found = {"index_select": lambda: b("aten.index_select.default", "x", "few", dim=0),
+             "gather": lambda: b("aten.gather.default", "x", "index", dim=0),
+             "embedding": lambda: b("aten.embedding.default", "x", "few")}[op]()
+    graph = b.graph(b("aten.exp.default", b("aten.tanh.default", found)))
+    names = tuple(node.name for node in graph)
+    group = Candidate(names, (), compute_graph_of(graph).outputs_of(names))
+    for device_type, may in (("cpu", False), ("cuda", on_gpu)):
+        reason = inductor.InductorCode().refuse(GroupTable(graph, "fp32", device_type), group)
+        assert (reason is None) is may
+        assert may_run_whole(graph, device_type) is may
 
 
 class Statistics(torch.nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -41,6 +42,8 @@ from fuseplan.planner.tuning.session import Session
 from fuseplan.planner.tuning.tune import Batch, TuneResult
 from fuseplan.search.store.record import PlanRecord
 from fuseplan.search.tune.time_account import TimeAccount
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     import torch
@@ -212,7 +215,9 @@ def tune_request(
 
     ran = runner(request, wanted_on, progress, account)
     with account.spend("reporting"):
-        return [wanted.answer(one) for wanted, one in ran]
+        found = [wanted.answer(one) for wanted, one in ran]
+    logger.info("%s", account.line())
+    return found
 
 
 class OneModel:

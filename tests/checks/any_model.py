@@ -11,6 +11,7 @@ small sizes. ``--profile`` lists the kernels that take longest on a GPU. pytest 
 from __future__ import annotations
 
 import argparse
+import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -22,6 +23,7 @@ import transformers as hf
 from torch import nn
 
 import fuseplan.planner
+import fuseplan.planner.api.tune as tune_module
 
 Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 ROUNDS, SAMPLE_US = 9, 15000.0
@@ -289,6 +291,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     torch.manual_seed(0)
+    logging.basicConfig(format="  %(message)s")
+    logging.getLogger(tune_module.__name__).setLevel(logging.INFO)  # where the time went
     print("| model | | eager | untuned |" + (" tuned |" if args.tune else "") + " inductor | of the better of both |")
     with torch.no_grad():
         for name in args.names or NAMES:

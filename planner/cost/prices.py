@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 from fuseplan.costmodel.calibrate import Sample
 from fuseplan.costmodel.device import DeviceSpec
@@ -137,12 +136,10 @@ class MeasuredPrices(ModelPrices):
         return result
 
     def _of_calls(self, found: Calls, plain: Choice, calls: Sequence[Choice]) -> Contest:
-        samples = dict(found.contest.samples)
-        samples[plain.implementation.name] = samples.pop(UNFUSED)
-        contest = replace(found.contest, samples=samples)
+        contest = found.contest.renamed({UNFUSED: plain.implementation.name})
         for choice in (plain, *calls):
             name = choice.implementation.name
-            if name in samples:
+            if name in contest.samples:
                 time_us = contest.time(name).median_us
                 self._screened_s[choice] = time_us * 1e-6
                 self._learn(choice, "", time_us)

@@ -8,6 +8,7 @@ more than a margin. Where measurement cannot tell the two apart, every tune keep
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -81,7 +82,8 @@ class MeasuredRegion:
         aten, *others = (name for name in priced if name in contest.samples)
         self._unclear = any(contest.undecided(name, aten) for name in others)
         least = max(self.margin, policy.CALL_GAIN)
-        gains = {name: contest.gain(name, aten) for name in others}
+        medians = {name: statistics.median(contest.samples[name]) for name in (aten, *others)}
+        gains = {name: 1 - medians[name] / medians[aten] for name in others}
         winner = contest.winner(aten, [name for name in others if gains[name] > least])
         story = f"gains {gains[winner]:.1%} on ATen's op" if winner in gains else (
             f"no call of a library gains {least:.1%} on ATen's op beyond noise (the best {max(gains.values()):.1%}, "

@@ -20,9 +20,10 @@ from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.libraries.library_call import Call, OpGroup
 from fuseplan.planner.tuning.planner import Planner, PlanSettings, RegionPlan
+from fuseplan.search import policy
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import Versions
-from fuseplan.search.timing.contest import Contest
+from fuseplan.search.timing.contest import Contest, mean_contest
 from fuseplan.search.timing.timers import CpuTimer
 from fuseplan.search.workers.jobs import UNFUSED, Bench, Calls, contest_calls
 
@@ -116,6 +117,19 @@ def test_medians_say_what_a_call_gains(tmp_path: Path, library: Doubled, monkeyp
     plan, _, _ = planned(tmp_path, library_us={library.name: 24.0})
     assert library.name in {group.implementation for group in plan.record.groups}
     assert "gains 14.3% on ATen's op" in plan.record.evidence.reason
+
+
+def test_launches_and_the_devices_own_time_decide_together(
+    tmp_path: Path, library: Doubled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that takes 1.25 times as long to launch, and half as long on the device."""
+    launched = Contest({UNFUSED: (20.0,) * 7, library.name: (25.0,) * 7}, 0.0, "eager")
+    alone = Contest({UNFUSED: (18.0,) * 7, library.name: (9.0,) * 7}, 0.0, "graph")
+    found = Calls(mean_contest(launched, alone, policy.MAX_LAUNCH_LOSS), {})
+    monkeypatch.setattr(ScriptedTuner, "contest_calls", lambda *_: lambda: found)
+    plan, _, _ = planned(tmp_path, library_us={library.name: 24.0})
+    (group,) = (one for one in plan.record.groups if one.implementation == library.name)
+    assert group.measured_us == pytest.approx(25.0)  # what a launch of it takes
 
 
 @pytest.mark.parametrize(("fails", "name"), [((0,), "fake.linear"), ((0, 1), "aten")])

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from torch import nn
 from fuseplan.costmodel.devices import Kind, is_cpu, is_gpu, local_kind
 from fuseplan.planner.errors import Argument, ConfigError, DeviceError, ShapeError, UnknownPatternError
 from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.implementations.inductor import InductorAsked
 from fuseplan.planner.models.build import twin
 from fuseplan.planner.models.manifest import ModelArguments
 from fuseplan.planner.models.sources import DTYPES, ModelSource, find_source, source_of, workloads_for
@@ -79,7 +80,8 @@ class HowToTune:
         again: Measure anew what is stored or shipped.
         study: Where each search is kept as an Optuna study, too: a SQLAlchemy URL or the path of a journal file.
         inductor: Ask TorchInductor for its code, of regions that leave much to ATen and of whole steps, and take it
-            where it is faster. Compiling it takes seconds.
+            where it is faster. Compiling it takes seconds; ``"max-autotune"`` asks for its fastest, which takes
+            minutes, and ``"off"`` for none.
     """
 
     trials: int | None = None
@@ -89,7 +91,7 @@ class HowToTune:
     again: bool = False
     study: str | None = field(default=None, repr=False)
     job_limit: float | None = None
-    inductor: bool = True
+    inductor: InductorAsked = "default"
 
     def budget(self, device_type: str) -> Budget:
         """What a group may cost on a device."""
@@ -133,6 +135,8 @@ class TuneRequest:
         if (how.trials is not None and how.trials < 1) or not how.seconds > 0 or self.most < 1:
             raise ConfigError("{} and {} are at least 1, and {} are more than 0",
                               *map(Argument, ("trials", "most", "seconds")))
+        if how.inductor not in (known := get_args(InductorAsked)):
+            raise ConfigError("{} {!r} is not one of {}", Argument("inductor"), how.inductor, ", ".join(known))
         if how.job_limit is not None and not how.job_limit >= policy.LEAST_JOB_LIMIT_S:
             raise ConfigError("{} is at least {:g} seconds, not {}", Argument("job_limit"), policy.LEAST_JOB_LIMIT_S,
                               how.job_limit)

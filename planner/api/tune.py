@@ -32,6 +32,7 @@ from fuseplan.planner.api.request import (
 from fuseplan.planner.api.run import Ran, Wanted, complaints, outcome, run
 from fuseplan.planner.errors import PlanError, one_family
 from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.implementations.inductor import InductorAsked
 from fuseplan.planner.models.manifest import read_manifest
 from fuseplan.planner.models.sources import hf_config
 from fuseplan.planner.reports import frames, step_words
@@ -107,7 +108,7 @@ def tune(
     calls: bool = True, pack_weights: bool = False, misses: Literal[False] = False, most: int = 16,
     numerics: Literal["fp32", "eager"] = "fp32", regime: Literal["eager", "graph"] | None = None,
     trials: int | None = None, seconds: float = 6.0, seed: int = 0, shipped: bool = True, again: bool = False,
-    study: str | None = None, job_limit: float | None = None, inductor: bool = True, device: str = "auto",
+    study: str | None = None, job_limit: float | None = None, inductor: InductorAsked = "default", device: str = "auto",
     db: str | Path | None = None, progress: Progress | None = None,
 ) -> Tuned: ...
 
@@ -115,7 +116,7 @@ def tune(
 @overload
 def tune(
     *, manifest: str | Path, trials: int | None = None, seconds: float = 6.0, seed: int = 0, shipped: bool = True,
-    again: bool = False, study: str | None = None, job_limit: float | None = None, inductor: bool = True,
+    again: bool = False, study: str | None = None, job_limit: float | None = None, inductor: InductorAsked = "default",
     device: str = "auto", db: str | Path | None = None, progress: Progress | None = None,
 ) -> TunedMany: ...
 
@@ -124,7 +125,8 @@ def tune(
 def tune(
     *, misses: Literal[True], most: int = 16, regime: Literal["eager", "graph"] | None = None,
     trials: int | None = None, seconds: float = 6.0, seed: int = 0, job_limit: float | None = None,
-    inductor: bool = True, device: str = "auto", db: str | Path | None = None, progress: Progress | None = None,
+    inductor: InductorAsked = "default", device: str = "auto", db: str | Path | None = None,
+    progress: Progress | None = None,
 ) -> TunedMisses: ...
 
 
@@ -136,7 +138,8 @@ def tune(
     manifest: str | Path | None = None, numerics: Literal["fp32", "eager"] = "fp32",
     regime: Literal["eager", "graph"] | None = None, trials: int | None = None, seconds: float = 6.0, seed: int = 0,
     shipped: bool = True, again: bool = False, study: str | None = None, job_limit: float | None = None,
-    inductor: bool = True, device: str = "auto", db: str | Path | None = None, progress: Progress | None = None,
+    inductor: InductorAsked = "default", device: str = "auto", db: str | Path | None = None,
+    progress: Progress | None = None,
 ) -> Tuned | TunedMisses | TunedMany:
     """Plan a model's fusion, tune it on this device, and store the result, as ``plan tune`` does.
 

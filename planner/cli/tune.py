@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from typer import Option
@@ -48,10 +48,10 @@ def tune(
         parser=opt.decimal(policy.LEAST_JOB_LIMIT_S), metavar="SECONDS", help="After how long a call of a kernel "
         "or an op counts as hanging: 60 seconds by default, and what a call of its size should take.",
     )] = None,
-    inductor: Annotated[bool, Option(
-        help="Ask TorchInductor for its code, too, and take it where it is faster: of regions that leave much to "
-        "PyTorch's ops, and of whole steps. Compiling that takes seconds to minutes.",
-    )] = True,
+    inductor: Annotated[Literal["default", "max-autotune", "off"], Option(
+        help="Which code TorchInductor is asked for, too, and taken where it is faster: of regions that leave much to "
+        "PyTorch's ops, and of whole steps. That of max-autotune takes minutes to compile; off asks for none.",
+    )] = "default",
     misses: Annotated[bool, Option(
         "--misses", help="Tune what torch.compile looked up in vain in this database, without a model; with --regime "
         "only what was missed so.",

@@ -10,7 +10,7 @@ from fuseplan.kernels.ir.backend import Backend, Target
 from fuseplan.planner.implementations.aten import AtenOp
 from fuseplan.planner.implementations.generated_kernel import GeneratedKernel
 from fuseplan.planner.implementations.implementation import Implementation
-from fuseplan.planner.implementations.inductor import InductorCode
+from fuseplan.planner.implementations.inductor import InductorAsked, InductorCode
 from fuseplan.planner.implementations.library_op import LibraryOp
 from fuseplan.planner.libraries.library_calls import LIBRARY_CALLS
 from fuseplan.planner.libraries.matmul_calls import PADDED
@@ -40,13 +40,15 @@ class Implementations:
         return known.get(name) or self.kernel.by(name)
 
 
-def implementations_for(regime: str, backends: Sequence[Backend], target: Target) -> Implementations:
-    """The ways to run groups on a device."""
+def implementations_for(
+    regime: str, backends: Sequence[Backend], target: Target, inductor: InductorAsked = "default"
+) -> Implementations:
+    """The ways to run groups on a device; ``inductor`` is what TorchInductor is asked for."""
     mode: Mode = "graph" if regime == "graph" else "eager"
     return Implementations(
         AtenOp(mode),
         GeneratedKernel(tuple(backends), target, kernel_mode(regime)),
-        InductorCode(mode),
+        InductorCode(mode, compiled_for="default" if inductor == "off" else inductor),
         tuple(LibraryOp(call, call.name, mode) for call in LIBRARY_CALLS),
     )
 

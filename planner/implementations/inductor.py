@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import fx
@@ -37,10 +37,15 @@ from fuseplan.planner.ops.op import INTEGERS
 from fuseplan.planner.ops.table import kind_of, mutates, op_of
 from fuseplan.planner.work.group_work import hot_inputs
 from fuseplan.search import policy
-from fuseplan.search.store.record import INDUCTOR
+from fuseplan.search.store.record import INDUCTOR, TuningRecord
+from fuseplan.search.timing.sequence import Part
 from fuseplan.search.timing.signs import going_on
 from fuseplan.search.tune.tuner import Tuner
 
+#: What TorchInductor is asked for: what plain ``torch.compile`` gives, or the fastest that its own search finds.
+InductorMode: TypeAlias = Literal["default", "max-autotune"]
+#: The same, or that it is not asked.
+InductorAsked: TypeAlias = Literal["default", "max-autotune", "off"]
 #: TorchInductor keeps what it is compiling in globals.
 _ONE_AT_A_TIME = threading.Lock()
 _Kind = TypeVar("_Kind", bound=TunableGroup)
@@ -50,9 +55,11 @@ _Kind = TypeVar("_Kind", bound=TunableGroup)
 class CompiledGroup(TunableGroup):
     """A group that TorchInductor's code runs; compiled in the process that calls it first."""
 
+    compiled_for: InductorMode = "default"
+
     @cached_property
     def _compiled(self) -> Fused:
-        return compile_chain(self.chain, [self.specs[name] for name in self.inputs], self.device)
+        return compile_chain(self.chain, [self.specs[name] for name in self.inputs], self.device, self.compiled_for)
 
     def eager(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
         return list(self._compiled(*inputs))
@@ -61,7 +68,9 @@ class CompiledGroup(TunableGroup):
         return {name: value for name, value in super().__getstate__().items() if name != "_compiled"}
 
 
-def compile_chain(chain: fx.GraphModule, specs: Sequence[TensorSpec], device: str) -> Fused:
+def compile_chain(
+    chain: fx.GraphModule, specs: Sequence[TensorSpec], device: str, mode: InductorMode = "default"
+) -> Fused:
     """TorchInductor's code for a module of ATen calls whose inputs have these static layouts."""
     from torch._inductor import standalone_compile
 
@@ -70,28 +79,42 @@ def compile_chain(chain: fx.GraphModule, specs: Sequence[TensorSpec], device: st
             torch.empty_strided(one.shape, one.strides, dtype=torch_dtype(one.dtype), device=device) for one in specs
         ]
     with _ONE_AT_A_TIME, torch.no_grad(), going_on(policy.PEER_LIMIT_S):
-        artifact = standalone_compile(chain, inputs, dynamic_shapes="from_example_inputs")
+        artifact = standalone_compile(
+            chain, inputs, dynamic_shapes="from_example_inputs", options={"config_patches": _settings(mode)})
     assert artifact is not None
     call: Fused = artifact
     return call
 
 
-def compile_graph(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """One of Dynamo's graphs as plain ``torch.compile`` runs it, with the random numbers that eager mode draws."""
+def compile_graph(
+    module: fx.GraphModule, example_inputs: Sequence[Any], mode: InductorMode = "default"
+) -> Callable[..., Any]:
+    """One of Dynamo's graphs as ``torch.compile`` runs it, with the random numbers that eager mode draws."""
     from torch._inductor.compile_fx import compile_fx
 
     with _ONE_AT_A_TIME:
         call: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
-            module, example_inputs, config_patches={"fallback_random": True})
+            module, example_inputs, config_patches={"fallback_random": True, **_settings(mode)})
     return call
+
+
+def _settings(mode: InductorMode) -> dict[str, Any]:
+    """TorchInductor's own, without what it prints of each matmul that it tunes."""
+    from torch._inductor import list_mode_options
+
+    found = list_mode_options("max-autotune-no-cudagraphs") if mode == "max-autotune" else {}
+    return {**found, "autotune_num_choices_displayed": 0}
 
 
 @dataclass(frozen=True)
 class InductorCode(Implementation):
-    """TorchInductor's code, in its default mode, for several ops of a static graph that write to no operand."""
+    """TorchInductor's code for several ops of a static graph that write to no operand; new code is ``compiled_for``
+    this mode of its.
+    """
 
     mode: Mode = "eager"
     name: str = INDUCTOR
+    compiled_for: InductorMode = "default"
 
     def refuse(self, table: GroupTable, group: Candidate) -> str | None:
         if len(group.ops) == 1:
@@ -126,7 +149,18 @@ class InductorCode(Implementation):
         return UNFUSED
 
     def subject(self, table: GroupTable, group: Candidate) -> CompiledGroup:
-        return _chain(table, group, CompiledGroup)
+        return self._subject(table, group, self.compiled_for)
+
+    @staticmethod
+    def _subject(table: GroupTable, group: Candidate, mode: InductorMode) -> CompiledGroup:
+        return replace(_chain(table, group, CompiledGroup), compiled_for=mode)
+
+    def part(self, table: GroupTable, group: Candidate, backend: str, config: Config) -> Part:
+        subject = self._subject(table, group, _mode_of(config))
+        return Part(subject, reads=subject.operands, makes=subject.outputs)
+
+    def recorded(self, table: GroupTable, group: Candidate, tuning: TuningRecord | None) -> tuple[str, Config, str]:
+        return self.name, {} if self.compiled_for == "default" else {"mode": self.compiled_for}, ""
 
     def screen(self, table: GroupTable, group: Candidate, tuner: Tuner) -> Screening:
         """Checked, and timed beside its ops one by one."""
@@ -137,8 +171,8 @@ class InductorCode(Implementation):
         return Screening(found.contest.time(self.name).median_us)
 
     def refuse_record(self, table: GroupTable, group: Candidate, config: Config) -> str | None:
-        if config:
-            return "TorchInductor's code has no configuration"
+        if config not in ({}, {"mode": "max-autotune"}):
+            return "TorchInductor's code has no such configuration"
         reason = self.refuse(table, group)
         return None if reason is None else f"TorchInductor's code cannot run a group: {reason}"
 
@@ -151,9 +185,14 @@ class InductorCode(Implementation):
         subject = _chain(table, candidate, TunableGroup)
         return FirstCall(
             f"{self.name} {group.label}", group.ops, subject.inputs, subject.outputs, buffers=subject.ir.outputs,
-            label=group.label, build=partial(_build, subject), unfused=partial(_run_chain, subject),
-            key=(self.name, subject.key),
+            label=group.label, build=partial(_build, subject, _mode_of(group.config)),
+            unfused=partial(_run_chain, subject), key=(self.name, *group.config.values(), subject.key),
         )
+
+
+def _mode_of(config: Config) -> InductorMode:
+    """Which mode of TorchInductor's a record names."""
+    return "max-autotune" if config else "default"
 
 
 def fails_otherwise(graph: DataflowGraph, node: OpNode, device_type: str) -> bool:
@@ -220,7 +259,7 @@ def _run_chain(subject: TunableGroup, args: Sequence[Any]) -> tuple[Any, Fused]:
     return chain(*args), chain
 
 
-def _build(subject: TunableGroup, in_place: bool) -> tuple[Calling, ReuseOptions]:
-    call = compile_chain(subject.chain, [subject.specs[name] for name in subject.inputs], subject.device)
+def _build(subject: TunableGroup, mode: InductorMode, in_place: bool) -> tuple[Calling, ReuseOptions]:
+    call = compile_chain(subject.chain, [subject.specs[name] for name in subject.inputs], subject.device, mode)
     single: Callable[..., Any] = (lambda *args: call(*args)[0]) if len(subject.outputs) == 1 else call
     return lambda _: single, {}

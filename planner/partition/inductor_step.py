@@ -60,7 +60,8 @@ def compare_step(
     if (reason := ways.inductor.refuse_step(table, ops)) is not None:
         return InductorStep(why=reason)
     planned = planned_parts(table, taken, ways)
-    whole = ways.inductor.part(table, whole_candidate(table.graph, ops), "", {})
+    group = whole_candidate(table.graph, ops)
+    whole = ways.inductor.part(table, group, *ways.inductor.recorded(table, group, None)[:2])
     names = {choice: f"part {number}" for number, choice in enumerate(planned)}
     parts: dict[str, Part] = {names[choice]: part for choice, part in planned.items()} | {INDUCTOR: whole}
     sides = {_PLAN: [names[choice] for choice in in_order(table.graph, planned)], INDUCTOR: [INDUCTOR]}

@@ -72,7 +72,8 @@ def last_word(
             note = f"; TorchInductor's code for it does not work: {screened.reason}"
             found = Verdict() if is_plain else _verdict(play_off(tuner.play_off, table, sides), None)
             return replace(found, words=found.words + note)
-        both = {**sides, INDUCTOR: {whole: whole.implementation.part(table, whole.group, "", {})}}
+        name, config, _ = whole.implementation.recorded(table, whole.group, None)
+        both = {**sides, INDUCTOR: {whole: whole.implementation.part(table, whole.group, name, config)}}
         return _verdict(play_off(tuner.play_off, table, both), whole)
 
     return beside_inductor

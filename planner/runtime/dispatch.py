@@ -91,7 +91,7 @@ def compile_graph(
         lookup = look_up(session, traced.graph, options.on_miss, tally)
     finally:
         session.database.close()
-    whole = _by_inductor(gm, example_inputs, tally) if lookup.by_inductor else None
+    whole = _by_inductor(gm, example_inputs, lookup.by_inductor, tally) if lookup.by_inductor is not None else None
     call = whole or executable(
         traced, lookup.groups, session.target, tally, options.numerics, options.debug, options.in_place,
         parameters=parameter_positions(example_inputs),
@@ -103,10 +103,12 @@ def compile_graph(
     return guarded_call(call, gm.forward, traced, tally)
 
 
-def _by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], tally: Tally) -> Callable[..., Any] | None:
-    """The graph as plain ``torch.compile`` runs it; None, counted, where that cannot be compiled here."""
+def _by_inductor(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], mode: inductor.InductorMode, tally: Tally
+) -> Callable[..., Any] | None:
+    """The graph as ``torch.compile`` runs it; None, counted, where that cannot be compiled here."""
     try:
-        call = inductor.compile_graph(gm, example_inputs)
+        call = inductor.compile_graph(gm, example_inputs, mode)
     except Exception as error:
         tally.refuse(f"TorchInductor's code for the whole graph: {failure_reason(error)}")
         return None

@@ -21,6 +21,7 @@ from fuseplan.planner.groups.places import paths_of
 from fuseplan.planner.groups.regions import find_regions, parts_to_plan, region_parts, unique_regions
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementation import PlannedGroup
+from fuseplan.planner.implementations.inductor import InductorMode
 from fuseplan.planner.module_paths import located, place
 from fuseplan.planner.ops.table import kind_of
 from fuseplan.planner.partition.inductor_region import decided_whole
@@ -67,7 +68,7 @@ class GraphLookup:
 
     regions: tuple[RegionLookup, ...] = ()
     groups: tuple[PlannedGroup, ...] = ()
-    by_inductor: bool = False
+    by_inductor: InductorMode | None = None
 
     @property
     def plans(self) -> list[RegionPlan]:
@@ -114,15 +115,19 @@ def look_up(session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tall
     return GraphLookup(tuple(found), tuple(groups), by_inductor)
 
 
-def _step_by_inductor(session: Session, graph: DataflowGraph, found: Sequence[RegionLookup]) -> bool:
-    """Whether TorchInductor's code was measured to be faster than the plans of a static graph, all of which are stored.
+def _step_by_inductor(
+    session: Session, graph: DataflowGraph, found: Sequence[RegionLookup]
+) -> InductorMode | None:
+    """Which code of TorchInductor's was measured to be faster than the plans of a static graph, all of which are
+    stored; None for none.
     """
     is_tuned = bool(found) and all(one.status == "stored" for one in found)
     if graph.symbols or session.settings.numerics != "fp32" or not is_tuned or not may_run_whole(
             graph, session.target.device_type):
-        return False
+        return None
     plans = tuple(one.plan for one in found if one.plan is not None)
-    return runs_by_inductor(session.store, GraphPlan(plans)) is not None
+    step = runs_by_inductor(session.store, GraphPlan(plans))
+    return None if step is None else step.inductor_mode
 
 
 class _Passes:

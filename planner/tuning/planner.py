@@ -66,7 +66,7 @@ class Planner:
         self.tuner = tuner
         self.on_region = on_region
         regime = self.settings.regime
-        self.implementations = implementations_for(regime, self.backends, target)
+        self.implementations = implementations_for(regime, self.backends, target, self.settings.inductor)
         #: What runs what nothing was measured for: most calls of libraries are chosen by measurement alone.
         self.unmeasured = replace(self.implementations, libraries=self.implementations.by_rule)
         #: What is stored; why plans are not used although they were found, and which versions differ, by region key.
@@ -178,7 +178,7 @@ class Planner:
         ends_s, table = time.monotonic() + seconds, self._table(graph)
         predicted: list[tuple[float, Region, list[tuple[Region, PlanRecord]]]] = []
         found: dict[str, RegionPlan] = {}
-        ways, asked = self.implementations, self.settings.inductor
+        ways, asked = self.implementations, self.settings.inductor != "off"
         for region, *others in unique_regions(regions).values():
             with _reporting(region, on_failure):
                 stored = self.stored.find_all(table, parts := region_parts(graph, region))
@@ -284,7 +284,7 @@ class Planner:
         plans = [(part, record) for part in parts if (record := known[part.key]) is not None]
         if len(parts) > 1 and (joint := self._across_anchors(table, region, plans, tuner)) is not None:
             plans = [(region, joint)]
-        asked = self.settings.inductor and not all(self._is_minor(table, part) for part in parts)
+        asked = self.settings.inductor != "off" and not all(self._is_minor(table, part) for part in parts)
         whole = whole_by_inductor(table, region, plans, self.implementations, self.spec) if asked else None
         verdict = last_word(table, region, plans, self.implementations, tuner, whole)
         if len(parts) == 1 and verdict is Verdict:  # nothing to compare

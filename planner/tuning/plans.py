@@ -7,6 +7,7 @@ from typing import Literal
 
 from fuseplan.planner.graph.dataflow import Region
 from fuseplan.planner.groups.candidates import CandidateLimits
+from fuseplan.planner.implementations.inductor import InductorAsked
 from fuseplan.search import policy
 from fuseplan.search.store.record import GroupChoice, PlanRecord
 
@@ -29,7 +30,7 @@ class PlanSettings:
         limits: Bounds on the enumeration of candidates.
         alternatives: Rejected groups kept in a plan's record.
         minor: Share of a graph's time below which the kernels of a region's part are tuned with little effort.
-        inductor: Whether TorchInductor is asked for its code: compiling that takes seconds.
+        inductor: Which code TorchInductor is asked for, or ``"off"``: compiling it takes seconds.
     """
 
     numerics: str = "fp32"
@@ -40,7 +41,7 @@ class PlanSettings:
     limits: CandidateLimits = field(default_factory=CandidateLimits)
     alternatives: int = policy.ALTERNATIVES_LIMIT
     minor: float = policy.MINOR_SHARE
-    inductor: bool = True
+    inductor: InductorAsked = "default"
 
     def measured_on(self, device_type: str) -> int:
         """Fused groups measured per region at most on a device."""

@@ -82,9 +82,9 @@ class Session:
         return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
 
     def planning_for(self, settings: PlanSettings) -> Session:
-        """The same device and database, for other plans; TorchInductor is asked only where this session asks it."""
+        """The same device and database, for other plans; TorchInductor is asked for what this session asks it."""
         in_graph = self.target.is_gpu and settings.regime == "graph"
-        settings = replace(settings, inductor=settings.inductor and self.settings.inductor)
+        settings = replace(settings, inductor=self.settings.inductor)
         return replace(self, settings=settings, target=replace(self.target, in_graph=in_graph))
 
     def with_spec(self, spec: DeviceSpec) -> Session:

@@ -22,6 +22,7 @@ from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations.choices import in_order
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import Implementations, implementations_for
+from fuseplan.planner.implementations.inductor import InductorMode
 from fuseplan.planner.partition.inductor_step import compare_step
 from fuseplan.planner.partition.whole_region import plain_parts, planned_parts
 from fuseplan.planner.tuning.plans import GraphPlan, RegionPlan
@@ -51,6 +52,7 @@ class StepTimes:
         noise: Relative difference of two runs of the same.
         floor_us: What memory and arithmetic alone take; None where a peak is not known.
         inductor_us: By TorchInductor's code, as plain ``torch.compile`` runs it; None where it was not timed.
+        inductor_mode: Which mode of ``torch.compile`` that was.
         by_inductor: Whether that is faster beyond doubt, so that dispatch leaves the whole graph to it.
         alone: Its time over the plan's on a GPU, in a CUDA graph; None where that was not timed apart.
         created: ISO 8601 UTC time.
@@ -66,6 +68,7 @@ class StepTimes:
     inductor_us: Amount | None = None
     by_inductor: bool = False
     alone: Amount | None = None
+    inductor_mode: InductorMode = "default"
 
     @property
     def best_us(self) -> float:
@@ -164,7 +167,7 @@ def _measured(
     on_start(unfused_us)
     regime = session.settings.regime
     table = GroupTable(graph, session.settings.numerics, session.target.device_type)
-    ways = implementations_for(regime, session.backends, session.target)
+    ways = implementations_for(regime, session.backends, session.target, session.settings.inductor)
     parts, sides, kept = _sides(table, plan, ways)
     rounds = policy.LONG_STEP_ROUNDS if unfused_us > policy.LONG_STEP_US else policy.STEP_ROUNDS
     outcome = tuner.time_sides(parts, sides, kept, rounds)
@@ -177,10 +180,11 @@ def _measured(
     floor = floor_us(table, session.spec, "graph" if regime == "graph" else "eager")
     unfused, chosen = (contest.time(side).median_us for side in (_UNFUSED, _PLANNED))
     found = StepTimes(unfused, chosen, contest.noise, floor, now(), session.device)
-    if session.settings.inductor:
+    if session.settings.inductor != "off":
         other = compare_step(table, [(one.region, one.record) for one in plan.regions], ways, tuner)
         if other.ratio is not None:
-            found = replace(found, inductor_us=chosen * other.ratio, by_inductor=other.wins, alone=other.alone)
+            found = replace(found, inductor_us=chosen * other.ratio, by_inductor=other.wins, alone=other.alone,
+                            inductor_mode=ways.inductor.compiled_for)
         elif other.why:
             logger.info("TorchInductor's code for the step is not timed: %s", other.why)
     session.database.put_capture(f"{_PREFIX}/{key}", asdict(found))

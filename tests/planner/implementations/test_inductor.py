@@ -18,6 +18,7 @@ from graphs import Builder
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner import stats, tune
 from fuseplan.planner.capture.trace import record
+from fuseplan.planner.errors import ConfigError
 from fuseplan.planner.groups.candidates import Candidate
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import find_regions
@@ -106,7 +107,7 @@ def test_code_that_is_wrong_is_not_taken(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_record_with_a_configuration_is_refused(tuned: Path, tmp_path: Path) -> None:
     (plan,) = whole_plans(tuned)
-    forged = replace(plan, groups=(replace(plan.groups[0], config={"mode": "max-autotune"}),))
+    forged = replace(plan, groups=(replace(plan.groups[0], config={"mode": "fastest"}),))
     database = Database(tmp_path / "forged.db")
     database.put_plan(forged)
     before, x = stats().from_database, torch.randn(127, 33)
@@ -175,9 +176,9 @@ class Statistics(torch.nn.Module):
         return statistics(x)
 
 
-@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("asked", ["default", "off"])
 def test_a_tune_without_it_compiles_none_of_its_code(
-    asked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    asked: inductor.InductorAsked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most = policy.MOST_OPS_OF_A_STEP
     count_instead_of_timing(monkeypatch)
@@ -192,7 +193,33 @@ def test_a_tune_without_it_compiles_none_of_its_code(
     monkeypatch.setattr(inductor, "compile_chain", noted)
     db = samples.known_machine(tmp_path / "tuning.db")
     found = tune(Statistics(), torch.randn(127, 33), device="cpu", db=db, inductor=asked)
-    assert bool(compiled) == asked == bool(whole_plans(db)) == ("torch.compile" in str(found))
+    assert bool(compiled) == (asked != "off") == bool(whole_plans(db)) == ("torch.compile" in str(found))
+
+
+def test_its_fastest_code_is_taken_where_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In contests, in the record, and when a plan runs: the mode is stored."""
+    count_instead_of_timing(monkeypatch)
+    compiled: list[str] = []
+
+    def noted(chain: Any, specs: Any, device: str, mode: inductor.InductorMode = "default") -> Any:
+        compiled.append(mode)
+        return compile_chain(chain, specs, device, mode)
+
+    compile_chain = inductor.compile_chain
+    monkeypatch.setattr(inductor, "compile_chain", noted)
+    db, x = samples.known_machine(tmp_path / "tuning.db"), torch.randn(127, 33)
+    tune(Statistics(), x, device="cpu", db=db, inductor="max-autotune")
+    (plan,) = whole_plans(db)
+    assert plan.groups[0].config == {"mode": "max-autotune"} and verify_database(Database(db)) == []
+    assert set(compiled) == {"max-autotune"}
+    compiled.clear()
+    check(run(db, x), x)
+    assert compiled == ["max-autotune"] and not stats().misses
+
+
+def test_a_mode_that_it_does_not_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"fastest.*default, max-autotune, off"):
+        tune(Statistics(), torch.randn(3, 3), device="cpu", inductor="fastest")  # type: ignore[call-overload]
 
 
 def test_a_prediction_is_no_measurement(tmp_path: Path) -> None:

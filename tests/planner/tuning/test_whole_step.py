@@ -96,7 +96,7 @@ class Bench:
 @pytest.fixture
 def session(tmp_path: Path) -> Session:
     database = Database(tmp_path / "t.db", "write", Versions.current("cpu"))
-    return Session(database, "dev", SPEC, TARGET, (ReferenceBackend(),), PlanSettings(margin=0.0, inductor=False))
+    return Session(database, "dev", SPEC, TARGET, (ReferenceBackend(),), PlanSettings(margin=0.0, inductor="off"))
 
 
 def planned(session: Session, graph: DataflowGraph) -> GraphPlan:
@@ -224,7 +224,7 @@ def test_long_steps_are_run_in_few_rounds(session: Session) -> None:
 
 def test_inductor_computes_the_same_of_layers_that_are_not_alike_twice(session: Session) -> None:
     _, graph = layers()
-    session = replace(session, settings=replace(session.settings, inductor=True))
+    session = replace(session, settings=replace(session.settings, inductor="default"))
     bench = Bench({**TIMES, "inductor": 40.0})
     found = measure_step(session, graph, planned(session, graph), bench)
     assert isinstance(found, StepTimes) and found.by_inductor and found.best_us == found.inductor_us == 40.0
@@ -234,7 +234,7 @@ def test_inductor_computes_the_same_of_layers_that_are_not_alike_twice(session: 
 
 def test_inductors_time_is_that_of_all_layers(session: Session) -> None:
     """The plan takes 50 us: as long as by Inductor when two layers of each kind are alike."""
-    session = replace(session, settings=replace(session.settings, inductor=True))
+    session = replace(session, settings=replace(session.settings, inductor="default"))
     _, graph = layers(9)
 
     class Fewer(Bench):
@@ -252,7 +252,7 @@ def test_inductor_runs_no_graph_that_looks_up(session: Session) -> None:
     """It takes a negative index from the end, where eager mode fails; what it takes is told all the same."""
     b = Builder(table=torch.randn(17, 9), at=torch.tensor([1, 16, 3]))
     graph = b.graph(b("aten.silu.default", b("aten.embedding.default", "table", "at")))
-    session = replace(session, settings=replace(session.settings, inductor=True))
+    session = replace(session, settings=replace(session.settings, inductor="default"))
     found = measure_step(session, graph, planned(session, graph), Bench({**TIMES, "inductor": 40.0}))
     assert isinstance(found, StepTimes) and found.inductor_us == 40.0 and found.best_us == 50.0
 
@@ -262,7 +262,7 @@ def test_where_inductor_is_not_asked_the_step_is_timed_without(
     session: Session, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, graph = layers()
-    settings = replace(session.settings, inductor=True, numerics="eager" if why == "rounds as eager" else "fp32")
+    settings = replace(session.settings, inductor="default", numerics="eager" if why == "rounds as eager" else "fp32")
     session = replace(session, settings=settings)
     plan = planned(session, graph)
     if why == "many ops":

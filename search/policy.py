@@ -108,6 +108,10 @@ LEFT_TO_ATEN_SHARE = 0.02
 UNALIGNED_FACTOR = 4.0
 #: What TorchInductor's code should gain by the cost model to run a region that nothing was measured of.
 PREDICTED_INDUCTOR_GAIN = 0.1
+#: Ops of a step, views included, up to which all of its layers take part where TorchInductor is asked for its code of
+#: it. Of a larger one only two of each kind do: compiling all takes minutes, and layers of several kinds, which occur
+#: differently often, then count too little or too much.
+OPS_OF_ALL_LAYERS = 600
 #: Ops of a step, without repeated layers, up to which TorchInductor is asked for its code of all of it: more take
 #: minutes to compile.
 MOST_OPS_OF_A_STEP = 1500

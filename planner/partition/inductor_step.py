@@ -1,7 +1,7 @@
 """A whole step by TorchInductor beside the plan: what a user of plain ``torch.compile`` would get.
 
-Compiling all layers of a model takes minutes, and they are alike: of regions that are, two take part. What the two
-sides take then stands to each other as in the whole step.
+Compiling all layers of a large model takes minutes, and they are alike: of regions that are, two take part. What the
+two sides take then stands to each other about as in the whole step.
 """
 
 from __future__ import annotations
@@ -50,10 +50,11 @@ def compare_step(
 ) -> InductorStep:
     """Time both, interleaved. ``plans`` are those of all regions of a step, in order."""
     flow, seen = compute_graph_of(table.graph), Counter[str]()
+    most = _ALIKE if sum(len(region.ops) for region, _ in plans) > policy.OPS_OF_ALL_LAYERS else len(plans)
     taken = []
     for region, record in plans:
         seen[region.key] += 1
-        taken += [(region, record)] if seen[region.key] <= _ALIKE else []
+        taken += [(region, record)] if seen[region.key] <= most else []
     ops = [name for region, _ in taken for name in region.ops if flow.is_member(flow.position[name])]
     if len(ops) > policy.MOST_OPS_OF_A_STEP:
         return InductorStep(why=f"it has {len(ops)} ops, and TorchInductor is asked about {policy.MOST_OPS_OF_A_STEP}")

@@ -232,20 +232,25 @@ def test_inductor_computes_the_same_of_layers_that_are_not_alike_twice(session: 
     torch.testing.assert_close(bench.results["inductor"], bench.results["planned"], rtol=1e-5, atol=1e-5)
 
 
-def test_inductors_time_is_that_of_all_layers(session: Session) -> None:
-    """The plan takes 50 us: as long as by Inductor when two layers of each kind are alike."""
+@pytest.mark.parametrize(("most_ops", "all_take_part"), [(1000, True), (10, False)])
+def test_inductors_time_is_that_of_all_layers(
+    session: Session, most_ops: int, all_take_part: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where only two layers of each kind take part, their times tell how those of the whole step compare."""
     session = replace(session, settings=replace(session.settings, inductor="default"))
+    monkeypatch.setattr(policy, "OPS_OF_ALL_LAYERS", most_ops)
     _, graph = layers(9)
+    lengths: dict[bool, int] = {}
 
     class Fewer(Bench):
         def time_sides(self, parts: Any, sides: Any, kept: Any, min_rounds: int) -> Outcome:
-            fewer = "inductor" in sides
-            assert not fewer or len(sides["planned"]) < len(planned(session, graph).regions) * 3
-            self.times_us = {"planned": 10.0, "inductor": 15.0} if fewer else TIMES
+            lengths["inductor" in sides] = len(sides["planned"])
+            self.times_us = {"planned": 10.0, "inductor": 15.0} if "inductor" in sides else TIMES
             return super().time_sides(parts, sides, kept, min_rounds)
 
     found = measure_step(session, graph, planned(session, graph), Fewer(TIMES))
     assert isinstance(found, StepTimes) and found.inductor_us == pytest.approx(75.0) and not found.by_inductor
+    assert (lengths[True] == lengths[False]) is all_take_part
 
 
 def test_inductor_runs_no_graph_that_looks_up(session: Session) -> None:

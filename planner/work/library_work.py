@@ -1,4 +1,4 @@
-"""The work of matmuls, attention and cache writes, whoever runs them: ATen, or a library's call.
+"""The work of matmuls, convolutions, attention and cache writes, whoever runs them: ATen, or a library's call.
 
 Products count two operations for each pair of numbers. Every byte counts once, where heads share keys, too.
 """
@@ -47,11 +47,24 @@ def _flops(node: OpNode, specs: Mapping[str, TensorSpec]) -> dict[str, float]:
     if op.factors is not None:
         results = math.prod(_shape(specs[node.outputs[0]]))
         return {unit: 2.0 * results * shapes[op.factors[0]][-1]}
+    if op.family == "convolution":
+        # Each result sums over a kernel's window and the channels of its group; of a transposed one, each operand does.
+        counted = shapes[0] if node.attrs.get("transposed") else _shape(specs[node.outputs[0]])
+        return {unit: 2.0 * math.prod(counted) * math.prod(shapes[1][1:]) / _winograd(node, shapes[1], unit)}
     if op.pairs is not None:
         pairs = op.pairs(node, specs)
         capped = node.attrs.get("cap") is not None  # by a hyperbolic tangent
         return {unit: 2.0 * pairs * (shapes[0][-1] + shapes[2][-1]), "sfu": pairs * (1 + _TANH * capped)}
     return {}
+
+
+def _winograd(node: OpNode, weight: Sequence[int], unit: str) -> float:
+    """How many times fewer products a library may need: four, of windows of 3x3 that move by one, in float32
+    (Winograd's F(4x4, 3x3); Lavin and Gray, 2015).
+    """
+    steps = (node.attrs.get(name, 1) for name in ("stride", "dilation"))
+    by_one = all(step == 1 for given in steps for step in (given if isinstance(given, list | tuple) else (given,)))
+    return 4.0 if by_one and tuple(weight[2:]) == (3, 3) and unit == "fp32_matmul" else 1.0
 
 
 def read_bytes(value: str, node: OpNode, specs: Mapping[str, TensorSpec]) -> float:

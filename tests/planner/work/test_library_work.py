@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 from fuseplan.costmodel.work import Work
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
@@ -131,3 +134,28 @@ def test_attention_of_a_static_cache_is_the_work_of_pytorchs() -> None:
     found = work_of("fuseplan.decode_attention.default", inputs, query, block_table=None, attn_mask=None)
     pytorch = work_of(SDPA, inputs, query, enable_gqa=True)
     assert (found.flops, found.dram_bytes) == (pytorch.flops, pytorch.dram_bytes)
+
+
+@pytest.mark.parametrize(("dtype", "unit"), [("bfloat16", "bf16_matmul"), ("float32", "fp32_matmul")])
+@pytest.mark.parametrize(("sizes", "window", "given"), [
+    ((2, 6, 9), (4, 6, 3), {}),
+    ((2, 6, 9, 8), (4, 6, 3, 3), {"stride": [2, 1]}),
+    ((2, 6, 9, 8), (12, 1, 3, 3), {"groups": 6, "dilation": [2, 2]}),
+    ((2, 6, 9, 8), (4, 3, 1, 1), {"groups": 2}),
+    ((2, 6, 5, 9, 8), (4, 6, 1, 3, 3), {"padding": [0, 1, 1]}),
+    ((2, 6, 9, 8), (6, 4, 3, 3), {"stride": [2, 2], "transposed": True}),
+    ((2, 6, 9, 8), (4, 6, 3, 3), {}),  # float32 may take Winograd's products
+])
+def test_convolutions_count_as_pytorch_counts_them(
+    sizes: tuple[int, ...], window: tuple[int, ...], given: dict[str, Any], dtype: str, unit: str
+) -> None:
+    rank = len(sizes) - 2
+    names = {"stride": [1] * rank, "padding": [0] * rank, "dilation": [1] * rank, "transposed": False,
+             "output_padding": [0] * rank, "groups": 1} | given
+    with FlopCounterMode(display=False) as counted:
+        x, w = (torch.empty(one, device="meta", dtype=getattr(torch, dtype)) for one in (sizes, window))
+        result = torch.ops.aten.convolution.default(x, w, None, *names.values())
+    fewer = 4 if dtype == "float32" and window[2:] == (3, 3) and not given else 1
+    found = work_of("aten.convolution.default", {"x": spec(sizes, dtype), "w": spec(window, dtype)},
+                    spec(tuple(result.shape), dtype), **names)
+    assert found.flops == {unit: counted.get_total_flops() / fewer}

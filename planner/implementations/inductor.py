@@ -17,7 +17,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fuseplan.costmodel.device import Mode
-from fuseplan.costmodel.devices import is_gpu
+from fuseplan.costmodel.devices import is_cpu, is_gpu
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.backend import Config
 from fuseplan.kernels.ir.dtypes import torch_dtype
@@ -59,7 +59,14 @@ class CompiledGroup(TunableGroup):
 
     @cached_property
     def _compiled(self) -> Fused:
-        return compile_chain(self.chain, [self.specs[name] for name in self.inputs], self.device, self.compiled_for)
+        from torch._inductor import async_compile, config
+
+        specs = [self.specs[name] for name in self.inputs]
+        # Its pool of compilers imports PyTorch for seconds after that, which disturbs what is timed then.
+        with config.patch(compile_threads=1 if is_cpu(self.device) else config.compile_threads):
+            found = compile_chain(self.chain, specs, self.device, self.compiled_for)
+        async_compile.shutdown_compile_workers()
+        return found
 
     def eager(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
         return list(self._compiled(*inputs))

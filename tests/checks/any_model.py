@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch._inductor.async_compile
 import torch.nn.functional as F
 import transformers as hf
 from torch import nn
@@ -266,6 +267,7 @@ def compare(name: str, models: Models, tune: bool, profile: bool) -> None:
         errors[way] = float((result - expected).norm() / expected.norm())
         calls[way] = lambda compiled=compiled: compiled(*args, **kwargs)  # type: ignore[misc]
         calls[way]()
+    torch._inductor.async_compile.shutdown_compile_workers()  # they import PyTorch for seconds, and disturb all sides
     runs = {"launched": contest(calls, device)}
     if device == "cuda":
         runs["graph"] = contest({way: captured(call) for way, call in calls.items()}, device)

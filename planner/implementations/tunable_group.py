@@ -282,15 +282,16 @@ def op_group(graph: DataflowGraph, ops: Sequence[str], outputs: Sequence[str], d
 
 
 def _plain_ones(spec: TensorSpec) -> TensorSpec:
-    """The same layout with the strides of single elements as in a contiguous tensor.
+    """The same layout with the strides of single elements as in a dense tensor: past all that lies in later dimensions.
 
-    They address nothing, but ATen's matmul copies its weight for every batch where they are odd, and what a trace says
-    of them is not what a device makes.
+    They address nothing, but ATen's matmul copies its weight for every batch where they are odd, its convolution takes
+    one picture for channels first, and what a trace says of them is not what a device makes.
     """
     strides = list(spec.strides)
     for dim in reversed(range(len(strides))):
         if spec.shape[dim] == 1:
-            strides[dim] = strides[dim + 1] * spec.shape[dim + 1] if dim + 1 < len(strides) else 1
+            later = [size * stride for size, stride in zip(spec.shape[dim + 1 :], strides[dim + 1 :], strict=True)]
+            strides[dim] = max([1, *later]) if spec.is_static else later[0] if later else 1
     return TensorSpec(spec.shape, spec.dtype, tuple(strides))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -218,6 +219,20 @@ def test_single_elements_have_plain_strides_in_what_a_library_call_is_timed_on()
     assert x.stride() == (4, 4, 1)
     torch.testing.assert_close(subject.eager(x, w)[0], torch.nn.functional.linear(x, w))
     torch.testing.assert_close(subject.reference(x, w)[0].float(), torch.nn.functional.linear(x, w))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_picture_with_channels_last_is_one_for_a_convolution_alone(batch: int) -> None:
+    """A single picture's own stride says nothing in a trace, but ATen asks it which layout the picture has."""
+    picture = torch.randn(batch, 5, 4, 6).permute(0, 3, 1, 2)
+    b = Builder(x=picture, w=torch.randn(8, 6, 3, 3))
+    graph = b.graph(b("aten.conv2d.default", "x", "w", bias=None, stride=[1, 1]))
+    graph.specs["x"] = replace(graph.specs["x"], strides=(6 if batch == 1 else 120, 1, 24, 6))
+    subject = op_subject(graph, op_group(graph, [node.name for node in graph], graph.outputs, "cpu"), "key")
+    x, w = subject.make_inputs(0, "cpu")
+    (result,) = subject.eager(x, w)
+    assert result.stride() == torch.nn.functional.conv2d(picture, torch.randn(8, 6, 3, 3)).stride()
+    assert result.is_contiguous(memory_format=torch.channels_last) and not result.is_contiguous()
 
 
 def test_a_mask_that_batches_share_hides_some_last_keys() -> None:

@@ -62,8 +62,8 @@ class RegionLookup:
 
 @dataclass(frozen=True)
 class GraphLookup:
-    """The look-ups of a graph's regions and parts, and the groups of their plans that ATen does not run; and whether
-    TorchInductor's code of the whole graph was measured to be faster than these.
+    """The look-ups of a graph's regions and parts, and the groups of their plans that ATen does not run; and which code
+    of TorchInductor's for the whole graph was measured to be faster than these, if one was.
     """
 
     regions: tuple[RegionLookup, ...] = ()

@@ -214,6 +214,7 @@ tune --pattern swiglu --shape 3x8 --trials -5
 tune --pattern swiglu --shape 3x8 --job-limit 0
 tune --pattern swiglu --shape 3x8 --job-limit -1
 tune --pattern swiglu --shape 3x8 --job-limit soon
+tune --pattern swiglu --shape 3x8 --inductor fastest
 tune --pattern swiglu --shape 3x8 --workers tls://127.0.0.1:1 --tls-ca missing.pem
 tune --pattern swiglu --shape 3x8 --workers tls://127.0.0.1:1 --tls-cert missing.pem
 tune --pattern swiglu --shape 3x8 --workers tls://127.0.0.1:1 --tls-key missing.pem

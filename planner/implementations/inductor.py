@@ -115,8 +115,8 @@ def _settings(mode: InductorMode) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class InductorCode(Implementation):
-    """TorchInductor's code for several ops of a static graph that write to no operand; new code is ``compiled_for``
-    this mode of its.
+    """TorchInductor's code for several ops of a static graph that write to no operand; ``compiled_for`` is the mode of
+    its that new code is compiled in.
     """
 
     mode: Mode = "eager"
@@ -135,7 +135,7 @@ class InductorCode(Implementation):
 
     def refuse_step(self, table: GroupTable, ops: Collection[str]) -> str | None:
         """Why a whole step of these ops is not timed; None when it can be. Unlike a region's, its code may write to
-        memory and look up; where it looks up it is timed, and runs nothing.
+        memory and look up; where that fails otherwise than in eager mode it is timed, and runs nothing.
         """
         if table.numerics == "eager":
             return "it keeps more bits than casts do"

@@ -39,7 +39,7 @@ def whole_by_inductor(
     """TorchInductor's code for a region whose plan leaves ops that move memory to ATen; None where that is little: a
     foreign op, two others, or what convolutions turn round, that take a share of its time.
     """
-    left_us, foreign, count = relayout_us(table, region, spec), False, 0
+    left_us, count = relayout_us(table, region, spec), 0
     foreign = left_us > 0.0
     for part, record in parts:
         for choice, group in zip(recorded_choices(table.graph, part, record, ways), record.groups, strict=True):

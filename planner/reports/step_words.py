@@ -68,7 +68,8 @@ def _beside(one: Step, unit: str) -> str:
     alone = "" if one.times.alone is None else f", in a CUDA graph {one.times.alone:.2f}x as long as the plan"
     if one.times.by_inductor:
         return f"by torch.compile's own code{alone}; the plan takes {_in(one.planned_us, unit)} {unit}"
-    return f"torch.compile {_in(one.times.inductor_us, unit)} {unit}{alone}"
+    mode = f" {one.times.inductor_mode}" if one.times.inductor_mode != "default" else ""
+    return f"torch.compile{mode} {_in(one.times.inductor_us, unit)} {unit}{alone}"
 
 
 def _doubt(one: Step) -> str:

@@ -274,8 +274,8 @@ def decide_sides(
 def _launched_and_alone(bench: Bench, runs: Mapping[str, Run], operands: Operands, incumbent: str) -> Contest:
     """A run in the regime and, where the host launches, one on the device alone; who wins is best in both together.
 
-    Where the host is slower than the device, launched times say nothing about kernels: who replays a CUDA graph, or has
-    larger inputs, gets what the device takes. What cannot be recorded in a graph is judged as launched.
+    A host that is slower than the device hides in launched times what kernels take. A CUDA graph, or a larger input,
+    shows it. What no graph can record is judged as launched.
     """
     launched, alone = decisive(bench.timer, runs, operands, bench.decide_s, incumbent), bench.timer.of_device()
     if alone is None:

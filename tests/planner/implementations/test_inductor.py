@@ -61,6 +61,20 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return db
 
 
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[inductor.InductorMode]:
+    """For which mode each chain was compiled, in order."""
+    modes: list[inductor.InductorMode] = []
+
+    def noted(chain: Any, specs: Any, device: str, mode: inductor.InductorMode = "default") -> Any:
+        modes.append(mode)
+        return compile_chain(chain, specs, device, mode)
+
+    compile_chain = inductor.compile_chain
+    monkeypatch.setattr(inductor, "compile_chain", noted)
+    return modes
+
+
 def check(results: Any, x: torch.Tensor) -> None:
     for got, want in zip(results, statistics(x.double()), strict=True):
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
@@ -117,16 +131,8 @@ def test_a_record_with_a_configuration_is_refused(tuned: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("probed", [True, False])
 def test_untuned_it_runs_where_the_cost_model_knows_the_device(
-    probed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    probed: bool, tmp_path: Path, compiled: list[inductor.InductorMode]
 ) -> None:
-    compiled: list[Any] = []
-
-    def noted(*args: Any) -> Any:
-        compiled.append(compile_chain(*args))
-        return compiled[-1]
-
-    compile_chain = inductor.compile_chain
-    monkeypatch.setattr(inductor, "compile_chain", noted)
     database, identity = Database(tmp_path / "tuning.db"), current_identity("cpu")
     if probed:
         database.put_device(identity.key(), json.loads(replace(CPU, identity=identity).to_json()))
@@ -178,35 +184,22 @@ class Statistics(torch.nn.Module):
 
 @pytest.mark.parametrize("asked", ["default", "off"])
 def test_a_tune_without_it_compiles_none_of_its_code(
-    asked: inductor.InductorAsked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    asked: inductor.InductorAsked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    compiled: list[inductor.InductorMode]
 ) -> None:
     most = policy.MOST_OPS_OF_A_STEP
     count_instead_of_timing(monkeypatch)
     monkeypatch.setattr(policy, "MOST_OPS_OF_A_STEP", most)
-    compiled: list[Any] = []
-
-    def noted(*args: Any) -> Any:
-        compiled.append(compile_chain(*args))
-        return compiled[-1]
-
-    compile_chain = inductor.compile_chain
-    monkeypatch.setattr(inductor, "compile_chain", noted)
     db = samples.known_machine(tmp_path / "tuning.db")
     found = tune(Statistics(), torch.randn(127, 33), device="cpu", db=db, inductor=asked)
     assert bool(compiled) == (asked != "off") == bool(whole_plans(db)) == ("torch.compile" in str(found))
 
 
-def test_its_fastest_code_is_taken_where_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_fastest_code_is_taken_where_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[inductor.InductorMode]
+) -> None:
     """In contests, in the record, and when a plan runs: the mode is stored."""
     count_instead_of_timing(monkeypatch)
-    compiled: list[str] = []
-
-    def noted(chain: Any, specs: Any, device: str, mode: inductor.InductorMode = "default") -> Any:
-        compiled.append(mode)
-        return compile_chain(chain, specs, device, mode)
-
-    compile_chain = inductor.compile_chain
-    monkeypatch.setattr(inductor, "compile_chain", noted)
     db, x = samples.known_machine(tmp_path / "tuning.db"), torch.randn(127, 33)
     tune(Statistics(), x, device="cpu", db=db, inductor="max-autotune")
     (plan,) = whole_plans(db)

@@ -13,164 +13,23 @@ from __future__ import annotations
 import argparse
 import logging
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch._inductor.async_compile
-import torch.nn.functional as F
-import transformers as hf
-from torch import nn
 
 import fuseplan.planner
 import fuseplan.planner.api.tune as tune_module
 
-Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+
+from whole_models import Models
+
 ROUNDS, SAMPLE_US = 9, 15000.0
-
-
-class Function(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any) -> Any:
-        return self.function(*args)
-
-
-class Models:
-    """Makes a model and what it is called with."""
-
-    def __init__(self, device: str, small: bool) -> None:
-        self.device, self.small = device, small or device == "cpu"
-        self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
-
-    def _made(self, config: Any, kind: str) -> Any:
-        with torch.device(self.device):
-            model = getattr(hf, kind)(config).to(self.dtype)
-        return self._initialised(model)
-
-    @staticmethod
-    def _initialised(model: nn.Module) -> nn.Module:
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.data.normal_(0, 0.02)
-        return model.eval()
-
-    def _ids(self, *shape: int) -> torch.Tensor:
-        return torch.randint(3, 1000, shape, device=self.device)
-
-    def gpt2(self) -> Made:
-        config = hf.GPT2Config(n_embd=1024, n_layer=1 if self.small else 12, n_head=16)
-        return self._made(config, "GPT2LMHeadModel"), (), {
-            "input_ids": self._ids(*(1, 128) if self.small else (4, 512)), "use_cache": False}
-
-    def bert(self) -> Made:
-        model = self._made(hf.BertConfig(num_hidden_layers=1 if self.small else 12), "BertForMaskedLM")
-        mask = torch.ones_like(ids := self._ids(*(2, 64) if self.small else (32, 128)))
-        mask[::3, 100:] = 0
-        return model, (), {"input_ids": ids, "attention_mask": mask}
-
-    def whisper(self) -> Made:
-        config = hf.WhisperConfig(
-            d_model=768, encoder_layers=1 if self.small else 6, decoder_layers=2, encoder_attention_heads=12,
-            decoder_attention_heads=12, encoder_ffn_dim=3072, decoder_ffn_dim=3072)
-        return self._made(config, "WhisperModel").encoder, (self._floats(1 if self.small else 8, 80, 3000),), {}
-
-    def convnext(self) -> Made:
-        return self._images(hf.ConvNextConfig(), "ConvNextForImageClassification")
-
-    def resnet(self) -> Made:
-        return self._images(hf.ResNetConfig(layer_type="basic", depths=[2, 2, 2, 2], hidden_sizes=[64, 128, 256, 512]),
-                            "ResNetForImageClassification")
-
-    def swin(self) -> Made:
-        return self._images(hf.SwinConfig(depths=[2, 2, 2, 2] if self.small else [2, 2, 6, 2]),
-                            "SwinForImageClassification")
-
-    def vit(self) -> Made:
-        return self._images(hf.ViTConfig(num_hidden_layers=2 if self.small else 12), "ViTForImageClassification")
-
-    def _images(self, config: Any, kind: str) -> Made:
-        return self._made(config, kind), (self._floats(1 if self.small else 32, 3, 224, 224),), {}
-
-    def t5(self) -> Made:
-        layers = 1 if self.small else 6
-        config = hf.T5Config(num_layers=layers, num_decoder_layers=layers, feed_forward_proj="gated-gelu")
-        ids = self._ids(*(1, 64) if self.small else (8, 512))
-        return self._made(config, "T5ForConditionalGeneration"), (), {
-            "input_ids": ids, "decoder_input_ids": ids, "use_cache": False}
-
-    def mamba(self) -> Made:
-        config = hf.MambaConfig(hidden_size=256, num_hidden_layers=1 if self.small else 8, vocab_size=8192)
-        return self._made(config, "MambaForCausalLM"), (), {"input_ids": self._ids(1, 16), "use_cache": False}
-
-    def qwen(self) -> Made:
-        config = hf.Qwen2Config(
-            hidden_size=896, intermediate_size=4864, num_hidden_layers=2 if self.small else 24, num_attention_heads=14,
-            num_key_value_heads=2, vocab_size=32768)
-        return self._made(config, "Qwen2ForCausalLM"), (), {
-            "input_ids": self._ids(1, 128 if self.small else 1024), "use_cache": False}
-
-    def unet(self) -> Made:
-        class Block(nn.Module):
-            """Two convolutions with group norms, around a smaller picture."""
-
-            def __init__(self, width: int, inner: nn.Module | None) -> None:
-                super().__init__()
-                self.norm, self.second = nn.GroupNorm(8, width), nn.GroupNorm(8, width)
-                self.conv, self.out = (nn.Conv2d(width, width, 3, padding=1) for _ in range(2))
-                self.down, self.inner = nn.Conv2d(width, 2 * width, 3, 2, 1), inner
-                self.up = nn.Conv2d(2 * width, width, 1)
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                y = self.conv(F.silu(self.norm(x)))
-                if self.inner is not None:
-                    y = y + F.interpolate(self.up(self.inner(self.down(y))), scale_factor=2.0)
-                return x + self.out(F.silu(self.second(y)))
-
-        model = Block(32, Block(64, Block(128, None))).to(self.device, self.dtype)
-        return self._initialised(model), (self._floats(1 if self.small else 16, 32, 64, 64),), {}
-
-    def gcn(self) -> Made:
-        class Graph(nn.Module):
-            """Two layers of message passing by gathers and sums over edges."""
-
-            def __init__(self) -> None:
-                super().__init__()
-                self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 16)
-
-            def forward(self, x: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-                for layer in (self.first, self.second):
-                    y = layer(x)
-                    count = torch.zeros_like(y[:, 0]).index_add(0, target, torch.ones_like(target, dtype=y.dtype))
-                    x = torch.zeros_like(y).index_add(0, target, F.relu(y)[source]) / count.clamp(min=1)[:, None]
-                return x
-
-        nodes, edges = (1000, 8000) if self.small else (20000, 200000)
-        ends = (torch.randint(0, nodes, (edges,), device=self.device) for _ in range(2))
-        return self._initialised(Graph().to(self.device, self.dtype)), (self._floats(nodes, 64), *ends), {}
-
-    def statistics(self) -> Made:
-        def run(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            z = torch.sin((x + 1) * 2) * torch.sigmoid(y)
-            z = (z - z.mean(0, keepdim=True)) / (z.std(0, keepdim=True) + 1e-5)
-            return z.clamp(-1, 1).cumsum(-1), z.amax(-1), (z > 0).sum()
-
-        size = 512 if self.small else 4096
-        return Function(run), tuple(torch.randn(size, size, device=self.device) for _ in range(2)), {}
-
-    def mlp(self) -> Made:
-        layers = [one for _ in range(4) for one in (nn.Linear(512, 512), nn.LayerNorm(512), nn.GELU())]
-        model = self._initialised(nn.Sequential(*layers).to(self.device, self.dtype))
-        head = Function(lambda x: F.softmax(x, -1).sum(-2))
-        return nn.Sequential(model, head), (self._floats(8 if self.small else 64, 200, 512),), {}
-
-    def _floats(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device=self.device, dtype=self.dtype)
 
 
 NAMES = [name for name in vars(Models) if not name.startswith("_")]
@@ -180,7 +39,7 @@ def tensor(result: Any) -> torch.Tensor:
     """The result that is compared."""
     if isinstance(result, torch.Tensor):
         return result.float()
-    for name in ("logits", "last_hidden_state"):
+    for name in ("logits", "logits_per_image", "last_hidden_state"):
         if (found := getattr(result, name, None)) is not None:
             return tensor(found)
     return tensor(result[0])

@@ -4,8 +4,9 @@
 
 One interleaved run a model, launched from Python and, on a GPU, in a CUDA graph; medians in microseconds a call.
 Weights are random. Says how long each first call took and how far results are from eager mode's. With ``--tune`` each
-model is tuned as ``plan tune --module`` does it, into the user's database. ``--small``, and a CPU, take few layers and
-small sizes. ``--profile`` lists the kernels that take longest on a GPU. pytest does not collect it.
+model is then tuned as ``plan tune --module`` does it, into the user's database, and compared again. ``--small``, and a
+CPU, take few layers and small sizes. ``--profile`` lists the kernels that take longest on a GPU. pytest does not
+collect it.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ def contest(calls: Mapping[str, Callable[[], Any]], device: str) -> dict[str, fl
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
-def captured(call: Callable[[], Any]) -> Callable[[], Any]:
+def captured(call: Callable[[], Any]) -> Callable[[], Any] | None:
+    """A call as a CUDA graph; None where it does what no graph records."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -80,8 +82,12 @@ def captured(call: Callable[[], Any]) -> Callable[[], Any]:
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
+    try:
+        with torch.cuda.graph(graph):
+            call()
+    except RuntimeError as error:
+        print(f"  no CUDA graph: {str(error).splitlines()[-1]}", flush=True)
+        return None
     return graph.replay
 
 
@@ -105,42 +111,49 @@ def print_kernels(way: str, call: Callable[[], Any], calls: int = 3) -> None:
         print(f"    {one.device_time_total / calls:8.1f} us {one.count / calls:6.1f} x {one.key[:100]}", flush=True)
 
 
-def compare(name: str, models: Models, tune: bool, profile: bool) -> None:
-    device = models.device
-    model, args, kwargs = getattr(models, name)()
-    torch._dynamo.reset()
-    ways = ["untuned", *["tuned"] * tune, "inductor"]
-    calls: dict[str, Callable[[], Any]] = {"eager": lambda: model(*args, **kwargs)}
-    expected, first_s, errors = tensor(calls["eager"]()), {}, {}
-    for way in ways:
-        if way == "tuned":
-            start = time.perf_counter()
-            result = fuseplan.planner.tune(model, args or kwargs, device=device)
-            print(f"  {name} was tuned in {time.perf_counter() - start:.0f} s\n  {result}", flush=True)
+class Comparison:
+    """A model called in several ways, which are timed beside each other."""
+
+    def __init__(self, name: str, models: Models) -> None:
+        self.name, self.device = name, models.device
+        self.model, self.args, self.kwargs = getattr(models, name)()
+        torch._dynamo.reset()
+        self.eager = lambda: self.model(*self.args, **self.kwargs)
+        self.expected = tensor(self.eager())
+
+    def compiled(self, way: str) -> Callable[[], Any]:
+        """The model compiled and called once; says how long that took and how far its result is from eager mode's."""
         backend = compiler("inductor" if way == "inductor" else "fuseplan")
-        compiled = torch.compile(model, dynamic=False, backend=backend)
+        call = torch.compile(self.model, dynamic=False, backend=backend)
         start = time.perf_counter()
-        result = tensor(compiled(*args, **kwargs))
-        settle(device)
-        first_s[way] = time.perf_counter() - start
-        errors[way] = float((result - expected).norm() / expected.norm())
-        calls[way] = lambda compiled=compiled: compiled(*args, **kwargs)  # type: ignore[misc]
-        calls[way]()
-    torch._inductor.async_compile.shutdown_compile_workers()  # they import PyTorch for seconds, and disturb all sides
-    runs = {"launched": contest(calls, device)}
-    if device == "cuda":
-        runs["graph"] = contest({way: captured(call) for way, call in calls.items()}, device)
-    for kind, times in runs.items():
-        best = min(times["eager"], times["inductor"])
-        gains = [f"{way} {best / us:.2f}x" for way, us in times.items() if way not in ("eager", "inductor")]
-        cells = [f"{us:.0f}" for us in times.values()]
-        print(f"| {name} | {kind} | {' | '.join(cells)} | {', '.join(gains)} |", flush=True)
-    if profile and device == "cuda":
-        for way, call in calls.items():
-            print_kernels(way, call)
-    print(f"  first calls {({way: round(s, 1) for way, s in first_s.items()})} s, errors "
-          f"{({way: f'{error:.1e}' for way, error in errors.items()})}", flush=True)
-    print(f"  {fuseplan.planner.stats()}".replace("\n", "\n  "), flush=True)
+        result = tensor(call(*self.args, **self.kwargs))
+        settle(self.device)
+        spent = time.perf_counter() - start
+        error = float((result - self.expected).norm() / self.expected.norm())
+        print(f"  {self.name} {way}: first call {spent:.1f} s, error {error:.1e}", flush=True)
+        return lambda: call(*self.args, **self.kwargs)
+
+    def run(self, way: str, profile: bool) -> None:
+        """One way beside eager mode and TorchInductor, launched and in a CUDA graph."""
+        calls = {"eager": self.eager, way: self.compiled(way), "inductor": self.compiled("inductor")}
+        # They import PyTorch for seconds, and disturb all sides.
+        torch._inductor.async_compile.shutdown_compile_workers()
+        self._print("launched", way, contest(calls, self.device))
+        if self.device == "cuda":
+            graphs = {one: graph for one, call in calls.items() if (graph := captured(call)) is not None}
+            self._print("graph", way, contest(graphs, self.device))
+            for one, call in (calls if profile else {}).items():
+                print_kernels(one, call)
+
+    def _print(self, kind: str, way: str, times: Mapping[str, float]) -> None:
+        best = min(us for one, us in times.items() if one != way)
+        cells = [f"{times[one]:.0f}" if one in times else "-" for one in ("eager", way, "inductor")]
+        print(f"| {self.name}, {way} | {kind} | {' | '.join(cells)} | {best / times[way]:.2f}x |", flush=True)
+
+    def tune(self) -> None:
+        start = time.perf_counter()
+        result = fuseplan.planner.tune(self.model, self.args or self.kwargs, device=self.device)
+        print(f"  {self.name} was tuned in {time.perf_counter() - start:.0f} s\n  {result}", flush=True)
 
 
 def main() -> None:
@@ -154,10 +167,15 @@ def main() -> None:
     torch.manual_seed(0)
     logging.basicConfig(format="  %(message)s")
     logging.getLogger(tune_module.__name__).setLevel(logging.INFO)  # where the time went
-    print("| model | | eager | untuned |" + (" tuned |" if args.tune else "") + " inductor | of the better of both |")
+    print("| model | | eager | fuseplan | inductor | of the better of both |")
     with torch.no_grad():
         for name in args.names or NAMES:
-            compare(name, Models(args.device, args.small), args.tune, args.profile)
+            comparison = Comparison(name, Models(args.device, args.small))
+            comparison.run("untuned", args.profile)
+            if args.tune:
+                comparison.tune()
+                comparison.run("tuned", args.profile)
+            print(f"  {fuseplan.planner.stats()}".replace("\n", "\n  "), flush=True)
 
 
 if __name__ == "__main__":

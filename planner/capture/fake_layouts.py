@@ -3,8 +3,9 @@
 PyTorch's fake ``x[i]`` lies as ``x`` does. Eager's goes by the index too where ``x`` tells nothing about the order of
 dimensions: those that it replaces have stride 0 for it (``restride_src`` in ATen's ``TensorAdvancedIndexing.cpp``).
 
-PyTorch's fake ``zeros_like`` and its kin forget the strides of single elements. They tell nothing, but are part of what
-a compiled graph is called with.
+PyTorch's fake ``zeros_like`` and its kin forget the strides of single elements, and its fake ``reshape`` and ``view``
+have others than eager's. They address nothing, but are part of what a compiled graph is called with, and where there is
+one picture they say whether its channels come last: the op that reads it lays its result out by that.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 from torch._prims_common import compute_elementwise_output_strides
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fuseplan.planner.ops.table import op_of
@@ -34,13 +36,12 @@ def correct_layouts(module: fx.GraphModule) -> None:
     """
     mode: Any = torch._guards.detect_fake_mode([value_of(node) for node in module.graph.nodes])
     for node in module.graph.nodes:
-        is_like = op_of(str(node.target)).like
-        strides = _indexed(node, mode) if node.target is _INDEX else _like(node) if is_like else None
-        result = value_of(node)
+        strides, result = _strides(node, mode), value_of(node)
         if strides is None or result is None or _same(strides, result.stride()):
             continue
         with torch.no_grad(), mode:
-            made = torch.empty_strided(result.shape, strides, dtype=result.dtype, device=result.device)
+            made = result.as_strided(result.shape, strides) if op_of(str(node.target)).family == "view" else (
+                torch.empty_strided(result.shape, strides, dtype=result.dtype, device=result.device))
         values = follow(node, made, corrected=True)
         if values is not None:
             set_values(values)
@@ -66,6 +67,30 @@ def _restrided(result: Any, expected: torch.Tensor | None) -> Any:
         return result
     numbers = all(isinstance(size, int) for one in (result, expected) for size in (*one.shape, *one.stride()))
     return result.as_strided(expected.shape, expected.stride()) if numbers else result
+
+
+def _strides(node: fx.Node, mode: Any) -> Sequence[Any] | None:
+    """Strides that eager's result has; None where a fake tensor's are right, or nothing is known."""
+    if node.op != "call_function":
+        return None
+    if node.target is _INDEX:
+        return _indexed(node, mode)
+    op = op_of(str(node.target))
+    return _like(node) if op.like else _viewed(node) if op.family == "view" else None
+
+
+def _viewed(node: fx.Node) -> Sequence[Any] | None:
+    """Strides of a view, or of a ``reshape``, that has single elements: what PyTorch does without fake tensors."""
+    source, result = value_of(node.args[0]), value_of(node)
+    if not isinstance(source, torch.Tensor) or not isinstance(result, torch.Tensor) or 1 not in result.shape:
+        return None
+    numbers = (*source.shape, *source.stride(), *result.shape)
+    if len(node.all_input_nodes) > 1 or not all(isinstance(size, int) for size in numbers):
+        return None
+    with torch.no_grad(), unset_fake_temporarily():
+        plain = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta")
+        made: torch.Tensor = cast(Callable[..., Any], node.target)(plain, *node.args[1:], **node.kwargs)
+    return made.stride()
 
 
 def _indexed(node: fx.Node, mode: Any) -> Sequence[Any] | None:

@@ -65,6 +65,41 @@ def test_what_is_indexed_lies_as_eagers_does(seed: int) -> None:
     assert strides(last_value(trace)) == strides(expected)
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_single_elements_have_the_strides_of_eagers_reshape(seed: int) -> None:
+    rng = random.Random(seed)
+    source = torch.zeros([rng.choice((1, 1, 2, 3)) for _ in range(4)]).permute(rng.sample(range(4), 4))
+    shape = [1, *source.flatten(1).shape, 1]
+    rng.shuffle(shape)
+    mode = FakeTensorMode()
+    with mode:
+        trace = make_fx(lambda x: x.reshape(shape).unflatten(0, (1, -1)).neg(), pre_dispatch=True)(
+            mode.from_tensor(source))
+    correct_layouts(trace)
+    views = [node.meta["val"] for node in trace.graph.nodes if node.op == "call_function"]
+    assert views[0].stride() == source.reshape(shape).stride()
+    assert views[-2].stride() == source.reshape(shape).unflatten(0, (1, -1)).stride()
+
+
+def test_one_picture_that_was_a_row_of_patches_is_laid_out_as_eager_does(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    norm, convolution = torch.nn.BatchNorm2d(8).eval(), torch.nn.Conv2d(6, 8, 1)
+
+    def head(patches: torch.Tensor) -> torch.Tensor:
+        picture = patches.transpose(1, 2).reshape(1, -1, 5, 5)
+        larger = torch.nn.functional.interpolate(picture, size=(10, 10), mode="bilinear")
+        return torch.relu(norm(convolution(larger)))
+
+    patches = torch.randn(1, 25, 6)
+    with torch.no_grad():
+        expected, result = head(patches), compiled(head, tmp_path / "plans.db")(patches)
+    torch.testing.assert_close(result, expected)
+    assert result.stride() == expected.stride()
+    assert "runs unfused" not in caplog.text
+
+
 @pytest.mark.parametrize("name", ["empty", "zeros", "ones", "rand", "randn"])
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_made_like_another_lies_as_eagers_does(name: str, seed: int) -> None:

@@ -6,6 +6,7 @@ in PyTorch's own caches; a plan's record says no more than that it runs the regi
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -59,13 +60,16 @@ class CompiledGroup(TunableGroup):
 
     @cached_property
     def _compiled(self) -> Fused:
-        from torch._inductor import async_compile, config
+        from torch._inductor import config
+        from torch._inductor.async_compile import AsyncCompile
 
         specs = [self.specs[name] for name in self.inputs]
-        # Its pool of compilers imports PyTorch for seconds after that, which disturbs what is timed then.
         with config.patch(compile_threads=1 if is_cpu(self.device) else config.compile_threads):
             found = compile_chain(self.chain, specs, self.device, self.compiled_for)
-        async_compile.shutdown_compile_workers()
+            # Its compilers start beside this process and import PyTorch for seconds, cached code or not, which would
+            # disturb what is timed next. They stay: to stop them would wait as long each time.
+            with contextlib.suppress(TimeoutError):
+                AsyncCompile.wait_pool_ready()
         return found
 
     def eager(self, *inputs: torch.Tensor) -> list[torch.Tensor]:

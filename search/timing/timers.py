@@ -39,6 +39,9 @@ _MIN_COLD_CALLS, _MAX_COLD_CALLS = 3, 10
 HELD_BYTES = 2**30
 #: A replay takes half of this at least.
 _GRAPH_US = 200.0
+#: What a replay takes at most, unless one call takes longer. Of calls that are so long, operands that fit in a cache
+#: are no part that counts, so it need not visit every set of them.
+_LONG_GRAPH_US = 10_000.0
 _MAX_REPETITIONS = 2000
 _CALIBRATION_TRIES = 3
 _MAX_LAUNCHES = 512
@@ -192,7 +195,7 @@ class CudaGraphTimer(Timer):
 
     @staticmethod
     def _calibrate(run: Run, operands: Operands, stream: torch.cuda.Stream) -> int:
-        """Launches for a replay that is long enough, and that visits every operand set."""
+        """Launches for a replay that is long enough, and that visits every operand set if it can."""
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -201,7 +204,8 @@ class CudaGraphTimer(Timer):
         end.synchronize()
         torch.cuda.current_stream().wait_stream(stream)
         per_call_us = max(float(begin.elapsed_time(end)) * 1e3 / 3, 0.5)
-        return max(len(operands), min(_MAX_LAUNCHES, math.ceil(_GRAPH_US / per_call_us)))
+        sets = min(len(operands), math.ceil(_LONG_GRAPH_US / per_call_us))
+        return max(sets, min(_MAX_LAUNCHES, math.ceil(_GRAPH_US / per_call_us)))
 
 
 def _result_bytes(result: object) -> int:

@@ -136,8 +136,8 @@ class Comparison:
     def run(self, way: str, profile: bool) -> None:
         """One way beside eager mode and TorchInductor, launched and in a CUDA graph."""
         calls = {"eager": self.eager, way: self.compiled(way), "inductor": self.compiled("inductor")}
-        # They import PyTorch for seconds, and disturb all sides.
-        torch._inductor.async_compile.shutdown_compile_workers()
+        # TorchInductor's compilers import PyTorch for seconds, and disturb all sides.
+        torch._inductor.async_compile.AsyncCompile.wait_pool_ready()
         self._print("launched", way, contest(calls, self.device))
         if self.device == "cuda":
             graphs = {one: graph for one, call in calls.items() if (graph := captured(call)) is not None}

@@ -147,6 +147,18 @@ def placed_candidates(graph: DataflowGraph, region: Region, places: Iterable[Ite
     return [_candidate(dependencies, dependencies.mask(region.ops[place] for place in group)) for group in places]
 
 
+def convex_runs(graph: DataflowGraph, region: Region) -> list[Candidate]:
+    """A region in few parts that run one after the other, none of which has to wait in its middle for what is outside:
+    one, unless a path leaves the region and comes back. Each is a run of the region's ops in capture order.
+    """
+    dependencies, runs = region_dependencies(graph, region), [0]
+    for bit in sorted(range(len(dependencies)), key=dependencies.members.__getitem__):
+        if dependencies.detours[bit] & runs[-1]:
+            runs.append(0)
+        runs[-1] |= 1 << bit
+    return [_candidate(dependencies, mask) for mask in runs]
+
+
 def single_candidates(graph: DataflowGraph, region: Region) -> list[Candidate]:
     """Every compute op and anchor of a region by itself, in canonical order."""
     dependencies = region_dependencies(graph, region)

@@ -1,9 +1,11 @@
-"""TorchInductor's code for a region: where it is worth asking for, and what it should take where nothing was timed."""
+"""TorchInductor's code for a region or a graph: where it is worth asking for, and what it should take where nothing was
+timed.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 import networkx as nx
 
@@ -13,17 +15,18 @@ from fuseplan.costmodel.roofline import predict
 from fuseplan.costmodel.work import Work
 from fuseplan.planner.cost.prices import ModelPrices
 from fuseplan.planner.graph.dataflow import Region
-from fuseplan.planner.groups.candidates import Candidate, placed_candidates, single_candidates
+from fuseplan.planner.groups.candidates import Candidate, convex_runs, single_candidates
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import unique_regions
+from fuseplan.planner.implementations.aten import UNFUSED
 from fuseplan.planner.implementations.choices import Choice, recorded_choices
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import Implementations
-from fuseplan.planner.ops.table import OpKind
+from fuseplan.planner.ops.table import OpKind, op_of
 from fuseplan.planner.partition.plan_record import PlanWriter
-from fuseplan.planner.work.aten_overheads import relayout_bytes
+from fuseplan.planner.work.aten_overheads import channels_first_bytes, relayout_bytes
 from fuseplan.search import policy
-from fuseplan.search.store.record import PlanRecord
+from fuseplan.search.store.record import INDUCTOR, PlanRecord
 
 
 def _kind(table: GroupTable, group: Candidate) -> OpKind:
@@ -35,11 +38,13 @@ def _kind(table: GroupTable, group: Candidate) -> OpKind:
 def whole_by_inductor(
     table: GroupTable, region: Region, parts: Sequence[tuple[Region, PlanRecord]], ways: Implementations,
     spec: DeviceSpec | None
-) -> Choice | None:
-    """TorchInductor's code for a region whose plan leaves ops that move memory to ATen; None where that is little: a
+) -> tuple[Choice, ...]:
+    """TorchInductor's code for a region whose plan leaves ops that move memory to ATen; () where that is little: a
     foreign op, two others, or what convolutions turn round, that take a share of its time.
+
+    There are several choices where paths leave the region and come back; ATen runs what is alone between two of them.
     """
-    left_us, count = relayout_us(table, region, spec), 0
+    left_us, count = relayout_us(table, region.ops, spec), 0
     foreign = left_us > 0.0
     for part, record in parts:
         for choice, group in zip(recorded_choices(table.graph, part, record, ways), record.groups, strict=True):
@@ -50,18 +55,20 @@ def whole_by_inductor(
                 count += 1
     planned_us = math.fsum(record.planned_us for _, record in parts)
     if left_us <= policy.LEFT_TO_ATEN_SHARE * planned_us or not (foreign or count > 1):
-        return None
-    names = [one.ops[0] for one in single_candidates(table.graph, region)]
-    places = [region.ops.index(name) for name in names]
-    (whole,) = placed_candidates(table.graph, region, [places])
-    return None if ways.inductor.refuse(table, whole) else Choice(whole, ways.inductor)
+        return ()
+    runs = convex_runs(table.graph, region)
+    choices = tuple(Choice(one, ways.inductor if len(one.ops) > 1 else ways.aten) for one in runs)
+    compiled = [one for one in choices if one.implementation is ways.inductor]
+    return () if not compiled or any(ways.inductor.refuse(table, one.group) for one in compiled) else choices
 
 
-def relayout_us(table: GroupTable, region: Region, spec: DeviceSpec | None) -> float:
-    """What turning convolutions' pictures round takes on a GPU, which TorchInductor's layouts spare."""
+def relayout_us(table: GroupTable, ops: Iterable[str], spec: DeviceSpec | None) -> float:
+    """What it takes on a GPU to turn the pictures of convolutions round, which TorchInductor's layouts spare; other ops
+    count for nothing.
+    """
     if spec is None or not is_gpu(table.device_type):
         return 0.0
-    moved = [moved for name in region.ops if (moved := relayout_bytes(table.graph, table.graph.op(name)))]
+    moved = [moved for name in ops if (moved := relayout_bytes(table.graph, table.graph.op(name)))]
     return predict(Work(dram_bytes=sum(moved), launches=2 * len(moved)), spec, "eager") if moved else 0.0
 
 
@@ -71,10 +78,16 @@ def predicted_whole_us(table: GroupTable, region: Region, record: PlanRecord, sp
     """
     flow = compute_graph_of(table.graph)
     members = {flow.position[name] for name in region.ops if flow.is_member(flow.position[name])}
-    anchors = {at for at in members if flow.kinds[at] == "anchor"}
-    total_us = math.fsum(
+    anchors_us = math.fsum(
         group.predicted_us for group in record.groups
-        if any(flow.position[region.ops[place]] in anchors for place in group.ops))
+        if any(flow.kinds[flow.position[region.ops[place]]] == "anchor" for place in group.ops))
+    return anchors_us + _islands_us(table, members, spec, mode)
+
+
+def _islands_us(table: GroupTable, members: Set[int], spec: DeviceSpec, mode: Mode) -> float:
+    """What kernels should take that hold all that lies together between some ops' matmuls and attention."""
+    flow, total_us = compute_graph_of(table.graph), 0.0
+    anchors = {at for at in members if flow.kinds[at] == "anchor"}
     islands: nx.Graph[int] = nx.Graph((at, pred) for at in members - anchors for pred in flow.compute_preds(at))
     islands.add_nodes_from(members - anchors)
     islands.remove_nodes_from([at for at in islands if at not in members - anchors])
@@ -97,21 +110,58 @@ def predicted_by_inductor(
         return record
     table, region = writer.table, writer.region
     whole = whole_by_inductor(table, region, parts, writer.ways, prices.spec)
-    if whole is None:
+    if not whole:
         return record
-    planned_us = record.planned_us + relayout_us(table, region, prices.spec)
-    gain = 1.0 - predicted_whole_us(table, region, record, prices.spec, whole.implementation.mode) / planned_us
+    planned_us = record.planned_us + relayout_us(table, region.ops, prices.spec)
+    gain = 1.0 - predicted_whole_us(table, region, record, prices.spec, writer.ways.inductor.mode) / planned_us
     if gain <= policy.PREDICTED_INDUCTOR_GAIN:
         return record
     reason = f"{record.evidence.reason}; TorchInductor's code should gain {gain:.0%} on what is left to ATen"
     return writer.whole(record, whole, gain, prices, 0.0, reason)
 
 
+def predicted_graph_gain(
+    table: GroupTable, plans: Iterable[tuple[Region, PlanRecord]], spec: DeviceSpec, ways: Implementations
+) -> float:
+    """What TorchInductor's code for a whole graph should gain on the plans of its regions, which nothing was measured
+    of; ops that no plan has are ATen's in both.
+
+    It lays all convolutions out as they are fastest, and turns no picture round between two regions.
+    """
+    flow, mode = compute_graph_of(table.graph), ways.inductor.mode
+
+    def by_inductor_us(members: Set[int]) -> float:
+        anchors = (table.unfused_work(flow.names[at]) for at in members if flow.kinds[at] == "anchor")
+        anchors_us = math.fsum(predict(work, spec, mode, backend=UNFUSED) for work in anchors)
+        return anchors_us + _islands_us(table, members, spec, mode)
+
+    convolutions = [node for node in table.graph if op_of(node.op).family == "convolution"]
+    pictures = {value for node in convolutions for value in (node.inputs[0], node.outputs[0])}
+    planned_us, rest = 0.0, {at for at in range(len(flow.nodes)) if flow.live[at] and flow.is_member(at)}
+    whole_us = by_inductor_us(rest)
+    for region, record in plans:
+        members = {flow.position[name] for name in region.ops} & rest
+        rest -= members
+        if any(group.implementation == INDUCTOR for group in record.groups):
+            moved = channels_first_bytes(table.graph, pictures.intersection((*region.inputs, *region.outputs)))
+            turned = Work(dram_bytes=sum(moved), launches=len(moved))
+            planned_us += by_inductor_us(members) + (predict(turned, spec, mode) if moved else 0.0)
+        else:
+            planned_us += record.planned_us + relayout_us(table, region.ops, spec)
+    rest = {at for at in rest if flow.kinds[at] == "anchor"}
+    planned_us += by_inductor_us(rest) + relayout_us(table, (flow.names[at] for at in rest), spec)
+    return 1.0 - whole_us / planned_us if planned_us else 0.0
+
+
 def decided_whole(table: GroupTable, regions: Iterable[Region], ways: Implementations) -> list[Region]:
-    """Those of which the cost model decides more than the islands: with foreign ops, or matmuls to be padded."""
+    """Those of which the cost model decides more than the islands: with foreign ops, matmuls to be padded, or
+    convolutions whose pictures are turned round.
+    """
 
     def counts(one: Candidate) -> bool:
         kind = _kind(table, one)
+        if is_gpu(table.device_type) and relayout_bytes(table.graph, table.graph.op(one.ops[0])):
+            return True
         refusals = (library.refuse(table, one) for library in ways.libraries if kind == "anchor")
         return kind == "foreign" or any(reason is None for reason in refusals)
 

@@ -112,10 +112,13 @@ class PlanWriter:
         return replace(found, gap=_gap(_cost_us(found), _cost_us(record) * (1.0 - record.gap)))
 
     def whole(
-        self, record: PlanRecord, choice: Choice, gain: float, prices: ModelPrices, elapsed_s: float, reason: str
+        self, record: PlanRecord, choices: Sequence[Choice], gain: float, prices: ModelPrices, elapsed_s: float,
+        reason: str
     ) -> PlanRecord:
-        """The record with all of the region run by one choice, which gains ``gain`` on the groups of ``record``: in a
-        run, or by the cost model where nothing is measured.
+        """The record with all of the region run by another compiler's code, mostly one choice, which gains ``gain`` on
+        the groups of ``record``: in a run, or by the cost model where nothing is measured.
+
+        Of several choices each is given the part of the time that it has of what they all move.
         """
         planned_us, measured = record.planned_us * (1.0 - gain), isinstance(prices, MeasuredPrices)
         how = "measured" if measured else "predicted"
@@ -126,12 +129,17 @@ class PlanWriter:
             )
             for one in record.groups
         ]
-        own = self._group(Priced(choice, planned_us * 1e-6, False), prices)
-        own = replace(own, measured_us=planned_us) if measured else replace(own, predicted_us=planned_us)
+        moved = [choice.implementation.work(self.table, choice.group).dram_bytes for choice in choices]
+        chosen = {}
+        for choice, nbytes in zip(choices, moved, strict=True):
+            own_us = planned_us * nbytes / max(sum(moved), 1)
+            own = self._group(Priced(choice, own_us * 1e-6, False), prices)
+            chosen[choice.group] = replace(own, measured_us=own_us) if measured else replace(own, predicted_us=own_us)
+        bound_us = math.fsum(own.lower_bound_us for own in chosen.values())
         return self._written(
-            {choice.group: own}, elapsed_s, reason, planned_us=planned_us,
-            unfused_us=record.unfused_us, rejected=[*lost, *record.rejected], enumerated=record.enumerated + 1,
-            measured=record.measured + measured, gap=_gap(planned_us, own.lower_bound_us), undecided=record.undecided,
+            chosen, elapsed_s, reason, planned_us=planned_us, unfused_us=record.unfused_us,
+            rejected=[*lost, *record.rejected], enumerated=record.enumerated + 1,
+            measured=record.measured + measured, gap=_gap(planned_us, bound_us), undecided=record.undecided,
         )
 
     def _written(

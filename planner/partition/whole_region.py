@@ -34,19 +34,19 @@ class Verdict:
 
     Attributes:
         keeps: Whether the plans of its parts stand; otherwise ATen runs all of it, or ``whole``.
-        whole: The one choice that runs it instead.
+        whole: What runs it instead, in order: TorchInductor's code.
         gain: What ``whole`` gains on the plans of the parts.
     """
 
     keeps: bool = True
     words: str = ""
-    whole: Choice | None = None
+    whole: tuple[Choice, ...] = ()
     gain: float = 0.0
 
 
 def last_word(
     table: GroupTable, region: Region, parts: Sequence[tuple[Region, PlanRecord]], ways: Implementations, tuner: Tuner,
-    whole: Choice | None = None, decided: bool = True, longest_s: float = policy.LONG_REGION_S
+    whole: tuple[Choice, ...] = (), decided: bool = True, longest_s: float = policy.LONG_REGION_S
 ) -> Callable[[], Verdict]:
     """Who runs a region: the plans of its parts, plain ATen or, where these leave much to ATen, TorchInductor's code.
 
@@ -57,29 +57,37 @@ def last_word(
     plain_s = math.fsum(record.unfused_us for _, record in parts) * 1e-6
     is_plain = all(group.is_plain for _, record in parts for group in record.groups)
     alone = decided and len(region_parts(table.graph, region)) == 1  # its plan was decided beside plain ATen
-    if plain_s > longest_s or (whole is None and (is_plain or alone)):
+    if plain_s > longest_s or (not whole and (is_plain or alone)):
         return Verdict
     sides = {_PLAN: planned_parts(table, parts, ways)}
     if not is_plain:
         sides = {_PLAIN: plain_parts(table, (part for part, _ in parts), ways), **sides}
-    if whole is None:
+    if not whole:
         run = play_off(tuner.play_off_later, table, sides)
-        return lambda: _verdict(run(), None)
+        return lambda: _verdict(run(), ())
 
     def beside_inductor() -> Verdict:
-        screened = whole.implementation.screen(table, whole.group, tuner)
-        if screened.time_us is None:
-            note = f"; TorchInductor's code for it does not work: {screened.reason}"
-            found = Verdict() if is_plain else _verdict(play_off(tuner.play_off, table, sides), None)
-            return replace(found, words=found.words + note)
-        name, config, _ = whole.implementation.recorded(table, whole.group, None)
-        both = {**sides, INDUCTOR: {whole: whole.implementation.part(table, whole.group, name, config)}}
+        for choice in whole:
+            if choice.is_plain:
+                continue
+            screened = choice.implementation.screen(table, choice.group, tuner)
+            if screened.time_us is None:
+                note = f"; TorchInductor's code for it does not work: {screened.reason}"
+                found = Verdict() if is_plain else _verdict(play_off(tuner.play_off, table, sides), ())
+                return replace(found, words=found.words + note)
+        both = {**sides, INDUCTOR: {choice: _unmeasured_part(table, choice) for choice in whole}}
         return _verdict(play_off(tuner.play_off, table, both), whole)
 
     return beside_inductor
 
 
-def _verdict(contest: Contest | None, whole: Choice | None) -> Verdict:
+def _unmeasured_part(table: GroupTable, choice: Choice) -> Part:
+    """What a choice runs that has no configuration to search."""
+    name, config, _ = choice.implementation.recorded(table, choice.group, None)
+    return choice.implementation.part(table, choice.group, name, config)
+
+
+def _verdict(contest: Contest | None, whole: tuple[Choice, ...]) -> Verdict:
     if contest is None:
         return Verdict(words="; the region's run beside plain ATen failed")
     gain = contest.gain(_PLAN, _PLAIN) if _PLAIN in contest.samples else 0.0
@@ -87,7 +95,7 @@ def _verdict(contest: Contest | None, whole: Choice | None) -> Verdict:
     if _PLAIN in contest.samples:
         words = (f"; the whole region gains {gain:.1%} on plain ATen, with a noise of {contest.noise:.1%}" if keeps else
                  f"; the whole region loses {-gain:.1%} to plain ATen, which runs it")
-    if whole is None:
+    if not whole:
         return Verdict(keeps, words)
     best = _PLAN if keeps else _PLAIN
     more = contest.gain(INDUCTOR, best)

@@ -113,7 +113,8 @@ def _by_inductor(
         tally.refuse(f"TorchInductor's code for the whole graph: {failure_reason(error)}")
         return None
     tally.count("whole_by_inductor")
-    logger.info("graph %s runs by TorchInductor's code, whose step was measured to be faster", tally.compile_id)
+    logger.info("graph %s runs by TorchInductor's code, which is faster as measured or as the cost model says",
+                tally.compile_id)
     return call
 
 

@@ -8,6 +8,7 @@ that code's structure (PyTorch 2.11), not of any device, and a calibration scale
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.index import evaluate_all
@@ -59,8 +60,13 @@ def relayout_bytes(graph: DataflowGraph, node: OpNode) -> int:
     """
     if op_of(node.op).family != "convolution" or int(node.attrs.get("groups", 1)) != 1:
         return 0
-    moved = (graph.specs[value] for value in (node.inputs[0], node.outputs[0]))
-    return sum(2 * one.nbytes() for one in moved if one.dtype in HALVES and one.is_static and _channels_first(one))
+    return sum(channels_first_bytes(graph, (node.inputs[0], node.outputs[0])))
+
+
+def channels_first_bytes(graph: DataflowGraph, values: Iterable[str]) -> list[int]:
+    """Bytes that it takes to turn round each of those values that are pictures of halves, channels first."""
+    specs = (graph.specs[value] for value in values)
+    return [2 * one.nbytes() for one in specs if one.dtype in HALVES and one.is_static and _channels_first(one)]
 
 
 def _channels_first(spec: TensorSpec) -> bool:

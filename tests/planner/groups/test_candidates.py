@@ -19,6 +19,7 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import (
     CandidateLimits,
     Enumeration,
+    convex_runs,
     enumerate_candidates,
     enumerate_parts,
     group_key,
@@ -53,6 +54,19 @@ def test_candidates_are_exactly_the_legal_groups(seed: int, size: int, order: in
         assert found.truncated is None
         assert len(sets(found)) == len(found.candidates), "no duplicates"
         assert sets(found) == oracle.groups(region.ops)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 15), st.integers(0, 3))
+def test_runs_of_a_region_cover_it_in_few_legal_groups_that_can_run_in_turn(seed: int, size: int, order: int) -> None:
+    graph = random_graph(seed, size, order=order)
+    oracle = Oracle(graph)
+    for region in find_regions(graph):
+        names = [name for name in region.ops if kind_of(graph.op(name), graph.specs) != "view"]
+        runs = [set(run.ops) for run in convex_runs(graph, region)]
+        assert sorted(name for run in runs for name in run) == sorted(names)
+        assert oracle.runnable(runs)
+        assert (len(runs) == 1) is oracle.runnable([set(names)])
 
 
 @settings(max_examples=40, deadline=None)

@@ -21,7 +21,7 @@ from fuseplan.planner.groups.regions import unique_regions
 from fuseplan.planner.implementations.aten import UNFUSED
 from fuseplan.planner.implementations.choices import Choice, recorded_choices
 from fuseplan.planner.implementations.group_table import GroupTable
-from fuseplan.planner.implementations.implementations import Implementations
+from fuseplan.planner.implementations.implementations import Implementations, implementations_for
 from fuseplan.planner.ops.table import OpKind, op_of
 from fuseplan.planner.partition.plan_record import PlanWriter
 from fuseplan.planner.work.aten_overheads import channels_first_bytes, relayout_bytes
@@ -62,14 +62,20 @@ def whole_by_inductor(
     return () if not compiled or any(ways.inductor.refuse(table, one.group) for one in compiled) else choices
 
 
-def relayout_us(table: GroupTable, ops: Iterable[str], spec: DeviceSpec | None) -> float:
+def relayout_us(
+    table: GroupTable, ops: Iterable[str], spec: DeviceSpec | None, mode: Mode = "eager"
+) -> float:
     """What it takes on a GPU to turn the pictures of convolutions round, which TorchInductor's layouts spare; other ops
     count for nothing.
     """
     if spec is None or not is_gpu(table.device_type):
         return 0.0
     moved = [moved for name in ops if (moved := relayout_bytes(table.graph, table.graph.op(name)))]
-    return predict(Work(dram_bytes=sum(moved), launches=2 * len(moved)), spec, "eager") if moved else 0.0
+    return _turned_us(moved, 2 * len(moved), spec, mode)
+
+
+def _turned_us(moved: Sequence[int], launches: int, spec: DeviceSpec, mode: Mode) -> float:
+    return predict(Work(dram_bytes=sum(moved), launches=launches), spec, mode) if moved else 0.0
 
 
 def predicted_whole_us(table: GroupTable, region: Region, record: PlanRecord, spec: DeviceSpec, mode: Mode) -> float:
@@ -124,16 +130,24 @@ def predicted_graph_gain(
     table: GroupTable, plans: Iterable[tuple[Region, PlanRecord]], spec: DeviceSpec, ways: Implementations
 ) -> float:
     """What TorchInductor's code for a whole graph should gain on the plans of its regions, which nothing was measured
-    of; ops that no plan has are ATen's in both.
+    of, by the device's own time; ops that no plan has are ATen's in both.
 
-    It lays all convolutions out as they are fastest, and turns no picture round between two regions.
+    It lays all convolutions out as they are fastest, and turns no picture round between two regions. Where that is
+    little the gain is 0: of kernels alone this cannot tell whose are faster.
     """
-    flow, mode = compute_graph_of(table.graph), ways.inductor.mode
+    flow, prices = compute_graph_of(table.graph), ModelPrices(table, spec)
+    alone = implementations_for("graph", ways.kernel.backends, ways.kernel.target)
+    singles = {one.ops[0]: one for region, _ in plans for one in single_candidates(table.graph, region)}
+
+    def aten_us(at: int) -> float:
+        one = singles.get(flow.names[at])
+        if one is None:
+            return predict(table.unfused_work(flow.names[at]), spec, "graph", backend=UNFUSED)
+        return prices.predict_alone_s(Choice(one, alone.aten)) * 1e6
 
     def by_inductor_us(members: Set[int]) -> float:
-        anchors = (table.unfused_work(flow.names[at]) for at in members if flow.kinds[at] == "anchor")
-        anchors_us = math.fsum(predict(work, spec, mode, backend=UNFUSED) for work in anchors)
-        return anchors_us + _islands_us(table, members, spec, mode)
+        anchors_us = math.fsum(aten_us(at) for at in members if flow.kinds[at] == "anchor")
+        return anchors_us + _islands_us(table, members, spec, "graph")
 
     convolutions = [node for node in table.graph if op_of(node.op).family == "convolution"]
     pictures = {value for node in convolutions for value in (node.inputs[0], node.outputs[0])}
@@ -144,13 +158,15 @@ def predicted_graph_gain(
         rest -= members
         if any(group.implementation == INDUCTOR for group in record.groups):
             moved = channels_first_bytes(table.graph, pictures.intersection((*region.inputs, *region.outputs)))
-            turned = Work(dram_bytes=sum(moved), launches=len(moved))
-            planned_us += by_inductor_us(members) + (predict(turned, spec, mode) if moved else 0.0)
+            planned_us += by_inductor_us(members) + _turned_us(moved, len(moved), spec, "graph")
         else:
-            planned_us += record.planned_us + relayout_us(table, region.ops, spec)
+            choices = recorded_choices(table.graph, region, record, alone)
+            planned_us += math.fsum(map(prices.predict_alone_s, choices)) * 1e6
+            planned_us += relayout_us(table, region.ops, spec, "graph")
     rest = {at for at in rest if flow.kinds[at] == "anchor"}
-    planned_us += by_inductor_us(rest) + relayout_us(table, (flow.names[at] for at in rest), spec)
-    return 1.0 - whole_us / planned_us if planned_us else 0.0
+    planned_us += by_inductor_us(rest) + relayout_us(table, (flow.names[at] for at in rest), spec, "graph")
+    turned_us = relayout_us(table, (node.name for node in convolutions), spec, "graph")
+    return 1.0 - whole_us / planned_us if turned_us > policy.PREDICTED_INDUCTOR_GAIN * planned_us else 0.0
 
 
 def decided_whole(table: GroupTable, regions: Iterable[Region], ways: Implementations) -> list[Region]:

@@ -66,6 +66,7 @@ class CompileStats:
     grouped_queries: int = _told("attention calls without a copy of keys for every query head")
     dropped_masks: int = _told("attention calls without their mask, which is constant")
     added_masks: int = _told("attention calls with numbers for a mask, computed once")
+    copied_masks: int = _told("attention calls with a copy of their mask that fused kernels can read, made once")
     paged_attention: int = _told("attention calls that read the pages of a cache where they lie")
     capped_attention: int = _told("attention calls with capped scores as one op")
     merged_projections: int = _told("groups of linear ops as one, on packed weights")

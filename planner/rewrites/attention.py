@@ -1,6 +1,6 @@
 """Attention in a pre-dispatch trace, before it is planned: what PyTorch would compute again in every call is left out.
 
-What a trace asks of it costs more than it needs to, in five ways:
+What a trace asks of it costs more than it needs to, in six ways:
 
 * The pages of a cache are copied to where PyTorch's attention can read them, and scores that are capped take many small
   ops (:mod:`~fuseplan.planner.rewrites.decode_attention`).
@@ -10,10 +10,13 @@ What a trace asks of it costs more than it needs to, in five ways:
   is evaluated here, and if it is causal the call says so instead, which skips half of the work and the mask's traffic.
 * **Boolean masks.** No back end reads a boolean mask on a GPU: PyTorch turns it into numbers in each call, by several
   small kernels. All layers have the same mask, so it is done once, and fused with what computes the mask.
+* **Masks across memory.** No fused kernel reads a mask whose columns do not follow one another, as where biases of
+  heads come from an embedding (T5): PyTorch then computes all scores in float32, by single ops. It is copied once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,7 +26,13 @@ from torch import fx
 
 from fuseplan.costmodel.devices import is_gpu
 from fuseplan.planner.rewrites import trace_edit as edit
-from fuseplan.planner.rewrites.attention_call import ATTENTION, change_call, fake_arguments, masked_number
+from fuseplan.planner.rewrites.attention_call import (
+    ATTENTION,
+    change_call,
+    chosen_backend,
+    fake_arguments,
+    masked_number,
+)
 from fuseplan.planner.rewrites.decode_attention import rewrite_decoding
 from fuseplan.planner.rewrites.grouped_queries import fold_grouped_queries
 from fuseplan.search.errors import OWN_FAULTS
@@ -38,13 +47,15 @@ class AttentionRewrites:
     """How many attention calls of a trace were rewritten.
 
     ``grouped_queries`` read keys and values without a copy for every query head; ``dropped_masks`` had a mask that is
-    constant, and causal or true everywhere; ``added_masks`` take their boolean mask as numbers. ``paged_attention``
-    reads the pages of a cache; ``capped_attention`` was a chain of ops that cap scores.
+    constant, and causal or true everywhere; ``added_masks`` take their boolean mask as numbers; ``copied_masks`` take a
+    copy that fused kernels can read. ``paged_attention`` reads the pages of a cache; ``capped_attention`` was a chain
+    of ops that cap scores.
     """
 
     grouped_queries: int = 0
     dropped_masks: int = 0
     added_masks: int = 0
+    copied_masks: int = 0
     paged_attention: int = 0
     capped_attention: int = 0
 
@@ -62,10 +73,11 @@ def rewrite_attention(
     paged, capped = rewrite_decoding(module, decode_attention)
     grouped = fold_grouped_queries(module, grouped_queries)
     added = _add_boolean_masks(module.graph) if masks else 0
-    if dropped or paged or capped or grouped or added:
+    copied = _copy_masks_across_memory(module.graph) if masks else 0
+    if dropped or paged or capped or grouped or added or copied:
         module.graph.lint()
         module.recompile()
-    return AttentionRewrites(grouped, dropped, added, paged, capped)
+    return AttentionRewrites(grouped, dropped, added, copied, paged, capped)
 
 
 def _drop_constant_masks(graph: fx.Graph) -> int:
@@ -162,3 +174,38 @@ def _add_boolean_masks(graph: fx.Graph) -> int:
         found += change_call(node, attn_mask=made)
     edit.erase_unused(*numbers.values())
     return found
+
+
+def _copy_masks_across_memory(graph: fx.Graph) -> int:
+    """Copy masks whose columns do not follow one another, once for all calls on a GPU, where a fused kernel then takes
+    the place of single ops; how many calls.
+    """
+    found = 0
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in list(graph.find_nodes(op="call_function", target=ATTENTION)):
+        mask = edit.arguments_of(node)["attn_mask"]
+        sizes, value = edit.static_sizes(mask), edit.value_of(mask)
+        if not sizes or value is None or sizes[-1] == 1 or value.stride(-1) == 1:
+            continue
+        if not is_gpu(edit.trace_device(node)) or chosen_backend(fake_arguments(node)) != "math":
+            continue
+        made = copies.get(mask)
+        if made is None or edit.is_written_between(made, node, [mask]):
+            with graph.inserting_before(node):
+                made = copies[mask] = _row_major_copy(graph, mask, sizes, value.stride())
+        if chosen_backend(fake_arguments(node, attn_mask=made)) != "math":
+            found += change_call(node, attn_mask=made)
+    edit.erase_unused(*copies.values())
+    return found
+
+
+def _row_major_copy(graph: fx.Graph, mask: fx.Node, sizes: Sequence[int], strides: Sequence[int]) -> fx.Node:
+    """A copy of a mask, in which what is broadcast is still there once."""
+    source = mask
+    for dim, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
+        if stride == 0 and size > 1:
+            source = edit.insert_call(graph, _aten.slice.Tensor, (source, dim, 0, 1), replaces=[mask])
+    copy = edit.insert_call(graph, _aten.contiguous.default, (source,), replaces=[mask])
+    if source is mask:
+        return copy
+    return edit.insert_call(graph, _aten.expand.default, (copy, list(sizes)), replaces=[mask])

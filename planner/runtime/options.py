@@ -51,7 +51,8 @@ class DispatchOptions:
             they are, without a copy for every query head. None: on GPUs where PyTorch has a fused back end that can,
             and in decoding on CPUs; True: in decoding on GPUs without such a back end, too; False: nowhere.
         attention_masks: Let attention go without a mask that is constant and hides nothing, be causal where it says
-            just that, and on GPUs turn a boolean mask into numbers once instead of in every call.
+            just that. On GPUs turn a boolean mask into numbers once instead of in every call, and copy once a mask
+            that no fused kernel reads where it lies.
         decode_attention: Let attention of one token read the pages of a cache where they lie, in the place of a copy
             that the model gathers by a block table, and be one op where its scores are capped between two matmuls.
             None: on GPUs, which have a kernel for both; True: on CPUs, too; False: nowhere.

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fuseplan.planner.capture.trace import trace_predispatch
-from fuseplan.planner.rewrites import attention_call, grouped_queries, trace_edit
+from fuseplan.planner.rewrites import attention, attention_call, grouped_queries, trace_edit
 from fuseplan.planner.rewrites.attention import AttentionRewrites, rewrite_attention
 from fuseplan.planner.rewrites.attention_call import ATTENTION
 
@@ -21,7 +21,7 @@ Function = Callable[..., Any]
 def imitate_cuda(monkeypatch: pytest.MonkeyPatch, chosen: Callable[[dict[str, Any]], str]) -> None:
     """As on a GPU where PyTorch computes each attention call with the backend that ``chosen`` names."""
     monkeypatch.setattr(trace_edit, "trace_device", lambda _: "cuda")
-    for module in (grouped_queries, attention_call):
+    for module in (grouped_queries, attention_call, attention):
         monkeypatch.setattr(module, "chosen_backend", chosen)
 
 

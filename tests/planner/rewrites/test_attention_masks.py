@@ -342,6 +342,61 @@ def test_a_mask_that_is_written_to_between_two_layers_is_turned_again() -> None:
     assert rewritten(attend, *args).done.added_masks == 3
 
 
+# -- masks across memory ----------------------------------------------------------------------------------
+
+
+def like_efficient(call: dict[str, Any]) -> str:
+    """PyTorch's memory-efficient kernel reads masks whose columns follow one another."""
+    mask = call["attn_mask"]
+    return "efficient" if mask is None or mask.stride(-1) == 1 else "math"
+
+
+def biases(length: int, batch: int = 1) -> torch.Tensor:
+    """As T5 makes them: an embedding's rows hold a number for each head."""
+    return torch.randn(1, length, length, 3).permute(0, 3, 1, 2).expand(batch, 3, length, length)
+
+
+def biased_layers(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor
+) -> torch.Tensor:
+    once = scaled_dot_product_attention(query, key, value, bias, scale=1.0)
+    return scaled_dot_product_attention(once, key, value, bias, scale=1.0)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_biases_across_memory_are_copied_once(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    imitate_cuda(monkeypatch, like_efficient)
+    found = rewritten(biased_layers, *heads(7), biases(7, batch))
+    assert found.done == AttentionRewrites(copied_masks=2)
+    first, second = attention_of(found.module)
+    assert first["attn_mask"] is second["attn_mask"]
+    copied = [node.meta["val"] for node in found.module.graph.nodes if node.target is torch.ops.aten.contiguous.default]
+    assert [one.shape for one in copied] == [(1, 3, 7, 7)], "what is broadcast is copied once"
+
+
+@pytest.mark.parametrize("case", ["rows", "no kernel either way", "a kernel", "on a CPU"])
+def test_masks_stay_where_a_copy_gains_nothing(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if case != "on a CPU":
+        chosen = {"no kernel either way": lambda _: "math", "a kernel": lambda _: "cudnn"}.get(case, like_efficient)
+        imitate_cuda(monkeypatch, chosen)
+    bias = biases(7).contiguous() if case == "rows" else biases(7)
+    found = rewritten(biased_layers, *heads(7), bias)
+    assert found.done == AttentionRewrites()
+    assert torch.ops.aten.contiguous.default not in targets(found.module)
+
+
+def test_a_bias_that_is_written_to_between_two_layers_is_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    imitate_cuda(monkeypatch, like_efficient)
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        bias = bias * 2
+        once = scaled_dot_product_attention(query, key, value, bias)
+        bias[..., 2] = -torch.inf
+        return once + scaled_dot_product_attention(query, key, value, bias)
+
+    assert rewritten(attend, *heads(6), biases(6)).done.copied_masks == 2
+
+
 def test_a_wrong_option_says_what_it_may_be() -> None:
     assert parse_options({"attention_masks": False}).attention_masks is False
     with pytest.raises(ConfigError, match=r"attention_masks.*True or False"):

@@ -89,7 +89,8 @@ def _viewed(node: fx.Node) -> Sequence[Any] | None:
         return None
     with torch.no_grad(), unset_fake_temporarily():
         plain = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta")
-        made: torch.Tensor = cast(Callable[..., Any], node.target)(plain, *node.args[1:], **node.kwargs)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: plain)
+        made: torch.Tensor = cast(Callable[..., Any], node.target)(*args, **kwargs)
     return made.stride()
 
 

@@ -81,6 +81,15 @@ def test_single_elements_have_the_strides_of_eagers_reshape(seed: int) -> None:
     assert views[-2].stride() == source.reshape(shape).unflatten(0, (1, -1)).stride()
 
 
+def test_a_view_of_a_tensor_as_itself_is_left_as_it_is() -> None:
+    mode, source = FakeTensorMode(), torch.zeros(2, 1, 3)
+    with mode:
+        trace = make_fx(lambda x: torch.ops.aten.view_as.default(x, x).neg(), pre_dispatch=True)(
+            mode.from_tensor(source))
+    correct_layouts(trace)
+    assert last_value(trace).stride() == source.stride()
+
+
 def test_one_picture_that_was_a_row_of_patches_is_laid_out_as_eager_does(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

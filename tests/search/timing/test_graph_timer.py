@@ -103,9 +103,10 @@ def test_a_kernel_takes_its_own_time_however_slow_the_host(machine: Machine, tim
     operands = [()] * sets
     sample = CudaGraphTimer().prepare(lambda: machine.kernel(time_us), operands)
     assert sample() == pytest.approx(time_us)
-    # Every set is visited, and a replay is long enough for the clock.
-    assert machine.recordings[-1] >= sets
-    assert machine.recordings[-1] * time_us >= 100.0
+    # Every set is visited unless that takes much longer than a replay has to, which is long enough for the clock.
+    launches = machine.recordings[-1]
+    assert launches >= sets or 5_000.0 <= launches * time_us <= 50_000.0
+    assert launches * time_us >= 100.0
 
 
 def test_a_kernel_that_is_long_enough_is_recorded_once(machine: Machine) -> None:

@@ -17,8 +17,7 @@ from fuseplan.planner.cost.prices import ModelPrices
 from fuseplan.planner.graph.dataflow import Region
 from fuseplan.planner.groups.candidates import Candidate, convex_runs, single_candidates
 from fuseplan.planner.groups.compute_graph import compute_graph_of
-from fuseplan.planner.groups.regions import unique_regions
-from fuseplan.planner.implementations.aten import UNFUSED
+from fuseplan.planner.groups.regions import find_regions, unique_regions
 from fuseplan.planner.implementations.choices import Choice, recorded_choices
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import Implementations, implementations_for
@@ -129,44 +128,44 @@ def predicted_by_inductor(
 def predicted_graph_gain(
     table: GroupTable, plans: Iterable[tuple[Region, PlanRecord]], spec: DeviceSpec, ways: Implementations
 ) -> float:
-    """What TorchInductor's code for a whole graph should gain on the plans of its regions, which nothing was measured
-    of, by the device's own time; ops that no plan has are ATen's in both.
+    """What TorchInductor's code for a whole graph should gain on the plans of its regions, where nothing was measured.
 
-    It lays all convolutions out as they are fastest, and turns no picture round between two regions. Where that is
-    little the gain is 0: of kernels alone this cannot tell whose are faster.
+    Prices are the device's own time, without the host that launches. ATen runs the matmuls, convolutions and attention
+    that are in no plan. TorchInductor lays all convolutions out as they are fastest, and turns no picture round between
+    two regions. The gain is 0 where turning pictures round is a small share: the model cannot tell whose kernels are
+    faster.
     """
-    flow, prices = compute_graph_of(table.graph), ModelPrices(table, spec)
+    graph, flow, prices = table.graph, compute_graph_of(table.graph), ModelPrices(table, spec)
     alone = implementations_for("graph", ways.kernel.backends, ways.kernel.target)
-    singles = {one.ops[0]: one for region, _ in plans for one in single_candidates(table.graph, region)}
+    singles = [one for region in find_regions(graph) for one in single_candidates(graph, region)]
+    anchor_us = {
+        flow.position[one.ops[0]]: prices.predict_alone_s(Choice(one, alone.aten)) * 1e6
+        for one in singles if _kind(table, one) == "anchor"
+    }
 
-    def aten_us(at: int) -> float:
-        one = singles.get(flow.names[at])
-        if one is None:
-            return predict(table.unfused_work(flow.names[at]), spec, "graph", backend=UNFUSED)
-        return prices.predict_alone_s(Choice(one, alone.aten)) * 1e6
+    def by_inductor_us(ops: Set[int]) -> float:
+        return math.fsum(anchor_us[at] for at in ops & anchor_us.keys()) + _islands_us(table, ops, spec, "graph")
 
-    def by_inductor_us(members: Set[int]) -> float:
-        anchors_us = math.fsum(aten_us(at) for at in members if flow.kinds[at] == "anchor")
-        return anchors_us + _islands_us(table, members, spec, "graph")
-
-    convolutions = [node for node in table.graph if op_of(node.op).family == "convolution"]
+    convolutions = [node for node in graph if op_of(node.op).family == "convolution"]
     pictures = {value for node in convolutions for value in (node.inputs[0], node.outputs[0])}
-    planned_us, rest = 0.0, {at for at in range(len(flow.nodes)) if flow.live[at] and flow.is_member(at)}
-    whole_us = by_inductor_us(rest)
+    members = {flow.position[one.ops[0]] for one in singles}
+    planned_us, unplanned = 0.0, set(anchor_us)
     for region, record in plans:
-        members = {flow.position[name] for name in region.ops} & rest
-        rest -= members
+        own = {flow.position[name] for name in region.ops} & members
+        unplanned -= own
         if any(group.implementation == INDUCTOR for group in record.groups):
-            moved = channels_first_bytes(table.graph, pictures.intersection((*region.inputs, *region.outputs)))
-            planned_us += by_inductor_us(members) + _turned_us(moved, len(moved), spec, "graph")
+            at_borders = channels_first_bytes(graph, pictures.intersection((*region.inputs, *region.outputs)))
+            planned_us += by_inductor_us(own) + _turned_us(at_borders, len(at_borders), spec, "graph")
         else:
-            choices = recorded_choices(table.graph, region, record, alone)
+            choices = recorded_choices(graph, region, record, alone)
             planned_us += math.fsum(map(prices.predict_alone_s, choices)) * 1e6
             planned_us += relayout_us(table, region.ops, spec, "graph")
-    rest = {at for at in rest if flow.kinds[at] == "anchor"}
-    planned_us += by_inductor_us(rest) + relayout_us(table, (flow.names[at] for at in rest), spec, "graph")
+    planned_us += math.fsum(anchor_us[at] for at in unplanned)
+    planned_us += relayout_us(table, (flow.names[at] for at in unplanned), spec, "graph")
     turned_us = relayout_us(table, (node.name for node in convolutions), spec, "graph")
-    return 1.0 - whole_us / planned_us if turned_us > policy.PREDICTED_INDUCTOR_GAIN * planned_us else 0.0
+    if turned_us <= policy.PREDICTED_INDUCTOR_GAIN * planned_us:
+        return 0.0
+    return 1.0 - by_inductor_us(members) / planned_us
 
 
 def decided_whole(table: GroupTable, regions: Iterable[Region], ways: Implementations) -> list[Region]:

@@ -178,7 +178,8 @@ def _add_boolean_masks(graph: fx.Graph) -> int:
 
 def _copy_masks_across_memory(graph: fx.Graph) -> int:
     """Copy masks whose columns do not follow one another, once for all calls on a GPU, where a fused kernel then takes
-    the place of single ops; how many calls.
+    the place of single ops; how many calls. All of PyTorch's fused kernels refuse such a mask there
+    (``check_last_dim_stride_equals_1_dense`` in ATen's ``sdp_utils_cpp.h``).
     """
     found = 0
     copies: dict[fx.Node, fx.Node] = {}

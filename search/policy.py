@@ -103,9 +103,10 @@ LONG_OP_S = 0.02
 #: The share of a planned region's time, in ops that are no matmuls or attention and that ATen runs, from which
 #: TorchInductor is asked for its code of the region: compiling that takes seconds.
 LEFT_TO_ATEN_SHARE = 0.02
-#: How many times longer a large matmul takes whose sizes keep tensor cores waiting than a padded one (cuBLAS, 50257
-#: columns: over seven times).
-UNALIGNED_FACTOR = 4.0
+#: How many times longer a large matmul of halves takes than a padded one, by the largest power of two that divides its
+#: sizes: tensor cores wait for single elements (cuBLAS on H200, results/nvidia-h200/any-model.md: 50257 columns 7.7
+#: times, 30522 columns 2.8, an inner dimension of 196 1.55).
+UNALIGNED_FACTORS = {1: 7.0, 2: 2.5, 4: 1.5}
 #: What TorchInductor's code should gain by the cost model to run a region that nothing was measured of.
 PREDICTED_INDUCTOR_GAIN = 0.1
 #: Ops of a step, views included, up to which all of its layers take part where TorchInductor is asked for its code of

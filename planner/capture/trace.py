@@ -34,6 +34,7 @@ from fuseplan.planner.models.sources import ModelSource, quiet
 from fuseplan.planner.models.workload import Workload
 from fuseplan.planner.ops.table import OPS
 from fuseplan.planner.rewrites.attention import rewrite_attention
+from fuseplan.planner.rewrites.convolutions import lay_channels_last
 from fuseplan.planner.rewrites.merged_projections import merge_projections
 from fuseplan.search.errors import OWN_FAULTS
 
@@ -49,7 +50,7 @@ def trace_predispatch(
 
     No functionalisation, and no decomposition but of ops that only rearrange elements.
     :func:`~fuseplan.planner.rewrites.attention.rewrite_attention` takes the other arguments; what it did is
-    ``meta["attention"]`` of the result.
+    ``meta["attention"]`` of the result. ``meta["channels_last"]`` says how many convolutions were laid out otherwise.
 
     Raises:
         CaptureError: Tracing failed, or autocast is on (its casts are not part of the trace).
@@ -68,6 +69,9 @@ def trace_predispatch(
         name_modules(trace)
         correct_layouts(trace)
         trace.meta["attention"] = rewrite_attention(trace, grouped_queries, attention_masks, decode_attention)
+        trace.meta["channels_last"] = lay_channels_last(trace)
+        if trace.meta["channels_last"]:
+            correct_layouts(trace)
     except Exception as error:
         OWN_FAULTS.tolerate(error)
         raise CaptureError(f"tracing to ATen ops failed: {in_words(error)}") from error

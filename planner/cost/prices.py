@@ -18,7 +18,7 @@ from fuseplan.planner.groups.regions import find_regions, region_parts, unique_r
 from fuseplan.planner.implementations.choices import Choice
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementation import Implementation
-from fuseplan.planner.libraries.matmul_calls import PADDED
+from fuseplan.planner.libraries.matmul_calls import PADDED, alignment
 from fuseplan.search import policy
 from fuseplan.search.store.record import TuningRecord
 from fuseplan.search.timing.contest import Contest
@@ -54,11 +54,13 @@ class ModelPrices:
             return 1.0
         name = way.calibration(self.table, choice.group)
         alone_s = predict(way.work(self.table, choice.group), self.spec, way.mode, backend=name) * 1e-6
-        return alone_s * policy.UNALIGNED_FACTOR if choice.is_plain and self._is_unaligned(choice.group) else alone_s
+        return alone_s * self._unaligned_factor(choice.group) if choice.is_plain else alone_s
 
-    def _is_unaligned(self, group: Candidate) -> bool:
-        """Whether ATen's call of a matmul cannot feed tensor cores, and a padded one can."""
-        return self.table.is_anchor(group) and PADDED.refuse(self.table.op_group(group)) is None
+    def _unaligned_factor(self, group: Candidate) -> float:
+        """How many times longer ATen's call of a matmul takes than a padded one, which keeps tensor cores busy."""
+        if not self.table.is_anchor(group) or PADDED.refuse(op := self.table.op_group(group)) is not None:
+            return 1.0
+        return policy.UNALIGNED_FACTORS[alignment(op)]
 
     def delay_us(self, choice: Choice) -> float:
         """How much longer a choice takes in its region than by itself; 0 on CPUs, and for library calls."""

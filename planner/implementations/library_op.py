@@ -49,7 +49,8 @@ class LibraryOp(Implementation):
     def work(self, table: GroupTable, group: Candidate) -> Work:
         op = table.op_group(group)
         cold = [value for value, hot in zip(op.inputs, hot_inputs(table.graph, op.inputs), strict=True) if not hot]
-        return library_work(op.node, op.inputs, op.outputs, op.specs, self.name, cold)
+        own, more = library_work(op.node, op.inputs, op.outputs, op.specs, self.name, cold), self.call.overhead(op)
+        return replace(own, dram_bytes=own.dram_bytes + more.dram_bytes, launches=own.launches + more.launches)
 
     def calibration(self, table: GroupTable, group: Candidate) -> str:
         return anchor_calibration(table, group)

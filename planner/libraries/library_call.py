@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from fuseplan.costmodel.work import Work
 from fuseplan.planner.errors import RefusedError
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
 
@@ -62,6 +63,10 @@ class LibraryCall(ABC):
         except RefusedError as error:
             return str(error)
         return None
+
+    def overhead(self, group: OpGroup) -> Work:
+        """What it moves and launches besides the op itself, of a group that it can run."""
+        return Work()
 
     def build(self, group: OpGroup) -> Call:
         """The call itself; RefusedError where it cannot run the group."""

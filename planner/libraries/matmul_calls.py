@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from fuseplan.costmodel.devices import is_cpu, is_gpu
+from fuseplan.costmodel.work import Work
 from fuseplan.planner.errors import RefusedError
 from fuseplan.planner.graph.dataflow import TensorSpec
 from fuseplan.planner.graph.execute import bind_call, resolve_op
@@ -68,6 +69,9 @@ class MatmulCall(LibraryCall):
     form: Callable[[Matmul], _Compute]
     #: Whether its rows may be longer in memory than they look.
     pads: bool = False
+
+    def overhead(self, group: OpGroup) -> Work:
+        return _padding(group) if self.pads else Work()
 
     def plan(self, group: OpGroup) -> Callable[[], Call]:
         found = read_matmul(group)
@@ -212,6 +216,20 @@ def _unaligned(found: Matmul) -> tuple[int, int]:
     if math.prod(found.left.shape[:-1]) < _MANY_ROWS:
         raise RefusedError("it has few rows, and takes as long as reading its weight")
     return -n % _PADDED_TO, -k % _ALIGNED
+
+
+def alignment(group: OpGroup) -> int:
+    """The largest power of two, up to what tensor cores want, that divides a linear's two sizes."""
+    return math.gcd(_ALIGNED, *(int(size) for size in read_matmul(group).right.shape))
+
+
+def _padding(group: OpGroup) -> Work:
+    """What padding copies: the weight, rows that are padded too, and a result that others than the caller read."""
+    found = read_matmul(group)
+    rows, columns = _unaligned(found)
+    read = [found.right, *([found.left] if columns else ()), *([group.specs[group.outputs[0]]] if (
+        rows and not group.only_returned) else ())]
+    return Work(dram_bytes=sum(2 * one.nbytes() for one in read), launches=len(read))
 
 
 def _padded(found: Matmul) -> _Compute:

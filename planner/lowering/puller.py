@@ -163,7 +163,7 @@ class Puller(BodyBuilder):
     def _computed(self, node: OpNode, value: str, position: Position) -> int:
         # A plan is made for numbers; where a size is dynamic its recipe may refuse what it took.
         op = op_of(node.op)
-        reason = None if op.is_anchor else why_refused(node, self.specs)
+        reason = None if op.is_contraction else why_refused(node, self.specs)
         if op.build is None or reason is not None:
             raise NotLowerable(reason or f"{node.op} has no recipe: it stays a library call")
         return (op.build, *op.others)[node.outputs.index(value)](self, node, position)

@@ -15,6 +15,7 @@ from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.ops.builder import BodyBuilder
 from fuseplan.planner.ops.op import result_type, rows
 from fuseplan.planner.ops.positions import Position, Specs
+from fuseplan.planner.ops.windows import depthwise, refuse_depthwise
 
 
 def _linear(p: BodyBuilder, node: OpNode, position: Position) -> int:
@@ -93,7 +94,8 @@ ANCHORS = {
     **_matmul_row("bmm"),
     **_product_row("baddbmm", factors=(1, 2)),
     **_product_row("fuseplan.merged_linear.default"),
-    **rows("convolution", "convolution conv1d conv2d conv3d", new_memory=True),
+    **rows("convolution", "convolution conv1d conv3d", new_memory=True),
+    **rows("convolution", "conv2d", depthwise, refuse=refuse_depthwise, new_memory=True),
     **rows("attention", "scaled_dot_product_attention", new_memory=True, pairs=_pairs, share=_share),
     **rows("attention", "fuseplan.decode_attention.default", new_memory=True, row_major=True,
            pairs=_decode_pairs, share=_decode_share),

@@ -87,18 +87,18 @@ class Op:
 
     @property
     def is_anchor(self) -> bool:
-        """Whether it has an inner dimension of its own."""
+        """Whether it has an inner dimension of its own; of a convolution its sizes decide (:func:`kind_of`)."""
         return self.family in ("matmul", "product", "convolution", "attention")
 
     @property
     def is_contraction(self) -> bool:
         """Whether a kernel can be built around it."""
-        return self.is_anchor and self.build is not None
+        return self.factors is not None and self.build is not None
 
     @property
     def is_fusible(self) -> bool:
         """Whether any kernel can hold it: a matmul only one that is built around it."""
-        return self.build is not None and not self.is_anchor
+        return self.build is not None and not self.is_contraction
 
     def reduced_size(self, node: OpNode, specs: Specs) -> Size | None:
         """Number of elements folded into each result; None when the op folds no row here."""

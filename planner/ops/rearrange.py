@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from fuseplan.kernels.ir.index import Index, Size, as_size, divides, known_less_equal, product
-from fuseplan.kernels.ir.ir import RegisterType
+from fuseplan.kernels.ir.ir import RegisterType, register_type
 from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.ops.builder import BodyBuilder
 from fuseplan.planner.ops.op import FLOATS, Build, is_float, no_booleans, result_type, rows
@@ -91,8 +91,14 @@ def _margins(node: OpNode, specs: Specs) -> list[tuple[Size, Size]]:
 
 def _pad(p: BodyBuilder, node: OpNode, position: Position) -> int:
     """The operand with a constant around it, which reads nothing."""
-    source, dtype = node.inputs[0], result_type(p, node)
-    margins, shape = _margins(node, p.specs), p.specs[source].shape
+    return padded(p, node.inputs[0], _margins(node, p.specs), position, node.attrs.get("value") or 0)
+
+
+def padded(
+    p: BodyBuilder, source: str, margins: Sequence[tuple[Size, Size]], position: Position, value: float = 0
+) -> int:
+    """Element ``position`` of ``source`` with so much of a constant before and after it along each dimension."""
+    dtype, shape = register_type(p.specs[source].dtype), p.specs[source].shape
 
     def at(puller: BodyBuilder, moved: Position) -> int:
         dim = len(moved)
@@ -105,7 +111,7 @@ def _pad(p: BodyBuilder, node: OpNode, position: Position) -> int:
         inside = (*moved, position[dim] + as_size(-before))
 
         def piece(q: BodyBuilder, number: int) -> int:
-            return at(q, inside) if number == adds_before else q.const(node.attrs.get("value") or 0, dtype)
+            return at(q, inside) if number == adds_before else q.const(value, dtype)
 
         return _choose(puller, position[dim], starts, piece, 0)
 

@@ -38,7 +38,8 @@ class InductorStep:
 
     Attributes:
         ratio: Its time over the plan's; None where it was not run.
-        wins: Whether it is faster beyond doubt, and may run the whole graph.
+        wins: Whether it is faster beyond doubt, or loses less where the two conditions differ, and may run the whole
+            graph.
         alone: As ``ratio``, on a GPU without the host that launches; None where that was not run.
         why: Why it was not run, in words.
     """
@@ -76,7 +77,8 @@ def compare_step(
     ratio, *rest = (
         one.time(INDUCTOR).median_us / one.time(_PLAN).median_us for one in contest.conditions or (contest,))
     alone = rest[0] if rest else None
-    wins = contest.accepts(INDUCTOR, _PLAN) and may_run_whole(table.graph, table.device_type)
+    is_better = contest.accepts(INDUCTOR, _PLAN) or (len(contest.conditions) > 1 and contest.is_safer(INDUCTOR, _PLAN))
+    wins = is_better and may_run_whole(table.graph, table.device_type)
     return InductorStep(ratio, wins, alone)
 
 

@@ -1,6 +1,6 @@
 """Attention in a pre-dispatch trace, before it is planned: what PyTorch would compute again in every call is left out.
 
-What a trace asks of it costs more than it needs to, in six ways:
+What a trace asks of it costs more than it needs to, in seven ways:
 
 * The pages of a cache are copied to where PyTorch's attention can read them, and scores that are capped take many small
   ops (:mod:`~fuseplan.planner.rewrites.decode_attention`).
@@ -12,6 +12,8 @@ What a trace asks of it costs more than it needs to, in six ways:
   small kernels. All layers have the same mask, so it is done once, and fused with what computes the mask.
 * **Masks across memory.** No fused kernel reads a mask whose columns do not follow one another, as where biases of
   heads come from an embedding (T5): PyTorch then computes all scores in float32, by single ops. It is copied once.
+* **Copies of operands.** Models make queries, keys and values contiguous (Whisper), which fused kernels read as they
+  are.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ class AttentionRewrites:
 
     ``grouped_queries`` read keys and values without a copy for every query head; ``dropped_masks`` had a mask that is
     constant, and causal or true everywhere; ``added_masks`` take their boolean mask as numbers; ``copied_masks`` take a
-    copy that fused kernels can read. ``paged_attention`` reads the pages of a cache; ``capped_attention`` was a chain
+    copy that fused kernels can read; ``uncopied_operands`` counts calls that read what would have been copied for them.
+    ``paged_attention`` reads the pages of a cache; ``capped_attention`` was a chain
     of ops that cap scores.
     """
 
@@ -56,6 +59,7 @@ class AttentionRewrites:
     dropped_masks: int = 0
     added_masks: int = 0
     copied_masks: int = 0
+    uncopied_operands: int = 0
     paged_attention: int = 0
     capped_attention: int = 0
 
@@ -74,10 +78,12 @@ def rewrite_attention(
     grouped = fold_grouped_queries(module, grouped_queries)
     added = _add_boolean_masks(module.graph) if masks else 0
     copied = _copy_masks_across_memory(module.graph) if masks else 0
-    if dropped or paged or capped or grouped or added or copied:
+    uncopied = _read_through_copies(module.graph)
+    done = AttentionRewrites(grouped, dropped, added, copied, uncopied, paged, capped)
+    if done != AttentionRewrites():
         module.graph.lint()
         module.recompile()
-    return AttentionRewrites(grouped, dropped, added, copied, paged, capped)
+    return done
 
 
 def _drop_constant_masks(graph: fx.Graph) -> int:
@@ -198,6 +204,37 @@ def _copy_masks_across_memory(graph: fx.Graph) -> int:
             found += change_call(node, attn_mask=made)
     edit.erase_unused(*copies.values())
     return found
+
+
+def _read_through_copies(graph: fx.Graph) -> int:
+    """Let calls on a GPU read queries, keys and values where they lie, and no copies of them, where the same fused
+    kernel runs then; how many calls.
+    """
+    found = 0
+    for node in list(graph.find_nodes(op="call_function", target=ATTENTION)):
+        call = edit.arguments_of(node)
+        copies = {name: call[name] for name in ("query", "key", "value")}
+        read = {name: source for name, copy in copies.items() if (source := _copied(copy, node)) is not None}
+        if not read or not is_gpu(edit.trace_device(node)):
+            continue
+        backend = chosen_backend(fake_arguments(node))
+        if backend == "math" or chosen_backend(fake_arguments(node, **read)) != backend:
+            continue
+        if change_call(node, **read):
+            found += 1
+            edit.erase_unused(*(copies[name] for name in read))
+    return found
+
+
+def _copied(copy: fx.Node, reader: fx.Node) -> fx.Node | None:
+    """What a node is a copy of, if that has rows in one piece, and still holds the same when ``reader`` reads it."""
+    if copy.target not in (_aten.contiguous.default, _aten.clone.default):
+        return None
+    source = copy.args[0]
+    value = edit.value_of(source)
+    if value is None or not isinstance(source, fx.Node) or value.stride(-1) != 1:
+        return None
+    return None if edit.is_written_between(copy, reader, [source, copy]) else source
 
 
 def _row_major_copy(graph: fx.Graph, mask: fx.Node, sizes: Sequence[int], strides: Sequence[int]) -> fx.Node:

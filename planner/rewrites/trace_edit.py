@@ -112,43 +112,48 @@ def follow(
 
     Returns:
         None where the program would be another: a shape changes, a view is impossible, or memory whose layout is not
-        what it was, or that is shared where it was not, is written to, returned, or read by address, unless it is
-        ``corrected``.
+        what it was, or that is shared where it was not, is written to (but element by element, where only the layout
+        differs), returned, or read by address, unless it is ``corrected``.
     """
     values: dict[fx.Node, Any] = {}
     # Storages that the nodes in ``values`` were in, and those that they are in.
     before: set[int] = set()
     after: set[int] = set()
-    # Nodes whose elements lie elsewhere in memory than before, or in memory that is shared otherwise.
+    # Nodes whose elements lie elsewhere in memory than before, or in memory that is shared otherwise; the latter alone.
     odd: set[fx.Node] = set()
+    shared_otherwise: set[fx.Node] = set()
 
-    def put(node: fx.Node, fresh: Any, is_odd: bool) -> None:
+    def put(node: fx.Node, fresh: Any, is_odd: bool, is_shared: bool) -> None:
         pairs = _pairs(node, fresh)
         if any((old.shape, old.dtype, old.device) != (new.shape, new.dtype, new.device) for old, new in pairs):
             raise ValueError(f"{node} would be another tensor")
-        if is_odd or any(_moves_elements(old, new) for old, new in pairs):
+        if is_shared:
+            shared_otherwise.add(node)
+        if is_odd or is_shared or any(_moves_elements(old, new) for old, new in pairs):
             odd.add(node)
         values[node] = fresh
-        before.update(_storage(old) for old, _ in pairs)
-        after.update(_storage(new) for _, new in pairs)
+        before.update(storage_of(old) for old, _ in pairs)
+        after.update(storage_of(new) for _, new in pairs)
 
     def take(node: fx.Node) -> bool:
         """Work out a reader's value again; whether it differs."""
         reads_odd = not odd.isdisjoint(node.all_input_nodes)
-        if reads_odd and not corrected and not _reads_by_index(node, odd):
+        if reads_odd and not corrected and not _goes_by_index(node, odd, shared_otherwise):
             raise ValueError(f"{node} may tell that memory is laid out otherwise")
         if node.op != "call_function" or not _can_be_evaluated(node.target):
             return False
         fresh = fake_result(node.target, node.args, node.kwargs, values)
         pairs = _pairs(node, fresh)
-        places = [(_storage(old) in before, _storage(new) in after) for old, new in pairs]
+        places = [(storage_of(old) in before, storage_of(new) in after) for old, new in pairs]
         if not any(map(any, places)) and all(old.stride() == new.stride() for old, new in pairs):
             return False
-        put(node, fresh, any(was != now or (now and reads_odd) for was, now in places))
+        reads_shared = not shared_otherwise.isdisjoint(node.all_input_nodes)
+        is_inside = any(now for _, now in places)
+        put(node, fresh, is_inside and reads_odd, (is_inside and reads_shared) or any(a != b for a, b in places))
         return True
 
     try:
-        put(changed, value, shared)
+        put(changed, value, False, shared)
         waiting, node = set(changed.users), changed
         while waiting:
             node = node.next
@@ -205,13 +210,20 @@ def _can_be_evaluated(target: Any) -> bool:
     return target is operator.getitem or isinstance(target, torch._ops.OpOverload)
 
 
-def _reads_by_index(node: fx.Node, tensors: set[fx.Node]) -> bool:
-    """Whether a node reads elements of tensors wherever they lie, and writes to none of them and hands out none."""
+def _goes_by_index(node: fx.Node, odd: set[fx.Node], shared_otherwise: set[fx.Node]) -> bool:
+    """Whether a node goes to elements of tensors by index, wherever they lie, and hands out none of ``odd``.
+
+    It may write to none of them, but element by element to those whose memory is shared as it was.
+    """
     target = node.target
     if node.op != "call_function" or target is torch.ops.aten.as_strided.default:
         return False
-    is_aten = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
-    return is_pure(target) or (is_aten and tensors.isdisjoint(operands_where(node, is_written)))
+    if is_pure(target):
+        return True
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return False
+    kept = shared_otherwise if torch.Tag.pointwise in target.tags else odd
+    return kept.isdisjoint(operands_where(node, is_written))
 
 
 def is_written(argument: torch._C.Argument) -> bool:
@@ -285,10 +297,11 @@ def may_write(node: fx.Node, tensors: Iterable[Any]) -> bool:
 
 def shares_memory(node: fx.Node, tensors: Iterable[Any]) -> bool:
     """Whether a node reads the memory of one of ``tensors``, itself or a view of it."""
-    kept, read = ({_storage(value) for one in nodes if (value := value_of(one)) is not None}
+    kept, read = ({storage_of(value) for one in nodes if (value := value_of(one)) is not None}
                   for nodes in (tensors, node.all_input_nodes))
     return not kept.isdisjoint(read)
 
 
-def _storage(value: torch.Tensor) -> int:
+def storage_of(value: torch.Tensor) -> int:
+    """Names the memory that a fake tensor lies in."""
     return int(value.untyped_storage()._cdata)

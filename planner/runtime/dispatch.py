@@ -76,6 +76,7 @@ def compile_graph(
         gm, example_inputs, options.grouped_queries, options.attention_masks, options.decode_attention)
     for name, number in asdict(module.meta["attention"]).items():
         tally.count(name, number)
+    tally.count("channels_last", module.meta["channels_last"])
     if options.pack_weights:
         found = merge_projections(module, parameter_positions(example_inputs), partial(pack, example_inputs))
         tally.count("merged_projections", found.merged)

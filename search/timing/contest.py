@@ -87,6 +87,14 @@ class Contest:
             return False
         return not self._loses(challenger, (incumbent,))
 
+    def is_safer(self, one: str, other: str) -> bool:
+        """True when the most that ``one`` loses to ``other`` under any condition is less than the reverse, beyond the
+        threshold: who does not know under which of them calls are made takes that.
+        """
+        runs = self.conditions or (self,)
+        at_most, reverse = (max(run.gain(b, a) for run in runs) for a, b in ((one, other), (other, one)))
+        return reverse - at_most > self.threshold
+
     def undecided(self, one: str, other: str) -> bool:
         """True when the noise hides which of two contestants is faster, though they may be far apart."""
         pairs = ((one, other), (other, one))

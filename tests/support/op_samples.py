@@ -174,6 +174,14 @@ SAMPLES: list[tuple[str, tuple[torch.Tensor, ...], dict[str, Any]]] = [
         "output_size": None, "scale_factors": (2.0, 4.0, 2.0)[:dims]}) for dims in (1, 2, 3)),
     *((f"aten.upsample_nearest{dims}d.default", (torch.randn(2, 3, *(3, 5, 2)[:dims]),), {
         "output_size": (6, 20, 2)[:dims]}) for dims in (1, 2, 3)),
+    *(("aten.conv2d.default", (
+        torch.randn(2, channels, 5, 7).to(memory_format=torch.channels_last),
+        torch.randn(channels * times, 1, *window), *((torch.randn(channels * times),) if biased else ())),
+        ({} if biased else {"bias": None}) | {
+            "stride": steps, "padding": margins, "dilation": spread, "groups": channels})
+      for channels, times, window, steps, margins, spread, biased in (
+          (3, 1, (3, 3), (1, 1), (1, 1), (1, 1), True), (4, 2, (3, 1), (2, 1), (0, 2), (1, 1), False),
+          (127, 1, (2, 3), (3, 2), (2, 4), (2, 3), True), (2, 3, (5, 5), (1, 2), (2, 2), (1, 1), False))),
     ("aten.repeat_interleave.self_int", (X,), {"repeats": 2, "dim": -1}),
     ("aten.repeat_interleave.self_int", (T,), {"repeats": 3, "dim": 1}),
     ("aten.repeat_interleave.self_int", (T,), {"repeats": 2}),

@@ -14,7 +14,7 @@ from fuseplan.planner.graph.dataflow import Ref
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.implementations.tunable_group import _widened, chain_module
 from fuseplan.planner.lowering.lower import group_nodes, lower
-from fuseplan.planner.ops.table import OPS, kind_of, mutates, why_opaque
+from fuseplan.planner.ops.table import OPS, kind_of, mutates, op_of, why_opaque
 
 
 @pytest.mark.parametrize(("op", "operands", "attrs"), SAMPLES, ids=[f"{s[0]}-{n}" for n, s in enumerate(SAMPLES)])
@@ -70,6 +70,10 @@ def test_every_recipe_has_a_sample() -> None:
         ("aten.mean.dim", (IMAGE.to(memory_format=torch.channels_last),), {"dim": (2, 3)}, "one run of memory"),
         ("aten.group_norm.default", (IMAGE.to(memory_format=torch.channels_last),), {
             "num_groups": 2, "weight": None, "bias": None}, "one run of memory"),
+        ("aten.conv2d.default", (IMAGE, torch.randn(IMAGE.shape[1], 1, 2, 2)), {
+            "bias": None, "groups": IMAGE.shape[1]}, "come last"),
+        ("aten.conv2d.default", (IMAGE.to(memory_format=torch.channels_last), torch.randn(3, IMAGE.shape[1], 2, 2)), {
+            "bias": None}, "sums over channels"),
         ("aten.index.Tensor", (X, B), {"indices": (Ref(1),)}, "as many elements as are true"),
         ("aten.floor_divide.default", (COUNTS, MORE + 1), {}, "no number"),
         ("aten.floor_divide.default", (X,), {"other": 2}, "only integers"),
@@ -97,7 +101,7 @@ def test_what_cannot_be_lowered_says_why(
     builder = Builder(**dict(zip(names, operands, strict=True)))
     graph = builder.graph(builder(op, *names, **attrs))
     node = next(iter(graph))
-    assert kind_of(node, graph.specs) in (("anchor",) if "linear" in op else ("foreign", "opaque"))
+    assert kind_of(node, graph.specs) in (("anchor",) if op_of(op).is_anchor else ("foreign", "opaque"))
     assert words in (why_opaque(node, graph.specs) or "")
 
 

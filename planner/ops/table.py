@@ -26,13 +26,14 @@ from fuseplan.planner.ops.positions import Specs, reshape_is_view
 from fuseplan.planner.ops.rearrange import REARRANGEMENTS
 from fuseplan.planner.ops.reduce import NORMALISATIONS, REDUCTIONS
 from fuseplan.planner.ops.views import VIEWS
+from fuseplan.planner.ops.windows import POOLING
 
 OpKind: TypeAlias = Literal["view", "compute", "anchor", "foreign", "opaque"]
 
 #: By name. ``name.*`` are the overloads of ``name`` that have no row of their own.
 OPS: Mapping[str, Op] = MappingProxyType({
     **POINTWISE, **ACTIVATIONS, **REARRANGEMENTS, **WRITES, **LOOKUPS, **REDUCTIONS, **NORMALISATIONS, **VIEWS,
-    **ANCHORS,
+    **POOLING, **ANCHORS,
     **rows("other", "feature_dropout alpha_dropout", drops=True),
     **rows("other", "empty_like rand_like randn_like", like=True),
     **rows("composed", "movedim.int movedim.intlist moveaxis.int moveaxis.intlist swapaxes swapdims "

@@ -1,22 +1,25 @@
-"""Convolutions that sum over no channels (depthwise ones): each element comes from a window of one channel.
+"""Ops whose elements each come from a window of one channel: pooling, and convolutions that sum over no channels
+(depthwise ones).
 
-They are no matrix products: a kernel that computes them reads its operand a few times, and holds what comes before and
+These are no matrix products: a kernel that computes them reads its operand a few times, and holds what comes before and
 after as any other kernel does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial, reduce
 from itertools import product
 
 from fuseplan.kernels.ir.index import Index
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
 from fuseplan.planner.ops.builder import BodyBuilder
-from fuseplan.planner.ops.op import result_type
+from fuseplan.planner.ops.op import FLOATS, result_type, rows
 from fuseplan.planner.ops.positions import Position, Specs
 from fuseplan.planner.ops.rearrange import padded
 
-#: A kernel holds as many products as a window has elements; compiling more takes too long.
+#: A kernel reads as many elements for each of its own as a window has; compiling more takes too long.
 MOST_ELEMENTS = 25
 
 
@@ -25,47 +28,93 @@ def depthwise(p: BodyBuilder, node: OpNode, position: Position) -> int:
 
     x: [N, C, H, W], w: [C * m, 1, KH, KW].
     """
-    image, channel, *at = position
-    source, weight, *bias = node.inputs
-    dtype, sizes = result_type(p, node), p.specs[weight].shape
-    steps, margins, spread = (_pair(node, name, default) for name, default in _DEFAULTS.items())
-    multiplier = sizes[0] // p.specs[source].shape[1]
-    around = [(0, 0), (0, 0), *((margin, margin) for margin in margins)]
-    total = None
-    for taps in product(range(int(sizes[2])), range(int(sizes[3]))):
-        moved = (one * step + tap * by for one, step, tap, by in zip(at, steps, taps, spread, strict=True))
-        element = p.cast(padded(p, source, around, (image, channel // multiplier, *moved)), dtype)
-        factor = p.cast(p.pull(weight, (channel, Index(0), *map(Index, taps))), dtype)
-        one = p.apply("mul", element, factor)
-        total = one if total is None else p.apply("add", total, one)
-    assert total is not None
+    channel, weight, *bias = position[1], *node.inputs[1:]
+    sizes, dtype = p.specs[weight].shape, result_type(p, node)
+    own = (position[0], channel // (sizes[0] // p.specs[node.inputs[0]].shape[1]), *position[2:])
+
+    def factor(taps: tuple[int, int]) -> int:
+        return p.cast(p.pull(weight, (channel, Index(0), *map(Index, taps))), dtype)
+
+    elements = _window(p, node, own, (int(sizes[2]), int(sizes[3])))
+    total = _folded(p, "add", (p.apply("mul", element, factor(taps)) for taps, element in elements))
     return p.apply("add", total, p.cast(p.pull(bias[0], (channel,)), dtype)) if bias else total
 
 
-#: Arguments of a convolution that are given for each dimension of a picture.
-_DEFAULTS = {"stride": 1, "padding": 0, "dilation": 1}
+def _max_pool(p: BodyBuilder, node: OpNode, position: Position) -> int:
+    elements = _window(p, node, position, _pair(node, "kernel_size"), -math.inf)
+    return _folded(p, "maximum", (element for _, element in elements))
 
 
-def _pair(node: OpNode, name: str, default: int) -> tuple[int, int]:
-    given = node.attrs.get(name, default)
+def _average_pool(p: BodyBuilder, node: OpNode, position: Position) -> int:
+    """The mean of a window, margins counted as zeros."""
+    window, dtype = _pair(node, "kernel_size"), result_type(p, node)
+    total = _folded(p, "add", (element for _, element in _window(p, node, position, window)))
+    return p.apply("div", total, p.const(float(math.prod(window)), dtype))
+
+
+def _window(
+    p: BodyBuilder, node: OpNode, position: Position, window: tuple[int, int], around: float = 0.0
+) -> Iterator[tuple[tuple[int, int], int]]:
+    """Where in the window each element of operand 0 is that ``position`` of the result comes from, and its value.
+
+    Outside of the picture it is ``around``.
+    """
+    dtype = result_type(p, node)
+    steps, spread = _pair(node, "stride", default=window if "kernel_size" in node.attrs else 1), _pair(node, "dilation")
+    margins = [(0, 0), (0, 0), *((margin, margin) for margin in _pair(node, "padding", default=0))]
+    for taps in product(*map(range, window)):
+        at = (index * step + tap * by for index, step, tap, by in zip(position[2:], steps, taps, spread, strict=True))
+        element = padded(p, node.inputs[0], margins, (*position[:2], *at), around)
+        yield (taps[0], taps[1]), p.cast(element, dtype)
+
+
+def _folded(p: BodyBuilder, op: str, values: Iterator[int]) -> int:
+    return reduce(partial(p.apply, op), values)
+
+
+def _pair(node: OpNode, name: str, default: int | tuple[int, int] = 1) -> tuple[int, int]:
+    """An argument that is given for both dimensions of a picture, or once for both."""
+    given = node.attrs.get(name) or default
     both = tuple(given) if isinstance(given, Sequence) else (given,)
     return both[0], both[-1]
 
 
 def refuse_depthwise(node: OpNode, specs: Specs) -> str | None:
-    """Refuses what sums over channels, and pictures whose channels do not follow one another in memory: their rows are
-    short, and libraries are faster.
-    """
-    picture, weight, result = (specs[value] for value in (node.inputs[0], node.inputs[1], node.outputs[0]))
-    if not (picture.is_static and weight.is_static) or len(picture.shape) != 4:
+    """Refuses what sums over channels, too."""
+    picture, weight = specs[node.inputs[0]], specs[node.inputs[1]]
+    if len(weight.shape) != 4 or not weight.is_static:
         return "of dynamic sizes, or of no pictures"
-    if weight.shape[1] != 1 or picture.shape[1] == 1 or node.attrs.get("groups", 1) != picture.shape[1]:
+    if weight.shape[1] != 1 or node.attrs.get("groups", 1) != picture.shape[1]:
         return "it sums over channels"
+    return _refuse(node, specs, (int(weight.shape[2]), int(weight.shape[3])))
+
+
+def _refuse_pool(node: OpNode, specs: Specs) -> str | None:
+    if node.attrs.get("ceil_mode") or node.attrs.get("divisor_override") is not None:
+        return "with windows that end outside, or another divisor"
+    if any(_pair(node, "padding", default=0)) and not node.attrs.get("count_include_pad", True):
+        return "with means that leave margins out"
+    return _refuse(node, specs, _pair(node, "kernel_size"))
+
+
+def _refuse(node: OpNode, specs: Specs, window: tuple[int, int]) -> str | None:
+    """Refuses pictures whose channels do not follow one another in memory: their rows are short, and libraries are
+    faster.
+    """
+    picture, result = specs[node.inputs[0]], specs[node.outputs[0]]
+    if len(picture.shape) != 4 or not picture.is_static or picture.dtype not in FLOATS:
+        return "of dynamic sizes, or of no pictures"
     if not _channels_last(picture) or not _channels_last(result):
         return "channels do not come last in memory"
-    elements = int(weight.shape[2]) * int(weight.shape[3])
+    elements = math.prod(window)
     return f"a window of {elements} elements" if elements > MOST_ELEMENTS else None
 
 
 def _channels_last(spec: TensorSpec) -> bool:
-    return bool(spec.strides[1] == 1)
+    return spec.shape[1] != 1 and bool(spec.strides[1] == 1)
+
+
+POOLING = {
+    **rows("rearrangement", "max_pool2d", _max_pool, refuse=_refuse_pool),
+    **rows("rearrangement", "avg_pool2d", _average_pool, refuse=_refuse_pool),
+}

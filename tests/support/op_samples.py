@@ -182,6 +182,12 @@ SAMPLES: list[tuple[str, tuple[torch.Tensor, ...], dict[str, Any]]] = [
       for channels, times, window, steps, margins, spread, biased in (
           (3, 1, (3, 3), (1, 1), (1, 1), (1, 1), True), (4, 2, (3, 1), (2, 1), (0, 2), (1, 1), False),
           (127, 1, (2, 3), (3, 2), (2, 4), (2, 3), True), (2, 3, (5, 5), (1, 2), (2, 2), (1, 1), False))),
+    *((op, (torch.randn(2, channels, 8, 7).to(memory_format=torch.channels_last),), {
+        "kernel_size": window, "stride": steps, "padding": margins})
+      for op in ("aten.max_pool2d.default", "aten.avg_pool2d.default") for channels, window, steps, margins in (
+          (3, (3, 3), (2, 2), (1, 1)), (127, (2, 3), (), (0, 1)), (2, (5, 5), (1, 3), (2, 2)))),
+    ("aten.max_pool2d.default", (torch.randn(1, 3, 9, 9).to(memory_format=torch.channels_last),), {
+        "kernel_size": (2,), "stride": (1,), "dilation": (3,)}),
     ("aten.repeat_interleave.self_int", (X,), {"repeats": 2, "dim": -1}),
     ("aten.repeat_interleave.self_int", (T,), {"repeats": 3, "dim": 1}),
     ("aten.repeat_interleave.self_int", (T,), {"repeats": 2}),

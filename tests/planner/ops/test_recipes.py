@@ -74,6 +74,11 @@ def test_every_recipe_has_a_sample() -> None:
             "bias": None, "groups": IMAGE.shape[1]}, "come last"),
         ("aten.conv2d.default", (IMAGE.to(memory_format=torch.channels_last), torch.randn(3, IMAGE.shape[1], 2, 2)), {
             "bias": None}, "sums over channels"),
+        ("aten.max_pool2d.default", (IMAGE,), {"kernel_size": (2, 2)}, "come last"),
+        ("aten.avg_pool2d.default", (IMAGE.to(memory_format=torch.channels_last),), {
+            "kernel_size": (3, 3), "padding": (1, 1), "count_include_pad": False}, "leave margins out"),
+        ("aten.max_pool2d.default", (IMAGE.to(memory_format=torch.channels_last),), {
+            "kernel_size": (2, 2), "ceil_mode": True}, "end outside"),
         ("aten.index.Tensor", (X, B), {"indices": (Ref(1),)}, "as many elements as are true"),
         ("aten.floor_divide.default", (COUNTS, MORE + 1), {}, "no number"),
         ("aten.floor_divide.default", (X,), {"other": 2}, "only integers"),

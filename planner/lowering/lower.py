@@ -71,6 +71,8 @@ class _Plan:
     axes: tuple[int | None, ...]
     #: The shape whose dimensions those are, where a folded row is several of the value's own (row-major) dimensions.
     viewed: tuple[Size, ...] | None = None
+    #: The op that folds such rows in an order of its own, which is that of the columns.
+    walker: OpNode | None = None
 
 
 class _Lowering:
@@ -156,10 +158,13 @@ class _Lowering:
         if rank and spec.shape[-1] == reduced and value not in self.row_wise:
             return _Plan(spec.shape[:-1], reduced, tuple(range(rank)))
         # Whether a row folded on the way is more than one dimension of an operand.
-        several = any(shape != self.graph.specs[node.inputs[0]].shape for node, shape in self._folds(value))
-        viewed = _viewed_as_rows(spec.shape, reduced) if several else None
+        specs, folds = self.graph.specs, self._folds(value)
+        several = any(shape != specs[node.inputs[0]].shape for node, shape in folds)
+        walkers = [(node, shape) for node, shape in folds if op_of(node.op).walked(node, specs) is not None
+                   and specs[node.inputs[0]].shape == spec.shape]
+        walker, viewed = walkers[0] if walkers else (None, _viewed_as_rows(spec.shape, reduced) if several else None)
         if viewed is not None and value not in self.row_wise:
-            return _Plan(viewed[:-1], reduced, tuple(range(len(viewed))), viewed)
+            return _Plan(viewed[:-1], reduced, tuple(range(len(viewed))), viewed, walker)
         if rank and spec.shape[-1] == 1:
             return _Plan(spec.shape[:-1], reduced, (*range(rank - 1), None))
         return _Plan(spec.shape, reduced, tuple(range(rank)))
@@ -243,7 +248,10 @@ class _Lowering:
                     else Index.coord(axis, space.rows[axis])
                     for axis in plan.axes
                 )
-                if plan.viewed is not None:
+                walk = op_of(plan.walker.op).walked(plan.walker, self.graph.specs) if plan.walker is not None else None
+                if walk is not None:
+                    position = walk(position)
+                elif plan.viewed is not None:
                     position = reshape_position(position, plan.viewed, spec.shape)
                 if piece > 0 and col_axis not in plan.axes:
                     break
@@ -309,7 +317,7 @@ def _with_rows(plan: _Plan, kept: Sequence[int]) -> _Plan:
     """The same space with these of its row axes, in this order."""
     places: dict[int | None, int] = {axis: place for place, axis in enumerate((*kept, len(plan.rows)))}
     rows = tuple(plan.rows[axis] for axis in kept)
-    return _Plan(rows, plan.cols, tuple(places.get(axis) for axis in plan.axes), plan.viewed)
+    return replace(plan, rows=rows, axes=tuple(places.get(axis) for axis in plan.axes))
 
 
 def _equal_pieces(boundaries: set[int], cols: Size) -> int:

@@ -35,7 +35,7 @@ from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
 from fuseplan.planner.ops.builder import BodyBuilder, Group, IterationSpace
 from fuseplan.planner.ops.op import HALVES
-from fuseplan.planner.ops.positions import Position, along
+from fuseplan.planner.ops.positions import Position, along, reshape_position
 from fuseplan.planner.ops.table import (
     is_address_map,
     kind_of,
@@ -242,6 +242,12 @@ class Puller(BodyBuilder):
 
     def row_shape(self, node: OpNode) -> tuple[Size, ...]:
         return op_of(node.op).row_shape(node, self.specs)
+
+    def element(self, node: OpNode, row: Position, column: Index) -> int:
+        walk, source = op_of(node.op).walked(node, self.specs), node.inputs[0]
+        if walk is not None:
+            return self.pull(source, walk((*row, column)))
+        return self.pull(source, reshape_position((*row, column), self.row_shape(node), self.specs[source].shape))
 
     def lookup(self, node: OpNode, value: str, position: Position, picked: Mapping[int, int]) -> int:
         graph = self._group.graph

@@ -112,6 +112,10 @@ class BodyBuilder(ABC):
     def row_shape(self, node: OpNode) -> tuple[Size, ...]:
         """Operand 0's shape as a folding op walks it: what counts its rows, then the number of elements of a row."""
 
+    @abstractmethod
+    def element(self, node: OpNode, row: Position, column: Index) -> int:
+        """Value id of an element of operand 0 that a folding op meets in a row."""
+
     def computed_by(self, value: str) -> OpNode | None:
         """The op that computes ``value``, inside the group or not; None for a graph input."""
         return self._group.graph.maker(value)

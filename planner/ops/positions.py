@@ -69,6 +69,17 @@ def along(position: Position, dim: int, index: Index) -> Position:
     return (*position[:dim], index, *position[dim + 1 :])
 
 
+def is_channels_last(spec: TensorSpec) -> bool:
+    """Whether a picture's several channels, its second dimension, follow one another in memory, place after place."""
+    if not spec.is_static or len(spec.shape) < 3 or spec.shape[1] == 1:
+        return False
+    count, channels, *rest = spec.shape
+    expected = row_major_strides((count, *rest, channels))
+    own = (spec.strides[0], *spec.strides[2:], spec.strides[1])
+    pairs = zip((count, *rest, channels), own, expected, strict=True)
+    return all(size == 1 or stride == wanted for size, stride, wanted in pairs)
+
+
 @lru_cache(maxsize=4096)
 def reshape_is_view(source: TensorSpec, result: TensorSpec) -> bool:
     """True when reading ``result`` through its own strides or through the reshape map gives the same addresses."""

@@ -13,8 +13,8 @@ from fuseplan.kernels.ir.index import Index, Size, as_size, divides, product
 from fuseplan.kernels.ir.ir import RegisterType, register_type
 from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.ops.builder import BodyBuilder
-from fuseplan.planner.ops.op import HALVES, Build, Rows, float_result, no_booleans, result_type, rows
-from fuseplan.planner.ops.positions import Position, Specs, normalise_dim, reshape_position
+from fuseplan.planner.ops.op import HALVES, Build, Rows, Walk, float_result, no_booleans, result_type, rows
+from fuseplan.planner.ops.positions import Position, Specs, is_channels_last, normalise_dim, reshape_position
 
 
 def _reduced_dims(node: OpNode, specs: Specs) -> tuple[int, ...]:
@@ -45,13 +45,7 @@ def _fold(
 
 def _fold_columns(p: BodyBuilder, node: OpNode, row: Position, kind: str, element: Callable[[int, Index], int]) -> int:
     """Fold ``element(x, column)`` over the row ``row`` of operand 0."""
-    source = node.inputs[0]
-    walked, shape = p.row_shape(node), p.specs[source].shape
-
-    def at(col: Index) -> int:
-        return element(p.pull(source, reshape_position((*row, col), walked, shape)), col)
-
-    return p.reduce(kind, node, walked[-1], at)
+    return p.reduce(kind, node, p.row_shape(node)[-1], lambda col: element(p.element(node, row, col), col))
 
 
 def _float_type(p: BodyBuilder, node: OpNode) -> RegisterType:
@@ -240,6 +234,21 @@ def _group_rows(node: OpNode, specs: Specs) -> tuple[Size, ...]:
     return samples, groups, as_size(divides(groups, channels) * product(rest))
 
 
+def _group_walk(node: OpNode, specs: Specs) -> Walk | None:
+    """Where channels come last in memory, the channels of a group at one place of the picture follow one another."""
+    spec, rows = specs[node.inputs[0]], _group_rows(node, specs)
+    channels, *rest = spec.shape[1:]
+    per_group = divides(node.attrs["num_groups"], channels)
+    if not is_channels_last(spec) or not per_group:
+        return None
+
+    def walk(position: Position) -> Position:
+        sample, group, *place, channel = reshape_position(position, rows, (*rows[:2], *rest, per_group))
+        return (sample, group * per_group + channel, *place)
+
+    return walk
+
+
 def _affine_refuse(node: OpNode, specs: Specs) -> str | None:
     """ATen takes weights of the operand's dtype, and float32 beside half precision; it raises for others."""
     dtype, *others = (specs[value].dtype for value in node.inputs)
@@ -286,7 +295,7 @@ NORMALISATIONS = {
     **_row("layer_norm", lambda p, node, position: _standard(p, node, position, _row_of(p, node, position), position),
            refuse=_affine_refuse, reduced_dim=_normalised_dims),
     **_row("rms_norm", _rms_norm, refuse=float_result, reduced_dim=_normalised_dims),
-    **_row("group_norm", _group_norm, refuse=_group_refuse, rows=_group_rows,
+    **_row("group_norm", _group_norm, refuse=_group_refuse, rows=_group_rows, walk=_group_walk,
            reduced_dim=lambda node, specs: tuple(range(1, len(specs[node.inputs[0]].shape)))),
     **rows("normalisation", "batch_norm", _batch_norm, refuse=_batch_refuse),
 }

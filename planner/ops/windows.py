@@ -13,10 +13,10 @@ from functools import partial, reduce
 from itertools import product
 
 from fuseplan.kernels.ir.index import Index
-from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
+from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.ops.builder import BodyBuilder
 from fuseplan.planner.ops.op import FLOATS, result_type, rows
-from fuseplan.planner.ops.positions import Position, Specs
+from fuseplan.planner.ops.positions import Position, Specs, is_channels_last
 from fuseplan.planner.ops.rearrange import padded
 
 #: A kernel reads as many elements for each of its own as a window has; compiling more takes too long.
@@ -104,14 +104,10 @@ def _refuse(node: OpNode, specs: Specs, window: tuple[int, int]) -> str | None:
     picture, result = specs[node.inputs[0]], specs[node.outputs[0]]
     if len(picture.shape) != 4 or not picture.is_static or picture.dtype not in FLOATS:
         return "of dynamic sizes, or of no pictures"
-    if not _channels_last(picture) or not _channels_last(result):
+    if not is_channels_last(picture) or not is_channels_last(result):
         return "channels do not come last in memory"
     elements = math.prod(window)
     return f"a window of {elements} elements" if elements > MOST_ELEMENTS else None
-
-
-def _channels_last(spec: TensorSpec) -> bool:
-    return spec.shape[1] != 1 and bool(spec.strides[1] == 1)
 
 
 POOLING = {

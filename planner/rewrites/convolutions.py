@@ -5,12 +5,13 @@ back, in each call. Here the first convolution of a chain reads a copy that lies
 the picture; its result lies so by itself, and what follows inherits that. What the trace returns lies as before.
 
 * A convolution over one dimension is one over a picture of height 1, which PyTorch makes of it anyway.
+* Weights are copied so, too, as PyTorch does it in each call.
 * A bias is added by an op of its own, as PyTorch does it there, so that the next kernel can hold it.
-* Groups are normalised over what lies together: such an op reads a copy with channels first.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -21,23 +22,18 @@ from fuseplan.costmodel.devices import is_gpu
 from fuseplan.planner.rewrites import trace_edit as edit
 
 _aten = torch.ops.aten
-_CONV1D, _CONV2D, _GROUP_NORM = _aten.conv1d.default, _aten.conv2d.default, _aten.group_norm.default
+_CONV1D, _CONV2D = _aten.conv1d.default, _aten.conv2d.default
 _HALVES = (torch.bfloat16, torch.float16)
 _ROW_MAJOR = {"memory_format": torch.contiguous_format}
 
 
 def lay_channels_last(module: fx.GraphModule) -> int:
     """Let convolutions of halves on a GPU read and give pictures with channels last; how many were changed."""
-    changed = 0
     wanted = [node for node in module.graph.nodes if node.target in (_CONV1D, _CONV2D) and _is_wanted(node)]
     if not wanted:
         return 0
     returned = _copied_results(module.graph)
-    for node in list(module.graph.nodes):
-        if node in wanted:
-            changed += _change(node)
-        elif node.target is _GROUP_NORM and changed:
-            _copy_channels_first(node)
+    changed = sum(map(_change, wanted))
     for copy in returned:
         (source,) = copy.all_input_nodes
         if source.meta["val"].stride() == copy.meta["val"].stride():
@@ -75,8 +71,9 @@ def _change(node: fx.Node) -> bool:
             picture, weight = add(_aten.unsqueeze.default, picture, 2), add(_aten.unsqueeze.default, weight, 2)
             for name, default in (("stride", 1), ("padding", 0), ("dilation", 1)):
                 call[name] = [default, *call[name]]
-        if picture.meta["val"].stride(1) != 1:
-            picture = add(_aten.clone.default, picture, memory_format=torch.channels_last)
+        picture, weight = (
+            one if _channels_last(one) else add(_aten.clone.default, one, memory_format=torch.channels_last)
+            for one in (picture, weight))
         made = add(_CONV2D, picture, weight, None, *call.values())
         if bias is not None:
             made = add(_aten.add.Tensor, made, add(_aten.view.default, bias, [-1, 1, 1]))
@@ -89,6 +86,12 @@ def _change(node: fx.Node) -> bool:
         return True
     edit.erase_unused(back)
     return False
+
+
+def _channels_last(node: fx.Node) -> bool:
+    """Whether channels come last, as they also do where there is one, or nothing beside them."""
+    value = node.meta["val"]
+    return bool(value.stride(1) == 1 or value.shape[1] == 1 or math.prod(value.shape[2:]) == 1)
 
 
 def _copied_results(graph: fx.Graph) -> list[fx.Node]:
@@ -112,14 +115,3 @@ def _copied_results(graph: fx.Graph) -> list[fx.Node]:
         copies.append(copy)
     return copies
 
-
-def _copy_channels_first(node: fx.Node) -> None:
-    """Let an op read a copy with channels first, where they come last."""
-    source, *rest = node.args
-    value = edit.value_of(source)
-    if value is None or not isinstance(source, fx.Node) or value.is_contiguous():
-        return
-    with node.graph.inserting_before(node):
-        copy = edit.insert_call(node.graph, _aten.clone.default, (source,), _ROW_MAJOR, [node])
-    if not edit.change_arguments(node, (copy, *rest), dict(node.kwargs)):
-        edit.erase_unused(copy)

@@ -186,6 +186,9 @@ SAMPLES: list[tuple[str, tuple[torch.Tensor, ...], dict[str, Any]]] = [
         "kernel_size": window, "stride": steps, "padding": margins})
       for op in ("aten.max_pool2d.default", "aten.avg_pool2d.default") for channels, window, steps, margins in (
           (3, (3, 3), (2, 2), (1, 1)), (127, (2, 3), (), (0, 1)), (2, (5, 5), (1, 3), (2, 2)))),
+    *(("aten.group_norm.default", (
+        torch.randn(2, channels, 3, 5).to(memory_format=torch.channels_last), torch.randn(channels)), {
+        "num_groups": groups, "bias": None}) for channels, groups in ((6, 2), (6, 6), (6, 1), (127, 127), (4, 2))),
     ("aten.max_pool2d.default", (torch.randn(1, 3, 9, 9).to(memory_format=torch.channels_last),), {
         "kernel_size": (2,), "stride": (1,), "dilation": (3,)}),
     ("aten.repeat_interleave.self_int", (X,), {"repeats": 2, "dim": -1}),

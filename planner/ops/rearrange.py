@@ -137,21 +137,25 @@ def _repeat(p: BodyBuilder, node: OpNode, position: Position) -> int:
 
 
 def _upsample(p: BodyBuilder, node: OpNode, position: Position) -> int:
-    pairs = zip(position, _factors(node, p.specs), strict=True)
+    pairs = zip(position, growth(node, p.specs), strict=True)
     return p.pull(node.inputs[0], tuple(index // factor for index, factor in pairs))
 
 
-def _factors(node: OpNode, specs: Specs) -> list[Size]:
-    """How many times each dimension grows; 0 where that is no whole number."""
-    pairs = zip(specs[node.inputs[0]].shape, specs[node.outputs[0]].shape, strict=True)
-    return [divides(size, grown) or 0 for size, grown in pairs]
+def growth(node: OpNode, specs: Specs) -> list[Size]:
+    """How many times each dimension grows; 0 where that is no whole number, or not the one that the call asks for."""
+    shapes = (specs[value].shape for value in (node.inputs[0], node.outputs[0]))
+    found = [divides(size, grown) or 0 for size, grown in zip(*shapes, strict=True)]
+    asked = node.attrs.get("scale_factors") or [node.attrs.get(f"scales_{side}") for side in "dhw"[5 - len(found) :]]
+    for at, factor in enumerate(asked, len(found) - len(asked)):
+        found[at] = found[at] if factor in (None, found[at]) else 0
+    return found
 
 
-def _upsample_refuse(node: OpNode, specs: Specs) -> str | None:
+def refuse_upsampling(node: OpNode, specs: Specs) -> str | None:
     if specs[node.outputs[0]].dtype not in (*FLOATS, "uint8"):
         return f"of dtype {specs[node.outputs[0]].dtype}"
     # ATen multiplies by a float, which is exact for these.
-    if all(isinstance(factor, int) and factor > 0 and factor & (factor - 1) == 0 for factor in _factors(node, specs)):
+    if all(isinstance(factor, int) and factor > 0 and factor & (factor - 1) == 0 for factor in growth(node, specs)):
         return None
     return "a size does not grow by a power of two"
 
@@ -207,7 +211,7 @@ REARRANGEMENTS = {
     **_made("arange arange.start arange.start_step", _arange, refuse=_arange_refuse),
     **_made("diff", _diff, refuse=_diff_refuse),
     **_made("upsample_nearest1d upsample_nearest1d.vec upsample_nearest2d upsample_nearest2d.vec upsample_nearest3d "
-            "upsample_nearest3d.vec", _upsample, refuse=_upsample_refuse),
+            "upsample_nearest3d.vec", _upsample, refuse=refuse_upsampling),
     **_moved("tril", _triangle("lower")),
     **_moved("triu", _triangle("upper")),
     **_moved("cat concat", _cat),

@@ -1,5 +1,5 @@
-"""Ops whose elements each come from a window of one channel: pooling, and convolutions that sum over no channels
-(depthwise ones).
+"""Ops whose elements each come from a window of one channel: pooling, upsampling between neighbours, and convolutions
+that sum over no channels (depthwise ones).
 
 These are no matrix products: a kernel that computes them reads its operand a few times, and holds what comes before and
 after as any other kernel does.
@@ -12,12 +12,13 @@ from collections.abc import Iterator, Sequence
 from functools import partial, reduce
 from itertools import product
 
-from fuseplan.kernels.ir.index import Index
+from fuseplan.kernels.ir.index import Index, Size
+from fuseplan.kernels.ir.ir import RegisterType
 from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.ops.builder import BodyBuilder
 from fuseplan.planner.ops.op import FLOATS, result_type, rows
 from fuseplan.planner.ops.positions import Position, Specs, is_channels_last
-from fuseplan.planner.ops.rearrange import padded
+from fuseplan.planner.ops.rearrange import growth, padded, refuse_upsampling
 
 #: A kernel reads as many elements for each of its own as a window has; compiling more takes too long.
 MOST_ELEMENTS = 25
@@ -50,6 +51,45 @@ def _average_pool(p: BodyBuilder, node: OpNode, position: Position) -> int:
     window, dtype = _pair(node, "kernel_size"), result_type(p, node)
     total = _folded(p, "add", (element for _, element in _window(p, node, position, window)))
     return p.apply("div", total, p.const(float(math.prod(window)), dtype))
+
+
+def _bilinear(p: BodyBuilder, node: OpNode, position: Position) -> int:
+    """The mean of the four elements around a place, weighted by how near they are; at edges they are repeated."""
+    source, dtype = node.inputs[0], result_type(p, node)
+    shape, (_, _, *factors) = p.specs[source].shape, growth(node, p.specs)
+    sides = [_around(p, *of_one, dtype) for of_one in zip(position[2:], factors, shape[2:], strict=True)]
+    margins = [(0, 0), (0, 0), (1, 1), (1, 1)]
+    total = None
+    for (row, share), (column, part) in product(*sides):
+        element = p.cast(padded(p, source, margins, (*position[:2], row, column)), dtype)
+        term = p.apply("mul", p.apply("mul", share, part), element)
+        total = term if total is None else p.apply("add", total, term)
+    assert total is not None
+    return total
+
+
+def _around(
+    p: BodyBuilder, index: Index, factor: Size, extent: Size, dtype: RegisterType
+) -> tuple[tuple[Index, int], ...]:
+    """The two neighbours along one dimension that grows ``factor`` times, with a margin of one before it, and their
+    shares; at an edge one of them is in the margin, and has none.
+    """
+    one, zero, half = p.const(1.0, dtype), p.const(0.0, dtype), factor // 2
+    if factor == 1:
+        return ((index + 1, one),)
+    within = p.cast(p.iota((index + half) % factor), dtype)
+    share = p.apply("mul", p.apply("add", within, p.const(0.5, dtype)), p.const(1.0 / factor, dtype))
+    at, last = p.iota(index), p.iota(Index(extent * factor - half))
+    share = p.apply("where", p.apply("lt", at, last), share, zero)
+    share = p.apply("where", p.apply("lt", at, p.iota(Index(half))), one, share)
+    below = (index + half) // factor
+    return (below, p.apply("sub", one, share)), (below + 1, share)
+
+
+def _refuse_bilinear(node: OpNode, specs: Specs) -> str | None:
+    if node.attrs.get("align_corners"):
+        return "with corners aligned"
+    return refuse_upsampling(node, specs) or _refuse(node, specs, (2, 2))
 
 
 def _window(
@@ -113,4 +153,5 @@ def _refuse(node: OpNode, specs: Specs, window: tuple[int, int]) -> str | None:
 POOLING = {
     **rows("rearrangement", "max_pool2d", _max_pool, refuse=_refuse_pool),
     **rows("rearrangement", "avg_pool2d", _average_pool, refuse=_refuse_pool),
+    **rows("rearrangement", "upsample_bilinear2d upsample_bilinear2d.vec", _bilinear, refuse=_refuse_bilinear),
 }

@@ -214,7 +214,9 @@ def _read_through_copies(graph: fx.Graph) -> int:
     for node in list(graph.find_nodes(op="call_function", target=ATTENTION)):
         call = edit.arguments_of(node)
         copies = {name: call[name] for name in ("query", "key", "value")}
-        read = {name: source for name, copy in copies.items() if (source := _copied(copy, node)) is not None}
+        sources = {name: edit.copied_from(copy, node) for name, copy in copies.items()}
+        read = {name: source for name, source in sources.items()
+                if source is not None and source.meta["val"].stride(-1) == 1}
         if not read or not is_gpu(edit.trace_device(node)):
             continue
         backend = chosen_backend(fake_arguments(node))
@@ -224,17 +226,6 @@ def _read_through_copies(graph: fx.Graph) -> int:
             found += 1
             edit.erase_unused(*(copies[name] for name in read))
     return found
-
-
-def _copied(copy: fx.Node, reader: fx.Node) -> fx.Node | None:
-    """What a node is a copy of, if that has rows in one piece, and still holds the same when ``reader`` reads it."""
-    if copy.target not in (_aten.contiguous.default, _aten.clone.default):
-        return None
-    source = copy.args[0]
-    value = edit.value_of(source)
-    if value is None or not isinstance(source, fx.Node) or value.stride(-1) != 1:
-        return None
-    return None if edit.is_written_between(copy, reader, [source, copy]) else source
 
 
 def _row_major_copy(graph: fx.Graph, mask: fx.Node, sizes: Sequence[int], strides: Sequence[int]) -> fx.Node:

@@ -5,6 +5,7 @@ back, in each call. Here the first convolution of a chain reads a copy that lies
 the picture; its result lies so by itself, and what follows inherits that. What the trace returns lies as before.
 
 * A convolution over one dimension is one over a picture of height 1, which PyTorch makes of it anyway.
+* A copy that a model makes of a picture which lies so already is not read.
 * Weights are copied so, too, as PyTorch does it in each call.
 * A bias is added by an op of its own, as PyTorch does it there, so that the next kernel can hold it.
 """
@@ -71,6 +72,9 @@ def _change(node: fx.Node) -> bool:
             picture, weight = add(_aten.unsqueeze.default, picture, 2), add(_aten.unsqueeze.default, weight, 2)
             for name, default in (("stride", 1), ("padding", 0), ("dilation", 1)):
                 call[name] = [default, *call[name]]
+        source = edit.copied_from(picture, node)
+        if source is not None and _channels_last(source):
+            picture = source
         picture, weight = (
             one if _channels_last(one) else add(_aten.clone.default, one, memory_format=torch.channels_last)
             for one in (picture, weight))

@@ -14,6 +14,7 @@ from torch._dispatch.python import enable_python_dispatcher
 
 from fuseplan.search.errors import OWN_FAULTS
 
+_COPIES = (torch.ops.aten.contiguous.default, torch.ops.aten.clone.default)
 #: Calls in traces that touch no tensor.
 _HARMLESS = (torch._C._set_grad_enabled,)
 
@@ -282,6 +283,14 @@ def is_written_between(first: fx.Node, last: fx.Node, tensors: Sequence[Any]) ->
         if may_write(first, tensors):
             return True
     return False
+
+
+def copied_from(copy: Any, reader: fx.Node) -> fx.Node | None:
+    """The node that another one is a copy of, if ``reader`` would find the same in it; None for what is no copy."""
+    if not isinstance(copy, fx.Node) or copy.target not in _COPIES:
+        return None
+    (source,) = copy.all_input_nodes
+    return None if is_written_between(copy, reader, [source, copy]) else source
 
 
 def may_write(node: fx.Node, tensors: Iterable[Any]) -> bool:

@@ -189,6 +189,13 @@ SAMPLES: list[tuple[str, tuple[torch.Tensor, ...], dict[str, Any]]] = [
     *(("aten.group_norm.default", (
         torch.randn(2, channels, 3, 5).to(memory_format=torch.channels_last), torch.randn(channels)), {
         "num_groups": groups, "bias": None}) for channels, groups in ((6, 2), (6, 6), (6, 1), (127, 127), (4, 2))),
+    *((f"aten.upsample_bilinear2d.{kind}", (torch.randn(2, 3, 3, 5).to(memory_format=torch.channels_last),), {
+        "output_size": size, "align_corners": False, **scales})
+      for kind, size, scales in (
+          ("vec", (6, 5), {"scale_factors": None}), ("default", (3, 40), {}),
+          ("vec", None, {"scale_factors": (4.0, 2.0)}), ("default", (12, 20), {"scales_h": 4.0, "scales_w": None}))),
+    ("aten.upsample_bilinear2d.vec", (torch.randn(1, 127, 1, 2).to(memory_format=torch.channels_last),), {
+        "output_size": (8, 16), "align_corners": False, "scale_factors": None}),
     ("aten.max_pool2d.default", (torch.randn(1, 3, 9, 9).to(memory_format=torch.channels_last),), {
         "kernel_size": (2,), "stride": (1,), "dilation": (3,)}),
     ("aten.repeat_interleave.self_int", (X,), {"repeats": 2, "dim": -1}),

@@ -79,6 +79,13 @@ def test_every_recipe_has_a_sample() -> None:
             "kernel_size": (3, 3), "padding": (1, 1), "count_include_pad": False}, "leave margins out"),
         ("aten.max_pool2d.default", (IMAGE.to(memory_format=torch.channels_last),), {
             "kernel_size": (2, 2), "ceil_mode": True}, "end outside"),
+        ("aten.upsample_bilinear2d.vec", (IMAGE.to(memory_format=torch.channels_last),), {
+            "output_size": (6, 10), "align_corners": True, "scale_factors": None}, "corners"),
+        ("aten.upsample_bilinear2d.vec", (IMAGE.to(memory_format=torch.channels_last),), {
+            "output_size": (6, 15), "align_corners": False, "scale_factors": None}, "power of two"),
+        *((f"aten.upsample_{kind}2d.vec", (IMAGE.to(memory_format=torch.channels_last),), {
+            "output_size": None, "scale_factors": (2.1, 2.0)} | more, "power of two")
+          for kind, more in (("nearest", {}), ("bilinear", {"align_corners": False}))),
         ("aten.index.Tensor", (X, B), {"indices": (Ref(1),)}, "as many elements as are true"),
         ("aten.floor_divide.default", (COUNTS, MORE + 1), {}, "no number"),
         ("aten.floor_divide.default", (X,), {"other": 2}, "only integers"),

@@ -140,6 +140,15 @@ def test_a_convolution_of_lines_is_one_of_pictures(padding: int, groups: int) ->
     assert not trace.graph.find_nodes(op="call_function", target=_aten.conv1d.default)
 
 
+def test_a_copy_of_a_picture_that_lies_so_is_not_read() -> None:
+    weight = pictures(4, 3, 3, 3)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return F.conv2d(x.permute(0, 3, 1, 2).contiguous(), weight)
+
+    assert copies(traced(run, pictures(2, 9, 8, 3))) == [(2, 4, 7, 6)]
+
+
 @pytest.mark.parametrize("groups", [1, 2, 8])
 def test_groups_of_channels_are_normalised_where_they_lie(groups: int) -> None:
     model = halves(nn.Conv2d(4, 8, 3), nn.GroupNorm(groups, 8), nn.SiLU(), nn.Conv2d(8, 4, 3))

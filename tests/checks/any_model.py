@@ -1,11 +1,12 @@
 """Models that nobody tuned for, beside eager mode and TorchInductor's default: one line of code, and tuned on the spot.
 
-    python tests/checks/any_model.py [--tune] [--small] [--profile] [--device cuda|cpu] [NAMES]
+    python tests/checks/any_model.py [--tune] [--max-autotune] [--small] [--profile] [--device cuda|cpu] [NAMES]
 
 One interleaved run a model, launched from Python and, on a GPU, in a CUDA graph; medians in microseconds a call.
 Weights are random. Says how long each first call took and how far results are from eager mode's. With ``--tune`` each
 model is then tuned as ``plan tune --module`` does it, into the user's database, and compared again. ``--small``, and a
-CPU, take few layers and small sizes. ``--profile`` lists the kernels that take longest on a GPU. pytest does not
+CPU, take few layers and small sizes. ``--max-autotune`` has TorchInductor's max-autotune beside the tuned model, which
+takes minutes to compile. ``--profile`` lists the kernels that take longest on a GPU. pytest does not
 collect it.
 """
 
@@ -16,12 +17,13 @@ import logging
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch._inductor.async_compile
+from torch._inductor.compile_fx import compile_fx
 
 import fuseplan.planner
 import fuseplan.planner.api.tune as tune_module
@@ -31,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 from whole_models import Models
 
 ROUNDS, SAMPLE_US = 9, 15000.0
+MOST = "max-autotune"
 
 
 NAMES = [name for name in vars(Models) if not name.startswith("_")]
@@ -93,6 +96,8 @@ def captured(call: Callable[[], Any]) -> Callable[[], Any] | None:
 
 def compiler(name: str) -> Callable[..., Any]:
     """A back end that is not equal to any other, so that what Dynamo compiled by one does not serve another."""
+    if name == MOST:
+        return lambda module, inputs: compile_fx(module, inputs, config_patches={"max_autotune": True})
     found = torch._dynamo.backends.registry.lookup_backend(name)
     return lambda module, inputs, **options: found(module, inputs, **options)
 
@@ -123,7 +128,7 @@ class Comparison:
 
     def compiled(self, way: str) -> Callable[[], Any]:
         """The model compiled and called once; says how long that took and how far its result is from eager mode's."""
-        backend = compiler("inductor" if way == "inductor" else "fuseplan")
+        backend = compiler(way if way in ("inductor", MOST) else "fuseplan")
         call = torch.compile(self.model, dynamic=False, backend=backend)
         start = time.perf_counter()
         result = tensor(call(*self.args, **self.kwargs))
@@ -133,9 +138,9 @@ class Comparison:
         print(f"  {self.name} {way}: first call {spent:.1f} s, error {error:.1e}", flush=True)
         return lambda: call(*self.args, **self.kwargs)
 
-    def run(self, way: str, profile: bool) -> None:
+    def run(self, way: str, profile: bool, peers: Sequence[str] = ("inductor",)) -> None:
         """One way beside eager mode and TorchInductor, launched and in a CUDA graph."""
-        calls = {"eager": self.eager, way: self.compiled(way), "inductor": self.compiled("inductor")}
+        calls = {"eager": self.eager, way: self.compiled(way)} | {peer: self.compiled(peer) for peer in peers}
         # TorchInductor's compilers import PyTorch for seconds, and disturb all sides.
         torch._inductor.async_compile.AsyncCompile.wait_pool_ready()
         self._print("launched", way, contest(calls, self.device))
@@ -146,9 +151,11 @@ class Comparison:
                 print_kernels(one, call)
 
     def _print(self, kind: str, way: str, times: Mapping[str, float]) -> None:
-        best = min(us for one, us in times.items() if one != way)
+        best = min(us for one, us in times.items() if one not in (way, MOST))
         cells = [f"{times[one]:.0f}" if one in times else "-" for one in ("eager", way, "inductor")]
-        print(f"| {self.name}, {way} | {kind} | {' | '.join(cells)} | {best / times[way]:.2f}x |", flush=True)
+        cells += [f"{best / times[way]:.2f}x"]
+        cells += [f"{MOST} {times[MOST]:.0f}", f"{times[MOST] / times[way]:.2f}x"] if MOST in times else []
+        print(f"| {self.name}, {way} | {kind} | {' | '.join(cells)} |", flush=True)
 
     def tune(self) -> None:
         start = time.perf_counter()
@@ -160,6 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", choices=[*NAMES, []], metavar="NAMES", help=", ".join(NAMES))
     parser.add_argument("--tune", action="store_true", help="tune each model on the spot, too")
+    parser.add_argument("--max-autotune", action="store_true", help="beside the tuned model, on a GPU")
     parser.add_argument("--small", action="store_true", help="few layers, small sizes")
     parser.add_argument("--profile", action="store_true", help="list the kernels that take longest, on a GPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -174,7 +182,7 @@ def main() -> None:
             comparison.run("untuned", args.profile)
             if args.tune:
                 comparison.tune()
-                comparison.run("tuned", args.profile)
+                comparison.run("tuned", args.profile, ("inductor", MOST) if args.max_autotune else ("inductor",))
             print(f"  {fuseplan.planner.stats()}".replace("\n", "\n  "), flush=True)
 
 

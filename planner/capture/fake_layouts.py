@@ -3,6 +3,9 @@
 PyTorch's fake ``x[i]`` lies as ``x`` does. Eager's goes by the index too where ``x`` tells nothing about the order of
 dimensions: those that it replaces have stride 0 for it (``restride_src`` in ATen's ``TensorAdvancedIndexing.cpp``).
 
+PyTorch's fake results of upsampling have channels first on CUDA where there are few: eager computes them so, and then
+lays them out as its operand does (``UpSampleBilinear2d.cu``).
+
 PyTorch's fake ``zeros_like`` and its kin forget the strides of single elements, and its fake ``reshape`` and ``view``
 have others than eager's. They address nothing, but are part of what a compiled graph is called with, and where there is
 one picture they say whether its channels come last: the op that reads it lays its result out by that.
@@ -17,7 +20,11 @@ from typing import Any, cast
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
-from torch._prims_common import compute_elementwise_output_strides
+from torch._prims_common import (
+    compute_elementwise_output_strides,
+    make_channels_last_strides_for,
+    suggest_memory_format,
+)
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -76,7 +83,18 @@ def _strides(node: fx.Node, mode: Any) -> Sequence[Any] | None:
     if node.target is _INDEX:
         return _indexed(node, mode)
     op = op_of(str(node.target))
+    if op.grows:
+        return _grown(node)
     return _like(node) if op.like else _viewed(node) if op.family == "view" else None
+
+
+def _grown(node: fx.Node) -> Sequence[Any] | None:
+    """Strides of a picture that was upsampled: channels come last where they did."""
+    source, result = value_of(node.args[0]), value_of(node)
+    if source is None or result is None or result.dim() != 4:
+        return None
+    last = suggest_memory_format(source) == torch.channels_last
+    return make_channels_last_strides_for(result.shape) if last else None
 
 
 def _viewed(node: fx.Node) -> Sequence[Any] | None:

@@ -211,7 +211,7 @@ REARRANGEMENTS = {
     **_made("arange arange.start arange.start_step", _arange, refuse=_arange_refuse),
     **_made("diff", _diff, refuse=_diff_refuse),
     **_made("upsample_nearest1d upsample_nearest1d.vec upsample_nearest2d upsample_nearest2d.vec upsample_nearest3d "
-            "upsample_nearest3d.vec", _upsample, refuse=refuse_upsampling),
+            "upsample_nearest3d.vec", _upsample, refuse=refuse_upsampling, grows=True),
     **_moved("tril", _triangle("lower")),
     **_moved("triu", _triangle("upper")),
     **_moved("cat concat", _cat),

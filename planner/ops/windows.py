@@ -153,5 +153,6 @@ def _refuse(node: OpNode, specs: Specs, window: tuple[int, int]) -> str | None:
 POOLING = {
     **rows("rearrangement", "max_pool2d", _max_pool, refuse=_refuse_pool),
     **rows("rearrangement", "avg_pool2d", _average_pool, refuse=_refuse_pool),
-    **rows("rearrangement", "upsample_bilinear2d upsample_bilinear2d.vec", _bilinear, refuse=_refuse_bilinear),
+    **rows("rearrangement", "upsample_bilinear2d upsample_bilinear2d.vec", _bilinear, refuse=_refuse_bilinear,
+           grows=True),
 }

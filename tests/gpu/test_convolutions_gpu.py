@@ -72,6 +72,18 @@ def test_lines(length: int) -> None:
     assert stats().channels_last == 3
 
 
+@pytest.mark.parametrize("mode", ["nearest", "bilinear"])
+@pytest.mark.parametrize("channels", [2, 3, 8, 127])
+def test_what_is_upsampled_lies_as_eagers_does(mode: str, channels: int) -> None:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return F.interpolate(x.relu(), scale_factor=2.0, mode=mode) * 2
+
+    x = torch.randn(2, channels, 4, 5, device="cuda").to(memory_format=torch.channels_last)
+    result, expected = torch.compile(run, backend="fuseplan")(x), run(x)
+    torch.testing.assert_close(result, expected)
+    assert result.stride() == expected.stride() and not stats().fallbacks
+
+
 def test_upsampling_by_a_number_near_two() -> None:
     """Sizes double, and places do not."""
     def run(x: torch.Tensor) -> torch.Tensor:

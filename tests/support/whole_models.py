@@ -39,8 +39,9 @@ class Models:
     @staticmethod
     def _initialised(model: nn.Module) -> nn.Module:
         for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.data.normal_(0, 0.02)
+            if parameter.dim() > 1:  # a convolution's results keep the size of what it reads
+                window = parameter[0].numel()
+                parameter.data.normal_(0, 0.02 if parameter.dim() == 2 else (2 / window) ** 0.5)
         return model.eval()
 
     def _ids(self, *shape: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from dispatch_samples import compiled, fresh_start
 from reference_backend import ReferenceBackend, use
 from torch import fx
@@ -120,6 +121,24 @@ def test_what_is_made_like_another_lies_as_eagers_does(name: str, seed: int) -> 
         trace = make_fx(lambda x: like(x).abs_(), pre_dispatch=True)(mode.from_tensor(source))
     correct_layouts(trace)
     assert last_value(trace).stride() == like(source).stride()
+
+
+@pytest.mark.parametrize("mode", ["nearest", "bilinear"])
+@pytest.mark.parametrize("lies", [torch.channels_last, torch.contiguous_format])
+def test_what_is_upsampled_lies_as_its_operand_does(mode: str, lies: torch.memory_format) -> None:
+    """Fake tensors on CUDA say channels first where there are few; an H200 gave channels last, as here."""
+    x = torch.randn(2, 3, 4, 5).to(memory_format=lies)
+
+    def upsample(x: torch.Tensor) -> torch.Tensor:
+        return F.interpolate(x, scale_factor=2.0, mode=mode).relu()
+
+    mode_of_fakes = FakeTensorMode()
+    with mode_of_fakes, torch.no_grad():
+        trace = make_fx(upsample, pre_dispatch=True)(mode_of_fakes.from_tensor(x))
+        for node in trace.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default):
+            node.args[0].meta["val"] = node.meta["val"] = torch.empty(2, 3, 8, 10)
+    correct_layouts(trace)
+    assert last_value(trace).stride() == upsample(x).stride()
 
 
 def test_a_shape_that_fake_tensors_get_wrong_is_told() -> None:

@@ -10,22 +10,20 @@ from collections.abc import Iterable, Sequence, Set
 import networkx as nx
 
 from fuseplan.costmodel.device import DeviceSpec, Mode
-from fuseplan.costmodel.devices import is_gpu
 from fuseplan.costmodel.roofline import predict
 from fuseplan.costmodel.work import Work
 from fuseplan.planner.cost.prices import ModelPrices
 from fuseplan.planner.graph.dataflow import Region
 from fuseplan.planner.groups.candidates import Candidate, convex_runs, single_candidates
 from fuseplan.planner.groups.compute_graph import compute_graph_of
-from fuseplan.planner.groups.regions import find_regions, unique_regions
+from fuseplan.planner.groups.regions import unique_regions
 from fuseplan.planner.implementations.choices import Choice, recorded_choices
 from fuseplan.planner.implementations.group_table import GroupTable
-from fuseplan.planner.implementations.implementations import Implementations, implementations_for
-from fuseplan.planner.ops.table import OpKind, op_of
+from fuseplan.planner.implementations.implementations import Implementations
+from fuseplan.planner.ops.table import OpKind
 from fuseplan.planner.partition.plan_record import PlanWriter
-from fuseplan.planner.work.aten_overheads import channels_first_bytes, relayout_bytes
 from fuseplan.search import policy
-from fuseplan.search.store.record import INDUCTOR, PlanRecord
+from fuseplan.search.store.record import PlanRecord
 
 
 def _kind(table: GroupTable, group: Candidate) -> OpKind:
@@ -35,16 +33,14 @@ def _kind(table: GroupTable, group: Candidate) -> OpKind:
 
 
 def whole_by_inductor(
-    table: GroupTable, region: Region, parts: Sequence[tuple[Region, PlanRecord]], ways: Implementations,
-    spec: DeviceSpec | None
+    table: GroupTable, region: Region, parts: Sequence[tuple[Region, PlanRecord]], ways: Implementations
 ) -> tuple[Choice, ...]:
     """TorchInductor's code for a region whose plan leaves ops that move memory to ATen; () where that is little: a
-    foreign op, two others, or what convolutions turn round, that take a share of its time.
+    foreign op, or two others, that take a share of its time.
 
     There are several choices where paths leave the region and come back; ATen runs what is alone between two of them.
     """
-    left_us, count = relayout_us(table, region.ops, spec), 0
-    foreign = left_us > 0.0
+    left_us, count, foreign = 0.0, 0, False
     for part, record in parts:
         for choice, group in zip(recorded_choices(table.graph, part, record, ways), record.groups, strict=True):
             kind = _kind(table, choice.group)
@@ -59,22 +55,6 @@ def whole_by_inductor(
     choices = tuple(Choice(one, ways.inductor if len(one.ops) > 1 else ways.aten) for one in runs)
     compiled = [one for one in choices if one.implementation is ways.inductor]
     return () if not compiled or any(ways.inductor.refuse(table, one.group) for one in compiled) else choices
-
-
-def relayout_us(
-    table: GroupTable, ops: Iterable[str], spec: DeviceSpec | None, mode: Mode = "eager"
-) -> float:
-    """What it takes on a GPU to turn the pictures of convolutions round, which TorchInductor's layouts spare; other ops
-    count for nothing.
-    """
-    if spec is None or not is_gpu(table.device_type):
-        return 0.0
-    moved = [moved for name in ops if (moved := relayout_bytes(table.graph, table.graph.op(name)))]
-    return _turned_us(moved, 2 * len(moved), spec, mode)
-
-
-def _turned_us(moved: Sequence[int], launches: int, spec: DeviceSpec, mode: Mode) -> float:
-    return predict(Work(dram_bytes=sum(moved), launches=launches), spec, mode) if moved else 0.0
 
 
 def predicted_whole_us(table: GroupTable, region: Region, record: PlanRecord, spec: DeviceSpec, mode: Mode) -> float:
@@ -114,69 +94,22 @@ def predicted_by_inductor(
     if prices.spec is None:
         return record
     table, region = writer.table, writer.region
-    whole = whole_by_inductor(table, region, parts, writer.ways, prices.spec)
+    whole = whole_by_inductor(table, region, parts, writer.ways)
     if not whole:
         return record
-    planned_us = record.planned_us + relayout_us(table, region.ops, prices.spec)
-    gain = 1.0 - predicted_whole_us(table, region, record, prices.spec, writer.ways.inductor.mode) / planned_us
+    whole_us = predicted_whole_us(table, region, record, prices.spec, writer.ways.inductor.mode)
+    gain = 1.0 - whole_us / record.planned_us
     if gain <= policy.PREDICTED_INDUCTOR_GAIN:
         return record
     reason = f"{record.evidence.reason}; TorchInductor's code should gain {gain:.0%} on what is left to ATen"
     return writer.whole(record, whole, gain, prices, 0.0, reason)
 
 
-def predicted_graph_gain(
-    table: GroupTable, plans: Iterable[tuple[Region, PlanRecord]], spec: DeviceSpec, ways: Implementations
-) -> float:
-    """What TorchInductor's code for a whole graph should gain on the plans of its regions, where nothing was measured.
-
-    Prices are the device's own time, without the host that launches. ATen runs the matmuls, convolutions and attention
-    that are in no plan. TorchInductor lays all convolutions out as they are fastest, and turns no picture round between
-    two regions. The gain is 0 where turning pictures round is a small share: the model cannot tell whose kernels are
-    faster.
-    """
-    graph, flow, prices = table.graph, compute_graph_of(table.graph), ModelPrices(table, spec)
-    alone = implementations_for("graph", ways.kernel.backends, ways.kernel.target)
-    singles = [one for region in find_regions(graph) for one in single_candidates(graph, region)]
-    anchor_us = {
-        flow.position[one.ops[0]]: prices.predict_alone_s(Choice(one, alone.aten)) * 1e6
-        for one in singles if _kind(table, one) == "anchor"
-    }
-
-    def by_inductor_us(ops: Set[int]) -> float:
-        return math.fsum(anchor_us[at] for at in ops & anchor_us.keys()) + _islands_us(table, ops, spec, "graph")
-
-    convolutions = [node for node in graph if op_of(node.op).family == "convolution"]
-    pictures = {value for node in convolutions for value in (node.inputs[0], node.outputs[0])}
-    members = {flow.position[one.ops[0]] for one in singles}
-    planned_us, unplanned = 0.0, set(anchor_us)
-    for region, record in plans:
-        own = {flow.position[name] for name in region.ops} & members
-        unplanned -= own
-        if any(group.implementation == INDUCTOR for group in record.groups):
-            at_borders = channels_first_bytes(graph, pictures.intersection((*region.inputs, *region.outputs)))
-            planned_us += by_inductor_us(own) + _turned_us(at_borders, len(at_borders), spec, "graph")
-        else:
-            choices = recorded_choices(graph, region, record, alone)
-            planned_us += math.fsum(map(prices.predict_alone_s, choices)) * 1e6
-            planned_us += relayout_us(table, region.ops, spec, "graph")
-    planned_us += math.fsum(anchor_us[at] for at in unplanned)
-    planned_us += relayout_us(table, (flow.names[at] for at in unplanned), spec, "graph")
-    turned_us = relayout_us(table, (node.name for node in convolutions), spec, "graph")
-    if turned_us <= policy.PREDICTED_INDUCTOR_GAIN * planned_us:
-        return 0.0
-    return 1.0 - by_inductor_us(members) / planned_us
-
-
 def decided_whole(table: GroupTable, regions: Iterable[Region], ways: Implementations) -> list[Region]:
-    """Those of which the cost model decides more than the islands: with foreign ops, matmuls to be padded, or
-    convolutions whose pictures are turned round.
-    """
+    """Those of which the cost model decides more than the islands: with foreign ops, or matmuls to be padded."""
 
     def counts(one: Candidate) -> bool:
         kind = _kind(table, one)
-        if is_gpu(table.device_type) and relayout_bytes(table.graph, table.graph.op(one.ops[0])):
-            return True
         refusals = (library.refuse(table, one) for library in ways.libraries if kind == "anchor")
         return kind == "foreign" or any(reason is None for reason in refusals)
 

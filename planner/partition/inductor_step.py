@@ -10,16 +10,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fuseplan.costmodel.device import DeviceSpec
-from fuseplan.costmodel.devices import is_gpu
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations.choices import in_order
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import Implementations
 from fuseplan.planner.implementations.inductor import fails_otherwise, whole_candidate
-from fuseplan.planner.ops.table import kind_of
-from fuseplan.planner.partition.inductor_region import predicted_graph_gain
 from fuseplan.planner.partition.whole_region import planned_parts
 from fuseplan.search import policy
 from fuseplan.search.store.record import INDUCTOR, PlanRecord
@@ -80,21 +76,6 @@ def compare_step(
     is_better = contest.accepts(INDUCTOR, _PLAN) or (len(contest.conditions) > 1 and contest.is_safer(INDUCTOR, _PLAN))
     wins = is_better and may_run_whole(table.graph, table.device_type)
     return InductorStep(ratio, wins, alone)
-
-
-def should_run_whole(
-    table: GroupTable, plans: Sequence[tuple[Region, PlanRecord]], spec: DeviceSpec | None, ways: Implementations
-) -> bool:
-    """Whether TorchInductor's code should run a whole graph by the cost model: on GPUs, where it may, and where
-    ``plans``, of which nothing was measured, should take longer beyond what a model tells apart.
-    """
-    graph = table.graph
-    if spec is None or not is_gpu(table.device_type) or not plans or not may_run_whole(graph, table.device_type):
-        return False
-    ops = [node.name for node in graph if kind_of(node, graph.specs) != "view"]
-    if len(ops) > policy.MOST_OPS_OF_A_STEP or ways.inductor.refuse_step(table, ops) is not None:
-        return False
-    return predicted_graph_gain(table, plans, spec, ways) > policy.PREDICTED_INDUCTOR_GAIN
 
 
 def may_run_whole(graph: DataflowGraph, device_type: str) -> bool:

@@ -18,7 +18,6 @@ from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import kernel_mode
 from fuseplan.planner.module_paths import RepeatedPaths, group_place
 from fuseplan.planner.ops.table import kind_of, why_opaque
-from fuseplan.planner.partition.inductor_step import should_run_whole
 from fuseplan.planner.partition.plan_record import located_label
 from fuseplan.planner.reports.drawing import group_name
 from fuseplan.planner.reports.frames import config_text, floor_doubt, how_it_runs, time_of
@@ -47,10 +46,6 @@ def explain_plan(session: Session, workload: str, graph: DataflowGraph, plan: Gr
     if (step := runs_by_inductor(session.store, plan)) is not None:
         yield (f"TorchInductor's code of the whole graph runs it: {step.best_us:.3g} us a step, where the plan takes "
                f"{step.planned_us:.3g}.")
-    elif all(one.source == "model" for one in plan.regions) and not graph.symbols and should_run_whole(
-            table, [(one.region, one.record) for one in plan.regions], session.spec, session.planner().unmeasured):
-        yield ("By the cost model TorchInductor's code of the whole graph runs it: it turns no picture round between "
-               "convolutions. What follows is the plan without it; `plan tune` measures both.")
     yield from _externs(graph)
     yield from _region_boundaries(graph)
     for number, one in enumerate(unique, 1):

@@ -25,7 +25,7 @@ from fuseplan.planner.implementations.inductor import InductorMode
 from fuseplan.planner.module_paths import located, place
 from fuseplan.planner.ops.table import kind_of
 from fuseplan.planner.partition.inductor_region import decided_whole
-from fuseplan.planner.partition.inductor_step import may_run_whole, should_run_whole
+from fuseplan.planner.partition.inductor_step import may_run_whole
 from fuseplan.planner.partition.plan_record import located_label, region_label
 from fuseplan.planner.runtime.dynamic_sizes import neighbouring_plans, with_configs
 from fuseplan.planner.runtime.logs import warn_once
@@ -63,7 +63,7 @@ class RegionLookup:
 @dataclass(frozen=True)
 class GraphLookup:
     """The look-ups of a graph's regions and parts, and the groups of their plans that ATen does not run; and which code
-    of TorchInductor's for the whole graph is faster than these, if one is: as measured, or by the cost model.
+    of TorchInductor's for the whole graph was measured to be faster than these, if one was.
     """
 
     regions: tuple[RegionLookup, ...] = ()
@@ -110,7 +110,7 @@ def look_up(session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tall
         fused = list(passes.groups(plan))
         tally.count("planned_unfused", not fused)
         groups += fused
-    by_inductor = _step_by_inductor(session, graph, found) or passes.graph_by_inductor(found)
+    by_inductor = _step_by_inductor(session, graph, found)
     tally.count("lookup_s", time.perf_counter() - start)
     return GraphLookup(tuple(found), tuple(groups), by_inductor)
 
@@ -233,17 +233,6 @@ class _Passes:
         whole = {region: parts for region, parts in whole.items() if found.isdisjoint(parts)}
         gone = {part for parts in whole.values() for part in parts}
         return [one for one in of_parts if one.region not in gone] + list(map(RegionLookup, whole))
-
-    def graph_by_inductor(self, found: Sequence[RegionLookup]) -> InductorMode | None:
-        """Which code of TorchInductor's should run the whole graph by the cost model, on a GPU where none of it has a
-        stored plan; None for none.
-        """
-        plans, ways = [one.plan for one in found if one.plan is not None], self.planner.unmeasured
-        if self.on_miss != "model" or self.graph.symbols or any(one.source != "model" for one in plans):
-            return None
-        table = GroupTable(self.static, self.planner.settings.numerics, self.planner.target.device_type)
-        records = [(one.region, one.record) for one in plans]
-        return ways.inductor.compiled_for if should_run_whole(table, records, self.session.spec, ways) else None
 
     def planned(self, found: Sequence[RegionLookup]) -> list[RegionLookup]:
         """With plans for what was missed, as ``on_miss`` says."""

@@ -190,7 +190,7 @@ class Planner:
                 verdict = Verdict(words="; not run as a whole, for want of time")
                 if time.monotonic() < ends_s:
                     longest_s = policy.LONG_REGION_S if self.spec is not None else math.inf  # no times, then
-                    whole = whole_by_inductor(table, region, plans, ways, self.spec) if asked else ()
+                    whole = whole_by_inductor(table, region, plans, ways) if asked else ()
                     verdict = last_word(table, region, plans, ways, self.tuner, whole, False, longest_s)()
                 found[region.key] = RegionPlan(region, self._judged(table, region, plans, verdict, 0.0), "model")
         return [replace(found[region.key], region=region) for region in regions if region.key in found]
@@ -285,7 +285,7 @@ class Planner:
         if len(parts) > 1 and (joint := self._across_anchors(table, region, plans, tuner)) is not None:
             plans = [(region, joint)]
         asked = self.settings.inductor != "off" and not all(self._is_minor(table, part) for part in parts)
-        whole = whole_by_inductor(table, region, plans, self.implementations, self.spec) if asked else ()
+        whole = whole_by_inductor(table, region, plans, self.implementations) if asked else ()
         verdict = last_word(table, region, plans, self.implementations, tuner, whole)
         if len(parts) == 1 and verdict is Verdict:  # nothing to compare
             alone = RegionPlan(region, plans[0][1], "tuned", decided=tuple(decided))

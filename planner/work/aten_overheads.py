@@ -8,13 +8,11 @@ that code's structure (PyTorch 2.11), not of any device, and a calibration scale
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.index import evaluate_all
 from fuseplan.kernels.ir.ir import ITEMSIZE
-from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
-from fuseplan.planner.ops.op import HALVES
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
 from fuseplan.planner.ops.table import op_of, written_value
 
 #: Dependent instructions of the other kinds, beyond those of a contiguous elementwise kernel.
@@ -52,26 +50,6 @@ def aten_overheads(graph: DataflowGraph, node: OpNode) -> Work:
         serial = _ROW_STEPS * rows if rows <= _SMALL_GATHER else 0.0
         return Work(steps=_GATHER_STEPS, serial_steps=serial)
     return _elementwise(graph, node, elements)
-
-
-def relayout_bytes(graph: DataflowGraph, node: OpNode) -> int:
-    """Bytes that cuDNN moves besides a convolution's own: its kernels for halves want channels last, so a picture whose
-    channels come first is turned round, and the result turned back. Each is read and written once more.
-    """
-    if op_of(node.op).family != "convolution" or int(node.attrs.get("groups", 1)) != 1:
-        return 0
-    return sum(channels_first_bytes(graph, (node.inputs[0], node.outputs[0])))
-
-
-def channels_first_bytes(graph: DataflowGraph, values: Iterable[str]) -> list[int]:
-    """Bytes that it takes to turn round each of those values that are pictures of halves, channels first."""
-    specs = (graph.specs[value] for value in values)
-    return [2 * one.nbytes() for one in specs if one.dtype in HALVES and one.is_static and _channels_first(one)]
-
-
-def _channels_first(spec: TensorSpec) -> bool:
-    """Whether a picture's channels, its second dimension, do not follow one another."""
-    return len(spec.shape) > 2 and spec.shape[1] != 1 and spec.strides[1] != 1
 
 
 def _elementwise(graph: DataflowGraph, node: OpNode, elements: int) -> Work:

@@ -11,19 +11,10 @@ import torch
 from fast_tunes import count_instead_of_timing
 from torch import nn
 
-from fuseplan.kernels.ir.backend import Target
 from fuseplan.planner import explain, stats, tune
-from fuseplan.planner.capture.trace import record
-from fuseplan.planner.dispatch_stats import Tally
-from fuseplan.planner.groups import regions
 from fuseplan.planner.implementations import inductor
-from fuseplan.planner.reports.explain import explain_plan
-from fuseplan.planner.runtime.lookup import look_up
-from fuseplan.planner.tuning.plans import PlanSettings
-from fuseplan.planner.tuning.session import Session, session_on
 from fuseplan.planner.tuning.whole_step import stored_steps
 from fuseplan.search.store.database import Database
-from fuseplan.search.store.layered import shipped_devices
 
 
 class Counter(nn.Module):
@@ -116,41 +107,6 @@ def test_a_compiler_that_fails_leaves_the_plan(model: Counter, db: Path, monkeyp
     check(model, db)
     assert stats().from_database and not stats().whole_by_inductor
     assert any("no compiler today" in reason for reason in stats().fallbacks)
-
-
-class Pictures(nn.Module):
-    """Convolutions that end in regions of their own where these are small."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        layers = [one for _ in range(3) for one in (nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16))]
-        self.layers = nn.Sequential(*layers, nn.ReLU()).to(dtype).eval()
-
-    def forward(self, pictures: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.layers(pictures)
-        return result
-
-
-@pytest.mark.parametrize(("case", "expected"), [
-    ("halves", "default"), ("floats", None), ("channels last", None), ("unfused", None)])
-def test_pictures_that_convolutions_turn_round_are_left_to_it_untuned(
-    case: str, expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a GPU that was not measured, by the description that ships: nothing runs here."""
-    monkeypatch.setattr(Session, "unusable", lambda _: None)
-    monkeypatch.setattr(regions, "MAX_PERIOD", 1)  # as in networks of hundreds of ops
-    dtype = torch.float32 if case == "floats" else torch.bfloat16
-    pictures = torch.zeros(32, 16, 56, 56, dtype=dtype)
-    if case == "channels last":
-        pictures = pictures.contiguous(memory_format=torch.channels_last)
-    torch._dynamo.reset()
-    graph = record(Pictures(dtype), (pictures,), {})[0].graph
-    device = next(one for one in shipped_devices() if "h200" in one)
-    session = session_on(device, Target("cuda", "sm_90", 132), Database(tmp_path / "none.db", "read"), PlanSettings())
-    found = look_up(session, graph, "unfused" if case == "unfused" else "model", Tally())
-    assert found.by_inductor == expected
-    said = "\n".join(explain_plan(session, "forward", graph, session.planner().plan_graph(graph)))
-    assert ("By the cost model TorchInductor's code" in said) is (case in ("halves", "unfused"))
 
 
 def test_it_is_explained(model: Counter, db: Path) -> None:

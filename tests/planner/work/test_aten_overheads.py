@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
-from fuseplan.planner.work.aten_overheads import aten_overheads, relayout_bytes
+from fuseplan.planner.work.aten_overheads import aten_overheads
 from fuseplan.planner.work.group_work import op_work
 
 
@@ -87,17 +87,3 @@ def test_aten_gathers_few_rows_in_turn() -> None:
 
     assert serial(16) == 2 * serial(8) > 0
     assert serial(17) == 0
-
-
-@pytest.mark.parametrize(("dtype", "groups", "layout", "pictures"), [
-    ("bfloat16", 1, "first", 2), ("float16", 1, "first", 2), ("bfloat16", 1, "last", 0), ("bfloat16", 1, "mixed", 1),
-    ("float32", 1, "first", 0), ("bfloat16", 16, "first", 0),
-])
-def test_what_convolutions_turn_round_is_read_and_written_once_more(
-    dtype: str, groups: int, layout: str, pictures: int
-) -> None:
-    first, last = TensorSpec.contiguous((3, 16, 7, 5), dtype), TensorSpec((3, 16, 7, 5), dtype, (560, 1, 80, 16))
-    weight = TensorSpec.contiguous((16, 16 // groups, 1, 1), dtype)
-    operand, result = last if layout == "last" else first, first if layout == "first" else last
-    graph = graph_of("aten.conv2d.default", {"x": operand, "w": weight}, result, groups=groups)
-    assert relayout_bytes(graph, graph.op("y")) == pictures * 2 * 3 * 16 * 7 * 5 * 2

@@ -60,7 +60,7 @@ def _is_wanted(node: fx.Node) -> bool:
 
 
 def _change(node: fx.Node) -> bool:
-    """Read a copy with channels last; where the result may not lie so, copy it back."""
+    """Read a copy with channels last; where others may tell how the result lies, copy it back. Whether it was done."""
     graph, call = node.graph, edit.arguments_of(node)
 
     def add(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -79,6 +79,9 @@ def _change(node: fx.Node) -> bool:
             one if _channels_last(one) else add(_aten.clone.default, one, memory_format=torch.channels_last)
             for one in (picture, weight))
         made = add(_CONV2D, picture, weight, None, *call.values())
+        if not _channels_last(made):  # no library computes it so here
+            edit.erase_unused(made)
+            return False
         if bias is not None:
             made = add(_aten.add.Tensor, made, add(_aten.view.default, bias, [-1, 1, 1]))
         if node.target is _CONV1D:

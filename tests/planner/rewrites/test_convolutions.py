@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from dispatch_samples import fresh_start
 from torch import fx, nn
 
-from fuseplan.planner.capture.trace import trace_predispatch
+from fuseplan.planner.capture.trace import record, trace_predispatch
 from fuseplan.planner.dispatch_stats import reset_stats, stats
 from fuseplan.planner.rewrites import convolutions
 
@@ -173,6 +173,13 @@ def test_what_is_left_alone(case: str) -> None:
         assert not copies(trace), "it lies as it should"
     else:
         assert traced(model, x).meta["channels_last"] == 0
+
+
+def test_a_library_that_wants_channels_first_gets_them() -> None:
+    """So PyTorch has it on the meta device."""
+    model = nn.Conv2d(4, 4, 3).to("meta", torch.bfloat16).eval()
+    (trace,) = record(model, (pictures(2, 4, 9, 9).to("meta"),), {})
+    assert trace.module.meta["channels_last"] == 0 and not copies(trace.module)
 
 
 def test_dispatch_runs_and_counts_them() -> None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from fuseplan.planner.api.device import device_kind
-from fuseplan.planner.cli import source as opt
 from fuseplan.planner.cli.output.options import answers, current
 from fuseplan.planner.cli.source import DbOption, DeviceOption
 from fuseplan.planner.models.manifest import ModelArguments
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
     from fuseplan.planner.api.sources import KernelSource
 
 
-@answers("the groups, or with --source the kernels")
-@opt.shared_options("calls")
+@answers("the groups, or with --source the kernels", without=("calls",))
 def explain(
     given: ModelArguments,
     workload: Annotated[str | None, Option(metavar="TEXT", help="Only workloads whose name contains this.")] = None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,8 +12,6 @@ from typer import Option
 
 from fuseplan.costmodel.devices import Kind
 from fuseplan.planner.cli import completion
-from fuseplan.planner.cli.output.options import C, declared
-from fuseplan.planner.models.manifest import ModelArguments
 
 if TYPE_CHECKING:
     from fuseplan.planner.api.tune import Runner
@@ -60,8 +57,8 @@ ManifestOption: TypeAlias = Annotated[Path | None, Option(
 TlsFiles: TypeAlias = tuple[Path | None, Path | None, Path | None]
 NO_TLS: TlsFiles = (None, None, None)
 
-#: What names a model and its workloads, by field of :class:`ModelArguments`.
-_MODEL: Mapping[str, Any] = {
+#: What names a model and its workloads, by field of :class:`~fuseplan.planner.models.manifest.ModelArguments`.
+MODEL: Mapping[str, Any] = {
     "model": Annotated[str | None, Option(
         metavar="NAME", autocompletion=completion.models,
         help="A preset: llama, llama-3.2-1b, llama-3.1-8b, llama-3.1-70b.")],
@@ -93,7 +90,7 @@ _MODEL: Mapping[str, Any] = {
     "regime": Annotated[RegimeChoice | None, Option(
         help="eager: launched from Python; the default. graph: replayed from a CUDA graph (CUDA only).")],
 }
-_TLS: Mapping[str, Any] = {
+TLS: Mapping[str, Any] = {
     "tls_ca": Annotated[Path | None, Option(
         metavar="FILE", help="For a tls:// scheduler: the certificate that signs those of the fleet (PEM).")],
     "tls_cert": Annotated[Path | None, Option(
@@ -101,32 +98,6 @@ _TLS: Mapping[str, Any] = {
     "tls_key": Annotated[Path | None, Option(
         metavar="FILE", help="For a tls:// scheduler: the private key of --tls-cert, if that has it not.")],
 }
-
-
-def shared_options(*without: str) -> Callable[[C], C]:
-    """A command's ``given`` takes the options of a model, but for those ``without``; its ``tls`` takes those of TLS."""
-    model = {name: kind for name, kind in _MODEL.items() if name not in without}
-
-    def of(command: C) -> C:
-        def run(**values: Any) -> Any:
-            if "given" in own:
-                values["given"] = ModelArguments(**{name: values.pop(name) for name in model})
-            if "tls" in own:
-                values["tls"] = tuple(values.pop(name) for name in _TLS)
-            return command(**values)
-
-        own = inspect.signature(command, eval_str=True).parameters
-        found: dict[str, tuple[Any, Any]] = {}
-        for name, one in own.items():
-            if name == "given":
-                found |= {option: (kind, getattr(ModelArguments, option)) for option, kind in model.items()}
-            elif name == "tls":
-                found |= {option: (kind, None) for option, kind in _TLS.items()}
-            else:
-                found[name] = one.annotation, one.default
-        return declared(command, run, found)
-
-    return of
 
 
 def fleet_kind(workers: str, device: str) -> Kind:

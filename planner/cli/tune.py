@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 
 @answers("the groups, or with --misses what was tuned, or with --manifest the models")
-@opt.shared_options()
 def tune(
     context: typer.Context,
     given: ModelArguments,

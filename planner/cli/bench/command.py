@@ -38,8 +38,7 @@ _WORKLOADS = frozenset(("module", "decode", "kv_len", "prefill"))
 _NOT_OF = {"patterns": _WHOLE_MODEL | _WORKLOADS | _SIZES, "generate": _PATTERNS | _TUNING | _WORKLOADS}
 
 
-@answers("the first that is printed", out=False)
-@opt.shared_options("pattern", "shape", "calls", "pack_weights", "regime")
+@answers("the first that is printed", out=False, without=("pattern", "shape", "calls", "pack_weights", "regime"))
 def bench(
     context: Context,
     given: ModelArguments,

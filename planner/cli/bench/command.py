@@ -29,7 +29,7 @@ _LAYERS = 2
 #: Seconds of rounds for one comparison, where it is not one second.
 _SECONDS = {"patterns": 0.3, "generate": generate.SECONDS}
 #: Options that only some topics take.
-_PATTERNS = frozenset(("pattern", "shape", "rows", "cols", "rivals", "modes", "compile_processes", "minutes"))
+_PATTERNS = frozenset(("pattern", "shape", "rows", "cols", "rivals", "modes", "minutes"))
 _TUNING = frozenset(("tune", "trials", "tune_seconds", "resume", "regime"))
 _SIZES = frozenset(("batch", "prompt", "new_tokens"))
 _WHOLE_MODEL = frozenset(("model", "config", "layers"))
@@ -94,10 +94,6 @@ def bench(
     tune_seconds: Annotated[float, Option(
         parser=opt.decimal(0.1), metavar="S", help="patterns: search time per group when tuning.",
     )] = 6.0,
-    compile_processes: Annotated[int | None, Option(
-        parser=opt.whole(0, 1024), metavar="N",
-        help="patterns: processes that compile the peers' kernels beforehand. Default: the cores, on CPUs none.",
-    )] = None,
     resume: Annotated[bool, Option(
         "--resume", help="patterns: keep the cells that the result file has, measure the others.",
     )] = False,
@@ -134,20 +130,18 @@ def bench(
     kept = {INDUCTOR: inductor, MAX_AUTOTUNE: inductor and max_autotune}
     without, spend = tuple(name for name in kept if not kept[name]), seconds or _SECONDS.get(topic, 1.0)
     if topic == "patterns":
+        from fuseplan.planner.bench.patterns import PatternBench
         from fuseplan.planner.peers.peers import peer_names
         from fuseplan.search.tune.tuner import Budget
-        from fuseplan.search.workers.worker import usable_cores
 
-        processes = usable_cores() if is_gpu(kind) else 0
-        wanted = patterns.WantedCells(
-            *patterns.cells_of(pattern or (), shape or (), rows, cols, DTYPES.get(given.dtype, given.dtype)),
-            peer_names(rivals, kind, without), patterns.modes_of(modes, kind), spend,
-            Budget(trials=trials, seconds=tune_seconds) if tune else None,
-            processes if compile_processes is None else compile_processes, resume,
-            math.inf if minutes is None else minutes, out,
-        )
+        cells = patterns.cells_of(pattern or (), shape or (), rows, cols, DTYPES.get(given.dtype, given.dtype))
+        peers, modes_of_all = peer_names(rivals, kind, without), patterns.modes_of(modes, kind)
         session = open_session(kind, db, settings, mode="write" if tune else "inspect")
-        patterns.measure(ready(session, progress=current()) if tune else session, wanted)
+        session = ready(session, progress=current()) if tune else session
+        patterns.measure(
+            PatternBench(session, peers, modes_of_all, spend), *cells,
+            Budget(trials=trials, seconds=tune_seconds) if tune else None, math.inf if minutes is None else minutes,
+            resume, out)
         return
     session = open_session(kind, db, settings, mode="inspect")
     layers = given.layers or (_LAYERS if topic != "generate" and given.module is None else None)
@@ -158,14 +152,14 @@ def bench(
         names = [name for name in contestants(kind) if name not in without]
         generate.measure(session, source, generate.sizes_of(source, batch, prompt, new_tokens), names, spend, out)
         return
-    peers = [name for name in STANDARD_PEERS if name not in without]
+    standard = [name for name in STANDARD_PEERS if name not in without]
     workloads = workloads_for(source, kind, given.decode, given.kv_len, given.prefill)
     launches = ("eager", "graph") if is_gpu(kind) else ("eager",)
     parts: dict[str, list[BenchRow]] = {}
     try:
         for part, measured in (("groups", _groups), ("model", _models)):
             if topic in ("all", part):
-                for rows_of_one in measured(session, source, workloads, peers, launches, spend):
+                for rows_of_one in measured(session, source, workloads, standard, launches, spend):
                     parts.setdefault(part, []).extend(rows_of_one)
     finally:  # an interrupted bench keeps what it has measured
         if parts:

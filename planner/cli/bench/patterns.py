@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,39 +14,17 @@ from fuseplan.planner.cli.output.options import current
 if TYPE_CHECKING:
     import pandas as pd
 
-    from fuseplan.planner.bench.patterns import RowLog
+    from fuseplan.planner.bench.patterns import PatternBench, RowLog
     from fuseplan.planner.patterns.cells import Cell
     from fuseplan.planner.tuning.session import Session
     from fuseplan.search.tune.tuner import Budget
     from fuseplan.search.workers.worker import WorkerPool
 
 
-@dataclass(frozen=True)
-class WantedCells:
-    """What the options ask for.
-
-    ``name`` is that of the results; ``left_out`` says what is not measured. ``seconds`` are of rounds for each mode of
-    a cell; without a ``budget`` nothing is tuned. Peers are compiled beforehand in ``processes``, and no cell is
-    started after ``minutes``.
-    """
-
-    name: str
-    cells: Sequence[Cell]
-    left_out: Sequence[str]
-    peers: Sequence[str]
-    modes: Sequence[str]
-    seconds: float
-    budget: Budget | None
-    processes: int
-    resume: bool
-    minutes: float
-    out: Path | None
-
-
 def cells_of(
     patterns: Sequence[str], shapes: Sequence[str], rows: str | None, cols: str | None, dtype: str | None
 ) -> tuple[str, list[Cell], list[str]]:
-    """The cells that the options name, or all: the first fields of :class:`WantedCells`."""
+    """The cells that the options name, or all: the name of their results, the cells, and what is left out."""
     from fuseplan.planner.errors import ConfigError
     from fuseplan.planner.patterns.cells import cell, parse_sizes, sweep_cells
 
@@ -83,44 +60,46 @@ def modes_of(text: str | None, kind: str) -> tuple[str, ...]:
     return tuple(mode for mode in known if mode in modes)
 
 
-def measure(session: Session, wanted: WantedCells) -> None:
-    """Tune and time the cells, writing rows as they come, and publish what there is whatever happens."""
+def measure(
+    bench: PatternBench, name: str, cells: Sequence[Cell], said: list[str], budget: Budget | None, minutes: float,
+    resume: bool, out: Path | None,
+) -> None:
+    """Tune and time the cells, writing rows as they come, and publish what there is whatever happens.
+
+    ``name`` is that of the results, ``said`` what else is told. Without a ``budget`` nothing is tuned; no cell is
+    started after ``minutes``.
+    """
     from fuseplan.planner.bench import verdicts
     from fuseplan.planner.bench.patterns import RowLog
 
-    log = RowLog(results_folder(session, wanted.out) / f"{wanted.name}-cells.csv", wanted.resume)
-    said = list(wanted.left_out)
+    log = RowLog(results_folder(bench.session, out) / f"{name}-cells.csv", resume)
     try:
-        _fill(session, wanted, [cell for cell in wanted.cells if not log.has(cell.key)], log, said)
+        _fill(bench, [cell for cell in cells if not log.has(cell.key)], budget, minutes, log, said)
     finally:  # an interrupted bench keeps what it has measured
         if log.frame.empty:
             for line in said:
                 current().tell(line)
         else:
             frame, table = log.frame, verdicts.pattern_table(log.frame)
-            current().table(table, "cells", f"{wanted.name}: median us", spare=("gbps", "mb"),
+            current().table(table, "cells", f"{name}: median us", spare=("gbps", "mb"),
                             keep=("pattern", "shape", "vs_best"))
             said += [*verdicts.pattern_verdict(frame), *verdicts.notes(frame)]
-            publish(session, wanted.name, {"cells": frame}, said, wanted.out, {"cells": table})
+            publish(bench.session, name, {"cells": frame}, said, out, {"cells": table})
 
 
-def _fill(session: Session, wanted: WantedCells, cells: Sequence[Cell], log: RowLog, said: list[str]) -> None:
+def _fill(
+    bench: PatternBench, cells: Sequence[Cell], budget: Budget | None, minutes: float, log: RowLog, said: list[str]
+) -> None:
     """Measure cells into the log; what else should be said goes to ``said``."""
-    from fuseplan.planner.bench.patterns import PatternBench
-    from fuseplan.planner.peers.compile_ahead import compile_ahead
     from fuseplan.search.tune.tuner import make_pool
 
-    end = time.monotonic() + 60 * wanted.minutes
-    kind, done = session.target.device_type, 0
-    bench, tuned = PatternBench(session, wanted.peers, wanted.modes, wanted.seconds), session
-    with make_pool(kind) as workers, compile_ahead(kind, wanted.peers, wanted.processes) as compile_cells:
-        for pattern, group in groupby(cells, lambda cell: cell.pattern):
+    end, done, tuned = time.monotonic() + 60 * minutes, 0, bench.session
+    with make_pool(tuned.target.device_type) as workers:
+        for _, group in groupby(cells, lambda cell: cell.pattern):
             if time.monotonic() >= end:
                 break
             batch = list(group)
-            with current().status(f"{pattern}: compiling peers in {wanted.processes} processes"):
-                said += [f"compiling beforehand failed: {failure}" for failure in compile_cells(batch)]
-            tuned = tune_cells(tuned, batch, wanted.budget, workers, said)
+            tuned = tune_cells(tuned, batch, budget, workers, said)
             with current().status("measuring") as say:
                 for cell in batch:
                     if time.monotonic() >= end:
@@ -129,7 +108,7 @@ def _fill(session: Session, wanted: WantedCells, cells: Sequence[Cell], log: Row
                     log.add(bench.rows(cell))
                     done += 1
     if done < len(cells):
-        said.append(f"stopped after {wanted.minutes:g} minutes with {len(cells) - done} cells left; --resume goes on")
+        said.append(f"stopped after {minutes:g} minutes with {len(cells) - done} cells left; --resume goes on")
 
 
 def tune_cells(

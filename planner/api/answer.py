@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 
+from fuseplan.planner.reports.document import Table
 from fuseplan.planner.reports.drawing import templates
 from fuseplan.planner.reports.frames import ReportData
 from fuseplan.planner.reports.step_words import answers, bars, time_text
@@ -57,6 +58,10 @@ class TuneAnswer:
 
     warnings: tuple[str, ...]
     failure: str
+
+    def tables(self) -> Iterator[Table]:
+        """The answer as tables, the first one for CSV."""
+        raise NotImplementedError
 
     def course(self) -> Iterator[str]:
         """How the tune went: what was measured, and where it is stored."""

@@ -16,8 +16,6 @@ from fuseplan.planner.api.request import Asked, Batches, ModelLike, Prefills, as
 from fuseplan.planner.api.sources import KernelSource, kernel_sources
 from fuseplan.planner.errors import ConfigError, nearest, one_family
 from fuseplan.planner.graph.dataflow import DataflowGraph
-from fuseplan.planner.groups.places import region_paths
-from fuseplan.planner.module_paths import group_place
 from fuseplan.planner.reports import explain as words
 from fuseplan.planner.reports.frames import config_text, how_it_runs, time_of
 from fuseplan.planner.tuning.plans import GraphPlan
@@ -46,16 +44,15 @@ class Planned:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """A row for each group of each distinct region (:data:`EXPLAINED_COLUMNS`)."""
-        for one in self.plan.unique():
-            occurrences = [other.region for other in self.plan.regions if other.region.key == one.region.key]
-            places, record = region_paths(self.graph, occurrences), one.record
+        for region, one in words.distinct_regions(self.graph, self.plan):
+            record = one.record
             for group in record.groups:
                 key = replace(record.key, workload=group.workload)
                 tuning = self.session.store.get_record(key).record if group.workload else None
                 yield {
-                    "workload": self.workload, "group": group.label, "place": group_place(places, group.ops),
+                    "workload": self.workload, "group": group.label, "place": region.place_of(group.ops),
                     "ops": ", ".join(self.graph.op(name).op for name in one.group_ops(group)),
-                    "uses": len(occurrences), "runs": how_it_runs(group), "config": config_text(group.config),
+                    "uses": region.occurrences, "runs": how_it_runs(group), "config": config_text(group.config),
                     "time_us": time_of(group), "measured": group.measured_us is not None,
                     "reason": (tuning or record).evidence.reason, "plan": one.source, "key": group.workload,
                 }

@@ -12,13 +12,14 @@ import pandas as pd
 
 from fuseplan.costmodel.devices import Kind, is_cpu
 from fuseplan.planner.api.answer import TuneAnswer, first_screen
-from fuseplan.planner.api.regions import CapturedModel, Regions, captured_model, distinct_regions
+from fuseplan.planner.api.regions import CapturedModel, DistinctRegion, captured_model, distinct_regions, in_words
 from fuseplan.planner.api.request import Asked, asked_for
 from fuseplan.planner.api.run import Ran, complaints, outcome
 from fuseplan.planner.errors import ConfigError, FuseplanError, NothingForDeviceError, PlanError
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.models.manifest import Manifest, ManifestModel
 from fuseplan.planner.reports import frames
+from fuseplan.planner.reports.document import Table, table_of
 from fuseplan.planner.reports.step_words import step_words
 from fuseplan.planner.reports.steps import step_frame, steps
 from fuseplan.planner.tuning.plans import PlanSettings
@@ -73,6 +74,14 @@ class TunedMany(TuneAnswer):
         """``totals`` as a table of one row."""
         return pd.DataFrame([self.totals])
 
+    def tables(self) -> Iterator[Table]:
+        yield table_of(self.models, "models", f"{self.title} on {self.data.device}", keep=(
+            "model", "regions", "shared", "measured", "tune_s", "saved_us"), spare=(
+            "numerics", "dtype", "regime", "capture_s", "workloads", "failed", "unfused_us", "planned_us", "step",
+            "outcome", "stored"))
+        for title, frame in (("Totals", self.total_frame), ("Steps", self.steps), ("Regions", self.regions)):
+            yield table_of(frame, title.lower(), title, shown="files")
+
     def course(self) -> Iterator[str]:
         total = self.totals
         yield (
@@ -119,7 +128,7 @@ class Models:
             raise NothingForDeviceError(f"{self.title}: no model is for this device, {device} ({reasons})")
         self.models = tuple(_named_apart(found))
         self.captured: tuple[CapturedModel, ...] = ()
-        self.regions = Regions((), 0)
+        self.regions: tuple[DistinctRegion, ...] = ()
         #: By settings and name of a graph: its model, and its workload there.
         self._of: dict[tuple[PlanSettings, str], tuple[CapturedModel, str]] = {}
 
@@ -132,7 +141,7 @@ class Models:
     def batches(self, session: Session, progress: Progress, account: TimeAccount) -> Sequence[Batch]:
         with account.spend("looking regions up"):
             self.regions = distinct_regions(self.captured, session)
-        progress.note(str(self.regions))
+        progress.note(in_words(self.regions))
         found = [self._batch(settings) for settings in dict.fromkeys(one.settings for one in self.models)]
         return [batch for batch in found if batch.graphs]
 
@@ -156,7 +165,7 @@ class Models:
 
     def answer(self, ran: Ran) -> TunedMany:
         """What came of it, as frames and words."""
-        captured, distinct, data = self.captured, self.regions.distinct, _stored(self.captured, ran.session)
+        captured, distinct, data = self.captured, self.regions, _stored(self.captured, ran.session)
         rows = [self._row(number, one, ran, data) for number, one in enumerate(captured)]
         rows += [dict.fromkeys(_COUNTED, 0) | {"model": name, "outcome": f"left out: {why}"}
                  for name, why in self.left_out]
@@ -189,7 +198,7 @@ class Models:
         }
         if one.failure:
             return row | {"outcome": "not captured"}
-        its = [region for region in self.regions.distinct if number in region.models]
+        its = [region for region in self.regions if number in region.models]
         own = {region.key.workload for region in its if region.models[0] == number}
         row |= {"regions": len(its), "shared": len(its) - len(own)}
         tuned = next((result for batch, result in ran.results if batch.settings == settings), None)

@@ -19,6 +19,7 @@ from fuseplan.planner.api.request import plan_settings
 from fuseplan.planner.api.run import Ran, complaints, outcome
 from fuseplan.planner.errors import FuseplanError, one_family
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+from fuseplan.planner.reports.document import Table, table_of
 from fuseplan.planner.reports.frames import misses_frame
 from fuseplan.planner.tuning import miss_log
 from fuseplan.planner.tuning.miss_list import logged_misses
@@ -57,6 +58,13 @@ class TunedMisses(TuneAnswer):
     words: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     failure: str = ""
+
+    def tables(self) -> Iterator[Table]:
+        for title, frame in (("Tuned", self.regions), ("What remains", self.left)):
+            if len(frame):
+                yield table_of(
+                    frame, "_".join(title.lower().split()), title, keep=("label", "count", "saved_us"),
+                    spare=("key", "numerics", "first_seen", "regime", "last_seen", "place"))
 
     def course(self) -> Iterator[str]:
         if self.regions.empty and self.left.empty and not self.forgotten:

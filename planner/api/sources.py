@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 
 from fuseplan.planner.errors import Argument, ConfigError, nearest
 from fuseplan.planner.graph.dataflow import DataflowGraph
-from fuseplan.planner.groups.places import region_paths
 from fuseplan.planner.implementations.tunable_group import group_subject
-from fuseplan.planner.module_paths import group_place
 from fuseplan.planner.reports.drawing import group_name
+from fuseplan.planner.reports.explain import distinct_regions
 from fuseplan.planner.tuning.plans import GraphPlan
 from fuseplan.planner.tuning.session import Session
 
@@ -56,8 +55,7 @@ def kernel_sources(
     backends = {backend.name: backend for backend in session.backends}
     found: dict[str, KernelSource] = {}
     for workload, graph, plan in planned:
-        for one in plan.unique():
-            places = region_paths(graph, [at.region for at in plan.regions if at.region.key == one.region.key])
+        for region, one in distinct_regions(graph, plan):
             for number, choice in enumerate(one.record.groups):
                 if not choice.is_kernel or choice.implementation not in backends:
                     continue
@@ -67,7 +65,7 @@ def kernel_sources(
                 )
                 text = backend.source(subject.ir, choice.config)
                 known = found.get(text) or KernelSource(
-                    (), choice.label, group_place(places, choice.ops), backend.name, text, backend.common(text), ())
+                    (), choice.label, region.place_of(choice.ops), backend.name, text, backend.common(text), ())
                 names, users = dict.fromkeys((*known.names, name)), dict.fromkeys((*known.workloads, workload))
                 found[text] = replace(known, names=tuple(names), workloads=tuple(users))
     return list(found.values())

@@ -36,6 +36,8 @@ from fuseplan.planner.implementations.inductor import InductorAsked
 from fuseplan.planner.models.manifest import read_manifest
 from fuseplan.planner.models.sources import hf_config
 from fuseplan.planner.reports import frames, step_words
+from fuseplan.planner.reports.contents import GROUP_SPARE
+from fuseplan.planner.reports.document import Table, table_of
 from fuseplan.planner.tuning.graph_stream import GraphStream
 from fuseplan.planner.tuning.progress import SILENT, Progress
 from fuseplan.planner.tuning.recheck import recheck_verdict
@@ -77,6 +79,11 @@ class Tuned(TuneAnswer, Report):
     def groups(self) -> pd.DataFrame:
         """One row per distinct group of the plans; ``source`` is ``measured``, ``stored`` or ``shipped``."""
         return self.decided if self.decided is not None else super().groups
+
+    def tables(self) -> Iterator[Table]:
+        yield table_of(self.groups, "groups", f"{self.label} on {self.data.device}", shown="talk", spare=GROUP_SPARE,
+                       keep=("workload", "group", "speedup"))
+        yield table_of(self.steps, "steps", "Steps", shown="files")
 
     def step_lines(self) -> Iterator[str]:
         if self.result is not None and self.result.distinct():

@@ -110,7 +110,7 @@ BUGS = (
         "math.fsum(region.occurrences * plan.unfused_us for", "math.fsum(plan.unfused_us for",
         ("tests/planner/report/test_steps.py",)),
     Bug("--out is ignored", "planner/cli/output/options.py",
-        '        check_writable(out, "--out")\n', "        return None\n", OUT),
+        '                check_writable(file, "--out")\n', "                file = None\n", OUT),
     Bug("--trials is ignored", "search/tune/budget.py",
         "asked = {} if trials is None else", "asked = {} if trials else", ("tests/planner/cli/test_tune_study.py",)),
     # -- what the environment fails at --------------------------------------------------------------------------

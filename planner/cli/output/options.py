@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from functools import wraps
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast
 
@@ -42,6 +43,25 @@ def _screen(style: str, out: Path | None, quiet: bool) -> Screen:
     return Screen(style, out, quiet, terminal, log)
 
 
+def _answer_options(main: str, page: bool, out: bool, tables: bool) -> Options:
+    """The options that say how a command answers."""
+    kinds: Any = Literal["table", "csv", "markdown", "json"]
+    if page:
+        kinds = Literal[kinds, "html"]
+    which = f"csv has one table: {main}." if main else "csv has the table."
+    also = " html writes one self-contained page (fuseplan-report.html)." if page else ""
+    options: Options = {}
+    if tables:
+        words = f"{which} json has everything, numbers in full.{also} A pipe gets a table as tab-separated lines."
+        options["style"] = (Annotated[kinds, typer.Option("--format", help=words)], "table")
+    if tables and out:
+        words = "Write the answer to this file; one that exists is replaced."
+        options["out"] = (Annotated[Path | None, typer.Option("--out", metavar="FILE", help=words)], None)
+    words = "Print only the answer, errors and warnings."
+    options["quiet"] = (Annotated[bool, typer.Option("--quiet", "-q", help=words)], False)
+    return options
+
+
 def answers(
     main: str = "", page: bool = False, out: bool = True, tables: bool = True, torch: bool = True,
     without: Collection[str] = (),
@@ -58,20 +78,7 @@ def answers(
         torch: It needs PyTorch, which is imported first, so that the user reads why nothing happens yet.
         without: Options of a model that ``given`` does not take.
     """
-    kinds: Any = Literal["table", "csv", "markdown", "json"]
-    if page:
-        kinds = Literal[kinds, "html"]
-    which = f"csv has one table: {main}." if main else "csv has the table."
-    also = " html writes one self-contained page (fuseplan-report.html)." if page else ""
-    options: Options = {}
-    if tables:
-        words = f"{which} json has everything, numbers in full.{also} A pipe gets a table as tab-separated lines."
-        options["style"] = (Annotated[kinds, typer.Option("--format", help=words)], "table")
-    if tables and out:
-        words = "Write the answer to this file; one that exists is replaced."
-        options["out"] = (Annotated[Path | None, typer.Option("--out", metavar="FILE", help=words)], None)
-    words = "Print only the answer, errors and warnings."
-    options["quiet"] = (Annotated[bool, typer.Option("--quiet", "-q", help=words)], False)
+    options = _answer_options(main, page, out, tables)
     model = {name: (kind, getattr(ModelArguments, name)) for name, kind in MODEL.items() if name not in without}
     tls = {name: (kind, None) for name, kind in TLS.items()}
 
@@ -81,15 +88,22 @@ def answers(
         @wraps(command)
         def run(**given: Any) -> Any:
             own = {name: given.pop(name, default) for name, (_, default) in options.items()}
-            screen = _screen(str(own.get("style", "table")), _target(own.get("out")), bool(own["quiet"]))
+            if (file := own.get("out")) is not None:
+                if not str(file).strip():
+                    raise ConfigError("--out is empty; give a file to write")
+                check_writable(file, "--out")
+            screen = _screen(str(own.get("style", "table")), file, bool(own["quiet"]))
             token = _CURRENT.set(screen)
             if "given" in parameters:
                 given["given"] = ModelArguments(**{name: given.pop(name) for name in model})
             if "tls" in parameters:
                 given["tls"] = tuple(given.pop(name) for name in tls)
             try:
-                if torch:
-                    import_torch(screen)
+                if torch and "torch" not in sys.modules:
+                    with screen.status(STARTING):
+                        # Where torch is the one to load numpy, a Ctrl-C meanwhile is lost and leaves half of it.
+                        import_module("numpy")
+                        import_module("torch")
                 result = command(**given)
             except typer.Exit:  # the answer is that something is wrong
                 screen.finish()
@@ -115,20 +129,3 @@ def answers(
         return cast(C, run)
 
     return with_options
-
-
-def _target(out: Path | None) -> Path | None:
-    if out is not None:
-        if not str(out).strip():
-            raise ConfigError("--out is empty; give a file to write")
-        check_writable(out, "--out")
-    return out
-
-
-def import_torch(screen: Screen) -> None:
-    """Import PyTorch, and say so."""
-    if "torch" in sys.modules:
-        return
-    with screen.status(STARTING):
-        import numpy  # noqa: F401  # where torch is the one to load it, a Ctrl-C meanwhile is lost and leaves half of it
-        import torch  # noqa: F401

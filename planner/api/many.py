@@ -14,7 +14,7 @@ from fuseplan.costmodel.devices import Kind, is_cpu
 from fuseplan.planner.api.answer import TuneAnswer, first_screen
 from fuseplan.planner.api.regions import CapturedModel, DistinctRegion, captured_model, distinct_regions, in_words
 from fuseplan.planner.api.request import Asked, asked_for
-from fuseplan.planner.api.run import Ran, complaints, outcome
+from fuseplan.planner.api.run import Ran, outcome
 from fuseplan.planner.errors import ConfigError, FuseplanError, NothingForDeviceError, PlanError
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.models.manifest import Manifest, ManifestModel
@@ -176,16 +176,13 @@ class Models:
             (one.label, one.place, len(one.models), one.uses, captured[one.models[0]].asked.label, one.stored,
              one.key.regime, one.key.numerics, one.key.workload) for one in distinct
         ]
-        warnings = [one.failure for one in captured if one.failure]
-        why = [f"{len(warnings)} of {len(captured)} models cannot be captured"] if warnings else []
-        for _, result in ran.results:
-            more, failure = complaints(result, ran.load)
-            warnings += more
-            why += [failure] if failure else []
+        warnings, failure = ran.complaints()
+        lost = [one.failure for one in captured if one.failure]
+        why = [f"{len(lost)} of {len(captured)} models cannot be captured"] if lost else []
         return TunedMany(
             self.title, ran.session.database.where, models, pd.DataFrame(found, columns=list(REGION_COLUMNS)),
-            totals, data, tuple(result for _, result in ran.results), tuple(dict.fromkeys(warnings)),
-            "; ".join(dict.fromkeys(why)),
+            totals, data, tuple(result for _, result in ran.results), tuple(dict.fromkeys((*lost, *warnings))),
+            "; ".join(filter(None, (*why, failure))),
         )
 
     def _row(self, number: int, one: CapturedModel, ran: Ran, data: frames.ReportData) -> dict[str, Any]:

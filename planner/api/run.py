@@ -72,6 +72,12 @@ class Ran:
     session: Session
     load: probe.MachineLoad
 
+    def complaints(self) -> tuple[tuple[str, ...], str]:
+        """What was not decided, or doubtfully; and why nothing was, where that is more than a region or some noise."""
+        found = [_complaints(result, self.load) for _, result in self.results]
+        warnings = dict.fromkeys(one for warnings, _ in found for one in warnings)
+        return tuple(warnings), "; ".join(dict.fromkeys(failure for _, failure in found if failure))
+
 
 def run(request: TuneRequest, wanted: Wanted, progress: Progress, account: TimeAccount) -> Ran:
     """Tune what is wanted on this device; the time it takes is booked in ``account``.
@@ -105,8 +111,7 @@ def run(request: TuneRequest, wanted: Wanted, progress: Progress, account: TimeA
     return Ran(tuple(results), session, load)
 
 
-def complaints(result: TuneResult, load: probe.MachineLoad) -> tuple[tuple[str, ...], str]:
-    """What was not decided, or doubtfully; and why nothing was, where that is more than a region or some noise."""
+def _complaints(result: TuneResult, load: probe.MachineLoad) -> tuple[tuple[str, ...], str]:
     found = [*map(str, result.failures), *result.untimed]
     if result.measured and load.busy:
         found.append(f"the machine was busy ({load}), so times are noisy; `plan tune --again` measures anew")

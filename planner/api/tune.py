@@ -29,7 +29,7 @@ from fuseplan.planner.api.request import (
     asked_for,
     python_arguments,
 )
-from fuseplan.planner.api.run import Ran, Wanted, complaints, outcome, run
+from fuseplan.planner.api.run import Ran, Wanted, outcome, run
 from fuseplan.planner.errors import PlanError, one_family
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.implementations.inductor import InductorAsked
@@ -261,7 +261,7 @@ class OneModel:
         """What came of it, as a report."""
         ((_, result),) = ran.results
         session, name = result.session, self.asked.label
-        warnings, failure = complaints(result, ran.load)
+        warnings, failure = ran.complaints()
         if not result.distinct():
             data = frames.ReportData(session.device, name, session.spec, {}, {})
             return Tuned(data, None, name, result, warnings=warnings, failure=failure)

@@ -15,8 +15,7 @@ from fuseplan.planner.models.manifest import ModelArguments
 from fuseplan.planner.reports.document import Table
 
 if TYPE_CHECKING:
-    from fuseplan.planner.api.explain import Planned
-    from fuseplan.planner.api.sources import KernelSource
+    from fuseplan.planner.api.explain import KernelSource, Planned
 
 
 @answers("the groups, or with --source the kernels", without=("calls",))
@@ -61,7 +60,7 @@ def explain(
 
 
 def _print_sources(kernels: Sequence[KernelSource], wanted: str, prelude: bool) -> None:
-    from fuseplan.planner.api.sources import called
+    from fuseplan.planner.api.explain import called
     from fuseplan.planner.module_paths import located
 
     screen = current()

@@ -117,10 +117,10 @@ def _facts(device: Device, db: str | None) -> Iterator[tuple[str, object]]:
     from fuseplan.costmodel.identity import current_identity
     from fuseplan.kernels.native.build import required_compiler
     from fuseplan.search.store.layered import shipped_files
-    from fuseplan.search.store.record import Versions
+    from fuseplan.search.store.record import Versions, package_version
 
     for package in _PACKAGES:
-        yield package, _known(lambda package=package: _version(package))  # type: ignore[misc]
+        yield package, package_version(package) or "not installed"
     yield "python", platform.python_version()
     yield "platform", platform.platform()
     yield "cuda", _known(lambda: torch.version.cuda or "none: this torch is built without it")
@@ -153,15 +153,6 @@ def _known(find: Callable[[], Any]) -> Any:
     except Exception as error:
         OWN_FAULTS.tolerate(error)
         return f"not known: {in_words(error)}"
-
-
-def _version(package: str) -> str:
-    import importlib.metadata
-
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _held(db: str | None, key: str) -> dict[str, object]:

@@ -16,7 +16,7 @@ from typing import Annotated, TextIO
 import typer
 from typer._completion_classes import completion_init
 
-from fuseplan.planner.cli import completion, database, explain, fleet, machine, report, tune
+from fuseplan.planner.cli import database, explain, fleet, machine, report, source, tune
 from fuseplan.planner.cli.bench import command as bench
 from fuseplan.search.errors import Argument, Command, MachineFailureError, NothingCompilesError, SpelledError, plain
 
@@ -43,7 +43,7 @@ app.command("probe", short_help="Measure this device for the cost model.")(machi
 app.command("patterns", short_help="List the named patterns, with their shapes and formulas.")(explain.patterns)
 app.command("backends", short_help="Say which kernel back ends work here, and why not.")(machine.backends)
 app.command("env", short_help="Say what is installed and found here, for a bug report.")(machine.env)
-app.command("completion", short_help="Print the script that completes commands in your shell.")(completion.completion)
+app.command("completion", short_help="Print the script that completes commands in your shell.")(source.completion)
 app.add_typer(fleet.app, name="fleet", short_help="Tune on many devices: start workers, see what they do.")
 app.add_typer(database.app, name="db", short_help="List, show, export, import, verify and prune records.")
 

@@ -7,9 +7,8 @@ from typing import Annotated, Literal
 
 from typer import Argument, Option
 
-from fuseplan.planner.cli import completion
 from fuseplan.planner.cli.output.options import answers, current
-from fuseplan.planner.cli.source import DbOption
+from fuseplan.planner.cli.source import DbOption, known_devices, known_models
 
 
 @answers("that of the topic", page=True)
@@ -19,10 +18,10 @@ def report(
         "accuracy: predicted against measured times.",
     )] = "groups",
     model: Annotated[str | None, Option(
-        autocompletion=completion.models, help="Only what was tuned for this model.",
+        autocompletion=known_models, help="Only what was tuned for this model.",
     )] = None,
     device: Annotated[str, Option(
-        autocompletion=completion.devices,
+        autocompletion=known_devices,
         help="cpu, cuda, or any part of the name of a device that has records, such as h200: stored, or shipped with "
         "fuseplan. auto takes CUDA where PyTorch sees a GPU, else the CPU.",
     )] = "auto",

@@ -1,4 +1,4 @@
-"""Options that several commands share, each declared once, and what is shown meanwhile."""
+"""Options that several commands share, each declared once with what completes it; `plan completion` itself."""
 
 from __future__ import annotations
 
@@ -11,12 +11,46 @@ import typer
 from typer import Option
 
 from fuseplan.costmodel.devices import Kind
-from fuseplan.planner.cli import completion
 
 if TYPE_CHECKING:
     from fuseplan.planner.api.tune import Runner
 
 N = TypeVar("N", int, float)
+
+
+def completion(
+    shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="The shell to complete in.")]
+) -> None:
+    """Print the script that completes commands, options and their values in a shell.
+
+    bash: eval "$(plan completion bash)" in ~/.bashrc. zsh: eval "$(plan completion zsh)" in ~/.zshrc, after compinit.
+    fish: plan completion fish > ~/.config/fish/completions/plan.fish.
+    """
+    from typer._completion_shared import get_completion_script
+
+    typer.echo(get_completion_script(prog_name="plan", complete_var="_PLAN_COMPLETE", shell=shell))
+
+
+def known_models(incomplete: str) -> list[str]:
+    """Presets that begin so."""
+    from fuseplan.planner.models.sources import ALIASES, PRESETS
+
+    return [name for name in (*ALIASES, *PRESETS) if name.startswith(incomplete)]
+
+
+def known_patterns(incomplete: str) -> list[str]:
+    """Named patterns that begin so."""
+    from fuseplan.planner.patterns.listing import LISTING
+
+    return [name for name in LISTING if name.startswith(incomplete)]
+
+
+def known_devices(incomplete: str) -> list[str]:
+    """What ``plan report --device`` takes without a look into a database."""
+    from fuseplan.planner.api.device import DEVICES
+    from fuseplan.search.store.layered import shipped_devices
+
+    return [name for name in (*DEVICES, *shipped_devices()) if name.startswith(incomplete)]
 
 
 def whole(least: int, most: int = 2**31 - 1) -> Callable[[str | int], int]:
@@ -60,14 +94,14 @@ NO_TLS: TlsFiles = (None, None, None)
 #: What names a model and its workloads, by field of :class:`~fuseplan.planner.models.manifest.ModelArguments`.
 MODEL: Mapping[str, Any] = {
     "model": Annotated[str | None, Option(
-        metavar="NAME", autocompletion=completion.models,
+        metavar="NAME", autocompletion=known_models,
         help="A preset: llama, llama-3.2-1b, llama-3.1-8b, llama-3.1-70b.")],
     "config": Annotated[Path | None, Option(
         metavar="FILE", help="A local Hugging Face config.json (weights are random).")],
     "module": Annotated[str | None, Option(
         metavar="PKG.MOD:FACTORY", help="Your own: FACTORY() returns (nn.Module, example inputs). Runs that code.")],
     "pattern": Annotated[str | None, Option(
-        metavar="NAME", autocompletion=completion.patterns,
+        metavar="NAME", autocompletion=known_patterns,
         help="A pattern such as swiglu, with --shape; see `plan patterns`.")],
     "shape": Annotated[str | None, Option(metavar="32x4096", help="Shape of the pattern's activations.")],
     "decode": Annotated[str | None, Option(

@@ -22,7 +22,7 @@ from torch import fx
 from fuseplan.costmodel.devices import is_cpu, is_gpu
 from fuseplan.kernels.gpu.overlap import plainly
 from fuseplan.planner.dispatch_stats import Tally
-from fuseplan.planner.errors import Argument, ConfigError, nearest
+from fuseplan.planner.errors import Argument, ConfigError, meant
 from fuseplan.planner.implementations.generated_kernel import GeneratedKernel
 from fuseplan.planner.implementations.implementation import PlannedGroup
 from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, Case, Contestant, PeerError, PeerOp
@@ -180,8 +180,7 @@ def peer_names(text: str | None, device_type: str, without: Sequence[str] = ()) 
         spelt = {name.replace("-", " "): name for name in PEERS} | {"max autotune": MAX_AUTOTUNE}
         wanted = {spelt.get(word, word) for word in words}
         for name in sorted(wanted - PEERS.keys()):
-            close = nearest(name, PEERS)
-            hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(PEERS)}"
+            hint = meant(name, PEERS, f"known: {', '.join(PEERS)}")
             raise ConfigError("{}: there is no peer {!r}; {}", Argument("peers"), name, hint)
         if not wanted:
             raise ConfigError("{} is empty; known: {}", Argument("peers"), ", ".join(PEERS))

@@ -11,7 +11,6 @@ from typer import Argument, Context, Option
 
 from fuseplan.costmodel.devices import is_gpu
 from fuseplan.planner.api.device import device_kind
-from fuseplan.planner.cli import completion
 from fuseplan.planner.cli import source as opt
 from fuseplan.planner.cli.bench import generate, patterns
 from fuseplan.planner.cli.output.options import answers, current
@@ -69,7 +68,7 @@ def bench(
         parser=opt.whole(2), metavar="N", help="generate: tokens to make. Default: 128.",
     )] = None,
     pattern: Annotated[list[str] | None, Option(
-        metavar="NAME", autocompletion=completion.patterns,
+        metavar="NAME", autocompletion=opt.known_patterns,
         help="patterns: this pattern; repeatable. Default: a set.",
     )] = None,
     shape: Annotated[list[str] | None, Option(

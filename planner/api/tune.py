@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import pandas as pd
 
 from fuseplan.costmodel.devices import is_gpu
-from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.api.answer import TuneAnswer, first_screen
 from fuseplan.planner.api.device import device_kind
 from fuseplan.planner.api.many import Models, TunedMany
@@ -29,7 +28,7 @@ from fuseplan.planner.api.request import (
     asked_for,
     python_arguments,
 )
-from fuseplan.planner.api.run import Ran, Wanted, outcome, run
+from fuseplan.planner.api.run import Ran, Runner, Wanted, outcome, run_here
 from fuseplan.planner.errors import PlanError, one_family
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.implementations.inductor import InductorAsked
@@ -196,18 +195,6 @@ def tune(
         if isinstance(found, Tuned) and found.failure:
             raise PlanError("; ".join((found.failure, *found.warnings[:1])))
         return found
-
-
-#: Where a run is made: here, or by a fleet, once for each device.
-Runner: TypeAlias = Callable[[TuneRequest, Callable[[str], Wanted], Progress, TimeAccount], list[tuple[Wanted, Ran]]]
-
-
-def run_here(
-    request: TuneRequest, wanted_on: Callable[[str], Wanted], progress: Progress, account: TimeAccount
-) -> list[tuple[Wanted, Ran]]:
-    """A run on this device."""
-    wanted = wanted_on(current_identity(request.kind).key())
-    return [(wanted, run(request, wanted, progress, account))]
 
 
 def tune_request(

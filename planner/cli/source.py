@@ -13,7 +13,7 @@ from typer import Option
 from fuseplan.costmodel.devices import Kind
 
 if TYPE_CHECKING:
-    from fuseplan.planner.api.tune import Runner
+    from fuseplan.planner.api.run import Runner
 
 N = TypeVar("N", int, float)
 
@@ -147,7 +147,7 @@ def fleet_kind(workers: str, device: str) -> Kind:
 def runner(workers: str | None) -> Runner:
     """The runner: this process, or the workers of ``--workers``."""
     if workers is None:
-        from fuseplan.planner.api.tune import run_here
+        from fuseplan.planner.api.run import run_here
 
         return run_here
     from fuseplan.planner.fleet.run import run_by

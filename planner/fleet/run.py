@@ -8,8 +8,8 @@ from dataclasses import replace
 from fuseplan.planner.api.many import Models
 from fuseplan.planner.api.regions import CapturedModel, captured_model, in_words
 from fuseplan.planner.api.request import Asked, TuneRequest
-from fuseplan.planner.api.run import Ran, Wanted
-from fuseplan.planner.api.tune import OneModel, Runner
+from fuseplan.planner.api.run import Ran, Runner, Wanted
+from fuseplan.planner.api.tune import OneModel
 from fuseplan.planner.errors import FuseplanError, NothingForDeviceError
 from fuseplan.planner.fleet.asking import fleet
 from fuseplan.planner.fleet.terms import Captured

@@ -17,7 +17,7 @@ from fuseplan.planner.api.answer import TuneAnswer, first_screen
 from fuseplan.planner.api.device import device_kind
 from fuseplan.planner.api.many import Models, TunedMany
 from fuseplan.planner.api.misses import LoggedMisses, TunedMisses
-from fuseplan.planner.api.report import Report
+from fuseplan.planner.api.report import GROUP_SPARE, Report
 from fuseplan.planner.api.request import (
     Asked,
     Batches,
@@ -35,7 +35,6 @@ from fuseplan.planner.implementations.inductor import InductorAsked
 from fuseplan.planner.models.manifest import read_manifest
 from fuseplan.planner.models.sources import hf_config
 from fuseplan.planner.reports import frames, step_words
-from fuseplan.planner.reports.contents import GROUP_SPARE
 from fuseplan.planner.reports.document import Table, table_of
 from fuseplan.planner.tuning.graph_stream import GraphStream
 from fuseplan.planner.tuning.progress import SILENT, Progress

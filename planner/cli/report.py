@@ -34,11 +34,10 @@ def report(
 ) -> None:
     """Report what was tuned: whole steps first, then groups, fused against unfused. Nothing is measured."""
     from fuseplan.planner.api.report import load
-    from fuseplan.planner.reports.contents import report_document
 
     found = load(db, device, device_key, model, regime, against)
     screen = current()
     if screen.style == "html":
         screen.page(found.html(), Path("fuseplan-report.html"))
     else:
-        screen.show(report_document(found.data, topic, found.other, screen.style))
+        screen.show(found.document(topic, screen.style))

@@ -230,26 +230,18 @@ def load(
     regime: str | None = None, against: str | Path | None = None,
 ) -> Report:
     """:func:`report`, with errors in the words of the command line."""
-    data = load_data(db, device, device_key, model, regime)
-    if against is None:
-        return Report(data)
-    try:
-        return Report(data, load_data(against, device, device_key, model, regime))
-    except PlanError as error:
-        raise PlanError("{} {}: {}", Argument("against"), plain(str(against)), error) from None
-
-
-def load_data(
-    db: str | Path | None, device: str, device_key: str | None = None, model: str | None = None,
-    regime: str | None = None
-) -> ReportData:
-    """The stored and the shipped data of this machine's device, or of the one that is named by a part of its key."""
     if regime not in (None, "eager", "graph"):
         raise PlanError(f"unknown regime {regime!r}: expected eager or graph")
     database, key = open_layers(db, device, device_key)
     # llama stands for a preset of the device's size.
     name = alias_of(model, kind_of_key(key)) if model is not None else ""
-    return load_report(database, key, stored_spec(database, key), name, regime)
+    data = load_report(database, key, stored_spec(database, key), name, regime)
+    if against is None:
+        return Report(data)
+    try:
+        return Report(data, load(against, device, device_key, model, regime).data)
+    except PlanError as error:
+        raise PlanError("{} {}: {}", Argument("against"), plain(str(against)), error) from None
 
 
 def open_layers(db: str | Path | None, device: str, device_key: str | None = None) -> tuple[LayeredDatabase, str]:

@@ -16,7 +16,7 @@ from typing import Annotated, TextIO
 import typer
 from typer._completion_classes import completion_init
 
-from fuseplan.planner.cli import database, explain, fleet, machine, report, source, tune
+from fuseplan.planner.cli import database, explain, fleet, machine, source, tune
 from fuseplan.planner.cli.bench import command as bench
 from fuseplan.search.errors import Argument, Command, MachineFailureError, NothingCompilesError, SpelledError, plain
 
@@ -38,7 +38,7 @@ app = typer.Typer(
 app.command("tune", short_help="Plan a model's fusion, tune it on this device, store it.")(tune.tune)
 app.command("explain", short_help="Say why each boundary is where it is.")(explain.explain)
 app.command("bench", short_help="Measure the plan beside eager and TorchInductor.")(bench.bench)
-app.command("report", short_help="Show what is stored: tables or an HTML page.")(report.report)
+app.command("report", short_help="Show what is stored: tables or an HTML page.")(explain.report)
 app.command("probe", short_help="Measure this device for the cost model.")(machine.probe)
 app.command("patterns", short_help="List the named patterns, with their shapes and formulas.")(explain.patterns)
 app.command("backends", short_help="Say which kernel back ends work here, and why not.")(machine.backends)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -48,6 +49,7 @@ def _cell(name: str, value: Any) -> str:
     return f"{value:,.3g}{'x' * (name == 'speedup')}" if isinstance(value, float) else str(value)
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class TuneAnswer:
     """What came of a tune, in words.
 
@@ -56,8 +58,8 @@ class TuneAnswer:
         failure: Why it failed, where that is more than a region or some noise; "" where it did not.
     """
 
-    warnings: tuple[str, ...]
-    failure: str
+    warnings: tuple[str, ...] = ()
+    failure: str = ""
 
     def tables(self) -> Iterator[Table]:
         """The answer as tables, the first one for CSV."""

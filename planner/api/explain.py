@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import pandas as pd
+import torch
 
 from fuseplan.planner.api.answer import first_screen
 from fuseplan.planner.api.device import device_kind
@@ -23,9 +24,6 @@ from fuseplan.planner.tuning.plans import GraphPlan
 from fuseplan.planner.tuning.progress import SILENT, Progress
 from fuseplan.planner.tuning.session import Session, open_session
 from fuseplan.search.errors import plain
-
-if TYPE_CHECKING:
-    import torch
 
 EXPLAINED_COLUMNS = (
     "workload", "group", "place", "ops", "uses", "runs", "config", "time_us", "measured", "reason", "plan", "key",

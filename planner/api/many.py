@@ -61,8 +61,6 @@ class TunedMany(TuneAnswer):
     totals: dict[str, float]
     data: frames.ReportData
     results: tuple[TuneResult, ...] = ()
-    warnings: tuple[str, ...] = ()
-    failure: str = ""
 
     @property
     def steps(self) -> pd.DataFrame:
@@ -181,8 +179,8 @@ class Models:
         why = [f"{len(lost)} of {len(captured)} models cannot be captured"] if lost else []
         return TunedMany(
             self.title, ran.session.database.where, models, pd.DataFrame(found, columns=list(REGION_COLUMNS)),
-            totals, data, tuple(result for _, result in ran.results), tuple(dict.fromkeys((*lost, *warnings))),
-            "; ".join(filter(None, (*why, failure))),
+            totals, data, tuple(result for _, result in ran.results),
+            warnings=tuple(dict.fromkeys((*lost, *warnings))), failure="; ".join(filter(None, (*why, failure))),
         )
 
     def _row(self, number: int, one: CapturedModel, ran: Ran, data: frames.ReportData) -> dict[str, Any]:

@@ -57,8 +57,6 @@ class TunedMisses(TuneAnswer):
     forgotten: int
     most: int
     words: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-    failure: str = ""
 
     def tables(self) -> Iterator[Table]:
         for title, frame in (("Tuned", self.regions), ("What remains", self.left)):
@@ -166,8 +164,9 @@ class LoggedMisses:
         forgotten = miss_log.forget_tuned(session.database, session.store, session.device)
         regions = pd.DataFrame(rows, columns=list(TUNED_COLUMNS)).sort_values("count", ascending=False, kind="stable")
         left = misses_frame(logged_misses(session.store, session.device))
-        return TunedMisses(
-            session.database.where, regions, left, forgotten, self._most, tuple(said), *ran.complaints())
+        warnings, failure = ran.complaints()
+        return TunedMisses(session.database.where, regions, left, forgotten, self._most, tuple(said),
+                           warnings=warnings, failure=failure)
 
 
 def _row(missed: MissedRegion, failure: str, planned: WorkloadPlan | None = None) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
 import pandas as pd
+import torch
 
 from fuseplan.costmodel.devices import is_gpu
 from fuseplan.planner.api.answer import TuneAnswer, first_screen
@@ -46,10 +47,6 @@ from fuseplan.search.tune.time_account import TimeAccount
 
 logger = logging.getLogger(__name__)
 
-if TYPE_CHECKING:
-    import torch
-
-
 _GROUPS = ("group", "place", "answer", "fused_us", "unfused_us", "speedup", "workload")
 
 
@@ -69,8 +66,6 @@ class Tuned(TuneAnswer, Report):
     result: TuneResult | None = None
     decided: pd.DataFrame | None = None
     known: pd.DataFrame | None = None
-    warnings: tuple[str, ...] = ()
-    failure: str = ""
     noises: tuple[float, ...] = ()
 
     @property
@@ -250,7 +245,7 @@ class OneModel:
         warnings, failure = ran.complaints()
         if not result.distinct():
             data = frames.ReportData(session.device, name, session.spec, {}, {})
-            return Tuned(data, None, name, result, warnings=warnings, failure=failure)
+            return Tuned(data, label=name, result=result, warnings=warnings, failure=failure)
         data = frames.load_report(replace(session, run="").store, session.device, session.spec, name)
         known = frames.group_frame(data)
         shown = known[known["key"].isin(_tuned_groups([region.record for _, region in result.distinct()]))]
@@ -259,8 +254,8 @@ class OneModel:
         noises = tuple(record.unfused.noise for record in data.records.values() if record.key.workload in measured)
         asked = {one.workload for one in result.plans if self.asked.is_asked_for(one.workload)}
         chosen = [one for one in data.workloads if one.workload in asked and one.regime == session.settings.regime]
-        return Tuned(
-            replace(data, workloads=tuple(chosen)), None, name, result, shown, known, warnings, failure, noises)
+        return Tuned(replace(data, workloads=tuple(chosen)), None, name, result, shown, known, noises,
+                     warnings=warnings, failure=failure)
 
 
 def _tuned_groups(records: Sequence[PlanRecord]) -> set[str]:

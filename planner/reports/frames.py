@@ -254,8 +254,7 @@ def coverage_frame(data: ReportData) -> pd.DataFrame:
     ones. ``launches`` leaves library calls out; the times are those of whole regions, with their matmuls and attention,
     None where a region has no plan.
     """
-    rows = [_coverage_row(data, workload) for workload in data.workloads]
-    return pd.DataFrame(rows, columns=list(COVERAGE_COLUMNS))
+    return pd.DataFrame([_coverage_row(data, one) for one in data.workloads], columns=list(COVERAGE_COLUMNS))
 
 
 def _coverage_row(data: ReportData, workload: WorkloadSummary) -> dict[str, Any]:

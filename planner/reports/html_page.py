@@ -53,6 +53,7 @@ def html_report(data: ReportData, other: ReportData | None = None) -> str:
     tuned = [plan.evidence for plan in data.plans.values()] or [one.evidence for one in data.records.values()]
     device = data.spec.identity.name if data.spec is not None else data.device
     return templates().get_template("report.html.j2").render(
+        data=data,
         title=f"Fusion report: {data.model or device}",
         device=device,
         created=now(),
@@ -71,7 +72,6 @@ def html_report(data: ReportData, other: ReportData | None = None) -> str:
         saved=_saved_rows(told, groups),
         answers=groups["answer"],
         totals=coverage.drop(columns="workload").sum() if len(coverage) else None,
-        plans=data.decided().values(),
         plots=_plots(data),
         layers=layers,
         against=list(against_lines(data, other)) if other is not None else [],
@@ -86,9 +86,6 @@ def html_report(data: ReportData, other: ReportData | None = None) -> str:
             "regions": table_html(regions.drop(columns=["key", "regime"]), "Every region", percent=("gap",)),
             "misses": table_html(frames.misses_frame(data.misses).drop(columns=["key"]), "Look-ups without a plan"),
         },
-        misses=len(data.misses),
-        key=data.device,
-        spec=data.spec,
         last=max(tuned, key=lambda evidence: evidence.created, default=None),
     )
 

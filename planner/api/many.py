@@ -120,7 +120,11 @@ class Models:
             elif one.regime == "graph" and is_cpu(kind):
                 self.left_out.append((one.source, "it is for CUDA graphs, which a CPU does not have"))
             else:
-                found.append((one, _asked(one, kind)))
+                try:
+                    asked = asked_for(kind, one)
+                except FuseplanError as error:
+                    raise ConfigError(f"{one.where}: {error}") from None
+                found.append((one, replace(asked, label=one.name or asked.label)))
         if not found:
             reasons = "; ".join(f"{name}: {why}" for name, why in self.left_out)
             raise NothingForDeviceError(f"{self.title}: no model is for this device, {device} ({reasons})")
@@ -228,14 +232,6 @@ def _stored(captured: Sequence[CapturedModel], session: Session) -> frames.Repor
         return frames.ReportData(session.device, "", session.spec, {}, {})
     chosen = [one for one in data.workloads if (one.model, one.workload, one.regime, one.numerics) in wanted]
     return replace(data, model="", workloads=tuple(chosen))
-
-
-def _asked(one: ManifestModel, kind: Kind) -> Asked:
-    try:
-        asked = asked_for(kind, one)
-    except FuseplanError as error:
-        raise ConfigError(f"{one.where}: {error}") from None
-    return replace(asked, label=one.name or asked.label)
 
 
 def _named_apart(models: Sequence[tuple[ManifestModel, Asked]]) -> Iterator[Asked]:

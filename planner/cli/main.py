@@ -90,7 +90,11 @@ def run(argv: Sequence[str]) -> int:
                 return _NO_READER
             if debug:
                 traceback.print_exc()
-            status = _report(error)
+            if type(error).__name__ == "NoArgsIsHelpError":  # a group without a command: the message is its help
+                typer.echo(str(error), err=True)
+                return 2
+            line, status = describe(error)
+            typer.echo(f"plan: error: {line}", err=True)
     if status == _INTERRUPTED:
         typer.echo(INTERRUPTED, err=True)
     return status
@@ -101,15 +105,6 @@ def _nobody_reads() -> bool:
     poll = select.poll()
     poll.register(1, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
-
-
-def _report(error: BaseException) -> int:
-    if type(error).__name__ == "NoArgsIsHelpError":  # a command group without a command: the message is its help
-        typer.echo(str(error), err=True)
-        return 2
-    line, status = describe(error)
-    typer.echo(f"plan: error: {line}", err=True)
-    return status
 
 
 def describe(error: BaseException) -> tuple[str, int]:

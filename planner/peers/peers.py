@@ -71,11 +71,6 @@ def fused(case: Case, groups: Sequence[PlannedGroup], in_place: bool = False) ->
     return Contestant(forward, copies, note=f"writes {seen.in_place} of its results over activations", in_place=True)
 
 
-def _eager(case: Case) -> Contestant:
-    # forward, not __call__: in a model the ops are lines of one function and pay for no module call.
-    return Contestant(case.traced.module.forward)
-
-
 def _inductor(case: Case, max_autotune: bool) -> Contestant:
     return Contestant(inductor_callable(case.traced.module, case.inputs, max_autotune))
 
@@ -157,7 +152,8 @@ def _library(case: Case, name: str, ops: Mapping[str, PeerOp]) -> Contestant:
 
 #: Every peer, in the order of the tables.
 PEERS: Mapping[str, Peer] = MappingProxyType({
-    EAGER: Peer(_eager),
+    # forward, not __call__: in a model the ops are lines of one function and pay for no module call.
+    EAGER: Peer(lambda case: Contestant(case.traced.module.forward)),
     INDUCTOR: Peer(partial(_inductor, max_autotune=False)),
     MAX_AUTOTUNE: Peer(partial(_inductor, max_autotune=True)),
     LIGER: Peer(partial(_library, name=LIGER, ops=LIGER_OPS), is_gpu),

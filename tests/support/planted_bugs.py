@@ -115,8 +115,8 @@ BUGS = (
         "asked = {} if trials is None else", "asked = {} if trials else", ("tests/planner/cli/test_tune_study.py",)),
     # -- what the environment fails at --------------------------------------------------------------------------
     Bug("a failing compiler ends in two lines", "planner/cli/main.py",
-        "    line, status = describe(error)\n",
-        '    line, status = describe(error)\n    typer.echo(f"plan: error: {line}", err=True)\n',
+        "            line, status = describe(error)\n",
+        '            line, status = describe(error)\n            typer.echo(f"plan: error: {line}", err=True)\n',
         fault("failing compiler")),
     Bug("a compiler that fails is an answer: do not fuse", "search/tune/group_search.py",
         'raise NothingCompilesError(f"{self._subject.label}: nothing has compiled in this tune ({failed[0]})")', "pass",

@@ -144,24 +144,21 @@ def tune_cells(
 
     Returns the session with the calibration that the new records gave.
     """
-    if budget is None:
+    graphs = []
+    for cell in cells if budget is not None else ():
+        try:
+            graph = contestant.trace_cell(cell, session.target.device_type)[0].graph
+        except Exception as error:
+            said.append(f"{cell.key} could not be tuned: {failure(error)}")
+            continue
+        if session.planner().undecided(graph):
+            graphs.append((cell.key, graph))
+    if not graphs:
         return session
-    for pattern, group in groupby(cells, lambda cell: cell.pattern):
-        graphs = []
-        for cell in group:
-            try:
-                graph = contestant.trace_cell(cell, session.target.device_type)[0].graph
-            except Exception as error:
-                said.append(f"{cell.key} could not be tuned: {failure(error)}")
-                continue
-            if session.planner().undecided(graph):
-                graphs.append((f"{cell.size} {cell.dtype}", graph))
-        if graphs:
-            batch = Batch(graphs, reported=lambda name, pattern=pattern: (f"pattern {pattern}", name))  # type: ignore[misc]
-            result = tune(session, batch, budget, progress=current(), executor=pool)
-            said += [f"{pattern} {one}" for one in result.failures]
-            session = result.session
-    return session
+    names = {cell.key: (f"pattern {cell.pattern}", f"{cell.size} {cell.dtype}") for cell in cells}
+    result = tune(session, Batch(graphs, reported=names.get), budget, progress=current(), executor=pool)
+    said += map(str, result.failures)
+    return result.session
 
 
 # -- generate -------------------------------------------------------------------------------------------------

@@ -131,8 +131,8 @@ class Models:
         self.models = tuple(_named_apart(found))
         self.captured: tuple[CapturedModel, ...] = ()
         self.regions: tuple[DistinctRegion, ...] = ()
-        #: By settings and name of a graph: its model, and its workload there.
-        self._of: dict[tuple[PlanSettings, str], tuple[CapturedModel, str]] = {}
+        #: By settings and name of a graph.
+        self._of: dict[tuple[PlanSettings, str], CapturedModel] = {}
 
     def capture(self, stack: ExitStack, progress: Progress, account: TimeAccount) -> None:
         for name, why in self.left_out:
@@ -148,22 +148,15 @@ class Models:
         return [batch for batch in found if batch.graphs]
 
     def _batch(self, settings: PlanSettings) -> Batch:
-        graphs: dict[str, DataflowGraph] = {}
+        found: dict[str, tuple[CapturedModel, str, DataflowGraph]] = {}
         for one in self.captured:
             for workload, graph in one.graphs if one.asked.settings == settings else ():
-                name = f"{one.asked.label}: {workload}"
-                graphs.setdefault(name, graph)
-                self._of.setdefault((settings, name), (one, workload))
-
-        def reported(name: str) -> tuple[str, str]:
-            one, workload = self._of[settings, name]
-            return one.asked.label, workload
-
-        def timed(name: str) -> bool:
-            one, workload = self._of[settings, name]
-            return one.asked.is_asked_for(workload)
-
-        return Batch(list(graphs.items()), settings, reported, timed)
+                found.setdefault(f"{one.asked.label}: {workload}", (one, workload, graph))
+        self._of |= {(settings, name): one for name, (one, _, _) in found.items()}
+        return Batch(
+            [(name, graph) for name, (_, _, graph) in found.items()], settings,
+            reported=lambda name: (found[name][0].asked.label, found[name][1]),
+            timed=lambda name: found[name][0].asked.is_asked_for(found[name][1]))
 
     def answer(self, ran: Ran) -> TunedMany:
         """What came of it, as frames and words."""
@@ -206,7 +199,7 @@ class Models:
         came = Counter(plan.source for _, plan in tuned.distinct() if plan.region.key in own)
         failed = len(own) - came.total()
         words = f"{failed} regions failed" if failed else "tuned" if came["tuned"] else "nothing new"
-        took_s = sum(plan.elapsed_s for plan in tuned.plans if self._of[settings, plan.workload][0] is one)
+        took_s = sum(plan.elapsed_s for plan in tuned.plans if self._of[settings, plan.workload] is one)
         row |= {"stored": came["database"], "measured": came["tuned"], "failed": failed, "outcome": words,
                 "tune_s": round(took_s, 2)}
         first = next((name for name, _ in one.graphs if asked.is_asked_for(name)), None)

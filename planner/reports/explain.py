@@ -10,15 +10,14 @@ from dataclasses import dataclass, replace
 from fuseplan.costmodel.roofline import lower_bound
 from fuseplan.planner.errors import failure_reason
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
-from fuseplan.planner.groups.candidates import Candidate, Refusal, enumerate_candidates, region_dependencies
-from fuseplan.planner.groups.compute_graph import compute_graph_of
+from fuseplan.planner.groups.candidates import Candidate, Refusal, enumerate_candidates
 from fuseplan.planner.groups.regions import find_boundaries, region_parts
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import kernel_mode
 from fuseplan.planner.ops.table import kind_of, why_opaque
 from fuseplan.planner.partition.inductor_step import should_run_whole
 from fuseplan.planner.partition.plan_record import located_label
-from fuseplan.planner.reports.drawing import group_name
+from fuseplan.planner.reports.drawing import group_name, reads
 from fuseplan.planner.reports.frames import config_text, floor_doubt, how_it_runs, time_of
 from fuseplan.planner.reports.side_by_side import in_words, side_by_side
 from fuseplan.planner.tuning.planner import GraphPlan, RegionPlan
@@ -59,11 +58,11 @@ def explain_plan(session: Session, workload: str, graph: DataflowGraph, plan: Gr
 
 def distinct_regions(graph: DataflowGraph, plan: GraphPlan) -> list[tuple[RegionSummary, RegionPlan]]:
     """Each distinct region of a planned graph: what is to be said of it, and the plan of its first occurrence."""
-    unique = {one.record.key.workload: one for one in plan.unique()}
-    if not unique:
+    if not plan.regions:
         return []
     summary = summarise("", "", graph, [(one.region, one.record) for one in plan.regions])
-    return [(region, unique[region.key]) for region in summary.regions]
+    regions = {region.key: region for region in summary.regions}
+    return [(regions[one.record.key.workload], one) for one in plan.unique()]
 
 
 def compare_plans(planned: Sequence[tuple[str, DataflowGraph, GraphPlan]]) -> Iterator[str]:
@@ -187,12 +186,7 @@ class _RegionWords:
         self, candidates: Mapping[frozenset[str], Candidate], refusals: Sequence[Refusal]
     ) -> Iterator[str]:
         """For each two groups that exchange a value: why they are not one."""
-        home = {op: number for number, group in enumerate(self.groups) for op in group.ops}
-        dependencies = region_dependencies(self.graph, self.plan.region)
-        flow = compute_graph_of(self.graph)
-        names = [flow.names[at] for at in dependencies.members]
-        edges = {(home[names[before]], home[names[after]]) for before, after in dependencies.edges()}
-        pairs = [(self.groups[a], self.groups[b]) for a, b in edges if a != b]
+        pairs = [(self.groups[a], self.groups[b]) for a, b in reads(self.region, self.plan.record)]
         for one, other in sorted(pairs, key=lambda pair: (pair[0].name, pair[1].name))[: 4 * _EXAMPLES]:
             yield f"  between {one.name} and {other.name}: {self._why_apart(one, other, candidates, refusals)}"
 

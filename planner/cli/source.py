@@ -5,15 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import typer
 from typer import Option
 
 from fuseplan.costmodel.devices import Kind
-
-if TYPE_CHECKING:
-    from fuseplan.planner.api.run import Runner
 
 N = TypeVar("N", int, float)
 
@@ -142,17 +139,6 @@ def fleet_kind(workers: str, device: str) -> Kind:
     from fuseplan.planner.fleet.asking import fleet_kind as kind_of
 
     return kind_of(workers, device)
-
-
-def runner(workers: str | None) -> Runner:
-    """The runner: this process, or the workers of ``--workers``."""
-    if workers is None:
-        from fuseplan.planner.api.run import run_here
-
-        return run_here
-    from fuseplan.planner.fleet.run import run_by
-
-    return run_by(workers)
 
 
 def use_tls(context: typer.Context, workers: str | None, files: TlsFiles) -> None:

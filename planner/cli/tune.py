@@ -69,6 +69,7 @@ def tune(
     account = TimeAccount(process_age_s())
     with account.spend("starting"):
         from fuseplan.planner.api.request import HowToTune, TuneRequest
+        from fuseplan.planner.api.run import Runner, run_here
         from fuseplan.planner.api.tune import tune_request
         from fuseplan.planner.errors import ConfigError
 
@@ -78,8 +79,12 @@ def tune(
         raise ConfigError("--misses tunes on this device; leave out --workers")
     how = HowToTune(trials, seconds, seed, shipped, again, study, job_limit, inductor)
     screen = current()
-    found = tune_request(
-        TuneRequest(kind, given, manifest, misses, most, how, db), screen, account, opt.runner(workers))
+    runner: Runner = run_here
+    if workers is not None:
+        from fuseplan.planner.fleet.run import run_by
+
+        runner = run_by(workers)
+    found = tune_request(TuneRequest(kind, given, manifest, misses, most, how, db), screen, account, runner)
     for one in found:
         for table in one.tables():
             screen.add(table)

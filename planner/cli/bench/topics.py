@@ -42,15 +42,15 @@ def results_folder(session: Session, out: Path | None) -> Path:
 
 def publish(
     session: Session, name: str, frames: dict[str, pd.DataFrame], words: list[str], out: Path | None,
-    tables: dict[str, pd.DataFrame] | None = None, legend: str | None = None,
+    tables: dict[str, pd.DataFrame] | None = None, legend: str = evidence.LEGEND,
 ) -> None:
     """Say ``words``, and write them with the frames and what the numbers depend on."""
     facts = evidence.environment(session, name)
     words = [*evidence.quietness(facts), *words]
     for line in words:
         current().tell(line)
-    folder, legend = results_folder(session, out), legend or evidence.LEGEND
-    for path in evidence.write_results(folder, evidence.file_name(name), frames, facts, words, tables, legend):
+    folder, start = results_folder(session, out), evidence.file_name(name)
+    for path in evidence.write_results(folder, start, frames, facts, words, tables, legend):
         current().say(f"written: {path}")
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
+from fuseplan.planner.reports.document import Table
 from fuseplan.planner.reports.drawing import templates
 from fuseplan.planner.reports.frames import ReportData
 from fuseplan.planner.reports.step_words import answers, bars, time_text
@@ -47,6 +49,7 @@ def _cell(name: str, value: Any) -> str:
     return f"{value:,.3g}{'x' * (name == 'speedup')}" if isinstance(value, float) else str(value)
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class TuneAnswer:
     """What came of a tune, in words.
 
@@ -55,8 +58,12 @@ class TuneAnswer:
         failure: Why it failed, where that is more than a region or some noise; "" where it did not.
     """
 
-    warnings: tuple[str, ...]
-    failure: str
+    warnings: tuple[str, ...] = ()
+    failure: str = ""
+
+    def tables(self) -> Iterator[Table]:
+        """The answer as tables, the first one for CSV."""
+        raise NotImplementedError
 
     def course(self) -> Iterator[str]:
         """How the tune went: what was measured, and where it is stored."""

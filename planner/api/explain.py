@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import pandas as pd
+import torch
 
 from fuseplan.planner.api.answer import first_screen
 from fuseplan.planner.api.device import device_kind
 from fuseplan.planner.api.request import Asked, Batches, ModelLike, Prefills, asked_for, python_arguments
-from fuseplan.planner.api.sources import KernelSource, kernel_sources
-from fuseplan.planner.errors import ConfigError, nearest, one_family
+from fuseplan.planner.errors import Argument, ConfigError, nearest, one_family
 from fuseplan.planner.graph.dataflow import DataflowGraph
-from fuseplan.planner.groups.places import region_paths
-from fuseplan.planner.module_paths import group_place
+from fuseplan.planner.implementations.tunable_group import group_subject
 from fuseplan.planner.reports import explain as words
+from fuseplan.planner.reports.drawing import group_name
 from fuseplan.planner.reports.frames import config_text, how_it_runs, time_of
 from fuseplan.planner.tuning.plans import GraphPlan
 from fuseplan.planner.tuning.progress import SILENT, Progress
 from fuseplan.planner.tuning.session import Session, open_session
 from fuseplan.search.errors import plain
-
-if TYPE_CHECKING:
-    import torch
 
 EXPLAINED_COLUMNS = (
     "workload", "group", "place", "ops", "uses", "runs", "config", "time_us", "measured", "reason", "plan", "key",
@@ -46,19 +43,49 @@ class Planned:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """A row for each group of each distinct region (:data:`EXPLAINED_COLUMNS`)."""
-        for one in self.plan.unique():
-            occurrences = [other.region for other in self.plan.regions if other.region.key == one.region.key]
-            places, record = region_paths(self.graph, occurrences), one.record
+        for region, one in words.distinct_regions(self.graph, self.plan):
+            record = one.record
             for group in record.groups:
                 key = replace(record.key, workload=group.workload)
                 tuning = self.session.store.get_record(key).record if group.workload else None
                 yield {
-                    "workload": self.workload, "group": group.label, "place": group_place(places, group.ops),
+                    "workload": self.workload, "group": group.label, "place": region.place_of(group.ops),
                     "ops": ", ".join(self.graph.op(name).op for name in one.group_ops(group)),
-                    "uses": len(occurrences), "runs": how_it_runs(group), "config": config_text(group.config),
+                    "uses": region.occurrences, "runs": how_it_runs(group), "config": config_text(group.config),
                     "time_us": time_of(group), "measured": group.measured_us is not None,
                     "reason": (tuning or record).evidence.reason, "plan": one.source, "key": group.workload,
                 }
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """A kernel's code.
+
+    Attributes:
+        names: The letters that ``plan explain`` gives its group, one for each region.
+        label, place: Of its group.
+        text: All of it; ``common`` are the parts that other kernels have, too: includes and helpers.
+    """
+
+    names: tuple[str, ...]
+    label: str
+    place: str
+    backend: str
+    text: str
+    common: tuple[str, ...]
+    workloads: tuple[str, ...]
+
+    @property
+    def language(self) -> str:
+        """As highlighters call it."""
+        return "cpp" if self.backend == "cpp" else "python"
+
+    def own_text(self) -> str:
+        """The text without what other kernels have, too."""
+        text = self.text
+        for part in self.common:
+            text = text.replace(f"{part}\n\n\n", "", 1) if f"{part}\n\n\n" in text else text.replace(part, "", 1)
+        return text
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,8 +108,7 @@ class Explained:
 
     def kernels(self) -> list[KernelSource]:
         """The generated kernels of all workloads, each text once."""
-        session = self.planned[0].session
-        return kernel_sources(session, [(one.workload, one.graph, one.plan) for one in self.planned])
+        return kernel_sources(self.planned)
 
     def sources(self, group: str = "") -> Mapping[str, str]:
         """Generated code by group, of those with ``group`` in their labels."""
@@ -150,3 +176,43 @@ def explained(
         plan = session.planner().plan_graph(graph, on_failure=words.note_failure(graph, failures))
         lines = (*words.explain_plan(session, name, graph, plan), *failures)
         yield Planned(session, name, graph, plan, lines)
+
+
+def kernel_sources(planned: Iterable[Planned]) -> list[KernelSource]:
+    """The kernels of several workloads, in the order of their groups."""
+    found: dict[str, KernelSource] = {}
+    for of in planned:
+        session = of.session
+        backends = {backend.name: backend for backend in session.backends}
+        for region, one in words.distinct_regions(of.graph, of.plan):
+            for number, choice in enumerate(one.record.groups):
+                if not choice.is_kernel or choice.implementation not in backends:
+                    continue
+                backend, name = backends[choice.implementation], group_name(number)
+                subject = group_subject(of.graph, one.group_ops(choice), choice.workload, session.settings.numerics,
+                                        session.target.device_type)
+                text = backend.source(subject.ir, choice.config)
+                known = found.get(text) or KernelSource(
+                    (), choice.label, region.place_of(choice.ops), backend.name, text, backend.common(text), ())
+                names, users = dict.fromkeys((*known.names, name)), dict.fromkeys((*known.workloads, of.workload))
+                found[text] = replace(known, names=tuple(names), workloads=tuple(users))
+    return list(found.values())
+
+
+def called(kernels: Sequence[KernelSource], wanted: str) -> list[KernelSource]:
+    """The kernels that ``wanted`` names: a letter, else part of a label or a place, or ``all``.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if not kernels:
+        raise ConfigError("no group of these workloads runs a generated kernel, so there is no source to show")
+    chosen = list(kernels) if wanted == "all" else [one for one in kernels if wanted.upper() in one.names]
+    if not chosen and wanted.strip():
+        chosen = [one for one in kernels if wanted.lower() in f"{one.label}\n{one.place}".lower()]
+    if not chosen:
+        labels = list(dict.fromkeys(one.label for one in kernels))
+        close = nearest(wanted, labels) or labels[:3]
+        raise ConfigError("{} {!r}: no generated kernel is called so; try {}, or all", Argument("source"), wanted,
+                          ", ".join(close))
+    return chosen

@@ -12,13 +12,14 @@ import pandas as pd
 
 from fuseplan.costmodel.devices import Kind, is_cpu
 from fuseplan.planner.api.answer import TuneAnswer, first_screen
-from fuseplan.planner.api.regions import CapturedModel, Regions, captured_model, distinct_regions
+from fuseplan.planner.api.regions import CapturedModel, DistinctRegion, captured_model, distinct_regions, in_words
 from fuseplan.planner.api.request import Asked, asked_for
-from fuseplan.planner.api.run import Ran, complaints, outcome
+from fuseplan.planner.api.run import Ran, outcome
 from fuseplan.planner.errors import ConfigError, FuseplanError, NothingForDeviceError, PlanError
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.models.manifest import Manifest, ManifestModel
 from fuseplan.planner.reports import frames
+from fuseplan.planner.reports.document import Table, table_of
 from fuseplan.planner.reports.step_words import step_words
 from fuseplan.planner.reports.steps import step_frame, steps
 from fuseplan.planner.tuning.plans import PlanSettings
@@ -60,8 +61,6 @@ class TunedMany(TuneAnswer):
     totals: dict[str, float]
     data: frames.ReportData
     results: tuple[TuneResult, ...] = ()
-    warnings: tuple[str, ...] = ()
-    failure: str = ""
 
     @property
     def steps(self) -> pd.DataFrame:
@@ -72,6 +71,14 @@ class TunedMany(TuneAnswer):
     def total_frame(self) -> pd.DataFrame:
         """``totals`` as a table of one row."""
         return pd.DataFrame([self.totals])
+
+    def tables(self) -> Iterator[Table]:
+        yield table_of(self.models, "models", f"{self.title} on {self.data.device}", keep=(
+            "model", "regions", "shared", "measured", "tune_s", "saved_us"), spare=(
+            "numerics", "dtype", "regime", "capture_s", "workloads", "failed", "unfused_us", "planned_us", "step",
+            "outcome", "stored"))
+        for title, frame in (("Totals", self.total_frame), ("Steps", self.steps), ("Regions", self.regions)):
+            yield table_of(frame, title.lower(), title, shown="files")
 
     def course(self) -> Iterator[str]:
         total = self.totals
@@ -113,15 +120,19 @@ class Models:
             elif one.regime == "graph" and is_cpu(kind):
                 self.left_out.append((one.source, "it is for CUDA graphs, which a CPU does not have"))
             else:
-                found.append((one, _asked(one, kind)))
+                try:
+                    asked = asked_for(kind, one)
+                except FuseplanError as error:
+                    raise ConfigError(f"{one.where}: {error}") from None
+                found.append((one, replace(asked, label=one.name or asked.label)))
         if not found:
             reasons = "; ".join(f"{name}: {why}" for name, why in self.left_out)
             raise NothingForDeviceError(f"{self.title}: no model is for this device, {device} ({reasons})")
         self.models = tuple(_named_apart(found))
         self.captured: tuple[CapturedModel, ...] = ()
-        self.regions = Regions((), 0)
-        #: By settings and name of a graph: its model, and its workload there.
-        self._of: dict[tuple[PlanSettings, str], tuple[CapturedModel, str]] = {}
+        self.regions: tuple[DistinctRegion, ...] = ()
+        #: By settings and name of a graph.
+        self._of: dict[tuple[PlanSettings, str], CapturedModel] = {}
 
     def capture(self, stack: ExitStack, progress: Progress, account: TimeAccount) -> None:
         for name, why in self.left_out:
@@ -132,31 +143,24 @@ class Models:
     def batches(self, session: Session, progress: Progress, account: TimeAccount) -> Sequence[Batch]:
         with account.spend("looking regions up"):
             self.regions = distinct_regions(self.captured, session)
-        progress.note(str(self.regions))
+        progress.note(in_words(self.regions))
         found = [self._batch(settings) for settings in dict.fromkeys(one.settings for one in self.models)]
         return [batch for batch in found if batch.graphs]
 
     def _batch(self, settings: PlanSettings) -> Batch:
-        graphs: dict[str, DataflowGraph] = {}
+        found: dict[str, tuple[CapturedModel, str, DataflowGraph]] = {}
         for one in self.captured:
             for workload, graph in one.graphs if one.asked.settings == settings else ():
-                name = f"{one.asked.label}: {workload}"
-                graphs.setdefault(name, graph)
-                self._of.setdefault((settings, name), (one, workload))
-
-        def reported(name: str) -> tuple[str, str]:
-            one, workload = self._of[settings, name]
-            return one.asked.label, workload
-
-        def timed(name: str) -> bool:
-            one, workload = self._of[settings, name]
-            return one.asked.is_asked_for(workload)
-
-        return Batch(list(graphs.items()), settings, reported, timed)
+                found.setdefault(f"{one.asked.label}: {workload}", (one, workload, graph))
+        self._of |= {(settings, name): one for name, (one, _, _) in found.items()}
+        return Batch(
+            [(name, graph) for name, (_, _, graph) in found.items()], settings,
+            reported=lambda name: (found[name][0].asked.label, found[name][1]),
+            timed=lambda name: found[name][0].asked.is_asked_for(found[name][1]))
 
     def answer(self, ran: Ran) -> TunedMany:
         """What came of it, as frames and words."""
-        captured, distinct, data = self.captured, self.regions.distinct, _stored(self.captured, ran.session)
+        captured, distinct, data = self.captured, self.regions, _stored(self.captured, ran.session)
         rows = [self._row(number, one, ran, data) for number, one in enumerate(captured)]
         rows += [dict.fromkeys(_COUNTED, 0) | {"model": name, "outcome": f"left out: {why}"}
                  for name, why in self.left_out]
@@ -167,16 +171,13 @@ class Models:
             (one.label, one.place, len(one.models), one.uses, captured[one.models[0]].asked.label, one.stored,
              one.key.regime, one.key.numerics, one.key.workload) for one in distinct
         ]
-        warnings = [one.failure for one in captured if one.failure]
-        why = [f"{len(warnings)} of {len(captured)} models cannot be captured"] if warnings else []
-        for _, result in ran.results:
-            more, failure = complaints(result, ran.load)
-            warnings += more
-            why += [failure] if failure else []
+        warnings, failure = ran.complaints()
+        lost = [one.failure for one in captured if one.failure]
+        why = [f"{len(lost)} of {len(captured)} models cannot be captured"] if lost else []
         return TunedMany(
             self.title, ran.session.database.where, models, pd.DataFrame(found, columns=list(REGION_COLUMNS)),
-            totals, data, tuple(result for _, result in ran.results), tuple(dict.fromkeys(warnings)),
-            "; ".join(dict.fromkeys(why)),
+            totals, data, tuple(result for _, result in ran.results),
+            warnings=tuple(dict.fromkeys((*lost, *warnings))), failure="; ".join(filter(None, (*why, failure))),
         )
 
     def _row(self, number: int, one: CapturedModel, ran: Ran, data: frames.ReportData) -> dict[str, Any]:
@@ -189,7 +190,7 @@ class Models:
         }
         if one.failure:
             return row | {"outcome": "not captured"}
-        its = [region for region in self.regions.distinct if number in region.models]
+        its = [region for region in self.regions if number in region.models]
         own = {region.key.workload for region in its if region.models[0] == number}
         row |= {"regions": len(its), "shared": len(its) - len(own)}
         tuned = next((result for batch, result in ran.results if batch.settings == settings), None)
@@ -198,7 +199,7 @@ class Models:
         came = Counter(plan.source for _, plan in tuned.distinct() if plan.region.key in own)
         failed = len(own) - came.total()
         words = f"{failed} regions failed" if failed else "tuned" if came["tuned"] else "nothing new"
-        took_s = sum(plan.elapsed_s for plan in tuned.plans if self._of[settings, plan.workload][0] is one)
+        took_s = sum(plan.elapsed_s for plan in tuned.plans if self._of[settings, plan.workload] is one)
         row |= {"stored": came["database"], "measured": came["tuned"], "failed": failed, "outcome": words,
                 "tune_s": round(took_s, 2)}
         first = next((name for name, _ in one.graphs if asked.is_asked_for(name)), None)
@@ -224,14 +225,6 @@ def _stored(captured: Sequence[CapturedModel], session: Session) -> frames.Repor
         return frames.ReportData(session.device, "", session.spec, {}, {})
     chosen = [one for one in data.workloads if (one.model, one.workload, one.regime, one.numerics) in wanted]
     return replace(data, model="", workloads=tuple(chosen))
-
-
-def _asked(one: ManifestModel, kind: Kind) -> Asked:
-    try:
-        asked = asked_for(kind, one)
-    except FuseplanError as error:
-        raise ConfigError(f"{one.where}: {error}") from None
-    return replace(asked, label=one.name or asked.label)
 
 
 def _named_apart(models: Sequence[tuple[ManifestModel, Asked]]) -> Iterator[Asked]:

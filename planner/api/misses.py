@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,17 @@ from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.api.answer import TuneAnswer, first_screen
 from fuseplan.planner.api.device import device_kind
 from fuseplan.planner.api.request import plan_settings
-from fuseplan.planner.api.run import Ran, complaints, outcome
+from fuseplan.planner.api.run import Ran, outcome
 from fuseplan.planner.errors import FuseplanError, one_family
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+from fuseplan.planner.reports.document import Table, table_of
 from fuseplan.planner.reports.frames import misses_frame
 from fuseplan.planner.tuning import miss_log
 from fuseplan.planner.tuning.miss_list import logged_misses
 from fuseplan.planner.tuning.miss_log import MissedRegion
 from fuseplan.planner.tuning.progress import Progress
 from fuseplan.planner.tuning.session import Session
-from fuseplan.planner.tuning.tune import Batch, TuneResult, WorkloadPlan
+from fuseplan.planner.tuning.tune import Batch, WorkloadPlan
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.layered import LayeredDatabase, shipped_files
 from fuseplan.search.store.record import Versions
@@ -55,8 +57,13 @@ class TunedMisses(TuneAnswer):
     forgotten: int
     most: int
     words: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-    failure: str = ""
+
+    def tables(self) -> Iterator[Table]:
+        for title, frame in (("Tuned", self.regions), ("What remains", self.left)):
+            if len(frame):
+                yield table_of(
+                    frame, "_".join(title.lower().split()), title, keep=("label", "count", "saved_us"),
+                    spare=("key", "numerics", "first_seen", "regime", "last_seen", "place"))
 
     def course(self) -> Iterator[str]:
         if self.regions.empty and self.left.empty and not self.forgotten:
@@ -122,8 +129,9 @@ class LoggedMisses:
         with account.spend("reading misses"):
             listed = logged_misses(replace(session, run="", shipped=True).store, session.device)
             of_regime = (one for one in listed if self._regime in (None, one.key.regime))
-            chosen = sorted(miss_log.missed_regions(of_regime)[: self._most], key=_launched)
-            found = [self._batch(session, list(some)) for _, some in groupby(chosen, key=_launched)]
+            launched = attrgetter("regime", "numerics")
+            chosen = sorted(miss_log.missed_regions(of_regime)[: self._most], key=launched)
+            found = [self._batch(session, list(some)) for _, some in groupby(chosen, key=launched)]
         return [batch for batch in found if batch.regions]
 
     def _batch(self, session: Session, missed: Sequence[MissedRegion]) -> Batch:
@@ -142,39 +150,23 @@ class LoggedMisses:
                 continue
             self._missed[name] = one
             graphs.append((name, graph))
-        return Batch(graphs, settings, self._reported, regions=regions)
-
-    def _reported(self, name: str) -> tuple[str, str]:
-        """A workload of its own, of a model called ``misses``."""
-        one = self._missed[name]
-        return "misses", f"{one.label} ({one.region[:8]})"
+        # Each is a workload of its own, of a model called ``misses``.
+        names = {name: f"{self._missed[name].label} ({self._missed[name].region[:8]})" for name, _ in graphs}
+        return Batch(graphs, settings, lambda name: ("misses", names[name]), regions=regions)
 
     def answer(self, ran: Ran) -> TunedMisses:
         """What came of it; misses that have a plan now are forgotten."""
-        rows, said, warnings, failure = self.refused, list[str](), list[str](), ""
+        rows, said = self.refused, dict.fromkeys(outcome(result) for _, result in ran.results)
         for _, result in ran.results:
-            rows += self._rows(result)
-            said.append(outcome(result))
-            more, failed = complaints(result, ran.load)
-            warnings += more
-            failure = failed or failure
+            failed = {one.workload: str(one.error) for one in result.failures}
+            rows += [_row(self._missed[one.workload], failed.get(one.workload, ""), one) for one in result.plans]
         session = replace(ran.session, run="")
         forgotten = miss_log.forget_tuned(session.database, session.store, session.device)
         regions = pd.DataFrame(rows, columns=list(TUNED_COLUMNS)).sort_values("count", ascending=False, kind="stable")
         left = misses_frame(logged_misses(session.store, session.device))
-        return TunedMisses(
-            session.database.where, regions, left, forgotten, self._most, tuple(dict.fromkeys(said)),
-            tuple(dict.fromkeys(warnings)), failure,
-        )
-
-    def _rows(self, result: TuneResult) -> Iterator[dict[str, Any]]:
-        failed = {failure.workload: str(failure.error) for failure in result.failures}
-        for planned in result.plans:
-            yield _row(self._missed[planned.workload], failed.get(planned.workload, ""), planned)
-
-
-def _launched(missed: MissedRegion) -> tuple[str, str]:
-    return missed.regime, missed.numerics
+        warnings, failure = ran.complaints()
+        return TunedMisses(session.database.where, regions, left, forgotten, self._most, tuple(said),
+                           warnings=warnings, failure=failure)
 
 
 def _row(missed: MissedRegion, failure: str, planned: WorkloadPlan | None = None) -> dict[str, Any]:

@@ -51,22 +51,6 @@ class DistinctRegion:
     stored: bool
 
 
-@dataclass(frozen=True, eq=False)
-class Regions:
-    """The distinct regions of some models, in the order in which they are tuned.
-
-    ``listed`` counts each model's own distinct regions: what they would take one by one, each with an empty database.
-    """
-
-    distinct: tuple[DistinctRegion, ...]
-    listed: int
-
-    def __str__(self) -> str:
-        stored = sum(one.stored for one in self.distinct)
-        return (f"regions: {self.listed} in all models, {len(self.distinct)} distinct, {stored} stored, "
-                f"{len(self.distinct) - stored} to measure")
-
-
 def captured_model(asked: Asked, progress: Progress = SILENT) -> CapturedModel:
     """All graphs of a model, or why it has none: one that cannot be captured costs only itself."""
     began = time.monotonic()
@@ -77,8 +61,10 @@ def captured_model(asked: Asked, progress: Progress = SILENT) -> CapturedModel:
     return CapturedModel(asked, graphs, failure, time.monotonic() - began)
 
 
-def distinct_regions(captured: Sequence[CapturedModel], session: Session) -> Regions:
-    """The regions of all graphs, each once for each way to launch and to round, looked up in the session's database."""
+def distinct_regions(captured: Sequence[CapturedModel], session: Session) -> tuple[DistinctRegion, ...]:
+    """The regions of all graphs, each once for each way to launch and to round, in the order in which they are tuned;
+    looked up in the session's database.
+    """
     first: dict[RecordKey, tuple[str, str]] = {}
     uses: Counter[RecordKey] = Counter()
     models: defaultdict[RecordKey, dict[int, None]] = defaultdict(dict)
@@ -97,6 +83,12 @@ def distinct_regions(captured: Sequence[CapturedModel], session: Session) -> Reg
             stored |= set(map(planner.key, planner.look_up_all(graph, new)))
     # A session tunes what it plans for together.
     order = list(dict.fromkeys((key.regime, key.numerics) for key in first))
-    distinct = (DistinctRegion(key, *first[key], tuple(models[key]), uses[key], key in stored)
-                for key in sorted(first, key=lambda key: order.index((key.regime, key.numerics))))
-    return Regions(tuple(distinct), sum(map(len, models.values())))
+    return tuple(DistinctRegion(key, *first[key], tuple(models[key]), uses[key], key in stored)
+                 for key in sorted(first, key=lambda key: order.index((key.regime, key.numerics))))
+
+
+def in_words(distinct: Sequence[DistinctRegion]) -> str:
+    """How many regions there are, beside what each model would take by itself with an empty database."""
+    stored, listed = sum(one.stored for one in distinct), sum(len(one.models) for one in distinct)
+    return (f"regions: {listed} in all models, {len(distinct)} distinct, {stored} stored, "
+            f"{len(distinct) - stored} to measure")

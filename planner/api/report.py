@@ -1,4 +1,4 @@
-"""What is stored of a device, as an object with frames. Nothing is measured."""
+"""What is stored of a device, as an object with frames, and as one document. Nothing is measured."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Literal
 
 import pandas as pd
 
+from fuseplan.costmodel.accuracy import accuracy_frame
 from fuseplan.costmodel.devices import kind_of_key
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.api.answer import first_screen
@@ -16,7 +17,7 @@ from fuseplan.planner.api.device import DEVICES, device_kind
 from fuseplan.planner.errors import Argument, PlanError, one_family
 from fuseplan.planner.models.sources import alias_of
 from fuseplan.planner.reports import accuracy, against, frames, step_words, steps
-from fuseplan.planner.reports.document import write_text
+from fuseplan.planner.reports.document import Document, write_text
 from fuseplan.planner.reports.frames import ReportData, load_report
 from fuseplan.planner.tuning.session import stored_spec
 from fuseplan.search.errors import plain
@@ -26,6 +27,12 @@ from fuseplan.search.store.record import Versions
 
 _SAVED = ("group", "saved_us", "uses", "place", "workload")
 _GROUPS = ("group", "place", "answer", "fused_us", "unfused_us", "speedup", "workload")
+#: Of the group table, what a narrow terminal leaves out, in this order.
+GROUP_SPARE = (
+    "key", "doubt", "regime", "enumerated_configs", "measured_configs", "noise", "lower_bound_us", "predicted_us",
+    "config", "ops", "backend", "times", "source", "answer", "fused_us", "unfused_us", "place")
+#: By topic, the table that CSV has.
+_MAIN = {"groups": "groups", "steps": "saved", "accuracy": "samples"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +114,72 @@ class Report:
         if self.other is not None:
             yield from against.against_lines(self.data, self.other)
 
+    def document(self, topic: str, style: str = "table") -> Document:
+        """A document on ``"groups"``, ``"steps"`` or ``"accuracy"``, with another tune also what differs from that.
+
+        For a screen (``style`` ``"table"``) it leaves out tables of steps that have nothing, or nothing that was timed;
+        every single prediction is for ``"csv"`` and ``"json"`` alone.
+        """
+        data = self.data
+        document = Document(f"Fusion report: {data.model or data.device}", _MAIN[topic])
+        if topic == "accuracy":
+            self._tell_accuracy(document, style)
+            return document
+        document.tell(f"{data.model or 'everything tuned'} on {data.device}", one_line=True)
+        self._tell_steps(document, topic, topic == "groups" and style == "table")
+        if topic == "groups":
+            self._tell_groups(document)
+        if self.other is not None:
+            for name, frame in (("steps", self.step_changes), ("groups", self.group_changes)):
+                title = f"{name.capitalize()} against the other database"
+                document.table(frame, f"{name}_against", title, shown="files")
+            for line in against.against_lines(data, self.other):
+                document.tell(line)
+        return document
+
+    def _tell_steps(self, document: Document, topic: str, brief: bool) -> None:
+        for line in step_words.step_lines(self.data, every=topic == "steps"):
+            document.tell(line, one_line=True)
+        whole, parts, saved = self.steps, self.parts, self.saved
+        if brief:
+            if not any(map(len, (whole, parts, saved))):
+                return
+            timed = whole["workload"][whole["noise"].notna()]
+            parts = parts[parts["workload"].isin(timed)] if len(timed) else parts
+        times = ("unfused_us", "planned_us")
+        document.table(whole, "steps", "Steps", shown="files")
+        document.table(
+            parts, "parts", "A step's time by part", spare=("regime", *times), keep=("workload", "part", "saved_us"))
+        document.table(
+            saved, "saved", "What each group saves in a step", keep=("workload", "group", "saved_us"),
+            spare=("key", "doubt", "regime", "share", "runs", "place", *times, "uses"),
+            shown="always" if topic == "steps" else "files")
+
+    def _tell_groups(self, document: Document) -> None:
+        groups = self.groups
+        document.table(
+            groups, "groups", f"Fused against unfused, {self.data.device}", spare=GROUP_SPARE,
+            keep=("workload", "group", "speedup"))
+        document.table(self.regions, "regions", "Regions", shown="files")
+        if self.data.workloads:
+            less = ("views", "ops", "planned_us", "unfused_us", "library_calls", "launches_unfused")
+            document.table(self.coverage, "coverage", "Coverage", spare=less, keep=("workload", "coverage"))
+        if self.data.misses:
+            document.table(self.misses, "misses", "Look-ups without a plan", spare=("key", "numerics", "first_seen"),
+                           keep=("label", "count"))
+        document.tell(frames.headline(groups))
+        if len(groups):
+            document.tell(frames.average(groups), "files")
+
+    def _tell_accuracy(self, document: Document, style: str) -> None:
+        regret = "Trusting the model alone"
+        document.table(self.accuracy, "accuracy", "Predicted against measured", digits=3)
+        document.table(accuracy.regret_table(self.data), regret, regret, digits=3, spare=("key",))
+        if style in ("csv", "json"):
+            document.table(accuracy_frame(accuracy.accuracy_pairs(self.data)), "samples", "Samples")
+        for line in accuracy.accuracy_text(self.data):
+            document.tell(line)
+
     def html(self) -> str:
         """The page of ``plan report --format html``: one self-contained file."""
         from fuseplan.planner.reports.html_page import html_report
@@ -157,26 +230,18 @@ def load(
     regime: str | None = None, against: str | Path | None = None,
 ) -> Report:
     """:func:`report`, with errors in the words of the command line."""
-    data = load_data(db, device, device_key, model, regime)
-    if against is None:
-        return Report(data)
-    try:
-        return Report(data, load_data(against, device, device_key, model, regime))
-    except PlanError as error:
-        raise PlanError("{} {}: {}", Argument("against"), plain(str(against)), error) from None
-
-
-def load_data(
-    db: str | Path | None, device: str, device_key: str | None = None, model: str | None = None,
-    regime: str | None = None
-) -> ReportData:
-    """The stored and the shipped data of this machine's device, or of the one that is named by a part of its key."""
     if regime not in (None, "eager", "graph"):
         raise PlanError(f"unknown regime {regime!r}: expected eager or graph")
     database, key = open_layers(db, device, device_key)
     # llama stands for a preset of the device's size.
     name = alias_of(model, kind_of_key(key)) if model is not None else ""
-    return load_report(database, key, stored_spec(database, key), name, regime)
+    data = load_report(database, key, stored_spec(database, key), name, regime)
+    if against is None:
+        return Report(data)
+    try:
+        return Report(data, load(against, device, device_key, model, regime).data)
+    except PlanError as error:
+        raise PlanError("{} {}: {}", Argument("against"), plain(str(against)), error) from None
 
 
 def open_layers(db: str | Path | None, device: str, device_key: str | None = None) -> tuple[LayeredDatabase, str]:

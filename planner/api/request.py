@@ -204,7 +204,10 @@ def _of_pattern(kind: Kind, name: str, shape: str | None, dtype: str | None) -> 
         raise ShapeError("{} {} needs {} ({}), such as {} {}", Argument("pattern"), name, Argument("shape"), found.dims,
                          Argument("shape"), found.example)
     needed = sum(spec.nbytes() for spec in inputs_of(name, shape, dtype)[2].values())
-    if needed > (there := memory_bytes(kind)):
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if is_gpu(kind) and is_gpu(local_kind()):
+        there = int(torch.cuda.get_device_properties().total_memory)
+    if needed > there:
         raise ShapeError("{} {}: the inputs of {} take {:,.0f} GiB, and this device has {:,.0f} GiB; give a smaller "
                          "one", Argument("shape"), shape, name, needed / 2**30, there / 2**30)
     return Asked(f"pattern {name}", kind, pattern=((shape, pattern_graph(name, shape, dtype)),))
@@ -271,8 +274,3 @@ def plan_settings(kind: Kind, numerics: str, regime: str) -> PlanSettings:
     return PlanSettings(numerics=numerics, regime=regime)
 
 
-def memory_bytes(kind: str) -> int:
-    """Memory of the device; of this machine where there is no such device."""
-    if is_gpu(kind) and is_gpu(local_kind()):
-        return int(torch.cuda.get_device_properties().total_memory)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

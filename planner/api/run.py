@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.costmodel.devices import is_gpu
+from fuseplan.costmodel.identity import current_identity
 from fuseplan.costmodel.probe import probe
 from fuseplan.planner.api.request import TuneRequest
 from fuseplan.planner.tuning import tune as offline
@@ -72,9 +73,21 @@ class Ran:
     session: Session
     load: probe.MachineLoad
 
+    def complaints(self) -> tuple[tuple[str, ...], str]:
+        """What was not decided, or doubtfully; and why nothing was, where that is more than a region or some noise."""
+        found = [_complaints(result, self.load) for _, result in self.results]
+        warnings = dict.fromkeys(one for warnings, _ in found for one in warnings)
+        return tuple(warnings), "; ".join(dict.fromkeys(failure for _, failure in found if failure))
 
-def run(request: TuneRequest, wanted: Wanted, progress: Progress, account: TimeAccount) -> Ran:
-    """Tune what is wanted on this device; the time it takes is booked in ``account``.
+
+#: Where a run is made: here, or by a fleet, once for each device.
+Runner: TypeAlias = Callable[[TuneRequest, Callable[[str], Wanted], Progress, TimeAccount], list[tuple[Wanted, Ran]]]
+
+
+def run_here(
+    request: TuneRequest, wanted_on: Callable[[str], Wanted], progress: Progress, account: TimeAccount
+) -> list[tuple[Wanted, Ran]]:
+    """Tune what is wanted on this device, by its key; the time it takes is booked in ``account``.
 
     A stored region is not measured again, so an interrupted run goes on, and two runs share their work.
 
@@ -82,6 +95,7 @@ def run(request: TuneRequest, wanted: Wanted, progress: Progress, account: TimeA
         FuseplanError, SearchError: As :func:`~fuseplan.planner.tuning.tune.tune`; what was finished is stored.
     """
     kind, how = request.kind, request.how
+    wanted = wanted_on(current_identity(kind).key())
     note, studies = left_behind() if request.db is None else "", how.studies()
     results: list[tuple[Batch, TuneResult]] = []
     with ExitStack() as stack:
@@ -102,11 +116,10 @@ def run(request: TuneRequest, wanted: Wanted, progress: Progress, account: TimeA
             result = offline.tune(planning, batch, budget, how.seed, progress, account, pool)
             session = result.session
             results.append((batch, result))
-    return Ran(tuple(results), session, load)
+    return [(wanted, Ran(tuple(results), session, load))]
 
 
-def complaints(result: TuneResult, load: probe.MachineLoad) -> tuple[tuple[str, ...], str]:
-    """What was not decided, or doubtfully; and why nothing was, where that is more than a region or some noise."""
+def _complaints(result: TuneResult, load: probe.MachineLoad) -> tuple[tuple[str, ...], str]:
     found = [*map(str, result.failures), *result.untimed]
     if result.measured and load.busy:
         found.append(f"the machine was busy ({load}), so times are noisy; `plan tune --again` measures anew")

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
+from typing import Any, Literal, overload
 
 import pandas as pd
+import torch
 
 from fuseplan.costmodel.devices import is_gpu
-from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.api.answer import TuneAnswer, first_screen
 from fuseplan.planner.api.device import device_kind
 from fuseplan.planner.api.many import Models, TunedMany
 from fuseplan.planner.api.misses import LoggedMisses, TunedMisses
-from fuseplan.planner.api.report import Report
+from fuseplan.planner.api.report import GROUP_SPARE, Report
 from fuseplan.planner.api.request import (
     Asked,
     Batches,
@@ -29,13 +29,14 @@ from fuseplan.planner.api.request import (
     asked_for,
     python_arguments,
 )
-from fuseplan.planner.api.run import Ran, Wanted, complaints, outcome, run
+from fuseplan.planner.api.run import Ran, Runner, Wanted, outcome, run_here
 from fuseplan.planner.errors import PlanError, one_family
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.implementations.inductor import InductorAsked
 from fuseplan.planner.models.manifest import read_manifest
 from fuseplan.planner.models.sources import hf_config
 from fuseplan.planner.reports import frames, step_words
+from fuseplan.planner.reports.document import Table, table_of
 from fuseplan.planner.tuning.graph_stream import GraphStream
 from fuseplan.planner.tuning.progress import SILENT, Progress
 from fuseplan.planner.tuning.recheck import recheck_verdict
@@ -45,10 +46,6 @@ from fuseplan.search.store.record import PlanRecord
 from fuseplan.search.tune.time_account import TimeAccount
 
 logger = logging.getLogger(__name__)
-
-if TYPE_CHECKING:
-    import torch
-
 
 _GROUPS = ("group", "place", "answer", "fused_us", "unfused_us", "speedup", "workload")
 
@@ -69,14 +66,17 @@ class Tuned(TuneAnswer, Report):
     result: TuneResult | None = None
     decided: pd.DataFrame | None = None
     known: pd.DataFrame | None = None
-    warnings: tuple[str, ...] = ()
-    failure: str = ""
     noises: tuple[float, ...] = ()
 
     @property
     def groups(self) -> pd.DataFrame:
         """One row per distinct group of the plans; ``source`` is ``measured``, ``stored`` or ``shipped``."""
         return self.decided if self.decided is not None else super().groups
+
+    def tables(self) -> Iterator[Table]:
+        yield table_of(self.groups, "groups", f"{self.label} on {self.data.device}", shown="talk", spare=GROUP_SPARE,
+                       keep=("workload", "group", "speedup"))
+        yield table_of(self.steps, "steps", "Steps", shown="files")
 
     def step_lines(self) -> Iterator[str]:
         if self.result is not None and self.result.distinct():
@@ -191,18 +191,6 @@ def tune(
         return found
 
 
-#: Where a run is made: here, or by a fleet, once for each device.
-Runner: TypeAlias = Callable[[TuneRequest, Callable[[str], Wanted], Progress, TimeAccount], list[tuple[Wanted, Ran]]]
-
-
-def run_here(
-    request: TuneRequest, wanted_on: Callable[[str], Wanted], progress: Progress, account: TimeAccount
-) -> list[tuple[Wanted, Ran]]:
-    """A run on this device."""
-    wanted = wanted_on(current_identity(request.kind).key())
-    return [(wanted, run(request, wanted, progress, account))]
-
-
 def tune_request(
     request: TuneRequest, progress: Progress = SILENT, account: TimeAccount | None = None, runner: Runner = run_here
 ) -> list[Tuned] | list[TunedMany] | list[TunedMisses]:
@@ -254,10 +242,10 @@ class OneModel:
         """What came of it, as a report."""
         ((_, result),) = ran.results
         session, name = result.session, self.asked.label
-        warnings, failure = complaints(result, ran.load)
+        warnings, failure = ran.complaints()
         if not result.distinct():
             data = frames.ReportData(session.device, name, session.spec, {}, {})
-            return Tuned(data, None, name, result, warnings=warnings, failure=failure)
+            return Tuned(data, label=name, result=result, warnings=warnings, failure=failure)
         data = frames.load_report(replace(session, run="").store, session.device, session.spec, name)
         known = frames.group_frame(data)
         shown = known[known["key"].isin(_tuned_groups([region.record for _, region in result.distinct()]))]
@@ -266,8 +254,8 @@ class OneModel:
         noises = tuple(record.unfused.noise for record in data.records.values() if record.key.workload in measured)
         asked = {one.workload for one in result.plans if self.asked.is_asked_for(one.workload)}
         chosen = [one for one in data.workloads if one.workload in asked and one.regime == session.settings.regime]
-        return Tuned(
-            replace(data, workloads=tuple(chosen)), None, name, result, shown, known, warnings, failure, noises)
+        return Tuned(replace(data, workloads=tuple(chosen)), None, name, result, shown, known, noises,
+                     warnings=warnings, failure=failure)
 
 
 def _tuned_groups(records: Sequence[PlanRecord]) -> set[str]:

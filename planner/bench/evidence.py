@@ -8,9 +8,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from fuseplan.planner.bench.rows import comparison
 from fuseplan.planner.reports.document import table_of
 from fuseplan.planner.reports.drawing import templates
 from fuseplan.planner.tuning.session import Session
-from fuseplan.search.store.record import now
+from fuseplan.search.store.record import now, package_version
 from fuseplan.search.workers.jobs import clocks_mhz
 
 #: What stands below tables of contestants side by side.
@@ -71,8 +69,8 @@ def versions(device_type: str) -> dict[str, str]:
 
     found = {"python": platform.python_version(), "platform": f"{platform.system()} {platform.machine()}"}
     for package in ("fuseplan", "torch", "triton", "ninetoothed", "transformers", "liger-kernel", "flashinfer-python"):
-        with suppress(PackageNotFoundError):
-            found[package] = version(package)
+        if installed := package_version(package):
+            found[package] = installed
     if is_gpu(device_type):
         found["cuda"] = str(torch.version.cuda)
     return found

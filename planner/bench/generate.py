@@ -10,7 +10,6 @@ import gc
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -262,8 +261,7 @@ def bench_generate(
 
     # Dynamo counts everybody's graphs of one function together, and would leave those of the last uncompiled.
     with torch._dynamo.config.patch(recompile_limit=torch._dynamo.config.recompile_limit * len(names)):
-        for name in names:
-            race.enter(name, partial(make, name))
+        race.enter(names, make)
         try:
             timer = TokenTimer(session.target.device_type)
             # Eager's calls take longest, so the noise is that of ours.

@@ -135,8 +135,7 @@ def bench_model(
             note = dispatch_note(stats()) if name == OURS else ""
             return forward, {"error": errors(output, expected[0])[0], "note": note}
 
-        for name in (EAGER, OURS, *(peer for peer in peers if peer != EAGER)):
-            race.enter(name, partial(make, name))
+        race.enter((EAGER, OURS, *(peer for peer in peers if peer != EAGER)), make)
         device = session.target.device_type
         return [row for mode in modes for row in race.rows(ForwardTimer(device, mode), [()], seconds)]
 
@@ -230,8 +229,7 @@ def bench_group(
             worst = max(errors(one.cpu(), exact.cpu())[0] for one, exact in zip(own, references, strict=True))
             return run, {"error": worst}
 
-        for name in (OURS, *peers):
-            race.enter(name, partial(make, name))
+        race.enter((OURS, *peers), make)
         return [row for mode in modes for row in race.rows(timer_for(device, mode), operands, seconds)]
 
 

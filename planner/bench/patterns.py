@@ -147,26 +147,24 @@ class PatternBench:
         facts, judge = plan_facts(case), _Judge(case)
         race, entered = Race(PatternRow, measured_at=now(), **common, **facts), dict[str, Contestant]()
 
-        def enter(name: str) -> None:
-            def make() -> tuple[Run, Mapping[str, Any]]:
-                contestant = _contestant(case, name)
-                error = judge.error(contestant)
-                if error > judge.allowed:
-                    raise PeerError(f"another result: its error against float64 is {error:.1e}")
-                entered[name] = contestant
-                notes = (contestant.note, plan_note(case, seen) if name in (OURS, OURS_IN_PLACE) else "")
-                note = "; ".join(filter(None, notes))
-                return contestant.run, {"error": error, "note": note, "in_place": contestant.in_place}
+        def make(name: str) -> tuple[Run, Mapping[str, Any]]:
+            ours = name in (OURS, OURS_IN_PLACE)
+            if not ours and not PEERS[name].runs_on(device):
+                raise PeerError(f"{name} does not run on {device}")
+            contestant = fused(case, case.groups, name == OURS_IN_PLACE) if ours else PEERS[name].build(case)
+            error = judge.error(contestant)
+            if error > judge.allowed:
+                raise PeerError(f"another result: its error against float64 is {error:.1e}")
+            entered[name] = contestant
+            note = "; ".join(filter(None, (contestant.note, plan_note(case, seen) if ours else "")))
+            return contestant.run, {"error": error, "note": note, "in_place": contestant.in_place}
 
-            race.enter(name, make)
-
-        for name in (OURS, *self.peers):
-            enter(name)
+        race.enter((OURS, *self.peers), make)
         if any(contestant.in_place for contestant in entered.values()):
-            enter(OURS_IN_PLACE)
+            race.enter([OURS_IN_PLACE], make)
         if is_gpu(device) and facts["bytes"] >= LARGE_BYTES:
             entered[COPY] = copy = copy_of(facts["bytes"], device)
-            race.enter(COPY, lambda: (copy.run, {"compile_s": None}))
+            race.enter([COPY], lambda _: (copy.run, {"compile_s": None}))
         sets = operand_sets(case, cache_bytes(target.l2_bytes), free_bytes(device) // 4)
         own = {
             name: [contestant.operands(one) for one in sets]
@@ -177,14 +175,6 @@ class PatternBench:
             timer = cold_timer(target.l2_bytes) if mode == "cold" else timer_for(device, mode)
             rows += race.rows(timer, sets, self.seconds, own)
         return rows
-
-
-def _contestant(case: Case, name: str) -> Contestant:
-    if name in (OURS, OURS_IN_PLACE):
-        return fused(case, case.groups, in_place=name == OURS_IN_PLACE)
-    if not PEERS[name].runs_on(case.target.device_type):
-        raise PeerError(f"{name} does not run on {case.target.device_type}")
-    return PEERS[name].build(case)
 
 
 class _Judge:

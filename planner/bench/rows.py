@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar, cast
@@ -79,16 +79,17 @@ class Race(Generic[R]):
         #: Fields of each contestant's rows, of those that failed too.
         self._facts: dict[str, Mapping[str, Any]] = {}
 
-    def enter(self, name: str, make: Callable[[], tuple[Run, Mapping[str, Any]]]) -> None:
-        """Add a contestant: ``make`` builds it, runs it once, and returns what is timed, with fields of its rows."""
-        start = time.perf_counter()
-        try:
-            run, facts = make()
-        except Exception as error:  # whatever a peer does must not end the bench
-            self._facts[name] = {"note": failure(error)}
-        else:
-            self._runs[name] = run
-            self._facts[name] = {"compile_s": time.perf_counter() - start, **facts}
+    def enter(self, names: Iterable[str], make: Callable[[str], tuple[Run, Mapping[str, Any]]]) -> None:
+        """Add contestants: ``make`` builds one, runs it once, and returns what is timed, with fields of its rows."""
+        for name in names:
+            start = time.perf_counter()
+            try:
+                run, facts = make(name)
+            except Exception as error:  # whatever a peer does must not end the bench
+                self._facts[name] = {"note": failure(error)}
+            else:
+                self._runs[name] = run
+                self._facts[name] = {"compile_s": time.perf_counter() - start, **facts}
 
     def rows(
         self, timer: Timer, operands: Operands, seconds: float, own: Mapping[str, Operands] = MappingProxyType({}),

@@ -77,8 +77,7 @@ def list_misses(
     if gone:
         current().say(f"{gone} misses that came least were dropped from {where}: it keeps {MOST_MISSES} at most")
     if not rows:
-        current().say(f"no misses are logged in {where}" if device_key is None else
-            f"no misses are logged for this device in {where}")
+        current().say(f"no misses are logged {'' if device_key is None else 'for this device '}in {where}")
     if rows or not current().at_once:
         rows.sort(key=lambda row: -int(row[1]))
         current().add(Table(

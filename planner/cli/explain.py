@@ -1,27 +1,25 @@
-"""``plan explain`` and ``patterns``: what is fused and why, in words."""
+"""``plan explain``, ``report`` and ``patterns``: what is fused and why, and what is stored of it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from typer import Option
+from typer import Argument, Option
 
 from fuseplan.planner.api.device import device_kind
-from fuseplan.planner.cli import source as opt
 from fuseplan.planner.cli.output.options import answers, current
-from fuseplan.planner.cli.source import DbOption, DeviceOption
+from fuseplan.planner.cli.source import DbOption, DeviceOption, known_devices, known_models
 from fuseplan.planner.models.manifest import ModelArguments
 from fuseplan.planner.reports.document import Table
 
 if TYPE_CHECKING:
-    from fuseplan.planner.api.explain import Planned
-    from fuseplan.planner.api.sources import KernelSource
+    from fuseplan.planner.api.explain import KernelSource, Planned
 
 
-@answers("the groups, or with --source the kernels")
-@opt.shared_options("calls")
+@answers("the groups, or with --source the kernels", without=("calls",))
 def explain(
     given: ModelArguments,
     workload: Annotated[str | None, Option(metavar="TEXT", help="Only workloads whose name contains this.")] = None,
@@ -63,7 +61,7 @@ def explain(
 
 
 def _print_sources(kernels: Sequence[KernelSource], wanted: str, prelude: bool) -> None:
-    from fuseplan.planner.api.sources import called
+    from fuseplan.planner.api.explain import called
     from fuseplan.planner.module_paths import located
 
     screen = current()
@@ -79,6 +77,38 @@ def _print_sources(kernels: Sequence[KernelSource], wanted: str, prelude: bool) 
     if left := sum(len(part.splitlines()) for one, _ in texts for part in one.common if not prelude):
         mark = "//" if texts[0][0].language == "cpp" else "#"
         screen.tell(f"{mark} left out: {left} lines that kernels have in common, includes and helpers (--prelude)")
+
+
+@answers("that of the topic", page=True)
+def report(
+    topic: Annotated[Literal["groups", "steps", "accuracy"], Argument(
+        help="groups: fused against unfused. steps: what whole steps take, by part, and what each group saves. "
+        "accuracy: predicted against measured times.",
+    )] = "groups",
+    model: Annotated[str | None, Option(
+        autocompletion=known_models, help="Only what was tuned for this model.",
+    )] = None,
+    device: Annotated[str, Option(
+        autocompletion=known_devices,
+        help="cpu, cuda, or any part of the name of a device that has records, such as h200: stored, or shipped with "
+        "fuseplan. auto takes CUDA where PyTorch sees a GPU, else the CPU.",
+    )] = "auto",
+    device_key: Annotated[str | None, Option(help="The same by its whole key (`plan db ls` lists them).")] = None,
+    regime: Annotated[str | None, Option(help="Only what was tuned for this regime: eager or graph.")] = None,
+    against: Annotated[str | None, Option(
+        metavar="FILE|URL", help="Another tuning database: also say which steps and groups differ from its.",
+    )] = None,
+    db: DbOption = None,
+) -> None:
+    """Report what was tuned: whole steps first, then groups, fused against unfused. Nothing is measured."""
+    from fuseplan.planner.api.report import load
+
+    found = load(db, device, device_key, model, regime, against)
+    screen = current()
+    if screen.style == "html":
+        screen.page(found.html(), Path("fuseplan-report.html"))
+    else:
+        screen.show(found.document(topic, screen.style))
 
 
 @answers(torch=False)

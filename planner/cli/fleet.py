@@ -20,7 +20,6 @@ _ADDRESS = "Address of a Dask scheduler, tcp://HOST:8786 or tls://HOST:8786; `da
 
 @app.command()
 @answers(tables=False)
-@opt.shared_options()
 def worker(
     context: typer.Context,
     scheduler: Annotated[str, Argument(metavar="URL", help=_ADDRESS)],
@@ -51,7 +50,6 @@ def worker(
 
 @app.command()
 @answers("the devices, or without a scheduler what is missing")
-@opt.shared_options()
 def status(
     context: typer.Context,
     given: ModelArguments,

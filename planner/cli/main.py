@@ -16,7 +16,7 @@ from typing import Annotated, TextIO
 import typer
 from typer._completion_classes import completion_init
 
-from fuseplan.planner.cli import completion, database, device, env, explain, fleet, report, tune
+from fuseplan.planner.cli import database, explain, fleet, machine, source, tune
 from fuseplan.planner.cli.bench import command as bench
 from fuseplan.search.errors import Argument, Command, MachineFailureError, NothingCompilesError, SpelledError, plain
 
@@ -38,12 +38,12 @@ app = typer.Typer(
 app.command("tune", short_help="Plan a model's fusion, tune it on this device, store it.")(tune.tune)
 app.command("explain", short_help="Say why each boundary is where it is.")(explain.explain)
 app.command("bench", short_help="Measure the plan beside eager and TorchInductor.")(bench.bench)
-app.command("report", short_help="Show what is stored: tables or an HTML page.")(report.report)
-app.command("probe", short_help="Measure this device for the cost model.")(device.probe)
+app.command("report", short_help="Show what is stored: tables or an HTML page.")(explain.report)
+app.command("probe", short_help="Measure this device for the cost model.")(machine.probe)
 app.command("patterns", short_help="List the named patterns, with their shapes and formulas.")(explain.patterns)
-app.command("backends", short_help="Say which kernel back ends work here, and why not.")(device.backends)
-app.command("env", short_help="Say what is installed and found here, for a bug report.")(env.env)
-app.command("completion", short_help="Print the script that completes commands in your shell.")(completion.completion)
+app.command("backends", short_help="Say which kernel back ends work here, and why not.")(machine.backends)
+app.command("env", short_help="Say what is installed and found here, for a bug report.")(machine.env)
+app.command("completion", short_help="Print the script that completes commands in your shell.")(source.completion)
 app.add_typer(fleet.app, name="fleet", short_help="Tune on many devices: start workers, see what they do.")
 app.add_typer(database.app, name="db", short_help="List, show, export, import, verify and prune records.")
 
@@ -90,7 +90,11 @@ def run(argv: Sequence[str]) -> int:
                 return _NO_READER
             if debug:
                 traceback.print_exc()
-            status = _report(error)
+            if type(error).__name__ == "NoArgsIsHelpError":  # a group without a command: the message is its help
+                typer.echo(str(error), err=True)
+                return 2
+            line, status = describe(error)
+            typer.echo(f"plan: error: {line}", err=True)
     if status == _INTERRUPTED:
         typer.echo(INTERRUPTED, err=True)
     return status
@@ -101,15 +105,6 @@ def _nobody_reads() -> bool:
     poll = select.poll()
     poll.register(1, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
-
-
-def _report(error: BaseException) -> int:
-    if type(error).__name__ == "NoArgsIsHelpError":  # a command group without a command: the message is its help
-        typer.echo(str(error), err=True)
-        return 2
-    line, status = describe(error)
-    typer.echo(f"plan: error: {line}", err=True)
-    return status
 
 
 def describe(error: BaseException) -> tuple[str, int]:

@@ -1,25 +1,53 @@
-"""Options that several commands share, each declared once, and what is shown meanwhile."""
+"""Options that several commands share, each declared once with what completes it; `plan completion` itself."""
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import typer
 from typer import Option
 
 from fuseplan.costmodel.devices import Kind
-from fuseplan.planner.cli import completion
-from fuseplan.planner.cli.output.options import C, declared
-from fuseplan.planner.models.manifest import ModelArguments
-
-if TYPE_CHECKING:
-    from fuseplan.planner.api.tune import Runner
 
 N = TypeVar("N", int, float)
+
+
+def completion(
+    shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="The shell to complete in.")]
+) -> None:
+    """Print the script that completes commands, options and their values in a shell.
+
+    bash: eval "$(plan completion bash)" in ~/.bashrc. zsh: eval "$(plan completion zsh)" in ~/.zshrc, after compinit.
+    fish: plan completion fish > ~/.config/fish/completions/plan.fish.
+    """
+    from typer._completion_shared import get_completion_script
+
+    typer.echo(get_completion_script(prog_name="plan", complete_var="_PLAN_COMPLETE", shell=shell))
+
+
+def known_models(incomplete: str) -> list[str]:
+    """Presets that begin so."""
+    from fuseplan.planner.models.sources import ALIASES, PRESETS
+
+    return [name for name in (*ALIASES, *PRESETS) if name.startswith(incomplete)]
+
+
+def known_patterns(incomplete: str) -> list[str]:
+    """Named patterns that begin so."""
+    from fuseplan.planner.patterns.listing import LISTING
+
+    return [name for name in LISTING if name.startswith(incomplete)]
+
+
+def known_devices(incomplete: str) -> list[str]:
+    """What ``plan report --device`` takes without a look into a database."""
+    from fuseplan.planner.api.device import DEVICES
+    from fuseplan.search.store.layered import shipped_devices
+
+    return [name for name in (*DEVICES, *shipped_devices()) if name.startswith(incomplete)]
 
 
 def whole(least: int, most: int = 2**31 - 1) -> Callable[[str | int], int]:
@@ -60,17 +88,17 @@ ManifestOption: TypeAlias = Annotated[Path | None, Option(
 TlsFiles: TypeAlias = tuple[Path | None, Path | None, Path | None]
 NO_TLS: TlsFiles = (None, None, None)
 
-#: What names a model and its workloads, by field of :class:`ModelArguments`.
-_MODEL: Mapping[str, Any] = {
+#: What names a model and its workloads, by field of :class:`~fuseplan.planner.models.manifest.ModelArguments`.
+MODEL: Mapping[str, Any] = {
     "model": Annotated[str | None, Option(
-        metavar="NAME", autocompletion=completion.models,
+        metavar="NAME", autocompletion=known_models,
         help="A preset: llama, llama-3.2-1b, llama-3.1-8b, llama-3.1-70b.")],
     "config": Annotated[Path | None, Option(
         metavar="FILE", help="A local Hugging Face config.json (weights are random).")],
     "module": Annotated[str | None, Option(
         metavar="PKG.MOD:FACTORY", help="Your own: FACTORY() returns (nn.Module, example inputs). Runs that code.")],
     "pattern": Annotated[str | None, Option(
-        metavar="NAME", autocompletion=completion.patterns,
+        metavar="NAME", autocompletion=known_patterns,
         help="A pattern such as swiglu, with --shape; see `plan patterns`.")],
     "shape": Annotated[str | None, Option(metavar="32x4096", help="Shape of the pattern's activations.")],
     "decode": Annotated[str | None, Option(
@@ -93,7 +121,7 @@ _MODEL: Mapping[str, Any] = {
     "regime": Annotated[RegimeChoice | None, Option(
         help="eager: launched from Python; the default. graph: replayed from a CUDA graph (CUDA only).")],
 }
-_TLS: Mapping[str, Any] = {
+TLS: Mapping[str, Any] = {
     "tls_ca": Annotated[Path | None, Option(
         metavar="FILE", help="For a tls:// scheduler: the certificate that signs those of the fleet (PEM).")],
     "tls_cert": Annotated[Path | None, Option(
@@ -101,32 +129,6 @@ _TLS: Mapping[str, Any] = {
     "tls_key": Annotated[Path | None, Option(
         metavar="FILE", help="For a tls:// scheduler: the private key of --tls-cert, if that has it not.")],
 }
-
-
-def shared_options(*without: str) -> Callable[[C], C]:
-    """A command's ``given`` takes the options of a model, but for those ``without``; its ``tls`` takes those of TLS."""
-    model = {name: kind for name, kind in _MODEL.items() if name not in without}
-
-    def of(command: C) -> C:
-        def run(**values: Any) -> Any:
-            if "given" in own:
-                values["given"] = ModelArguments(**{name: values.pop(name) for name in model})
-            if "tls" in own:
-                values["tls"] = tuple(values.pop(name) for name in _TLS)
-            return command(**values)
-
-        own = inspect.signature(command, eval_str=True).parameters
-        found: dict[str, tuple[Any, Any]] = {}
-        for name, one in own.items():
-            if name == "given":
-                found |= {option: (kind, getattr(ModelArguments, option)) for option, kind in model.items()}
-            elif name == "tls":
-                found |= {option: (kind, None) for option, kind in _TLS.items()}
-            else:
-                found[name] = one.annotation, one.default
-        return declared(command, run, found)
-
-    return of
 
 
 def fleet_kind(workers: str, device: str) -> Kind:
@@ -137,17 +139,6 @@ def fleet_kind(workers: str, device: str) -> Kind:
     from fuseplan.planner.fleet.asking import fleet_kind as kind_of
 
     return kind_of(workers, device)
-
-
-def runner(workers: str | None) -> Runner:
-    """The runner: this process, or the workers of ``--workers``."""
-    if workers is None:
-        from fuseplan.planner.api.tune import run_here
-
-        return run_here
-    from fuseplan.planner.fleet.run import run_by
-
-    return run_by(workers)
 
 
 def use_tls(context: typer.Context, workers: str | None, files: TlsFiles) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 from typer import Option
@@ -14,14 +14,8 @@ from fuseplan.planner.models.manifest import ModelArguments
 from fuseplan.search import policy
 from fuseplan.search.tune.time_account import TimeAccount, process_age_s
 
-if TYPE_CHECKING:
-    from fuseplan.planner.api.many import TunedMany
-    from fuseplan.planner.api.misses import TunedMisses
-    from fuseplan.planner.api.tune import Tuned
-
 
 @answers("the groups, or with --misses what was tuned, or with --manifest the models")
-@opt.shared_options()
 def tune(
     context: typer.Context,
     given: ModelArguments,
@@ -75,6 +69,7 @@ def tune(
     account = TimeAccount(process_age_s())
     with account.spend("starting"):
         from fuseplan.planner.api.request import HowToTune, TuneRequest
+        from fuseplan.planner.api.run import Runner, run_here
         from fuseplan.planner.api.tune import tune_request
         from fuseplan.planner.errors import ConfigError
 
@@ -84,10 +79,15 @@ def tune(
         raise ConfigError("--misses tunes on this device; leave out --workers")
     how = HowToTune(trials, seconds, seed, shipped, again, study, job_limit, inductor)
     screen = current()
-    found = tune_request(
-        TuneRequest(kind, given, manifest, misses, most, how, db), screen, account, opt.runner(workers))
+    runner: Runner = run_here
+    if workers is not None:
+        from fuseplan.planner.fleet.run import run_by
+
+        runner = run_by(workers)
+    found = tune_request(TuneRequest(kind, given, manifest, misses, most, how, db), screen, account, runner)
     for one in found:
-        _print_tables(one)
+        for table in one.tables():
+            screen.add(table)
         for line in one.course():
             (screen.tell if misses else screen.say)(line)
     screen.say(account.line())
@@ -98,30 +98,3 @@ def tune(
     if failures := dict.fromkeys(one.failure for one in found if one.failure):  # more than a region or some noise
         typer.echo(f"plan: error: {'; '.join(failures)}", err=True)
         raise typer.Exit(1)
-
-
-def _print_tables(found: Tuned | TunedMany | TunedMisses) -> None:
-    from fuseplan.planner.api.many import TunedMany
-    from fuseplan.planner.api.misses import TunedMisses
-    from fuseplan.planner.reports.contents import GROUP_SPARE
-
-    screen = current()
-    if isinstance(found, TunedMisses):
-        for title, frame in (("Tuned", found.regions), ("What remains", found.left)):
-            if len(frame):
-                screen.table(
-                    frame, "_".join(title.lower().split()), title, keep=("label", "count", "saved_us"),
-                    spare=("key", "numerics", "first_seen", "regime", "last_seen", "place"))
-        return
-    if isinstance(found, TunedMany):
-        screen.table(found.models, "models", f"{found.title} on {found.data.device}", keep=(
-            "model", "regions", "shared", "measured", "tune_s", "saved_us"), spare=(
-            "numerics", "dtype", "regime", "capture_s", "workloads", "failed", "unfused_us", "planned_us", "step",
-            "outcome", "stored"))
-        more = {"Totals": found.total_frame, "Steps": found.steps, "Regions": found.regions}
-    else:
-        screen.table(found.groups, "groups", f"{found.label} on {found.data.device}", shown="talk", spare=GROUP_SPARE,
-                     keep=("workload", "group", "speedup"))
-        more = {"Steps": found.steps}
-    for title, frame in more.items():
-        screen.table(frame, title.lower(), title, shown="files")

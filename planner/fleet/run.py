@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from fuseplan.planner.api.many import Models
-from fuseplan.planner.api.regions import CapturedModel, captured_model
+from fuseplan.planner.api.regions import CapturedModel, captured_model, in_words
 from fuseplan.planner.api.request import Asked, TuneRequest
-from fuseplan.planner.api.run import Ran, Wanted
-from fuseplan.planner.api.tune import OneModel, Runner
+from fuseplan.planner.api.run import Ran, Runner, Wanted
+from fuseplan.planner.api.tune import OneModel
 from fuseplan.planner.errors import FuseplanError, NothingForDeviceError
 from fuseplan.planner.fleet.asking import fleet
 from fuseplan.planner.fleet.terms import Captured
@@ -94,7 +94,8 @@ def _tuned_together(found: Fleet, wanted: Mapping[str, Models], account: TimeAcc
             progress.note(f"{name} is left out on {device}: {why}")
         one.captured = tuple(captured[asked] for asked in one.models)
         batches = one.batches(sessions[device], SILENT, account)
-        progress.note(str(one.regions) if len(wanted) == 1 else f"{device}: {one.regions}")
+        words = in_words(one.regions)
+        progress.note(words if len(wanted) == 1 else f"{device}: {words}")
         orders[device] = [Order(device, replace(found.terms, settings=batch.settings), batch) for batch in batches]
     results = iter(found.tune([order for its in orders.values() for order in its], account))
     ran: list[tuple[Wanted, Ran]] = []

@@ -97,8 +97,7 @@ def read_manifest(path: str | Path) -> Manifest:
         raise ConfigError(f"{path.name} has no models: begin each one with a line [[model]]")
     if not isinstance(defaults, dict):
         raise ConfigError(f"{path.name}: defaults is no table; begin it with a line [defaults]")
-    _known(defaults, _SHARED, f"{path.name}: defaults")
-    shared = _values(defaults, f"{path.name}: defaults")
+    shared = _values(defaults, _SHARED, f"{path.name}: defaults")
     models = (one for number, table in enumerate(tables, 1) for one in _models(path, number, table, shared))
     return Manifest(path, tuple(models))
 
@@ -107,8 +106,7 @@ def _models(path: Path, number: int, table: Mapping[str, Any], shared: Mapping[s
     """The models of one table."""
     called = next((table[key] for key in ("name", *_SOURCES) if isinstance(table.get(key), str)), "")
     where = f"{path.name}: model {number}" + (f" ({called})" if called else "")
-    _known(table, tuple(_KEYS), where)
-    own = _values(table, where)
+    own = _values(table, tuple(_KEYS), where)
     given = [key for key in _SOURCES if key in own]
     if len(given) != 1:
         others = f", not {' and '.join(given)}" if given else ""
@@ -132,15 +130,16 @@ def _known(table: Mapping[str, Any], allowed: tuple[str, ...], where: str) -> No
             raise ConfigError(f"{where}: unknown key {key[:60]!r}; {hint}")
 
 
-def _values(table: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _values(table: Mapping[str, Any], allowed: tuple[str, ...], where: str) -> dict[str, Any]:
+    _known(table, allowed, where)
     found = {}
     for key, value in table.items():
-        is_allowed, allowed = _KEYS[key]
+        is_right, right = _KEYS[key]
         several = [value] if key in _LISTED and not isinstance(value, list) else value
-        if not is_allowed(several):
+        if not is_right(several):
             shown = json.dumps(value, default=str, ensure_ascii=False)  # what TOML has, too
             shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-            raise ConfigError(f"{where}: {key} = {shown} is not {allowed}")
+            raise ConfigError(f"{where}: {key} = {shown} is not {right}")
         found[key] = _frozen(several)
     return found
 
@@ -151,10 +150,6 @@ def _frozen(value: Any) -> Any:
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
-
-
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
 
 
 def _is_whole(value: Any, least: int = 1) -> bool:
@@ -172,15 +167,20 @@ def _are_sizes(value: Any) -> bool:
     return all(len(one) == 2 and all(map(_is_whole, one)) if isinstance(one, list) else _is_size(one) for one in value)
 
 
-def _are_words(value: Any, *allowed: str) -> bool:
-    """Whether it lists words, each once; any without ``allowed`` ones."""
-    if not value or not all(map(_is_text, value)) or len(set(value)) < len(value):
-        return False
-    return not allowed or set(value) <= set(allowed)
+def _are_words(value: Any) -> bool:
+    """Whether it lists words, each once."""
+    return bool(value) and all(map(_is_text, value)) and len(set(value)) == len(value)
 
 
-_SIZE_WORDS = 'a size, or a list of them such as [1, 8] or ["4x512", 128]'
-_DTYPES, _REGIMES, _NUMERICS = ("bfloat16", "float16", "float32"), ("eager", "graph"), ("fp32", "eager")
+def _choice(*allowed: str) -> tuple[Callable[[Any], bool], str]:
+    """Some of these words, and that in words."""
+    several = "both" if len(allowed) == 2 else "them"
+    return (lambda value: _are_words(value) and set(value) <= set(allowed),
+            f"one of {', '.join(allowed)}, or a list of {several}")
+
+
+_SIZES = (_are_sizes, 'a size, or a list of them such as [1, 8] or ["4x512", 128]')
+_FLAG = (lambda value: isinstance(value, bool)), "true or false"
 #: What each key of a table takes: what it has to be, and that in words.
 _KEYS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "name": (_is_text, "text"),
@@ -189,15 +189,15 @@ _KEYS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "module": (_is_text, '"package.module:factory"'),
     "pattern": (_is_text, 'the name of a pattern, such as "swiglu"'),
     "shape": (_is_text, 'a shape such as "32x4096"'),
-    "decode": (_are_sizes, _SIZE_WORDS),
+    "decode": _SIZES,
     "kv_len": (partial(_is_whole, least=2), "a whole number from 2"),
-    "prefill": (_are_sizes, _SIZE_WORDS),
-    "dtype": (lambda value: _are_words(value, *_DTYPES), f"one of {', '.join(_DTYPES)}, or a list of them"),
+    "prefill": _SIZES,
+    "dtype": _choice("bfloat16", "float16", "float32"),
     "layers": (_is_whole, "a whole number from 1"),
-    "pack_weights": (_is_flag, "true or false"),
-    "calls": (_is_flag, "true or false"),
-    "regime": (lambda value: _are_words(value, *_REGIMES), f"one of {', '.join(_REGIMES)}, or a list of both"),
-    "numerics": (lambda value: _are_words(value, *_NUMERICS), f"one of {', '.join(_NUMERICS)}, or a list of both"),
+    "pack_weights": _FLAG,
+    "calls": _FLAG,
+    "regime": _choice("eager", "graph"),
+    "numerics": _choice("fp32", "eager"),
     "devices": (_are_words, 'a list of devices, such as ["cuda"] or ["h100", "h200"]'),
 }
 #: What says which model it is; what tables may share; what may be several, for a model each.

@@ -161,15 +161,6 @@ def _check_numbers(entries: ConfigEntries, name: str) -> None:
             _check_numbers(value, name)
 
 
-def _check_sizes(config: Any, name: str) -> None:
-    """Refuse sizes that are no positive numbers; models with stages (Swin) have a list of one for each."""
-    for key in _SIZES:
-        value = getattr(config, key, None)
-        stages = value if isinstance(value, list | tuple) and value else [value]
-        if value is not None and any(type(one) is not int or one < 1 for one in stages):
-            raise ConfigError(f"config {name}: {key} is {str(value)[:40]!r}, which is no positive whole number")
-
-
 def hf_config(source: ModelSource) -> Any:
     """The Hugging Face config object of a preset or config source.
 
@@ -189,7 +180,11 @@ def hf_config(source: ModelSource) -> Any:
             text = config.get_text_config(decoder=True)
     except Exception as error:
         raise ConfigError(f"config {source.name}: {in_words(error)}") from None
-    _check_sizes(text, source.name)
+    for key in _SIZES:
+        value = getattr(text, key, None)
+        stages = value if isinstance(value, list | tuple) and value else [value]  # Swin has a size for each
+        if value is not None and any(type(one) is not int or one < 1 for one in stages):
+            raise ConfigError(f"config {source.name}: {key} is {str(value)[:40]!r}, which is no positive whole number")
     if source.layers is not None:
         # Of the (text) config; num_hidden_layers maps to the model's own name for their number.
         if source.layers > text.num_hidden_layers:

@@ -58,11 +58,6 @@ def _inputs(shape: Shape, dtype: str, share: int = 1, pairs: bool = False) -> In
     return {"q": projected, "k": projected, "cos": table, "sin": table}
 
 
-def _normed_inputs(shape: Shape, dtype: str) -> InputSpecs:
-    weight = dense(shape[-1:], dtype)
-    return {**_inputs(shape, dtype), "q_weight": weight, "k_weight": weight}
-
-
 _RESULTS = ("q_out", "k_out")
 ROPE_PATTERNS = {
     name: Pattern(partial(_rope, share=share, pairs=pairs), partial(_inputs, share=share, pairs=pairs), _RESULTS)
@@ -71,4 +66,7 @@ ROPE_PATTERNS = {
         ("rope_partial_interleaved", 2, True),
     )
 }
-ROPE_PATTERNS["qk_norm_rope"] = Pattern(_qk_norm_rope, _normed_inputs, _RESULTS)
+ROPE_PATTERNS["qk_norm_rope"] = Pattern(
+    _qk_norm_rope,
+    lambda shape, dtype: _inputs(shape, dtype) | dict.fromkeys(("q_weight", "k_weight"), dense(shape[-1:], dtype)),
+    _RESULTS)

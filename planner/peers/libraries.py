@@ -45,21 +45,9 @@ def _called(output: int, module: str, name: str, **fixed: Any) -> Callable[[Case
     return lambda case: Contestant(_forward(module, name, **fixed), outputs=_picked(output))
 
 
-def _rms_norm(offset: float, casting_mode: str) -> Callable[[Case], Contestant]:
-    return _called(
-        0, "rms_norm", "rms_norm_forward", eps=_RMS_EPSILON, offset=offset, casting_mode=casting_mode, row_mode=None
-    )
-
-
-def _add_rms_norm(offset: float, casting_mode: str) -> Callable[[Case], Contestant]:
-    def build(case: Case) -> Contestant:
-        forward = _forward(
-            "fused_add_rms_norm", "fused_add_rms_norm_forward", eps=_RMS_EPSILON, offset=offset,
-            casting_mode=casting_mode,
-        )
-        return Contestant(lambda residual, x, weight: forward(x, residual, weight), outputs=_picked(1, 0))
-
-    return build
+def _add_rms_norm(case: Case, **model: Any) -> Contestant:
+    forward = _forward("fused_add_rms_norm", "fused_add_rms_norm_forward", **model)
+    return Contestant(lambda residual, x, weight: forward(x, residual, weight), outputs=_picked(1, 0))
 
 
 def _rope(case: Case) -> Contestant:
@@ -71,14 +59,17 @@ def _rope(case: Case) -> Contestant:
     )
 
 
+#: How the RMSNorm of each model differs.
+_LLAMA: Mapping[str, Any] = {"eps": _RMS_EPSILON, "offset": 0.0, "casting_mode": "llama"}
+_GEMMA: Mapping[str, Any] = {"eps": _RMS_EPSILON, "offset": 1.0, "casting_mode": "gemma"}
 #: Liger's, by pattern.
 LIGER_OPS: Mapping[str, PeerOp] = MappingProxyType({
     "swiglu": PeerOp(_GATED, _called(2, "swiglu", "swiglu_forward")),
     "geglu_tanh": PeerOp(_GATED, _called(2, "geglu", "geglu_forward")),
-    "rms_norm": PeerOp(_NORMED, _rms_norm(0.0, "llama")),
-    "rms_norm_gemma": PeerOp(_NORMED, _rms_norm(1.0, "gemma")),
-    "add_rms_norm": PeerOp(_ADDED, _add_rms_norm(0.0, "llama")),
-    "add_rms_norm_gemma": PeerOp(_ADDED, _add_rms_norm(1.0, "gemma")),
+    "rms_norm": PeerOp(_NORMED, _called(0, "rms_norm", "rms_norm_forward", row_mode=None, **_LLAMA)),
+    "rms_norm_gemma": PeerOp(_NORMED, _called(0, "rms_norm", "rms_norm_forward", row_mode=None, **_GEMMA)),
+    "add_rms_norm": PeerOp(_ADDED, partial(_add_rms_norm, **_LLAMA)),
+    "add_rms_norm_gemma": PeerOp(_ADDED, partial(_add_rms_norm, **_GEMMA)),
     "layer_norm": PeerOp(
         ("x", "weight", "bias"), _called(0, "layer_norm", "layer_norm_forward", eps=_LAYER_NORM_EPSILON)
     ),

@@ -22,7 +22,7 @@ from torch import fx
 from fuseplan.costmodel.devices import is_cpu, is_gpu
 from fuseplan.kernels.gpu.overlap import plainly
 from fuseplan.planner.dispatch_stats import Tally
-from fuseplan.planner.errors import Argument, ConfigError, nearest
+from fuseplan.planner.errors import Argument, ConfigError, meant
 from fuseplan.planner.implementations.generated_kernel import GeneratedKernel
 from fuseplan.planner.implementations.implementation import PlannedGroup
 from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, Case, Contestant, PeerError, PeerOp
@@ -69,11 +69,6 @@ def fused(case: Case, groups: Sequence[PlannedGroup], in_place: bool = False) ->
         return tuple(one.clone() if at in donated else one for at, one in enumerate(inputs))
 
     return Contestant(forward, copies, note=f"writes {seen.in_place} of its results over activations", in_place=True)
-
-
-def _eager(case: Case) -> Contestant:
-    # forward, not __call__: in a model the ops are lines of one function and pay for no module call.
-    return Contestant(case.traced.module.forward)
 
 
 def _inductor(case: Case, max_autotune: bool) -> Contestant:
@@ -157,7 +152,8 @@ def _library(case: Case, name: str, ops: Mapping[str, PeerOp]) -> Contestant:
 
 #: Every peer, in the order of the tables.
 PEERS: Mapping[str, Peer] = MappingProxyType({
-    EAGER: Peer(_eager),
+    # forward, not __call__: in a model the ops are lines of one function and pay for no module call.
+    EAGER: Peer(lambda case: Contestant(case.traced.module.forward)),
     INDUCTOR: Peer(partial(_inductor, max_autotune=False)),
     MAX_AUTOTUNE: Peer(partial(_inductor, max_autotune=True)),
     LIGER: Peer(partial(_library, name=LIGER, ops=LIGER_OPS), is_gpu),
@@ -180,8 +176,7 @@ def peer_names(text: str | None, device_type: str, without: Sequence[str] = ()) 
         spelt = {name.replace("-", " "): name for name in PEERS} | {"max autotune": MAX_AUTOTUNE}
         wanted = {spelt.get(word, word) for word in words}
         for name in sorted(wanted - PEERS.keys()):
-            close = nearest(name, PEERS)
-            hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(PEERS)}"
+            hint = meant(name, PEERS, f"known: {', '.join(PEERS)}")
             raise ConfigError("{}: there is no peer {!r}; {}", Argument("peers"), name, hint)
         if not wanted:
             raise ConfigError("{} is empty; known: {}", Argument("peers"), ", ".join(PEERS))

@@ -22,29 +22,25 @@ from fuseplan.planner.tuning.summary import RegionSummary
 from fuseplan.search.store.record import ATEN, Alternative, GroupChoice, PlanRecord, RecordKey
 
 
-def _measured(plan: PlanRecord) -> Iterator[tuple[GroupChoice | Alternative, float, float]]:
-    """Everything of a region that was both predicted and measured, chosen or not, with both times."""
-    choices: list[GroupChoice | Alternative] = [*plan.groups, *plan.rejected]
-    for one in choices:
-        if one.measured_us is not None and one.predicted_us is not None and one.predicted_us > 0:
-            yield one, one.predicted_us, one.measured_us
-
-
-def measured_choices(data: ReportData) -> Iterator[tuple[RecordKey, GroupChoice | Alternative, float, float]]:
-    """Every kernel and op that a plan measured, one for each in a distinct part: the plan's key, what was measured, and
-    its predicted and measured time in microseconds.
+def measured_choices(
+    plans: Iterable[PlanRecord]
+) -> Iterator[tuple[RecordKey, GroupChoice | Alternative, float, float]]:
+    """Every kernel and op, chosen or not, that plans have a prediction and a time of: the plan's key, what was
+    measured, and its predicted and measured time in microseconds.
     """
-    for key, plan in data.decided().items():
-        for measured in _measured(plan):
-            yield key, *measured
+    for plan in plans:
+        choices: list[GroupChoice | Alternative] = [*plan.groups, *plan.rejected]
+        for one in choices:
+            if one.measured_us is not None and one.predicted_us is not None and one.predicted_us > 0:
+                yield plan.key, one, one.predicted_us, one.measured_us
 
 
 def accuracy_pairs(data: ReportData) -> list[MeasuredPair]:
-    """Predicted and measured time of :func:`measured_choices`."""
+    """Predicted and measured time of what distinct parts measured."""
     return [
         MeasuredPair(key.workload, f"{one.implementation} {one.label}", predicted_us, measured_us,
                      kind=one.implementation, regime=key.regime)
-        for key, one, predicted_us, measured_us in measured_choices(data)
+        for key, one, predicted_us, measured_us in measured_choices(data.decided().values())
     ]
 
 
@@ -68,12 +64,12 @@ def regret_table(data: ReportData) -> pd.DataFrame:
         region = shapes.get(key.workload)
         if key in parts and region is None:
             continue
-        choices = list(_measured(plan))
-        groups, edges = [one.ops for one, _, _ in choices], list(compute_edges(region)) if region else []
+        choices = list(measured_choices([plan]))
+        groups, edges = [one.ops for _, one, _, _ in choices], list(compute_edges(region)) if region else []
         if not is_a_choice(groups):
             continue
-        predicted = [predicted_us + one.delay_us for one, predicted_us, _ in choices]
-        measured = [measured_us + one.delay_us for one, _, measured_us in choices]
+        predicted = [predicted_us + one.delay_us for _, one, predicted_us, _ in choices]
+        measured = [measured_us + one.delay_us for _, one, _, measured_us in choices]
         problems = (cover_problem(groups, times_us, edges) for times_us in (measured, predicted))
         best_us, model_us = (
             math.fsum(measured[at] for at in solve_cover(one, break_ties=False).chosen) for one in problems)
@@ -171,20 +167,20 @@ def rejected_groups(plan: PlanRecord, region: RegionSummary, most: int) -> list[
 
     Of those with a time, the covers are solved of the ``most`` that cost least beyond their share of the chosen cover.
     """
-    timed: list[GroupChoice | Alternative] = [*plan.groups, *(one for one in plan.rejected if _has_time(one))]
+    # What does not work is stored with a prediction alone.
+    timed = [one for one in plan.rejected if one.measured_us is not None]
     ops = {op for one in plan.groups for op in one.ops}
-    usable = [one for one in timed if ops.issuperset(one.ops)]
+    usable: list[GroupChoice | Alternative] = [*plan.groups, *(one for one in timed if ops.issuperset(one.ops))]
     problem = cover_problem([one.ops for one in usable], list(map(time_of, usable)), compute_edges(region))
     chosen_us = math.fsum(map(time_of, plan.groups))
-    asked = [one for one in plan.rejected if one.implementation != ATEN]
     share_us = {op: time_of(group) / len(group.ops) for group in plan.groups for op in group.ops}
 
     def extra_us(one: Alternative) -> float:
         return time_of(one) - math.fsum(share_us.get(op, 0.0) for op in one.ops)
 
-    solved = {id(one) for one in sorted(filter(_has_time, asked), key=extra_us)[:most]}
+    solved = {id(one) for one in sorted((one for one in timed if one.implementation != ATEN), key=extra_us)[:most]}
     found = [_with(problem, usable, one, chosen_us, len(plan.groups)) if id(one) in solved
-             else Rejected(one, chosen_us) for one in asked]
+             else Rejected(one, chosen_us) for one in plan.rejected if one.implementation != ATEN]
     alike: defaultdict[tuple[object, ...], list[Rejected]] = defaultdict(list)
     for one in sorted(found, key=lambda one: one.more_us):
         group, cover_us = one.group, one.cover_us
@@ -205,8 +201,3 @@ def _with(
     beside = tuple(usable[one] for one in numbers if one >= chosen and one != at)
     predicted = sum(usable[one].measured_us is None for one in numbers)
     return Rejected(wanted, chosen_us, cost_s * 1e6, beside, predicted)
-
-
-def _has_time(one: Alternative) -> bool:
-    """Whether it works; what does not is stored with a prediction alone."""
-    return one.measured_us is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import pandas as pd
@@ -39,8 +39,12 @@ def groups_against(here: ReportData, there: ReportData) -> pd.DataFrame:
     Times are those of all its uses in a step, None where a plan has no such group; ``here`` and ``there`` say what runs
     it. A group that only one of the plans has replaces others, so its time is no change by itself.
     """
+    return _group_changes(_pairs(here, there))
+
+
+def _group_changes(pairs: Iterable[tuple[Step, Step]]) -> pd.DataFrame:
     rows: list[dict[str, Any]] = []
-    for one, other in _pairs(here, there):
+    for one, other in pairs:
         ours, theirs = _groups(one), _groups(other)
         for label in dict.fromkeys((*ours, *theirs)):
             (here_us, way), (there_us, other_way) = ours.get(label, (None, "")), theirs.get(label, (None, ""))
@@ -58,10 +62,9 @@ def against_lines(here: ReportData, there: ReportData) -> Iterator[str]:
     pairs = list(_pairs(here, there))
     if not pairs:
         yield "the two databases have no workload in common that is planned in both"
-    groups = groups_against(here, there)
     for one, other in pairs:
         yield f"{one.name}: {_change(one, other)}"
-        own = groups[groups["workload"] == one.name]
+        own = _group_changes([(one, other)])  # of its regime alone
         named = own[own["change_us"].abs() > _LITTLE * other.planned_us].head(_SHOWN)
         for row in named.to_dict("records"):
             runs = f"{row['there']} -> {row['here']}" if row["here"] != row["there"] else row["here"]

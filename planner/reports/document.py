@@ -127,13 +127,17 @@ class Document:
     main: str = ""
     parts: list[DocumentPart] = field(default_factory=list)
 
+    def add(self, part: DocumentPart) -> None:
+        """Add a part."""
+        self.parts.append(part)
+
     def tell(self, line: str, shown: Shown = "always", one_line: bool = False) -> None:
         """Add a sentence."""
-        self.parts.append(Sentence(line, shown, one_line))
+        self.add(Sentence(line, shown, one_line))
 
     def table(self, frame: pd.DataFrame, name: str, title: str = "", **more: Any) -> None:
         """Add a frame; ``more`` are fields of :class:`Table`."""
-        self.parts.append(table_of(frame, name, title, **more))
+        self.add(table_of(frame, name, title, **more))
 
     def text(self) -> str:
         """For a pipe: lines, with an empty one around tables."""

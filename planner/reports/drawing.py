@@ -8,6 +8,7 @@ for Visual Understanding of Hierarchical System Structures", 1981, with a bound 
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +20,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from fuseplan.planner.reports.accuracy import compute_edges
 from fuseplan.planner.tuning.summary import RegionSummary
-from fuseplan.search.store.record import ATEN, GroupChoice, PlanRecord
+from fuseplan.search.store.record import ATEN, PlanRecord
 
 #: How many colours of groups the page defines (CSS classes ``group0`` to ``group7``).
 COLOURS = 8
@@ -80,13 +81,14 @@ def group_class(plan: PlanRecord, number: int) -> str:
 
 def partition_svg(region: RegionSummary, plan: PlanRecord, facts: Sequence[str] = ()) -> str:
     """An ``<svg>`` element that shows which ops run together; ``facts`` say more of each group as tooltips."""
-    lines = [_ops_of(region, group) for group in plan.groups]
+    names = [" · ".join(region.ops[op].split(".")[0] for op in group.ops) for group in plan.groups]
+    lines = [textwrap.wrap(text, _LETTERS) or [""] for text in names]
     drawing = place([_HEAD + _PAD + _LINE * (len(own) + 1) for own in lines], reads(region, plan))
     return templates().get_template("partition.svg.j2").render(
         drawing=drawing, plan=plan, pad=_PAD, line=_LINE, head=_HEAD,
         groups=[
-            (drawing.boxes[at], group_name(at), group_class(plan, at), group, lines[at], _shape(region, group),
-             facts[at] if facts else "")
+            (drawing.boxes[at], group_name(at), group_class(plan, at), group, lines[at],
+             region.shapes[group.ops[-1]], facts[at] if facts else "")
             for at, group in enumerate(plan.groups)
         ],
         paths=[path(arrow.points) for arrow in drawing.arrows], aten=ATEN,
@@ -142,10 +144,12 @@ def place(heights: Sequence[float], edges: Iterable[tuple[int, int]]) -> Drawing
         y = bottom + _SPACE
     arrows = []
     for a, b in down:
-        passed = [lanes[a, one] for one in range(rank[a] + 1, rank[b])]
-        ends = sorted(parents[b])
-        way = _way(boxes[a], bottoms[rank[a]], passed, boxes[b], (ends.index(a) + 1) / (len(ends) + 1))
-        arrows.append(Arrow(a, b, way))
+        source, target, ends = boxes[a], boxes[b], sorted(parents[b])
+        points = [(source.middle, source.y + source.height), (source.middle, bottoms[rank[a]])]
+        for x, top, bottom in (lanes[a, one] for one in range(rank[a] + 1, rank[b])):
+            points += [(x, top), (x, bottom)]
+        share = (ends.index(a) + 1) / (len(ends) + 1)  # each arrow has an end of its own on the target's upper edge
+        arrows.append(Arrow(a, b, (*points, (target.x + target.width * share, target.y))))
     return Drawing(boxes, tuple(arrows), right + _MARGIN, y - _SPACE + _MARGIN)
 
 
@@ -159,27 +163,14 @@ def _ranks(count: int, edges: Sequence[tuple[int, int]]) -> list[int]:
         for item in sorted(circles.nodes[number]["members"])
     ]
     rank: dict[int, int] = {}
-    filled: dict[int, int] = {}
+    filled = Counter[int]()
     for item in order:
-        above = [rank[one] for one in graph.pred[item] if one in rank]
-        own = max(above, default=-1) + 1
-        while filled.get(own, 0) >= _A_RANK:
+        own = max((rank[one] for one in graph.pred[item] if one in rank), default=-1) + 1
+        while filled[own] >= _A_RANK:
             own += 1
         rank[item] = own
-        filled[own] = filled.get(own, 0) + 1
+        filled[own] += 1
     return [rank[at] for at in range(count)]
-
-
-def _way(
-    source: Box, bottom: float, lanes: Sequence[tuple[float, float, float]], target: Box, share: float
-) -> tuple[tuple[float, float], ...]:
-    """From the middle of a box's lower edge down to the end of its rank, along lanes, to ``share`` of the target's
-    upper edge.
-    """
-    points = [(source.middle, source.y + source.height), (source.middle, bottom)]
-    for x, top, end in lanes:
-        points += [(x, top), (x, end)]
-    return (*points, (target.x + target.width * share, target.y))
 
 
 def path(points: Sequence[tuple[float, float]]) -> str:
@@ -194,13 +185,3 @@ def path(points: Sequence[tuple[float, float]]) -> str:
             found.append(f"C{x0:.1f} {y0 + bend:.1f} {x:.1f} {y - bend:.1f} {x:.1f} {y:.1f}")
         x0, y0 = x, y
     return "".join(found)
-
-
-def _ops_of(region: RegionSummary, group: GroupChoice) -> list[str]:
-    """The names of a group's ops in lines that fit its box."""
-    names = [region.ops[op].split(".")[0] for op in group.ops]
-    return textwrap.wrap(" · ".join(names), _LETTERS) or [""]
-
-
-def _shape(region: RegionSummary, group: GroupChoice) -> str:
-    return region.shapes[group.ops[-1]]

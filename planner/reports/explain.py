@@ -10,21 +10,18 @@ from dataclasses import dataclass, replace
 from fuseplan.costmodel.roofline import lower_bound
 from fuseplan.planner.errors import failure_reason
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
-from fuseplan.planner.groups.candidates import Candidate, Refusal, enumerate_candidates, region_dependencies
-from fuseplan.planner.groups.compute_graph import compute_graph_of
-from fuseplan.planner.groups.places import region_paths
+from fuseplan.planner.groups.candidates import Candidate, Refusal, enumerate_candidates
 from fuseplan.planner.groups.regions import find_boundaries, region_parts
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import kernel_mode
-from fuseplan.planner.module_paths import RepeatedPaths, group_place
 from fuseplan.planner.ops.table import kind_of, why_opaque
 from fuseplan.planner.partition.plan_record import located_label
-from fuseplan.planner.reports.drawing import group_name
+from fuseplan.planner.reports.drawing import group_name, reads
 from fuseplan.planner.reports.frames import config_text, floor_doubt, how_it_runs, time_of
-from fuseplan.planner.reports.side_by_side import PlannedRegion, in_words, side_by_side
+from fuseplan.planner.reports.side_by_side import in_words, side_by_side
 from fuseplan.planner.tuning.planner import GraphPlan, RegionPlan
 from fuseplan.planner.tuning.session import Session
-from fuseplan.planner.tuning.summary import summarise
+from fuseplan.planner.tuning.summary import RegionSummary, summarise
 from fuseplan.planner.tuning.whole_step import runs_by_inductor
 from fuseplan.search.store.record import ATEN, GroupChoice, TuningRecord
 
@@ -36,34 +33,37 @@ def explain_plan(session: Session, workload: str, graph: DataflowGraph, plan: Gr
     """Lines that explain the plan of one captured workload."""
     table = GroupTable(graph, session.settings.numerics, session.target.device_type)
     kinds = Counter(kind_of(node, graph.specs) for node in graph)
-    unique = plan.unique()
+    regions = distinct_regions(graph, plan)
     yield (
         f"{workload}: {len(graph)} ops. {kinds['view']} are views (address maps, no work), {kinds['compute']} can "
         f"run in generated kernels, {kinds['anchor']} are matmuls, convolutions or attention, and {kinds['opaque']} "
         f"only ATen runs. Regions: {len(plan.regions)}, "
-        f"distinct: {len(unique)}."
+        f"distinct: {len(regions)}."
     )
     if (step := runs_by_inductor(session.store, plan)) is not None:
         yield (f"TorchInductor's code of the whole graph runs it: {step.best_us:.3g} us a step, where the plan takes "
                f"{step.planned_us:.3g}.")
     yield from _externs(graph)
     yield from _region_boundaries(graph)
-    for number, one in enumerate(unique, 1):
-        occurrences = [other.region for other in plan.regions if other.region.key == one.region.key]
+    for number, (region, one) in enumerate(regions, 1):
         yield ""
-        yield f"Region {number} of {len(unique)}, {_times(len(occurrences))}: {one.record.label}"
-        yield from _RegionWords(session, graph, table, one, region_paths(graph, occurrences)).lines()
+        yield f"Region {number} of {len(regions)}, {_times(region.occurrences)}: {one.record.label}"
+        yield from _RegionWords(session, graph, table, one, region).lines()
+
+
+def distinct_regions(graph: DataflowGraph, plan: GraphPlan) -> list[tuple[RegionSummary, RegionPlan]]:
+    """Each distinct region of a planned graph: what is to be said of it, and the plan of its first occurrence."""
+    if not plan.regions:
+        return []
+    summary = summarise("", "", graph, [(one.region, one.record) for one in plan.regions])
+    regions = {region.key: region for region in summary.regions}
+    return [(regions[one.record.key.workload], one) for one in plan.unique()]
 
 
 def compare_plans(planned: Sequence[tuple[str, DataflowGraph, GraphPlan]]) -> Iterator[str]:
     """Lines that put the plans of several workloads side by side; none where they have nothing in common."""
-    found: list[PlannedRegion] = []
-    for workload, graph, plan in planned:
-        records = {one.record.key.workload: one.record for one in plan.regions}
-        if records:
-            summary = summarise("", workload, graph, [(one.region, one.record) for one in plan.regions])
-            found += [(workload, region, records[region.key]) for region in summary.regions]
-    if rows := side_by_side(found):
+    if rows := side_by_side((workload, region, one.record) for workload, graph, plan in planned
+                            for region, one in distinct_regions(graph, plan)):
         yield "Side by side, the region of each workload that takes most of its time, by rows of the matmul:"
         yield from in_words(rows)
 
@@ -114,9 +114,9 @@ class _RegionWords:
 
     def __init__(
         self, session: Session, graph: DataflowGraph, table: GroupTable, plan: RegionPlan,
-        places: Sequence[RepeatedPaths],
+        region: RegionSummary,
     ) -> None:
-        self.session, self.graph, self.table, self.plan, self.places = session, graph, table, plan, places
+        self.session, self.graph, self.table, self.plan, self.region = session, graph, table, plan, region
         self.groups = [
             _Group(group_name(number), choice, frozenset(plan.group_ops(choice)))
             for number, choice in enumerate(plan.record.groups)
@@ -156,7 +156,7 @@ class _RegionWords:
         choice, tuning = group.choice, self._tuning(group.choice.workload)
         ops = ", ".join(_short(self.graph.op(name).op) for name in self.plan.group_ops(choice))
         yield f"  {group.name}: {how_it_runs(choice)}: {ops}"
-        if where := group_place(self.places, choice.ops):
+        if where := self.region.place_of(choice.ops):
             yield f"     in {where}"
         parts = [f"{choice.measured_us:.2f} us measured"] if choice.measured_us is not None else ["not measured"]
         if choice.predicted_us:
@@ -181,12 +181,7 @@ class _RegionWords:
         self, candidates: Mapping[frozenset[str], Candidate], refusals: Sequence[Refusal]
     ) -> Iterator[str]:
         """For each two groups that exchange a value: why they are not one."""
-        home = {op: number for number, group in enumerate(self.groups) for op in group.ops}
-        dependencies = region_dependencies(self.graph, self.plan.region)
-        flow = compute_graph_of(self.graph)
-        names = [flow.names[at] for at in dependencies.members]
-        edges = {(home[names[before]], home[names[after]]) for before, after in dependencies.edges()}
-        pairs = [(self.groups[a], self.groups[b]) for a, b in edges if a != b]
+        pairs = [(self.groups[a], self.groups[b]) for a, b in reads(self.region, self.plan.record)]
         for one, other in sorted(pairs, key=lambda pair: (pair[0].name, pair[1].name))[: 4 * _EXAMPLES]:
             yield f"  between {one.name} and {other.name}: {self._why_apart(one, other, candidates, refusals)}"
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from fuseplan.planner.errors import Argument, Command, PlanError, nearest
+from fuseplan.planner.errors import Argument, Command, PlanError, meant
 from fuseplan.planner.module_paths import joined_places
 from fuseplan.planner.tuning import summary as summaries
 from fuseplan.planner.tuning.miss_list import MISS_COLUMNS, Miss, logged_misses
@@ -102,8 +102,7 @@ def load_report(
     workloads = summaries.load_summaries(database, device, model or None)
     if model and not workloads:
         known = {workload.model for workload in summaries.load_summaries(database, device)}
-        close = nearest(model, known)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"stored: {', '.join(sorted(known)) or 'none'}"
+        hint = meant(model, known, f"stored: {', '.join(sorted(known)) or 'none'}")
         known_here = "; {} without {} shows all that is known of this device" if plans else ""
         raise PlanError("nothing is stored for model {!r} on this device ({}); run {} for it first" + known_here,
                         model, hint, Command("tune"), Command("report"), Argument("model"))
@@ -255,8 +254,7 @@ def coverage_frame(data: ReportData) -> pd.DataFrame:
     ones. ``launches`` leaves library calls out; the times are those of whole regions, with their matmuls and attention,
     None where a region has no plan.
     """
-    rows = [_coverage_row(data, workload) for workload in data.workloads]
-    return pd.DataFrame(rows, columns=list(COVERAGE_COLUMNS))
+    return pd.DataFrame([_coverage_row(data, one) for one in data.workloads], columns=list(COVERAGE_COLUMNS))
 
 
 def _coverage_row(data: ReportData, workload: WorkloadSummary) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
@@ -53,13 +53,17 @@ def html_report(data: ReportData, other: ReportData | None = None) -> str:
     tuned = [plan.evidence for plan in data.plans.values()] or [one.evidence for one in data.records.values()]
     device = data.spec.identity.name if data.spec is not None else data.device
     return templates().get_template("report.html.j2").render(
+        data=data,
         title=f"Fusion report: {data.model or device}",
         device=device,
         created=now(),
         tuned=max((evidence.created for evidence in tuned), default=""),
         speedup=frames.geometric_mean(groups["speedup"].dropna()),
-        steps=[_step(one) for one in told],
-        untimed=[_step(one) for one in found[len(told):]],
+        steps=told,
+        untimed=found[len(told):],
+        questions=_QUESTIONS,
+        answers_of=answers,
+        bars=bars,
         parts=PARTS,
         duration=time_text,
         usual=LOST,
@@ -68,7 +72,6 @@ def html_report(data: ReportData, other: ReportData | None = None) -> str:
         saved=_saved_rows(told, groups),
         answers=groups["answer"],
         totals=coverage.drop(columns="workload").sum() if len(coverage) else None,
-        plans=data.decided().values(),
         plots=_plots(data),
         layers=layers,
         against=list(against_lines(data, other)) if other is not None else [],
@@ -83,31 +86,8 @@ def html_report(data: ReportData, other: ReportData | None = None) -> str:
             "regions": table_html(regions.drop(columns=["key", "regime"]), "Every region", percent=("gap",)),
             "misses": table_html(frames.misses_frame(data.misses).drop(columns=["key"]), "Look-ups without a plan"),
         },
-        misses=len(data.misses),
-        key=data.device,
-        spec=data.spec,
         last=max(tuned, key=lambda evidence: evidence.created, default=None),
     )
-
-
-def _step(one: Step) -> dict[str, Any]:
-    """A workload: what its step takes in words and as bars."""
-    unfused, planned = bars(one)
-    floor_us = one.floor_us
-    longest_us = max(one.unfused_us, one.planned_us)
-    return {
-        "name": one.name, "faster": _faster(one), "answers": list(zip(_QUESTIONS, answers(one), strict=True)),
-        "floor": time_text(floor_us) if floor_us else "",
-        "floor_share": 100 * floor_us / longest_us if floor_us and longest_us else None,
-        "sides": [("unfused", time_text(one.unfused_us), unfused), ("planned", time_text(one.planned_us), planned)],
-    }
-
-
-def _faster(one: Step) -> str:
-    """The first thing to know of a step."""
-    if one.hidden:
-        return "no faster, as far as noise lets one tell"
-    return f"{one.unfused_us / one.best_us:.2f}x as fast" if one.best_us > 0 else ""
 
 
 def _saved_rows(found: Sequence[Step], groups: pd.DataFrame) -> list[dict[str, Any]]:
@@ -125,13 +105,7 @@ def _saved_rows(found: Sequence[Step], groups: pd.DataFrame) -> list[dict[str, A
              "how": f"one {row['backend']} kernel"}
             for row in groups.dropna(subset=["fused_us", "unfused_us"]).to_dict("records")
         ]
-    rows.sort(key=lambda row: -row["saved_us"])
-    most_us = rows[0]["saved_us"] if rows else 0.0
-    return [
-        {**row, "saved": time_text(row["saved_us"]), "each": " → ".join(map(time_text, row["each"])),
-         "share": max(0.0, 100 * row["saved_us"] / most_us) if most_us > 0 else 0.0}
-        for row in rows
-    ]
+    return sorted(rows, key=lambda row: -row["saved_us"])
 
 
 def _with_matmuls(data: ReportData, regions: pd.DataFrame) -> pd.DataFrame:
@@ -150,39 +124,33 @@ def _by_device(frame: pd.DataFrame) -> pd.DataFrame:
     return graphs if len(graphs) else frame
 
 
-def _record_words(groups: pd.DataFrame, regions: pd.DataFrame) -> Iterator[tuple[str, str]]:
+def _record_words(groups: pd.DataFrame, regions: pd.DataFrame) -> Iterator[str]:
     """The three answers as far as records without a model have them."""
     ratios = regions["speedup"].dropna()
     faster = (f" {int((ratios > 1).sum())} of {len(ratios)} regions with matmuls, such as a layer, run faster than "
               f"unfused, half of all at least {ratios.median():.2f}x as fast." if len(ratios) else "")
-    yield _QUESTIONS[0], (
+    yield (
         f"No whole step was timed here: these records tell regions of models, not how often each runs; "
         f"to tune a model on such a device times its steps.{faster}")
     timed = groups.assign(saved_us=groups["unfused_us"] - groups["fused_us"]).dropna(subset=["saved_us"])
     best = _by_device(timed).sort_values("saved_us", ascending=False).drop_duplicates("group").head(_NAMED)
     names = "; ".join(f"{time_text(saved_us)} by {name}"
                       for name, saved_us in zip(best["group"], best["saved_us"], strict=True))
-    yield _QUESTIONS[1], (f"Most is saved by these, each time that they run: {names}." if names
-                          else "No group was measured fused and unfused.")
+    yield (f"Most is saved by these, each time that they run: {names}." if names
+           else "No group was measured fused and unfused.")
     bounded = _by_device(groups[(groups["lower_bound_us"] > 0) & groups["fused_us"].notna() & groups["doubt"].isna()])
     over = (bounded["fused_us"] / bounded["lower_bound_us"]).median()
-    yield _QUESTIONS[2], (f"Half of the kernels take less than {over:.2f} times what memory and arithmetic alone take."
-                          if len(bounded) else "No kernel has a floor to compare with.")
+    yield (f"Half of the kernels take less than {over:.2f} times what memory and arithmetic alone take."
+           if len(bounded) else "No kernel has a floor to compare with.")
 
 
-def _longest(regions: pd.DataFrame) -> list[dict[str, Any]]:
+def _longest(regions: pd.DataFrame) -> list[dict[Hashable, Any]]:
     """Some of the regions from the shortest to the longest, unfused and planned."""
     large = regions.sort_values("planned_us").drop_duplicates(["region", "regime"])
     picked = large.iloc[sorted({round(at * (len(large) - 1) / (_SOME - 1)) for at in range(_SOME)})] \
         if len(large) else large
-    return [
-        {
-            "name": f"{row['region']}, {row['ops']} ops, {_LAUNCHED[row['regime']]}", "speedup": row["speedup"],
-            "sides": [(side, time_text(time_us), 100 * time_us / max(row["unfused_us"], row["planned_us"]))
-                      for side, time_us in (("unfused", row["unfused_us"]), ("planned", row["planned_us"]))],
-        }
-        for row in picked.to_dict("records") if row["planned_us"] > 0
-    ]
+    picked = picked[picked["planned_us"] > 0]
+    return picked.assign(launched=picked["regime"].map(_LAUNCHED)).to_dict("records")
 
 
 def _side_by_side(data: ReportData) -> list[Markup]:
@@ -196,8 +164,8 @@ def _side_by_side(data: ReportData) -> list[Markup]:
             for (model, regime, numerics), frame in tables.items() if len(frame)]
 
 
-def _plots(data: ReportData) -> list[dict[str, Any]]:
-    """Title, caption, picture, and the points that are named, of the plots that the data allows."""
+def _plots(data: ReportData) -> list[tuple[str, str, LogPlot]]:
+    """Title, caption and picture of the plots that the data allows."""
     found: list[tuple[str, str, LogPlot]] = []
     if data.spec is not None and (roofs := roofline_plot(data.spec, data)).points:
         caption = "Every tuned group under the roofs measured on this device. The named ones save most time each run."
@@ -208,8 +176,7 @@ def _plots(data: ReportData) -> list[dict[str, Any]]:
     if data.spec is not None:
         caption = f"Measured {data.spec.measured_at[:10]}; the steps are cache levels."
         found.append(("Memory bandwidth", caption, bandwidth_plot(data.spec)))
-    return [{"title": title, "words": words, "svg": Markup(plot.svg()), "named": plot.most()}
-            for title, words, plot in found]
+    return found
 
 
 def _layers(data: ReportData) -> list[tuple[str, list[dict[str, Any]]]]:

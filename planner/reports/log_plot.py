@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fuseplan.planner.reports.drawing import templates
 
@@ -21,6 +21,8 @@ _CELL = 6.0
 #: Names that are written in the plot, their letters at most, and the extent of a letter.
 NAMED, NAME_LETTERS = 10, 26
 _LETTER, _LINE = 6.6, 13.0
+#: Lines of names in a plot's height.
+_ROWS = round(_HEIGHT / _LINE)
 #: Points that one mark names.
 _IN_A_MARK = 6
 #: Ticks on an axis at most.
@@ -176,44 +178,28 @@ def _marks(placed: Iterable[tuple[float, float, Point]]) -> list[tuple[float, fl
     return sorted(found)
 
 
-class _Label(NamedTuple):
-    """A name, the left end of its base line, and a line to the point that it names where that is farther off."""
+def _labels(spots: Sequence[tuple[float, float, Point]]) -> Iterator[dict[str, Any]]:
+    """The names of points beside them: each at the nearest place where it covers neither a name nor a named point.
 
-    x: float
-    y: float
-    text: str
-    line: tuple[float, float, float, float] | None
-
-
-def _labels(spots: Sequence[tuple[float, float, Point]]) -> Iterator[_Label]:
-    """The names of points beside them: each at the nearest place where it covers neither a name nor a named point."""
+    Of each the left end of its base line, its text, and a line to the point where that is farther off.
+    """
     taken = [(x - 5, y - 5, x + 5, y + 5) for x, y, _ in spots]
     for x, y, point in spots:
         text = point.name if len(point.name) <= NAME_LETTERS else f"{point.name[:NAME_LETTERS - 1]}…"
         width = _LETTER * len(text)
-        for row in _nearest_first():
+        for row in sorted(range(1 - _ROWS, _ROWS), key=abs):
             middle = y + row * _LINE
             for left in (x + 9, x - 9 - width, *((x - width / 2, x + 40, x - 40 - width) if row else ())):
                 box = (left, middle - _LINE / 2, left + width, middle + _LINE / 2)
                 inside = (box[0] >= _LEFT + 2 and box[2] <= _WIDTH - _RIGHT
                           and box[1] >= _TOP and box[3] <= _HEIGHT - _BOTTOM)
-                if inside and not any(_overlap(box, other) for other in taken):
+                if inside and not any(box[0] < other[2] and other[0] < box[2] and box[1] < other[3]
+                                      and other[1] < box[3] for other in taken):
                     break
             else:
                 continue
             taken.append(box)
             near = min(max(x, left), left + width)  # the name's end nearest to the point
-            yield _Label(left, middle + 4, text, (x, y, near, middle - math.copysign(5, row)) if row else None)
+            line = (x, y, near, middle - math.copysign(5, row)) if row else None
+            yield {"x": left, "y": middle + 4, "text": text, "line": line}
             break
-
-
-def _nearest_first() -> Iterator[int]:
-    """0, -1, 1, -2 and so on, over a plot's whole height."""
-    yield 0
-    for row in range(1, round(_HEIGHT / _LINE)):
-        yield -row
-        yield row
-
-
-def _overlap(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]

@@ -101,7 +101,7 @@ def scatter_plot(data: ReportData) -> LogPlot:
               f"measured, {time_text(predicted_us)} predicted",
               "unfused" if one.implementation == ATEN else "fused",
               abs(math.log(predicted_us / measured_us)) * measured_us)
-        for key, one, predicted_us, measured_us in measured_choices(data) if measured_us > 0
+        for key, one, predicted_us, measured_us in measured_choices(data.decided().values()) if measured_us > 0
     ]
     words = f"Predicted against measured time of {len(points)} kernels; the band is plus or minus 25 percent."
     return LogPlot(words, ("measured, us", "predicted, us"), points, kinds=_KINDS, band=1.25)

@@ -124,7 +124,9 @@ def _step(data: ReportData, workload: WorkloadSummary, planned: list[tuple[Regio
     saved: dict[str, Saved] = {}
     places: defaultdict[str, list[tuple[int, list[str]]]] = defaultdict(list)
     for region, plan in planned:
-        alone = _alone_us(plan)
+        single: list[GroupChoice | Alternative] = [*plan.rejected, *plan.groups]
+        # What ATen takes for each op by itself, by position.
+        alone = {one.ops[0]: time_of(one) for one in single if len(one.ops) == 1 and one.implementation == ATEN}
         for at, time_us in alone.items():
             parts[_part_of_op(region, at)][0] += region.occurrences * time_us
         for group in plan.groups:
@@ -162,12 +164,6 @@ def _saved(
         return None
     unfused_us = math.fsum(alone[at] for at in own)
     return Saved(group, group.label, region.occurrences, unfused_us, time_of(group))
-
-
-def _alone_us(plan: PlanRecord) -> dict[int, float]:
-    """What ATen takes for each op by itself, by position."""
-    single: list[GroupChoice | Alternative] = [*plan.rejected, *plan.groups]
-    return {one.ops[0]: time_of(one) for one in single if len(one.ops) == 1 and one.implementation == ATEN}
 
 
 def _part_of_op(region: RegionSummary, at: int) -> str:

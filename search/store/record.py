@@ -93,8 +93,8 @@ class Versions:
     @staticmethod
     def current(device_type: str) -> Versions:
         """The versions in this process. A CPU's records do not depend on Triton or a GPU driver."""
-        of_gpu = (_version("triton"), _driver_version()) if is_gpu(device_type) else ()
-        return Versions(_version("fuseplan"), _version("torch"), *of_gpu)
+        of_gpu = (package_version("triton"), _driver_version()) if is_gpu(device_type) else ()
+        return Versions(package_version("fuseplan"), package_version("torch"), *of_gpu)
 
     def mismatch(self, other: Versions) -> tuple[str, ...]:
         """Names of the fields that differ, for messages."""
@@ -102,7 +102,8 @@ class Versions:
 
 
 @functools.cache
-def _version(package: str) -> str:
+def package_version(package: str) -> str:
+    """The installed version; "" where it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

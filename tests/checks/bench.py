@@ -33,8 +33,7 @@ from fuseplan.planner.bench.model import dispatch_options
 from fuseplan.planner.bench.patterns import PatternBench
 from fuseplan.planner.bench.rows import bench_frame, failure
 from fuseplan.planner.bench.verdicts import notes, pattern_verdict
-from fuseplan.planner.cli.bench.generate import results_name, sizes_of
-from fuseplan.planner.cli.bench.patterns import modes_of, publish, tune_cells
+from fuseplan.planner.cli.bench.topics import modes_of, publish, results_name, sizes_of, tune_cells
 from fuseplan.planner.models.build import build_model
 from fuseplan.planner.models.sources import find_source
 from fuseplan.planner.patterns.cells import Cell, cell

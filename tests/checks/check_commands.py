@@ -348,7 +348,6 @@ bench patterns --pattern swiglu --trials 0
 bench patterns --pattern swiglu --seconds nan
 bench patterns --pattern swiglu --minutes nan
 bench patterns --pattern swiglu --minutes -1
-bench patterns --pattern swiglu --compile-processes -1
 bench patterns --pattern swiglu --dtype int8
 bench patterns --model llama
 bench launch

@@ -10,6 +10,7 @@ import launch_costs
 import pytest
 import report_samples as samples
 import torch
+from compile_ahead import compile_ahead
 from curves import curve_of
 
 from fuseplan.costmodel.device import DeviceSpec, Latency, Peak
@@ -21,7 +22,6 @@ from fuseplan.planner.models.sources import find_source
 from fuseplan.planner.models.workload import decode
 from fuseplan.planner.patterns.cells import cell
 from fuseplan.planner.patterns.table import pattern_graph
-from fuseplan.planner.peers.compile_ahead import compile_ahead
 from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS
 from fuseplan.planner.peers.peers import FLASHINFER, LIGER, peer_names
 from fuseplan.planner.tuning.session import Session, open_session

@@ -168,6 +168,6 @@ def callers(module: str, name: str) -> Iterator[str]:
 def test_one_function_assembles_a_tune() -> None:
     """Command line, Python, manifest, misses and patterns make requests; a bench tunes its cells in its own session."""
     assert sorted(callers("fuseplan.planner.tuning.tune", "tune")) == [
-        "planner/api/run.py: run", "planner/cli/bench/patterns.py: tune_cells"]
-    assert sorted(callers("fuseplan.planner.api.run", "run")) == ["planner/api/tune.py: run_here"]
+        "planner/api/run.py: run_here", "planner/cli/bench/topics.py: tune_cells"]
+    assert sorted(callers("fuseplan.planner.api.run", "run_here")) == []  # a runner like that of a fleet
     assert sorted(callers("fuseplan.planner.api.tune", "tune_request")) == ["planner/cli/tune.py: tune"]

@@ -21,7 +21,7 @@ from fuseplan.costmodel.devices import ByDevice
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.bench import generate as generation
 from fuseplan.planner.bench import model
-from fuseplan.planner.cli.bench import generate as bench_generate
+from fuseplan.planner.cli.bench import topics
 from fuseplan.planner.models import sources, workload
 from fuseplan.planner.patterns import cells
 from fuseplan.planner.tuning import session
@@ -74,8 +74,8 @@ def _benches(patch: pytest.MonkeyPatch) -> None:
     def few_tokens(*asked: Any) -> list[generation.Sizes]:
         return [replace(one, prompt=min(one.prompt, 16), new=min(one.new, 8)) for one in every_size(*asked)]
 
-    every_cell, every_size = cells.sweep_cells, bench_generate.sizes_of
-    patch.setattr(bench_generate, "sizes_of", few_tokens)
+    every_cell, every_size = cells.sweep_cells, topics.sizes_of
+    patch.setattr(topics, "sizes_of", few_tokens)
     patch.setattr(compile_fx, "compile_fx", as_it_is)
     patch.setattr(cells, "sweep_cells", sweep)
     patch.setattr(model.ForwardTimer, "_time", lambda self, go, calls: 100.0)

@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from typer import Argument, Context, Option
 
 from fuseplan.costmodel.devices import is_gpu
 from fuseplan.planner.api.device import device_kind
-from fuseplan.planner.cli import completion
 from fuseplan.planner.cli import source as opt
-from fuseplan.planner.cli.bench import generate, patterns
 from fuseplan.planner.cli.output.options import answers, current
 from fuseplan.planner.cli.output.screen import check_writable
 from fuseplan.planner.models.manifest import ModelArguments
 
-if TYPE_CHECKING:
-    from fuseplan.planner.bench.rows import BenchRow
-    from fuseplan.planner.models.sources import ModelSource
-    from fuseplan.planner.models.workload import Workload
-    from fuseplan.planner.tuning.session import Session
-
 #: Layers of the end-to-end model unless the user says otherwise: enough for every region to occur.
 _LAYERS = 2
-#: Seconds of rounds for one comparison, where it is not one second.
-_SECONDS = {"patterns": 0.3, "generate": generate.SECONDS}
+#: Seconds of rounds for one comparison, where it is not one second: one round of generate() may take several.
+_SECONDS = {"patterns": 0.3, "generate": 30.0}
 #: Options that only some topics take.
-_PATTERNS = frozenset(("pattern", "shape", "rows", "cols", "rivals", "modes", "compile_processes", "minutes"))
+_PATTERNS = frozenset(("pattern", "shape", "rows", "cols", "rivals", "modes", "minutes"))
 _TUNING = frozenset(("tune", "trials", "tune_seconds", "resume", "regime"))
 _SIZES = frozenset(("batch", "prompt", "new_tokens"))
 _WHOLE_MODEL = frozenset(("model", "config", "layers"))
@@ -38,8 +29,7 @@ _WORKLOADS = frozenset(("module", "decode", "kv_len", "prefill"))
 _NOT_OF = {"patterns": _WHOLE_MODEL | _WORKLOADS | _SIZES, "generate": _PATTERNS | _TUNING | _WORKLOADS}
 
 
-@answers("the first that is printed", out=False)
-@opt.shared_options("pattern", "shape", "calls", "pack_weights", "regime")
+@answers("the first that is printed", out=False, without=("pattern", "shape", "calls", "pack_weights", "regime"))
 def bench(
     context: Context,
     given: ModelArguments,
@@ -70,7 +60,7 @@ def bench(
         parser=opt.whole(2), metavar="N", help="generate: tokens to make. Default: 128.",
     )] = None,
     pattern: Annotated[list[str] | None, Option(
-        metavar="NAME", autocompletion=completion.patterns,
+        metavar="NAME", autocompletion=opt.known_patterns,
         help="patterns: this pattern; repeatable. Default: a set.",
     )] = None,
     shape: Annotated[list[str] | None, Option(
@@ -95,10 +85,6 @@ def bench(
     tune_seconds: Annotated[float, Option(
         parser=opt.decimal(0.1), metavar="S", help="patterns: search time per group when tuning.",
     )] = 6.0,
-    compile_processes: Annotated[int | None, Option(
-        parser=opt.whole(0, 1024), metavar="N",
-        help="patterns: processes that compile the peers' kernels beforehand. Default: the cores, on CPUs none.",
-    )] = None,
     resume: Annotated[bool, Option(
         "--resume", help="patterns: keep the cells that the result file has, measure the others.",
     )] = False,
@@ -119,9 +105,14 @@ def bench(
     """
     from fuseplan.planner.api.request import plan_settings
     from fuseplan.planner.api.run import ready
+    from fuseplan.planner.bench.generate import contestants
+    from fuseplan.planner.bench.patterns import PatternBench
+    from fuseplan.planner.cli.bench import topics
     from fuseplan.planner.models.sources import DTYPES, find_source, workloads_for
     from fuseplan.planner.peers.contestant import INDUCTOR, MAX_AUTOTUNE, STANDARD_PEERS
+    from fuseplan.planner.peers.peers import peer_names
     from fuseplan.planner.tuning.session import open_session
+    from fuseplan.search.tune.tuner import Budget
 
     _check_options(context, topic)
     kind = device_kind(device)
@@ -135,42 +126,27 @@ def bench(
     kept = {INDUCTOR: inductor, MAX_AUTOTUNE: inductor and max_autotune}
     without, spend = tuple(name for name in kept if not kept[name]), seconds or _SECONDS.get(topic, 1.0)
     if topic == "patterns":
-        from fuseplan.planner.peers.peers import peer_names
-        from fuseplan.search.tune.tuner import Budget
-        from fuseplan.search.workers.worker import usable_cores
-
-        processes = usable_cores() if is_gpu(kind) else 0
-        wanted = patterns.WantedCells(
-            *patterns.cells_of(pattern or (), shape or (), rows, cols, DTYPES.get(given.dtype, given.dtype)),
-            peer_names(rivals, kind, without), patterns.modes_of(modes, kind), spend,
-            Budget(trials=trials, seconds=tune_seconds) if tune else None,
-            processes if compile_processes is None else compile_processes, resume,
-            math.inf if minutes is None else minutes, out,
-        )
+        cells = topics.cells_of(pattern or (), shape or (), rows, cols, DTYPES.get(given.dtype, given.dtype))
+        peers, modes_of_all = peer_names(rivals, kind, without), topics.modes_of(modes, kind)
         session = open_session(kind, db, settings, mode="write" if tune else "inspect")
-        patterns.measure(ready(session, progress=current()) if tune else session, wanted)
+        session = ready(session, progress=current()) if tune else session
+        topics.measure_patterns(
+            PatternBench(session, peers, modes_of_all, spend), *cells,
+            Budget(trials=trials, seconds=tune_seconds) if tune else None, math.inf if minutes is None else minutes,
+            resume, out)
         return
     session = open_session(kind, db, settings, mode="inspect")
     layers = given.layers or (_LAYERS if topic != "generate" and given.module is None else None)
     source = find_source(given.model, given.config, given.module, kind, given.dtype, layers)
     if topic == "generate":
-        from fuseplan.planner.bench.generate import contestants
-
+        sizes = topics.sizes_of(source, batch, prompt, new_tokens)
         names = [name for name in contestants(kind) if name not in without]
-        generate.measure(session, source, generate.sizes_of(source, batch, prompt, new_tokens), names, spend, out)
+        topics.measure_generate(session, source, sizes, names, spend, out)
         return
-    peers = [name for name in STANDARD_PEERS if name not in without]
     workloads = workloads_for(source, kind, given.decode, given.kv_len, given.prefill)
-    launches = ("eager", "graph") if is_gpu(kind) else ("eager",)
-    parts: dict[str, list[BenchRow]] = {}
-    try:
-        for part, measured in (("groups", _groups), ("model", _models)):
-            if topic in ("all", part):
-                for rows_of_one in measured(session, source, workloads, peers, launches, spend):
-                    parts.setdefault(part, []).extend(rows_of_one)
-    finally:  # an interrupted bench keeps what it has measured
-        if parts:
-            _publish(session, source.label, parts, out)
+    parts = ("groups", "model") if topic == "all" else (topic,)
+    standard = [name for name in STANDARD_PEERS if name not in without]
+    topics.measure_model(session, source, workloads, parts, standard, spend, out)
 
 
 def _check_options(context: Context, topic: str) -> None:
@@ -184,61 +160,3 @@ def _check_options(context: Context, topic: str) -> None:
         hint = "; it measures named patterns" if topic == "patterns" else (
             "; `plan bench patterns` does" if wrong <= _PATTERNS else "")
         raise ConfigError(f"`plan bench {topic}` takes no {', '.join(spelt)}{hint}")
-
-
-def _groups(
-    session: Session, source: ModelSource, workloads: tuple[Workload, ...], peers: Sequence[str],
-    modes: Sequence[str], seconds: float,
-) -> Iterator[list[BenchRow]]:
-    from fuseplan.planner.api.request import capture_all
-    from fuseplan.planner.bench.model import bench_group, fused_groups
-    from fuseplan.planner.errors import PlanError
-    from fuseplan.planner.tuning.tune import RegionFailure, noting
-
-    graphs = capture_all(source, workloads, session.target.device_type, progress=current())
-    failures: list[RegionFailure] = []
-    planned = [
-        (name, graph, session.planner().plan_graph(graph, on_failure=noting(failures, name, graph)))
-        for name, graph in graphs
-    ]
-    for failure in failures:
-        current().warn(str(failure))
-    untuned = {one.region.key for _, _, plan in planned for one in plan.regions if one.source == "model"}
-    if untuned:
-        current().warn(f"{len(untuned)} regions have no tuned plan and run as the cost model says; tune first")
-    groups = fused_groups(session, planned)
-    if not groups:
-        raise PlanError("the plan fuses nothing, so there is no group to measure; run `plan tune` first")
-    with current().status("measuring") as say:
-        for number, group in enumerate(groups, 1):
-            say(f"group {number} of {len(groups)}: {group.choice.label}")
-            yield bench_group(session, group, peers, modes, seconds)
-
-
-def _models(
-    session: Session, source: ModelSource, workloads: tuple[Workload, ...], peers: Sequence[str],
-    modes: Sequence[str], seconds: float,
-) -> Iterator[list[BenchRow]]:
-    from fuseplan.planner.bench.model import bench_model
-    from fuseplan.planner.models.build import build_model
-
-    with current().status(f"building {source.label}") as say:
-        model = build_model(source, session.target.device_type)
-        for workload in workloads:
-            say(f"{source.label}, {workload.label}: compiling and measuring every contestant")
-            yield bench_model(session, model, workload, peers, modes, seconds)
-
-
-def _publish(session: Session, name: str, parts: dict[str, list[BenchRow]], out: Path | None) -> None:
-    from fuseplan.planner.bench import rows as results
-    from fuseplan.planner.peers.contestant import EAGER, INDUCTOR
-
-    frames = {part: results.bench_frame(rows) for part, rows in parts.items()}
-    words: list[str] = []
-    for part, frame in frames.items():
-        current().table(
-            results.comparison(frame), part, f"{name}, {part}: median us", spare=("mode",),
-            keep=("workload", "subject", f"vs_{EAGER}", f"vs_{INDUCTOR}"))
-        words += results.verdict(frame, part)
-        words += [f"{row.contestant}, {row.workload}, {row.mode}: {row.note}" for row in parts[part] if row.note]
-    patterns.publish(session, name, frames, words, out)

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from functools import wraps
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast
 
 import typer
 
 from fuseplan.planner.cli.output.progress_log import ProgressLog
 from fuseplan.planner.cli.output.screen import Screen, check_writable
+from fuseplan.planner.cli.source import MODEL, TLS
 from fuseplan.planner.errors import ConfigError
+from fuseplan.planner.models.manifest import ModelArguments
 
 _CURRENT: ContextVar[Screen | None] = ContextVar("screen", default=None)
 C = TypeVar("C", bound=Callable[..., Any])
+#: Options of a command by name: the kind and the default of each.
+Options: TypeAlias = dict[str, tuple[Any, Any]]
 #: What a heavy import is announced with.
 STARTING = "starting: importing PyTorch"
 
@@ -38,24 +43,14 @@ def _screen(style: str, out: Path | None, quiet: bool) -> Screen:
     return Screen(style, out, quiet, terminal, log)
 
 
-def answers(
-    main: str = "", page: bool = False, out: bool = True, tables: bool = True, torch: bool = True
-) -> Callable[[C], C]:
-    """A command gets the options ``--format``, ``--out`` and ``--quiet``, and a screen of its own while it runs.
-
-    Args:
-        main: What CSV has, in words.
-        page: It writes an HTML page, too.
-        out: It takes ``--out``; else that option is its own, or it has none.
-        tables: It takes ``--format``.
-        torch: It needs PyTorch, which is imported first, so that the user reads why nothing happens yet.
-    """
+def _answer_options(main: str, page: bool, out: bool, tables: bool) -> Options:
+    """The options that say how a command answers."""
     kinds: Any = Literal["table", "csv", "markdown", "json"]
     if page:
         kinds = Literal[kinds, "html"]
     which = f"csv has one table: {main}." if main else "csv has the table."
     also = " html writes one self-contained page (fuseplan-report.html)." if page else ""
-    options: dict[str, tuple[Any, Any]] = {}
+    options: Options = {}
     if tables:
         words = f"{which} json has everything, numbers in full.{also} A pipe gets a table as tab-separated lines."
         options["style"] = (Annotated[kinds, typer.Option("--format", help=words)], "table")
@@ -64,15 +59,51 @@ def answers(
         options["out"] = (Annotated[Path | None, typer.Option("--out", metavar="FILE", help=words)], None)
     words = "Print only the answer, errors and warnings."
     options["quiet"] = (Annotated[bool, typer.Option("--quiet", "-q", help=words)], False)
+    return options
+
+
+def answers(
+    main: str = "", page: bool = False, out: bool = True, tables: bool = True, torch: bool = True,
+    without: Collection[str] = (),
+) -> Callable[[C], C]:
+    """A command gets the options ``--format``, ``--out`` and ``--quiet``, and a screen of its own while it runs.
+
+    Its argument ``given`` takes the options of a model, its ``tls`` those of TLS.
+
+    Args:
+        main: What CSV has, in words.
+        page: It writes an HTML page, too.
+        out: It takes ``--out``; else that option is its own, or it has none.
+        tables: It takes ``--format``.
+        torch: It needs PyTorch, which is imported first, so that the user reads why nothing happens yet.
+        without: Options of a model that ``given`` does not take.
+    """
+    options = _answer_options(main, page, out, tables)
+    model = {name: (kind, getattr(ModelArguments, name)) for name, kind in MODEL.items() if name not in without}
+    tls = {name: (kind, None) for name, kind in TLS.items()}
 
     def with_options(command: C) -> C:
+        parameters = inspect.signature(command, eval_str=True).parameters
+
+        @wraps(command)
         def run(**given: Any) -> Any:
             own = {name: given.pop(name, default) for name, (_, default) in options.items()}
-            screen = _screen(str(own.get("style", "table")), _target(own.get("out")), bool(own["quiet"]))
+            if (file := own.get("out")) is not None:
+                if not str(file).strip():
+                    raise ConfigError("--out is empty; give a file to write")
+                check_writable(file, "--out")
+            screen = _screen(str(own.get("style", "table")), file, bool(own["quiet"]))
             token = _CURRENT.set(screen)
+            if "given" in parameters:
+                given["given"] = ModelArguments(**{name: given.pop(name) for name in model})
+            if "tls" in parameters:
+                given["tls"] = tuple(given.pop(name) for name in tls)
             try:
-                if torch:
-                    import_torch(screen)
+                if torch and "torch" not in sys.modules:
+                    with screen.status(STARTING):
+                        # Where torch is the one to load numpy, a Ctrl-C meanwhile is lost and leaves half of it.
+                        import_module("numpy")
+                        import_module("torch")
                 result = command(**given)
             except typer.Exit:  # the answer is that something is wrong
                 screen.finish()
@@ -86,36 +117,15 @@ def answers(
             screen.finish()
             return result
 
-        parameters = inspect.signature(command, eval_str=True).parameters
-        return declared(command, run, {
-            name: (one.annotation, one.default) for name, one in parameters.items()} | options)
+        found: Options = {}
+        for name, one in parameters.items():
+            found |= {"given": model, "tls": tls}.get(name) or {name: (one.annotation, one.default)}
+        found |= options
+        # typer reads both.
+        vars(run).update(__signature__=inspect.Signature([
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+            for name, (kind, default) in found.items()]))
+        run.__annotations__ = {name: kind for name, (kind, _) in found.items()}
+        return cast(C, run)
 
     return with_options
-
-
-def declared(command: C, run: Callable[..., Any], options: Mapping[str, tuple[Any, Any]]) -> C:
-    """``run`` in the place of a command, with these options, by name with their kinds and defaults."""
-    whole = wraps(command)(run)
-    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-                  for name, (kind, default) in options.items()]
-    # typer reads both.
-    vars(whole).update(__signature__=inspect.Signature(parameters))
-    whole.__annotations__ = {one.name: one.annotation for one in parameters}
-    return cast(C, whole)
-
-
-def _target(out: Path | None) -> Path | None:
-    if out is not None:
-        if not str(out).strip():
-            raise ConfigError("--out is empty; give a file to write")
-        check_writable(out, "--out")
-    return out
-
-
-def import_torch(screen: Screen) -> None:
-    """Import PyTorch, and say so."""
-    if "torch" in sys.modules:
-        return
-    with screen.status(STARTING):
-        import numpy  # noqa: F401  # where torch is the one to load it, a Ctrl-C meanwhile is lost and leaves half of it
-        import torch  # noqa: F401

@@ -7,34 +7,23 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from fuseplan.planner.cli.output.progress_log import ProgressLog, stderr_console
 from fuseplan.planner.cli.output.tables import fitted, left_out_line, shortened
 from fuseplan.planner.errors import ConfigError
-from fuseplan.planner.reports.document import (
-    Document,
-    DocumentPart,
-    Facts,
-    Sentence,
-    Shown,
-    Table,
-    apart,
-    table_of,
-    write_text,
-)
+from fuseplan.planner.reports.document import Document, DocumentPart, Facts, Sentence, Table, apart, write_text
 from fuseplan.search.errors import plain
 
 if TYPE_CHECKING:
-    import pandas as pd
     from rich.console import Console
 
     from fuseplan.planner.tuning.progress import TuneEvents
 
 
-class Screen:
+class Screen(Document):
     """One command's output: a document whose parts are printed at once, or written at the end as a file of one format.
 
     It shows what a job is doing, too (:class:`~fuseplan.planner.tuning.progress.Progress`).
@@ -51,9 +40,10 @@ class Screen:
         self, style: str = "table", out: Path | None = None, quiet: bool = False, terminal: Console | None = None,
         log: ProgressLog | None = None,
     ) -> None:
+        super().__init__()
         self.style, self.quiet = style, quiet
         self._out, self._terminal, self.log = out, terminal, None if quiet else log
-        self._document, self._page = Document(), ""
+        self._page = ""
         self._last: DocumentPart | None = None
 
     @property
@@ -69,13 +59,13 @@ class Screen:
     @property
     def has_tables(self) -> bool:
         """Whether there is anything to write at the end that took time to find."""
-        return any(isinstance(part, Table) for part in self._document.parts)
+        return any(isinstance(part, Table) for part in self.parts)
 
     # -- what a command says
 
     def show(self, document: Document) -> None:
         """A whole answer."""
-        self._document.title, self._document.main = document.title, document.main
+        self.title, self.main = document.title, document.main
         for part in document.parts:
             self.add(part)
 
@@ -83,17 +73,9 @@ class Screen:
         """A part of the answer."""
         shown = "always" if isinstance(part, Facts) else part.shown
         if not self.at_once:
-            self._document.parts.append(part)
+            super().add(part)
         elif shown == "always" or (shown == "talk" and not self.quiet):
             self._print(part)
-
-    def table(self, frame: pd.DataFrame, name: str, title: str = "", **more: Any) -> None:
-        """A frame of the answer; ``more`` are fields of :class:`Table`."""
-        self.add(table_of(frame, name, title, **more))
-
-    def tell(self, line: str, shown: Shown = "always", one_line: bool = False) -> None:
-        """A sentence of the answer."""
-        self.add(Sentence(line, shown, one_line))
 
     def say(self, line: str) -> None:
         """What else there is to say: not with ``--quiet``, and beside the answer where a program reads that."""
@@ -157,8 +139,7 @@ class Screen:
         """Write what was not printed yet."""
         if self.at_once:
             return
-        document = self._document
-        renderers = {"table": document.text, "csv": document.csv, "markdown": document.markdown, "json": document.json}
+        renderers = {"table": self.text, "csv": self.csv, "markdown": self.markdown, "json": self.json}
         text = self._page or renderers[self.style]()
         if self._out is not None:
             write_text(self._out, text)

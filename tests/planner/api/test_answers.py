@@ -25,7 +25,7 @@ import fuseplan.planner
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.api.answer import first_screen
 from fuseplan.planner.api.request import TuneRequest, asked_for
-from fuseplan.planner.api.run import run
+from fuseplan.planner.api.run import run_here
 from fuseplan.planner.api.tune import OneModel
 from fuseplan.planner.cli import main
 from fuseplan.planner.errors import ConfigError, FuseplanError
@@ -265,7 +265,8 @@ def test_a_faulty_config_is_told_before_a_device_is_probed(tmp_path: Path) -> No
 def test_a_database_that_cannot_be_written_is_told_before_anything_is_captured() -> None:
     given, account = ModelArguments(model="llama", decode=1, kv_len=16), TimeAccount()
     with pytest.raises(DatabaseError, match="/proc/nowhere"):
-        run(TuneRequest("cpu", given, db="/proc/nowhere/t.db"), OneModel(asked_for("cpu", given)), SILENT, account)
+        run_here(TuneRequest("cpu", given, db="/proc/nowhere/t.db"), lambda _: OneModel(asked_for("cpu", given)),
+                 SILENT, account)
     assert "capturing" not in account.spent()
 
 

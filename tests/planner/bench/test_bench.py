@@ -47,8 +47,7 @@ def test_rows_of_a_contest() -> None:
 
 def _race(runs: dict[str, Run], facts: dict[str, dict[str, object]] | None = None) -> bench.Race[BenchRow]:
     race = bench.Race(BenchRow, workload="w", subject="s")
-    for name, run in runs.items():
-        race.enter(name, lambda name=name, run=run: (run, (facts or {}).get(name, {})))  # type: ignore
+    race.enter(runs, lambda name: (runs[name], (facts or {}).get(name, {})))
     return race
 
 

@@ -19,7 +19,7 @@ from inline_executor import InlineExecutor
 
 from fuseplan.planner.bench.patterns import PatternBench
 from fuseplan.planner.cli import main
-from fuseplan.planner.cli.bench import patterns
+from fuseplan.planner.cli.bench import topics
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.patterns.cells import cell
 from fuseplan.planner.peers import contestant
@@ -66,10 +66,10 @@ def test_a_cell_is_tuned_once_and_found_by_the_bench(session: Session) -> None:
     graph = contestant.trace_cell(one, "cpu")[0].graph
     assert session.planner().undecided(graph)
     with make_pool("cpu") as pool:
-        patterns.tune_cells(session, [one], _BRIEFLY, pool, said)
+        topics.tune_cells(session, [one], _BRIEFLY, pool, said)
     assert not session.planner().undecided(graph) and not said
     with make_pool("cpu") as unused:
-        patterns.tune_cells(session, [one], _BRIEFLY, unused, said)
+        topics.tune_cells(session, [one], _BRIEFLY, unused, said)
         assert unused._process is None  # nothing was missing, so no process was started
     (ours,) = [row for row in PatternBench(session, (), ("eager",), 0.0).rows(one) if row.contestant == OURS]
     assert "not tuned" not in ours.note and ours.median_us is not None
@@ -92,7 +92,7 @@ def test_a_region_that_cannot_be_planned_costs_only_itself(session: Session, mon
     said: list[str] = []
     monkeypatch.setattr(contestant, "trace_cell", lambda *_: (SimpleNamespace(graph=graph), {}))
     with InlineExecutor() as pool:
-        patterns.tune_cells(session, [one], _BRIEFLY, pool, said)
+        topics.tune_cells(session, [one], _BRIEFLY, pool, said)
     (failure,) = said
     assert failure.startswith(f"{one.key}: ") and "ZeroDivisionError: no groups" in failure
     assert len(session.planner().undecided(graph)) == 1  # the other region is stored
@@ -108,7 +108,7 @@ def test_what_would_fail_for_every_cell_is_raised(
     monkeypatch.setattr(Planner, "_decide", fails)
     one, said = cell("swiglu", "3x33", "float32"), list[str]()
     with InlineExecutor() as pool, pytest.raises(type(error), match="no space left"):
-        patterns.tune_cells(session, [one], _BRIEFLY, pool, said)
+        topics.tune_cells(session, [one], _BRIEFLY, pool, said)
     assert said == []
 
 

@@ -15,7 +15,7 @@ from reference_backend import ReferenceBackend
 from fuseplan.planner.bench import generate as bench
 from fuseplan.planner.bench.generate import GenerateRow, Sizes
 from fuseplan.planner.cli import main
-from fuseplan.planner.cli.bench.generate import results_name, sizes_of, tune_command
+from fuseplan.planner.cli.bench.topics import results_name, sizes_of, tune_command
 from fuseplan.planner.models.sources import find_source
 from fuseplan.planner.peers.contestant import EAGER, OURS
 from fuseplan.planner.tuning import session as sessions

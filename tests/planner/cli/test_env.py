@@ -56,7 +56,7 @@ def test_it_never_fails_because_one_part_does(found: Found, tmp_path: Path, monk
     path.write_bytes(b"SQLite format 3\0" + b"junk" * 500)
     for name in ("costmodel.identity.current_identity", "kernels.native.build.required_compiler",
                  "search.store.layered.shipped_files", "search.store.record.Versions.current",
-                 "planner.cli.env.backend_rows"):
+                 "planner.cli.machine.backend_rows"):
         monkeypatch.setattr(f"fuseplan.{name}", broken)
     monkeypatch.setattr("platformdirs.user_cache_dir", broken)
     monkeypatch.setattr("importlib.metadata.version", broken)

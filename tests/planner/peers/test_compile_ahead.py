@@ -6,10 +6,10 @@ import fcntl
 from pathlib import Path
 from typing import Any
 
+import compile_ahead
 import pytest
 
 from fuseplan.planner.patterns.cells import Cell, cell
-from fuseplan.planner.peers import compile_ahead
 from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE
 from fuseplan.planner.peers.peers import FLASHINFER, LIGER
 from fuseplan.search.workers.worker import Outcome, WorkerPool

@@ -47,6 +47,17 @@ def test_a_step_and_its_groups_are_compared(here: ReportData) -> None:
     assert not any(samples.NORM.label in line for line in lines)  # no different
 
 
+def test_each_regime_is_compared_by_itself(here: ReportData) -> None:
+    graph = {replace(key, regime="graph"): replace(plan, key=replace(key, regime="graph"))
+             for key, plan in here.plans.items()}
+    workloads = (*here.workloads, *(replace(one, regime="graph") for one in here.workloads))
+    both = replace(here, plans={**here.plans, **graph}, workloads=workloads)
+    lines = list(against_lines(both, slower(both, samples.SWIGLU, 70.0)))
+    alone = list(against_lines(here, slower(here, samples.SWIGLU, 70.0)))
+    assert len([line for line in lines if "a step takes" in line]) > len([line for line in alone if "a step" in line])
+    assert sum(samples.SWIGLU.label in line for line in lines) == sum(samples.SWIGLU.label in line for line in alone)
+
+
 def test_a_tune_equals_itself(here: ReportData) -> None:
     assert (groups_against(here, here)["change_us"].dropna() == 0).all()
     lines = list(against_lines(here, here))

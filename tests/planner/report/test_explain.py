@@ -100,6 +100,24 @@ def test_a_boundary_between_ops_with_one_in_the_middle(session: Session) -> None
     assert "which a group with both must hold too" in words
 
 
+def test_groups_that_compute_an_op_for_themselves_exchange_nothing(session: Session) -> None:
+    spec = TensorSpec.contiguous((4, 8), "float32")
+    nodes = [OpNode("aten.silu.default", ("x",), ("a",)), OpNode("aten.mul.Tensor", ("a", "x"), ("b",)),
+             OpNode("aten.add.Tensor", ("a", "x"), ("c",))]
+    graph = DataflowGraph(nodes, dict.fromkeys("xabc", spec), ("x",), ("b", "c"))
+    (found,) = session.planner().plan_graph(graph).regions
+    at = {graph.op(name).op: number for number, name in enumerate(found.region.ops)}
+    silu, mul, add = (at[node.op] for node in nodes)
+
+    def between(*groups: tuple[int, ...]) -> bool:
+        chosen = tuple(GroupChoice(ops, "cpp", label="two ops", predicted_us=3.0) for ops in groups)
+        plan = RegionPlan(found.region, replace(found.record, groups=chosen), "database")
+        return "  between " in _words(session, graph, GraphPlan((plan,)))
+
+    assert between((silu, mul), (add,))
+    assert not between((silu, mul), (silu, add))
+
+
 def test_long_lists_are_counted(session: Session) -> None:
     many = tuple(Alternative((0,), f"silu {number}", "slower", 1.0, 2.0) for number in range(9))
     assert "and 4 more measured groups that were not chosen" in _apart(session, many)

@@ -44,11 +44,11 @@ class ModuleStore:
 
     @property
     def folder(self) -> Path:
-        """Where modules are kept and loaded from; :class:`BuildError` where it cannot be made."""
+        """Where modules are kept and loaded from; :class:`MachineError` where it cannot be made."""
         try:
             return own_folder(self._wanted)
         except OSError as error:
-            raise BuildError(f"cannot write generated kernels to {self._wanted}: {error}") from error
+            raise MachineError(f"cannot write generated kernels to {self._wanted}: {error}") from error
 
     def write(self, source: str) -> Path:
         """The file that holds ``source``; written whole or not at all, so that processes can share the folder."""

@@ -20,7 +20,7 @@ from fuseplan.kernels.gpu.build import POINTER_TYPES, KernelSpec, ModuleStore, d
 from fuseplan.kernels.gpu.launch import Arguments, Variant
 from fuseplan.kernels.gpu.overlap import OVERLAP, OVERLAP_IMPORT, is_overlapped, overlap_of, overlapped
 from fuseplan.kernels.gpu.tile import needs_int64, next_power_of_2, segment_programs, tile_of
-from fuseplan.kernels.ir.backend import SM90, BuildError, Config, Target, Tunable
+from fuseplan.kernels.ir.backend import SM90, BuildError, Config, MachineError, Target, Tunable
 from fuseplan.kernels.ir.gathers import may_fail
 from fuseplan.kernels.ir.ir import ITEMSIZE, KernelIR
 from fuseplan.kernels.ir.kernel_name import kernel_name
@@ -100,7 +100,8 @@ class NinetoothedBackend(GpuBackend):
         except BuildError:
             raise
         except Exception as error:
-            raise BuildError(f"ninetoothed could not generate the kernel: {type(error).__name__}: {error}") from error
+            kind = MachineError if isinstance(error, OSError) else BuildError
+            raise kind(f"ninetoothed could not generate the kernel: {type(error).__name__}: {error}") from error
 
     def _spec(self, ir: KernelIR, config: Config, variant: Variant) -> KernelSpec:
         """Strides become constants; addresses stay arguments."""

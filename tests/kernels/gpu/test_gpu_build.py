@@ -19,7 +19,7 @@ from fuseplan.kernels.gpu import build
 from fuseplan.kernels.gpu.build import KernelSpec, ModuleStore, compile_kernel
 from fuseplan.kernels.gpu.launch import Geometry, GpuKernel, Loader, Variant
 from fuseplan.kernels.gpu.targets import Nvidia
-from fuseplan.kernels.ir.backend import SM90, BuildError, CompiledKernel, Config, Resources, Target
+from fuseplan.kernels.ir.backend import SM90, CompiledKernel, Config, MachineError, Resources, Target
 from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.kernels.triton.backend import TritonBackend
 
@@ -38,9 +38,9 @@ def test_the_default_folder_is_the_users_cache() -> None:
     assert "fuseplan" in str(ModuleStore("triton").folder)
 
 
-def test_an_unwritable_folder_is_named(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_named_and_no_fault_of_a_kernel(tmp_path: Path) -> None:
     (tmp_path / "blocked").write_text("a file")
-    with pytest.raises(BuildError, match="blocked"):
+    with pytest.raises(MachineError, match="blocked"):
         ModuleStore("triton", tmp_path / "blocked").write("x = 1\n")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -9,12 +10,13 @@ import sys
 from pathlib import Path
 
 import ir_samples as samples
+import ninetoothed
 import pytest
 from ir_samples import Sample, label
 from paths import SUPPORT
 from ptx_paths import ptx_of, vector_bytes
 
-from fuseplan.kernels.ir.backend import SM90, BuildError, Target
+from fuseplan.kernels.ir.backend import SM90, BuildError, MachineError, Target
 from fuseplan.kernels.ninetoothed.backend import NinetoothedBackend
 from fuseplan.kernels.ninetoothed.emitter import Views
 
@@ -98,6 +100,16 @@ def test_a_block_that_cannot_hold_a_row_is_infeasible(backend: NinetoothedBacken
     sample = samples.rms_norm(4, 4096)
     narrow = {**backend.default_config(sample.ir, SM90), "block_cols": 1024}
     assert "does not hold" in str(backend.infeasible(sample.ir, narrow, SM90))
+
+
+def test_a_full_disk_is_no_fault_of_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(ninetoothed, "make", full)
+    sample, backend = samples.swiglu(5, 32), NinetoothedBackend(tmp_path)
+    with pytest.raises(MachineError, match=r"could not generate the kernel: OSError.*No space left on device"):
+        backend.prepare(sample.ir, backend.default_config(sample.ir, SM90), SM90)
 
 
 def test_loading_needs_a_device(backend: NinetoothedBackend) -> None:

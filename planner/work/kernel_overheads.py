@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.cpp.config import BYTES_PER_THREAD, ir_bytes
@@ -64,60 +64,50 @@ def _segment_effort(ir: KernelIR, segment: Segment) -> Work:
     elements, cols = math.prod(sizes), sizes[-1]
     block_rows = full_tile(ir, segment)[0]
     per_row = segment.per_row
-    issued = _issued(ir, segment, per_row, block_rows)
+    issued, repeated = _issued(ir, segment, per_row, block_rows)
     levels = reduction_levels(segment)
     each = issued.instructions / max(elements, 1)
-    alone = each + issued.repeated / max(elements, 1)
+    alone = each + repeated / max(elements, 1)
     gathers = any(load.gather is not None for load in segment.loads)
     steps = _GATHER_STEPS * gathers + _share(cols, levels) * alone / _STEP_INSTRUCTIONS
-    found = Work(
-        requested_bytes=requested_bytes(ir, segment), instructions=issued.instructions, special=issued.special,
-    )
+    found = replace(issued, requested_bytes=requested_bytes(ir, segment))
     if not levels:
         waits = _chain(segment, per_row) + _EXCHANGE_STEPS * _barriers(ir, segment, sizes)
-        return replace(found, steps=steps + waits)
+        return replace(found, row_bytes=0.0, row_loaded_bytes=0.0, steps=steps + waits)
     # A row that is too long to be held is loaded for each sweep along it.
     sweeps = levels + 1 if cols > DEFAULT_PERSISTENT_COLS else 1
     return replace(
         found,
-        row_bytes=issued.loaded_bytes + issued.stored_bytes,
-        row_loaded_bytes=issued.loaded_bytes * sweeps,
+        row_loaded_bytes=issued.row_loaded_bytes * sweeps,
         row_instructions=each * max(cols - _ROW_COLS, 0.0),
         steps=steps + _FOLD_STEPS * levels + _EXCHANGE_STEPS * _rounds(ir, segment, per_row, cols),
     )
 
 
-@dataclass
-class _Issued:
-    """What all threads of a segment issue, and the bytes that they load and store for one row."""
-
-    instructions: float = 0.0
-    #: What more there would be if each thread computed for itself what rows of a block share.
-    repeated: float = 0.0
-    special: float = 0.0
-    loaded_bytes: float = 0.0
-    stored_bytes: float = 0.0
-
-
-def _issued(ir: KernelIR, segment: Segment, per_row: Sequence[bool], block_rows: int) -> _Issued:
+def _issued(ir: KernelIR, segment: Segment, per_row: Sequence[bool], block_rows: int) -> tuple[Work, float]:
+    """What all threads of a segment issue, with the bytes that they load and store for one row; and how many more
+    instructions there would be if each thread computed for itself what rows of a block share.
+    """
     sizes, column = segment.extents(), segment.col_axis
     rows, cols = math.prod(sizes[:-1]), sizes[-1]
-    found = _Issued()
+    instructions = repeated = special = loaded_bytes = stored_bytes = 0.0
     for instr, once, axes in zip(segment.body, per_row, value_axes(segment), strict=True):
         # Only what no coordinate of a row occurs in is one row of a block's tile, and computed once for all of them;
         # yet a thread with few elements holds one row of them, and waits for what it computes of that by itself.
         count = rows if once else rows * cols / (1 if axes - {column} else block_rows)
         each = _instructions(instr)
-        found.instructions += count * each
-        found.repeated += 0.0 if once else (rows * cols - count) * each
-        found.special += count * _special(instr)
+        instructions += count * each
+        repeated += 0.0 if once else (rows * cols - count) * each
+        special += count * _special(instr)
         if isinstance(instr, Load):
-            found.loaded_bytes += 0 if once else cols * ITEMSIZE[ir.buffers[instr.buffer].dtype]
+            loaded_bytes += 0 if once else cols * ITEMSIZE[ir.buffers[instr.buffer].dtype]
     for store in segment.stores:
         once = segment.store_per_row(store)
-        found.instructions += rows if once else rows * cols
-        found.stored_bytes += 0 if once else cols * ITEMSIZE[ir.buffers[store.buffer].dtype]
-    return found
+        instructions += rows if once else rows * cols
+        stored_bytes += 0 if once else cols * ITEMSIZE[ir.buffers[store.buffer].dtype]
+    row_bytes = loaded_bytes + stored_bytes
+    work = Work(instructions=instructions, special=special, row_bytes=row_bytes, row_loaded_bytes=loaded_bytes)
+    return work, repeated
 
 
 def _chain(segment: Segment, per_row: Sequence[bool]) -> float:

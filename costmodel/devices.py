@@ -97,10 +97,6 @@ class Architecture:
     most_threads: int = 1024
 
     @property
-    def most_warps(self) -> int:
-        return self.most_threads // self.warp
-
-    @property
     def takes_ptx(self) -> bool:
         """Whether its compiler takes instructions in PTX."""
         return self.vendor == "cuda"

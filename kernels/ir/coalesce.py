@@ -139,16 +139,20 @@ def _breakpoints(segment: Segment) -> set[int]:
     """Columns inside the row where a comparison changes its outcome, or a division steps."""
     axis, cols, body = segment.col_axis, int(segment.cols), segment.body
     compared = [instr for instr in body if isinstance(instr, Apply) and instr.op in _COMPARE]
-    differences = [(instr.op, _difference((body[arg] for arg in instr.args), axis)) for instr in compared]
-    lines = [(op, line) for op, line in differences if line is not None]
+    lines = [(instr.op, _difference((body[arg] for arg in instr.args), axis)) for instr in compared]
+    changes = (_changes(op, line, cols) for op, line in lines if line is not None)
+    return set[int]().union(*changes, *(_steps(index, axis, cols) for index in segment.indices()))
 
-    def outcomes(column: int) -> list[bool]:
-        return [_COMPARE[op](slope * column + offset, 0) for op, (slope, offset) in lines]
 
-    roots = [-offset // slope for _, (slope, offset) in lines if slope != 0]
-    near = {root + step for root in roots for step in (0, 1)}
-    changes = {column for column in near if 0 < column < cols and outcomes(column) != outcomes(column - 1)}
-    return changes.union(*(_steps(index, axis, cols) for index in segment.indices()))
+def _changes(op: str, line: _Line, cols: int) -> set[int]:
+    """Columns inside the row where the comparison of a line with 0 changes its outcome."""
+    slope, offset = line
+    root = -offset // slope if slope != 0 else 0
+
+    def holds(column: int) -> bool:
+        return _COMPARE[op](slope * column + offset, 0)
+
+    return {column for column in (root, root + 1) if 0 < column < cols and holds(column) != holds(column - 1)}
 
 
 def _steps(index: Index, col_axis: int, cols: int) -> set[int]:
@@ -188,7 +192,10 @@ def _piece(segment: Segment, low: int, high: int) -> Segment:
                 names.append(names[instr.args[1 if known[0] else 2]])
                 continue
             line = _difference((body[names[arg]] for arg in instr.args), axis) if instr.op in _COMPARE else None
-            decided = _logic(instr.op, known) if line is None else _outcome(instr.op, line, cols)
+            if line is None:
+                decided = _logic(instr.op, known)
+            else:  # as in the first column, where no other one differs
+                decided = None if _changes(instr.op, line, cols) else _COMPARE[instr.op](line[1], 0)
             instr = instr if decided is None else Const("bool", decided)
         elif isinstance(instr, Load) and instr.mask is not None and (shown := truth(instr.mask)) is not None:
             if not shown:
@@ -210,13 +217,3 @@ def _logic(op: str, known: Sequence[bool | None]) -> bool | None:
     if op == "logical_or" and (True in known or None not in known):
         return True in known
     return None
-
-
-def _outcome(op: str, line: _Line, cols: int) -> bool | None:
-    """How a line compares with 0, where that is the same in every column."""
-    slope, offset = line
-    ends = offset, slope * (cols - 1) + offset
-    outcomes = {_COMPARE[op](end, 0) for end in ends}
-    # A sign change inside could hide an equality from both ends.
-    same_side = ends[0] * ends[1] > 0 or slope == 0 or cols == 1
-    return outcomes.pop() if len(outcomes) == 1 and (op not in ("eq", "ne") or same_side) else None

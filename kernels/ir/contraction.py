@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from fuseplan.kernels.ir.index import Index, Size, as_size
+from fuseplan.kernels.ir.index import Index, Size, as_size, product
 from fuseplan.kernels.ir.ir import Apply, Const, Dot, Segment
 from fuseplan.kernels.ir.rewrite import needed
 
@@ -18,20 +18,19 @@ def with_weight_columns(segment: Segment) -> Segment:
     columns.
     """
     col = segment.col_axis
-    if any(isinstance(instr, Dot) and col not in instr.index.axes() for instr in segment.body):
+    dots = [instr.index.axes() for instr in segment.body if isinstance(instr, Dot)]
+    if any(col not in axes for axes in dots):
         raise ValueError("its sum is the same in all columns")
-    picking = frozenset[int]().union(*(instr.index.axes() for instr in segment.body if isinstance(instr, Dot)))
-    moved = [axis for axis in range(col) if axis in picking]
-    for product in segment.products:
-        if not picking.isdisjoint(_row_axes(product.left)):
+    picking = set[int]().union(*dots)
+    for side in (one.left for one in segment.products):
+        if not picking.isdisjoint(axis for index in side.indices() for axis in index.axes() - {side.col_axis}):
             raise ValueError("an axis picks rows of both sides of a product")
+    moved = [axis for axis in range(col) if axis in picking]
     if not moved:
         return segment
     kept = [axis for axis in range(col) if axis not in moved]
     extents = dict(enumerate((*segment.rows, segment.cols)))
-    cols: Size = 1
-    for axis in (*moved, col):
-        cols = as_size(cols * extents[axis])
+    cols = product(extents[axis] for axis in (*moved, col))
     column = Index.coord(len(kept), cols)
     places = {axis: Index.coord(place, extents[axis]) for place, axis in enumerate(kept)}
     inner: Size = 1
@@ -43,11 +42,6 @@ def with_weight_columns(segment: Segment) -> Segment:
     products = tuple(replace(one, left=_with_rows(one.left, rows, places)) for one in segment.products)
     changed = segment.with_indices(lambda index: index.substitute(places))
     return replace(changed, rows=rows, cols=cols, products=products)
-
-
-def _row_axes(side: Segment) -> frozenset[int]:
-    axes = frozenset[int]().union(*(index.axes() for index in side.indices()))
-    return axes - {side.col_axis}
 
 
 def _with_rows(side: Segment, rows: tuple[Size, ...], places: Mapping[int, Index]) -> Segment:

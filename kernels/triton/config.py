@@ -234,7 +234,7 @@ def _default_reduction(ir: KernelIR, target: Target) -> Config:
     few_rows_each = target.cores < num_rows <= 8 * target.cores
     per_thread = 8 if looped else 16 if few_rows_each else 32
     # A second pass finds its row in the cache only if few programs run at once: large ones, where a pass holds little.
-    warp, most = target.gpu.warp, target.gpu.most_warps
+    warp, most = target.gpu.warp, target.gpu.most_threads // target.gpu.warp
     warps = min(most if rescales else most // 2, max(1, rows * cols // (warp * per_thread)))
     words = max(live_words(segment) for segment in ir.segments)
     while warps < most and rows * cols // (warp * warps) * words > 128:

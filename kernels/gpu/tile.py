@@ -20,6 +20,8 @@ MAX_TILE = 2**20
 _INT32_MAX = 2**31 - 1
 #: Fewest rows, columns or inner elements that tensor cores multiply.
 TENSOR_CORE_ROWS = 16
+#: What they multiply as it lies in memory; anything else is multiplied as float32.
+HALVES = ("bfloat16", "float16")
 
 
 def next_power_of_2(value: int) -> int:
@@ -128,7 +130,7 @@ def needs_int64(ir: KernelIR, symbols: Mapping[str, int] | None = None) -> bool:
             (evaluate(extent, values) - 1) * abs(evaluate(stride, values))
             for extent, stride in zip(buffer.shape, buffer.strides, strict=True)
         )
-        if span * max(1, ITEMSIZE[buffer.dtype] // 8) > _INT32_MAX:
+        if span > _INT32_MAX:
             return True
     # Lanes beyond the end may reach one tile further than the last element.
     return any(

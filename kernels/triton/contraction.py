@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from fuseplan.kernels.gpu.launch import interpreter_is_on
 from fuseplan.kernels.gpu.overlap import overlapped
-from fuseplan.kernels.gpu.tile import TENSOR_CORE_ROWS
+from fuseplan.kernels.gpu.tile import HALVES, TENSOR_CORE_ROWS
 from fuseplan.kernels.ir.backend import Config
 from fuseplan.kernels.ir.index import Index
 from fuseplan.kernels.ir.ir import Buffer, Dot, Instr, Product, RowValue, Segment, ancestors
@@ -23,8 +23,6 @@ from fuseplan.kernels.triton.split_sums import Share, handed_over, inner_range, 
 from fuseplan.kernels.triton.values import tl_type
 
 _INDENT = "    "
-#: What tensor cores multiply; anything else is multiplied as float32.
-_HALVES = ("bfloat16", "float16")
 
 
 class ContractionEmitter(SegmentEmitter):
@@ -188,7 +186,7 @@ class ContractionEmitter(SegmentEmitter):
 
     def _dot_type(self, product: Product) -> str:
         """The type in which tensor cores multiply: that of the operands, where it has half the bits."""
-        dtype = product.dtype if product.dtype in _HALVES else "float32"
+        dtype = product.dtype if product.dtype in HALVES else "float32"
         # Triton's interpreter multiplies the bits of bfloat16 numbers.
         return "float32" if dtype == "bfloat16" and interpreter_is_on() else dtype
 

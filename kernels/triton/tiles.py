@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from fuseplan.kernels.gpu.launch import interpreter_is_on
 from fuseplan.kernels.gpu.overlap import overlapped
-from fuseplan.kernels.gpu.tile import ceil_div, tile_of
+from fuseplan.kernels.gpu.tile import HALVES, ceil_div, tile_of
 from fuseplan.kernels.ir.backend import Config, Target
 from fuseplan.kernels.ir.index import Coord, Size, as_size, evaluate, is_static
 from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, Dot, Instr, KernelIR, Load, Product, RowValue, Segment, ancestors
@@ -22,8 +22,6 @@ from fuseplan.kernels.triton.segment import SegmentEmitter, _statements
 from fuseplan.kernels.triton.values import tl_type
 
 _INDENT = "    "
-#: What tensor cores multiply as it lies in memory.
-_HALVES = ("bfloat16", "float16")
 #: The accelerator copies from addresses that are multiples of this, with such strides, in bytes.
 _ALIGNMENT = 16
 #: Blocks of rows whose tiles come one after another.
@@ -85,7 +83,7 @@ def matrix_of(buffers: Sequence[Buffer], side: Segment, value: int) -> Matrix | 
     if not isinstance(instr, Load) or instr.mask is not None or instr.gather is not None:
         return "one of whose sides is computed"
     dtype, index = buffers[instr.buffer].dtype, instr.index
-    if dtype not in _HALVES:
+    if dtype not in HALVES:
         return f"one of whose sides is {dtype}"
     if not all(isinstance(atom, Coord) for atom, _ in index.terms) or index.coefficient(side.col_axis) != 1:
         return "one of whose sides does not lie in rows"

@@ -239,3 +239,13 @@ def test_averages_cover_every_round() -> None:
     uneven = Contest({"a": (1.0, 2.0, 3.0, 4.0, 5.0)}, 0.0, "graph")
     other = Contest({"a": (1.0, 1.0)}, 0.0, "cold")
     assert mean_contest(uneven, other).samples["a"] == pytest.approx((1.5**0.5, 2.0))
+
+
+@pytest.mark.parametrize(("launched_us", "safer"), [(11.0, True), (12.2, True), (13.0, False), (14.0, False)])
+def test_who_loses_less_where_two_conditions_disagree_is_safer(launched_us: float, safer: bool) -> None:
+    """One takes 10 and the other 13 us in a CUDA graph; launched, it is the other way round, by more or less."""
+    launched = Contest({"one": (launched_us,) * 9, "other": (10.0,) * 9}, 0.0, "eager")
+    graph = Contest({"one": (10.0,) * 9, "other": (13.0,) * 9}, 0.0, "graph")
+    both = mean_contest(launched, graph)
+    assert both.is_safer("one", "other") is safer
+    assert both.is_safer("other", "one") is (launched_us == 14.0)

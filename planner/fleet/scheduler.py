@@ -21,9 +21,19 @@ from distributed import Client, Future, KilledWorker
 from fuseplan.costmodel.devices import is_cpu
 from fuseplan.kernels.ir.backend import Config
 from fuseplan.planner.errors import PlanError
-from fuseplan.planner.fleet import received, work
+from fuseplan.planner.fleet import worker_state
 from fuseplan.planner.fleet.cluster import captures_at_once, device_workers, devices_here
-from fuseplan.planner.fleet.terms import Captured, RegionOutcome, RegionTask, Terms, capturing, measuring, preparing
+from fuseplan.planner.fleet.terms import (
+    Captured,
+    RegionOutcome,
+    RegionTask,
+    Terms,
+    capturing,
+    checked_capture,
+    checked_outcome,
+    measuring,
+    preparing,
+)
 from fuseplan.planner.fleet.watch import Patience, Watch
 from fuseplan.search.tune.resources import Alike
 
@@ -41,10 +51,10 @@ _RETRIES = 2
 class Tasks:
     """What workers run."""
 
-    capture: Callable[..., Captured] = work.capture
-    probe: Callable[..., Any] = work.probe_device
-    prepare: Callable[..., Any] = work.prepare
-    measure: Callable[..., RegionOutcome] = work.measure
+    capture: Callable[..., Captured] = worker_state.capture
+    probe: Callable[..., Any] = worker_state.probe_device
+    prepare: Callable[..., Any] = worker_state.prepare
+    measure: Callable[..., RegionOutcome] = worker_state.measure
 
 
 @dataclass
@@ -183,7 +193,7 @@ class RegionScheduler:
 
         def captured(future: Future[Any]) -> None:
             self._capturing -= 1
-            then(received.captured(future.result()))
+            then(checked_capture(future.result()))
 
         self._submit(self._tasks.capture, args, "", capturing(self._kind), _CAPTURE,
                      ("capture", self._run, next(self._numbers)), captured)
@@ -235,7 +245,7 @@ def size_name(ops: float) -> str:
 def _outcome(future: Future[Any]) -> RegionOutcome:
     """A region's outcome. One that costs every worker its life is at fault itself."""
     try:
-        return received.outcome(future.result())
+        return checked_outcome(future.result())
     except KilledWorker as error:
         times = f"{error.allowed_failures + 1} workers ended"
         return RegionOutcome(

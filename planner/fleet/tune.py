@@ -19,10 +19,18 @@ from fuseplan.planner.api.run import doubts
 from fuseplan.planner.capture.cache import graphs_of_text
 from fuseplan.planner.cost.prices import part_shares
 from fuseplan.planner.errors import CaptureError, DeviceError, PlanError
-from fuseplan.planner.fleet import received, work
+from fuseplan.planner.fleet import worker_state
 from fuseplan.planner.fleet.cluster import workers_of
 from fuseplan.planner.fleet.scheduler import RegionScheduler
-from fuseplan.planner.fleet.terms import Captured, RegionOutcome, RegionTask, Terms, WorkerDevice
+from fuseplan.planner.fleet.terms import (
+    Captured,
+    RegionOutcome,
+    RegionTask,
+    Terms,
+    WorkerDevice,
+    checked_step,
+    stored_plan,
+)
 from fuseplan.planner.fleet.watch import ask_workers
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.graph.serialize import graph_to_json
@@ -172,7 +180,7 @@ class Fleet:
             for doubt in doubts(session.spec) if session.spec is not None else ():
                 self.progress.warn(f"{session.device}: {doubt}")
         with suppress(DeviceError):  # whoever does not answer ends it with the next tune
-            ask_workers(self._client, work.end, self.terms.run, workers=workers_of(self._client).keys())
+            ask_workers(self._client, worker_state.end, self.terms.run, workers=workers_of(self._client).keys())
         return results
 
     def arrive(self, order: Order, place: int, name: str, graph: DataflowGraph) -> None:
@@ -204,7 +212,7 @@ class Fleet:
         found.outcome = outcome
         if outcome.stored:
             try:
-                found.plan = received.stored_plan(self.session(*asked[:2]), found.graph, found.region, outcome)
+                found.plan = stored_plan(self.session(*asked[:2]), found.graph, found.region, outcome)
             except PlanError as error:
                 found.outcome = RegionOutcome(failure=error)
         found.waiting[0].elapsed_s += outcome.elapsed_s
@@ -232,13 +240,13 @@ class Fleet:
     def _time_steps(self) -> None:
         """Have the whole steps timed that wait for it."""
         for planned in self._steps:
-            self._scheduler.call(work.time_step, *planned.at, planned.name, planned.graph, planned.plan,
+            self._scheduler.call(worker_state.time_step, *planned.at, planned.name, planned.graph, planned.plan,
                                  then=partial(self._step_timed, planned))
         self._timing += len(self._steps)
         self._steps.clear()
 
     def _step_timed(self, planned: _Planned, found: object) -> None:
-        planned.untimed, elapsed_s = received.step(planned.name, found)
+        planned.untimed, elapsed_s = checked_step(planned.name, found)
         planned.elapsed_s += elapsed_s
         self._timing -= 1
 
@@ -248,7 +256,7 @@ class Fleet:
         plans = tuple(one.done() for one in order.planned)
         kernels = longest_shipped(session, [(one.graph, one.plan) for one in plans])
         if len(rechecked(session, kernels)) < len(kernels):
-            self._scheduler.call(work.time_again, order.device, order.terms, kernels, then=lambda found: None)
+            self._scheduler.call(worker_state.time_again, order.device, order.terms, kernels, then=lambda found: None)
             self.run("checking shipped times")
         checked = rechecked(session, kernels)
         if len(checked) < len(kernels):

@@ -48,14 +48,13 @@ class Planner:
     Args:
         spec: The probed device; None plans by the number of launches alone.
         tuner: Measures what is not stored; None leaves it to the cost model.
-        on_region: Told about each distinct region before it is planned: label, number, how many. It may be set later.
         learner: The calibration that the measurements go on improving; of ``spec`` by default.
     """
 
     def __init__(
         self, store: Database | LayeredDatabase, spec: DeviceSpec | None, device: str, target: Target,
         backends: Sequence[Backend], settings: PlanSettings | None = None, tuner: Tuner | None = None,
-        on_region: Callable[[str, int, int], None] | None = None, learner: RunningCalibration | None = None,
+        learner: RunningCalibration | None = None,
     ) -> None:
         self.store = store
         self.learner = learner if learner is not None else RunningCalibration(spec)
@@ -64,7 +63,8 @@ class Planner:
         self.backends = tuple(backends)
         self.settings = settings if settings is not None else PlanSettings()
         self.tuner = tuner
-        self.on_region = on_region
+        #: Told about each distinct region before it is planned: label, number, how many.
+        self.on_region: Callable[[str, int, int], None] = lambda label, number, total: None
         regime = self.settings.regime
         self.implementations = implementations_for(regime, self.backends, target, self.settings.inductor)
         #: What runs what nothing was measured for: most calls of libraries are chosen by measurement alone.
@@ -154,8 +154,7 @@ class Planner:
                         continue
                     found = self.stored.find_all(table, [region])[key]  # another tuner may have tuned it meanwhile
                 with leased:
-                    if self.on_region is not None:
-                        self.on_region(region_label(graph, region), number, len(distinct))
+                    self.on_region(region_label(graph, region), number, len(distinct))
                     with _reporting(region, on_failure):
                         if found.hit is not None:
                             planned[key] = RegionPlan(region, found.hit, "database", found.shipped)
@@ -234,12 +233,10 @@ class Planner:
         parts = region_parts(graph, region)
         if self.tuner is None:
             plans = [(part, self._by_model(table, part)) for part in parts]
-            reason = plans[0][1].evidence.reason
-            record = self._joined(table, region, plans, 0.0, reason)
+            joined = self._joined(table, region, plans, 0.0, plans[0][1].evidence.reason)
             prices = ModelPrices(table, self.spec, region)
-            record = predicted_by_inductor(record, plans, self._writer(table, region), prices)
-            predicted = RegionPlan(region, record, "model")
-            return lambda: predicted
+            record = predicted_by_inductor(joined, plans, self._writer(table, region), prices)
+            return lambda: RegionPlan(region, record, "model")
         return self._by_measurement(region, parts, table, self.tuner)
 
     def _by_model(self, table: GroupTable, part: Region) -> PlanRecord:
@@ -287,10 +284,16 @@ class Planner:
         asked = self.settings.inductor != "off" and not all(self._is_minor(table, part) for part in parts)
         whole = whole_by_inductor(table, region, plans, self.implementations, self.spec) if asked else ()
         verdict = last_word(table, region, plans, self.implementations, tuner, whole)
-        if len(parts) == 1 and verdict is Verdict:  # nothing to compare
-            alone = RegionPlan(region, plans[0][1], "tuned", decided=tuple(decided))
-            return lambda: alone
-        return lambda: self._finished(table, region, plans, tuple(decided), tuner, verdict(), began)
+
+        def finished() -> RegionPlan:
+            record = plans[0][1]
+            if len(parts) > 1 or verdict is not Verdict:  # there is something to compare
+                record = self._judged(table, region, plans, verdict(), time.monotonic() - began)
+                with tuner.account.spend("storing"):
+                    tuner.database.put_plan(record)
+            return RegionPlan(region, record, "tuned", decided=tuple(decided))
+
+        return finished
 
     def _measured_parts(self, table: GroupTable, parts: Mapping[str, Region], tuner: Tuner) -> dict[str, PlanRecord]:
         """Plans of leased parts: decided and stored now, unless another tuner has done it."""
@@ -325,16 +328,6 @@ class Planner:
         if all(self._is_minor(table, part) for part in region_parts(table.graph, region)):
             return None
         return self._joint.nominal(table, region)
-
-    def _finished(
-        self, table: GroupTable, region: Region, plans: Sequence[tuple[Region, PlanRecord]],
-        decided: tuple[PlanRecord, ...], tuner: Tuner, verdict: Verdict, began: float
-    ) -> RegionPlan:
-        """The plan of a region after its run beside plain ATen and TorchInductor; stored."""
-        record = self._judged(table, region, plans, verdict, time.monotonic() - began)
-        with tuner.account.spend("storing"):
-            tuner.database.put_plan(record)
-        return RegionPlan(region, record, "tuned", decided=decided)
 
     def _judged(
         self, table: GroupTable, region: Region, plans: Sequence[tuple[Region, PlanRecord]], verdict: Verdict,

@@ -14,7 +14,7 @@ from itertools import pairwise
 from fuseplan.search import policy
 from fuseplan.search.store.record import Measurement
 from fuseplan.search.timing.measure import measurement_of, no_collection
-from fuseplan.search.timing.timers import Operands, Run, Sampler, Timer
+from fuseplan.search.timing.timers import Operands, Run, Timer
 
 #: Standard error of a median over that of a mean, times the factor from MAD to standard deviation.
 _MEDIAN_SE = 1.2533 * 1.4826
@@ -83,9 +83,8 @@ class Contest:
 
         A mean hides that one condition got worse: under none may the incumbent be better by more than ``max_loss``.
         """
-        if not self._is_faster(challenger, incumbent, self.threshold):
-            return False
-        return not self._loses(challenger, (incumbent,))
+        faster = self._is_faster(challenger, incumbent, self.threshold)
+        return faster and not self._loses(challenger, (incumbent,))
 
     def undecided(self, one: str, other: str) -> bool:
         """True when the noise hides which of two contestants is faster, though they may be far apart."""
@@ -114,7 +113,8 @@ class Contest:
         everyone = (incumbent, *challengers)
         if self._loses(best, everyone):
             near = [name for name in better if not self._is_faster(best, name, policy.NEAR_GAIN)]
-            return min(near, key=lambda name: self._worst_loss(name, everyone))
+            return min(near, key=lambda name: max(
+                one.gain(other, name) for one in self.conditions for other in everyone))
         return next(name for name in better if name == best or not self._is_faster(best, name, self.threshold))
 
     def _loses(self, name: str, others: Sequence[str]) -> bool:
@@ -124,8 +124,6 @@ class Contest:
             for one in self.conditions for other in others
         )
 
-    def _worst_loss(self, name: str, others: Sequence[str]) -> float:
-        return max(one.gain(other, name) for one in self.conditions for other in others)
 
 
 def decisive(
@@ -169,8 +167,26 @@ def contest(
     noise.
     """
     twice = next(iter(contestants)) if twice is None else twice
-    runs = {**contestants, _AGAIN: contestants[twice]}
-    samples = _rounds(timer, runs, operands, seconds, min_rounds, max_rounds, tries)
+    clean: list[dict[str, float]] = []
+    disturbed: list[dict[str, float]] = []
+    with no_collection():
+        samplers = {name: timer.prepare(run, operands)
+                    for name, run in {**contestants, _AGAIN: contestants[twice]}.items()}
+        start = timer.clock()
+        while len(clean) < max_rounds:
+            number = len(clean) + len(disturbed)
+            # Past the time for that, long samples are not repeated: something always disturbs them.
+            left = tries if timer.clock() - start < seconds * policy.ROUNDS_PATIENCE else 1
+            tried = {name: timer.observe(samplers[name], left) for name in _turn(list(samplers), number)}
+            found = {name: value for name, (value, _) in tried.items()}
+            (clean if all(alone for _, alone in tried.values()) else disturbed).append(found)
+            spent = timer.clock() - start
+            if spent >= seconds and len(clean) >= min_rounds:
+                break
+            if spent >= seconds * policy.ROUNDS_PATIENCE and number >= min_rounds:
+                break
+    rounds = clean if len(clean) >= min_rounds else clean + disturbed
+    samples = {name: tuple(one[name] for one in rounds) for name in samplers}
     noise = paired_noise(samples[twice], samples.pop(_AGAIN))
     return Contest(samples, noise, timer.regime)
 
@@ -200,32 +216,6 @@ def _averaged(values: Sequence[float], count: int) -> list[float]:
     return [statistics.fmean(values[start:end]) for start, end in pairwise(edges)]
 
 
-def _rounds(
-    timer: Timer, runs: Mapping[str, Run], operands: Operands, seconds: float, min_rounds: int, max_rounds: int,
-    tries: int,
-) -> dict[str, tuple[float, ...]]:
-    """Paired samples of every run: only undisturbed rounds, where there are enough of them."""
-    clean: list[dict[str, float]] = []
-    disturbed: list[dict[str, float]] = []
-    with no_collection():
-        samplers = {name: timer.prepare(run, operands) for name, run in runs.items()}
-        start = timer.clock()
-        while len(clean) < max_rounds:
-            number = len(clean) + len(disturbed)
-            # Past the time for that, long samples are not repeated: something always disturbs them.
-            left = tries if timer.clock() - start < seconds * policy.ROUNDS_PATIENCE else 1
-            tried = {name: _undisturbed(timer, samplers[name], left) for name in _turn(list(samplers), number)}
-            found = {name: value for name, (value, _) in tried.items()}
-            (clean if all(alone for _, alone in tried.values()) else disturbed).append(found)
-            spent = timer.clock() - start
-            if spent >= seconds and len(clean) >= min_rounds:
-                break
-            if spent >= seconds * policy.ROUNDS_PATIENCE and number >= min_rounds:
-                break
-    rounds = clean if len(clean) >= min_rounds else clean + disturbed
-    return {name: tuple(one[name] for one in rounds) for name in samplers}
-
-
 def _turn(names: list[str], number: int) -> list[str]:
     """The order of a round: every second one runs backwards, and every two start with another one.
 
@@ -235,17 +225,6 @@ def _turn(names: list[str], number: int) -> list[str]:
     shift = number // 2 % len(names)
     turn = names[shift:] + names[:shift]
     return turn if number % 2 == 0 else turn[-2::-1] + turn[-1:]
-
-
-def _undisturbed(timer: Timer, sampler: Sampler, tries: int) -> tuple[float, bool]:
-    """A sample that nothing else disturbed, else the fastest of a few, for disturbances only ever add; and which."""
-    fastest = math.inf
-    for _ in range(tries):
-        value, undisturbed = timer.observe(sampler)
-        if undisturbed:
-            return value, True
-        fastest = min(fastest, value)
-    return fastest, False
 
 
 def paired_noise(first: Sequence[float], second: Sequence[float]) -> float:

@@ -116,9 +116,8 @@ def fleet_status(
 def _of_scheduler(address: str) -> tuple[pd.DataFrame, dict[str, Versions], dict[str, str]]:
     """Its devices, the versions on each, and labels of the regions that are measured."""
     needs_dask()
-    from fuseplan.planner.fleet.cluster import scheduler_client
+    from fuseplan.planner.fleet.cluster import device_statuses, known_labels, scheduler_client
     from fuseplan.planner.fleet.run import described
-    from fuseplan.planner.fleet.watch import device_statuses, known_labels
 
     versions: dict[str, Versions] = {}
     with scheduler_client(address) as client:

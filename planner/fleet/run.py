@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib import metadata
-from pathlib import Path
 
 from distributed import Client
 
@@ -20,10 +19,9 @@ from fuseplan.planner.api.run import Ran, Wanted
 from fuseplan.planner.api.tune import OneModel, Runner
 from fuseplan.planner.errors import Argument, ConfigError, FuseplanError, NothingForDeviceError
 from fuseplan.planner.fleet import worker_state
-from fuseplan.planner.fleet.cluster import LOCAL, connected, device_workers, scheduler_client
+from fuseplan.planner.fleet.cluster import LOCAL, ask_workers, connected, device_workers, scheduler_client
 from fuseplan.planner.fleet.terms import Captured, WorkerDevice, device_of_worker
 from fuseplan.planner.fleet.tune import Fleet, Order, graphs_of
-from fuseplan.planner.fleet.watch import ask_workers
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.tuning.progress import SILENT, Progress
 from fuseplan.search.store.database import Database
@@ -118,28 +116,21 @@ def _tuned_together(found: Fleet, wanted: Mapping[str, Models], account: TimeAcc
 
 
 def _captured(found: Fleet, models: Sequence[Asked]) -> dict[Asked, CapturedModel]:
-    """The graphs of models, while devices are probed."""
-    made: dict[Asked, CapturedModel] = {}
-    parts: dict[Asked, dict[int, Captured]] = {}
-    for asked in models:
-        if _is_captured_here(asked):
-            made[asked] = captured_model(asked, found.progress)
-        else:
-            parts[asked] = {}
-            found.capture(asked, parts[asked].__setitem__)
+    """The graphs of models, while devices are probed. One that cannot be captured costs only itself."""
+    parts = {asked: dict[int, Captured]() for asked in models if not _is_captured_here(asked)}
+    for asked, its in parts.items():
+        found.capture(asked, its.__setitem__)
+    made = {asked: captured_model(asked, found.progress) for asked in models if asked not in parts}
     found.run("capturing")
-    return made | {asked: _put_together(asked, its, found.progress.note) for asked, its in parts.items()}
-
-
-def _put_together(asked: Asked, parts: Mapping[int, Captured], note: Callable[[str], None]) -> CapturedModel:
-    """A model of what workers captured; one that cannot be captured costs only itself."""
-    graphs, failure = list[tuple[str, DataflowGraph]](), ""
-    try:
-        for place, workload in enumerate(asked.workloads):
-            graphs += graphs_of(workload, parts[place], asked.pack_weights, note)
-    except FuseplanError as error:
-        graphs, failure = [], f"{asked.label} is left out: {error}"
-    return CapturedModel(asked, tuple(graphs), failure, sum(part.elapsed_s for part in parts.values()))
+    for asked, its in parts.items():
+        graphs, failure = list[tuple[str, DataflowGraph]](), ""
+        try:
+            for place, workload in enumerate(asked.workloads):
+                graphs += graphs_of(workload, its[place], asked.pack_weights, found.progress.note)
+        except FuseplanError as error:
+            graphs, failure = [], f"{asked.label} is left out: {error}"
+        made[asked] = CapturedModel(asked, tuple(graphs), failure, sum(part.elapsed_s for part in its.values()))
+    return made
 
 
 def fleet_kind(workers: str, device: str) -> Kind:
@@ -156,32 +147,21 @@ def fleet_kind(workers: str, device: str) -> Kind:
         return "cuda" if device_workers(client, "cuda") else "cpu"
 
 
-def shared_location(db: str | Path | None) -> tuple[str, str]:
-    """A database as every worker reaches it (with its password, if it has one), and its file; "" for a server.
-
-    Raises:
-        DatabaseError: It cannot be read.
-        ConfigError: No other process can open it.
-    """
-    url = resolve_url(db)
-    file = sqlite_file(url)
-    if file is not None:
-        return str(file.absolute()), str(file.absolute())
-    if url.get_backend_name() == "sqlite":
-        raise ConfigError("{} {} is of one process alone; give a fleet a file or a server", Argument("db"),
-                          location_name(url))
-    return url.render_as_string(hide_password=False), ""
-
 
 @contextmanager
 def fleet(workers: str, request: TuneRequest, progress: Progress, account: TimeAccount) -> Iterator[Fleet]:
     """Connect to workers (``local``, or a scheduler's address) that own devices of a request's type.
 
     Raises:
-        FuseplanError: There are none, they do not agree on the software, or one does not see the database.
+        FuseplanError: There are none, they do not agree on the software, or one cannot open the database.
         DatabaseError: The database cannot be opened for writing.
     """
-    location, file = shared_location(request.db)
+    url = resolve_url(request.db)
+    file = str(there.absolute()) if (there := sqlite_file(url)) is not None else ""
+    if not file and url.get_backend_name() == "sqlite":
+        raise ConfigError("{} {} is of one process alone; give a fleet a file or a server", Argument("db"),
+                          location_name(url))
+    location = file or url.render_as_string(hide_password=False)  # as every worker reaches it
     Database(location).close()  # a file is there before workers look for it
     with ExitStack() as stack:
         with account.spend("starting workers"), progress.status("waiting for workers"):

@@ -13,6 +13,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -22,7 +23,7 @@ from fuseplan.costmodel.devices import is_cpu
 from fuseplan.kernels.ir.backend import Config
 from fuseplan.planner.errors import PlanError
 from fuseplan.planner.fleet import worker_state
-from fuseplan.planner.fleet.cluster import captures_at_once, device_workers, devices_here
+from fuseplan.planner.fleet.cluster import Patience, Watch, captures_at_once, device_workers, devices_here
 from fuseplan.planner.fleet.terms import (
     Captured,
     RegionOutcome,
@@ -34,7 +35,6 @@ from fuseplan.planner.fleet.terms import (
     measuring,
     preparing,
 )
-from fuseplan.planner.fleet.watch import Patience, Watch
 from fuseplan.search.tune.resources import Alike
 
 #: Regions that a worker has: the one that it tunes, those whose kernels are compiled meanwhile, and one to be
@@ -174,7 +174,10 @@ class RegionScheduler:
         if self._captures and not (is_cpu(self._kind) and self._unprobed):
             most = captures_at_once(self._client, self._kind)
             while self._captures and self._capturing < most:
-                self._next_capture()
+                args, then = self._captures.popleft()
+                self._capturing += 1
+                self._submit(self._tasks.capture, args, "", capturing(self._kind), _CAPTURE,
+                             ("capture", self._run, next(self._numbers)), partial(self._captured, then))
         if is_cpu(self._kind) and self._capturing:  # which would disturb what is measured
             return
         for device, waiting in self._waiting.items():
@@ -187,16 +190,9 @@ class RegionScheduler:
                 waiting.remove(chosen)
                 self._next_region(device, *chosen[2:])
 
-    def _next_capture(self) -> None:
-        args, then = self._captures.popleft()
-        self._capturing += 1
-
-        def captured(future: Future[Any]) -> None:
-            self._capturing -= 1
-            then(checked_capture(future.result()))
-
-        self._submit(self._tasks.capture, args, "", capturing(self._kind), _CAPTURE,
-                     ("capture", self._run, next(self._numbers)), captured)
+    def _captured(self, then: Callable[[Captured], None], future: Future[Any]) -> None:
+        self._capturing -= 1
+        then(checked_capture(future.result()))
 
     def _next_region(
         self, device: str, terms: Terms, task: RegionTask, then: Callable[[RegionOutcome], None]
@@ -207,7 +203,12 @@ class RegionScheduler:
         def measured(future: Future[Any]) -> None:
             self._under_way[device] -= 1
             self._parts.subtract((device, key) for key in task.shares)
-            outcome = _outcome(future)
+            try:
+                outcome = checked_outcome(future.result())
+            except KilledWorker as error:  # a region that costs every worker its life is at fault itself
+                outcome = RegionOutcome(failure=PlanError(
+                    f"{error.allowed_failures + 1} workers ended while they tuned it; their memory or a kernel may be "
+                    "at fault"))
             self._rankings[device, terms] |= outcome.rankings
             if outcome.taken:  # last of all, when its plan may be there
                 self._waiting[device].append((0.0, next(self._numbers), terms, replace(task, waits=True), then))
@@ -217,8 +218,9 @@ class RegionScheduler:
             return then(outcome)
 
         urgency = 0.0 if task.waits else task.ops  # a worker that waits for another tuner does nothing else
-        # Dask learns how long tasks take by the first part of their names.
-        size, name = size_name(task.ops), (self._run, device, hash(terms), task.key, int(task.waits), task.label)
+        # Dask learns by the first part of their names how long tasks take: regions of one size take equally long.
+        size = "abcdefghijklmnopqrstuvwxyz"[min(25, max(0, int(math.log2(max(task.ops, 1.0)) * 2)))] * 3
+        name = (self._run, device, hash(terms), task.key, int(task.waits), task.label)
         prepared = self._client.submit(
             self._tasks.prepare, terms, task, dict(self._rankings[device, terms]),
             key=(f"prepare-{size}", *name), resources={preparing(device): 1},
@@ -236,17 +238,3 @@ class RegionScheduler:
         self._coming[future.key] = future, device, then
         future.add_done_callback(self._done.put)
 
-
-def size_name(ops: float) -> str:
-    """A word for a region's size: regions of one word take about equally long."""
-    return "abcdefghijklmnopqrstuvwxyz"[min(25, max(0, int(math.log2(max(ops, 1.0)) * 2)))] * 3
-
-
-def _outcome(future: Future[Any]) -> RegionOutcome:
-    """A region's outcome. One that costs every worker its life is at fault itself."""
-    try:
-        return checked_outcome(future.result())
-    except KilledWorker as error:
-        times = f"{error.allowed_failures + 1} workers ended"
-        return RegionOutcome(
-            failure=PlanError(f"{times} while they tuned it; their memory or a kernel may be at fault"))

@@ -20,7 +20,7 @@ from fuseplan.planner.capture.cache import graphs_of_text
 from fuseplan.planner.cost.prices import part_shares
 from fuseplan.planner.errors import CaptureError, DeviceError, PlanError
 from fuseplan.planner.fleet import worker_state
-from fuseplan.planner.fleet.cluster import workers_of
+from fuseplan.planner.fleet.cluster import ask_workers, workers_of
 from fuseplan.planner.fleet.scheduler import RegionScheduler
 from fuseplan.planner.fleet.terms import (
     Captured,
@@ -31,7 +31,6 @@ from fuseplan.planner.fleet.terms import (
     checked_step,
     stored_plan,
 )
-from fuseplan.planner.fleet.watch import ask_workers
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.graph.serialize import graph_to_json
 from fuseplan.planner.groups.compute_graph import compute_graph_of
@@ -192,20 +191,17 @@ class Fleet:
             asked = order.device, order.terms, region.key
             if asked not in self._regions:
                 shares = shares or dict(_shares(session, graph))
-                self._ask(asked, graph, region, shares)
+                self._regions[asked] = _Region(graph, region)
+                try:
+                    task = region_task(graph, region, shares, order.terms.settings.minor)
+                    self._scheduler.region(order.device, order.terms, task, partial(self._done, asked))
+                except PlanError as error:
+                    self._regions[asked].outcome = RegionOutcome(failure=error)
             if self._regions[asked].outcome is None:
                 planned.open.add(region.key)
                 self._regions[asked].waiting.append(planned)
         if not planned.open:
             self._complete(planned)
-
-    def _ask(self, asked: _Asked, graph: DataflowGraph, region: Region, shares: Mapping[str, float]) -> None:
-        self._regions[asked] = _Region(graph, region)
-        try:
-            task = region_task(graph, region, shares, asked[1].settings.minor)
-            self._scheduler.region(*asked[:2], task, partial(self._done, asked))
-        except PlanError as error:
-            self._regions[asked].outcome = RegionOutcome(failure=error)
 
     def _done(self, asked: _Asked, outcome: RegionOutcome) -> None:
         found = self._regions[asked]

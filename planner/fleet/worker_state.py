@@ -125,7 +125,7 @@ class WorkerState(WorkerPlugin):
         self._pools: dict[str, WorkerPool] = {}
         self._tuners: dict[Terms, RegionTuner] = {}
         #: Those that captured before, and wait for more.
-        self._capturing: list[WorkerPool] = []
+        self.capturing: list[WorkerPool] = []
 
     def pool(self, kind: str) -> WorkerPool:
         """Where the jobs of all tunes run."""
@@ -139,8 +139,8 @@ class WorkerState(WorkerPlugin):
     def start(self, kind: str, captures: int) -> None:
         """Have the processes that measure and capture import what they need, which takes a while; at once returns."""
         self.pool(kind).start()
-        self._capturing = [WorkerPool(compilers=1, preload=_CAPTURING) for _ in range(min(captures, _WAITING))]
-        for pool in self._capturing:
+        self.capturing = [WorkerPool(compilers=1, preload=_CAPTURING) for _ in range(min(captures, _WAITING))]
+        for pool in self.capturing:
             pool.start()
 
     def region_tuner(self, terms: Terms) -> RegionTuner:
@@ -153,35 +153,17 @@ class WorkerState(WorkerPlugin):
                 self._tuners[terms] = RegionTuner(terms, self.pool(terms.kind))
             return self._tuners[terms]
 
-    def capture(self, *args: Any) -> Captured:
-        """What :func:`~fuseplan.planner.capture.cache.capture_as_text` gives in a process that does nothing else.
-
-        Raises:
-            MachineFailureError: The process failed.
-        """
-        secede()  # regions are measured and prepared meanwhile
-        began = time.monotonic()
-        pool = self._capturing.pop() if self._capturing else WorkerPool(compilers=1, preload=_CAPTURING)
-        try:
-            outcome = pool.call(_captured, *args, limit_s=_CAPTURE_S)
-        finally:
-            self._capturing.append(pool)
-        if not outcome.ok:
-            raise MachineFailureError(f"a capture failed: {outcome.failure}")
-        text, failure = outcome.value
-        return Captured(text, failure, time.monotonic() - began)
-
     def end(self, run: str) -> None:
         """Close what was made for a tune."""
         with self._lock:
             for terms in [one for one in self._tuners if one.run == run]:
-                self._tuners.pop(terms).close()
+                self._tuners.pop(terms).stack.close()
 
     def teardown(self, worker: Worker) -> None:
         """The worker ends."""
         for run in {terms.run for terms in self._tuners}:
             self.end(run)
-        for pool in (*self._pools.values(), *self._capturing):
+        for pool in (*self._pools.values(), *self.capturing):
             pool.close()
 
 
@@ -195,7 +177,8 @@ class RegionTuner:
             self.tuner = stack.enter_context(session.tuner(terms.how.budget(terms.kind), terms.how.seed, executor=pool))
             self._planner = session.planner(self.tuner)
             stack.enter_context(self._planner.lookahead() or nullcontext())
-            self._stack = stack.pop_all()
+            #: Ends it when it is closed.
+            self.stack = stack.pop_all()
         self._graphs: dict[str, tuple[DataflowGraph, Region]] = {}
         self._told: set[Alike] = set()
 
@@ -225,9 +208,6 @@ class RegionTuner:
         new = {alike: ranking[:_FASTEST] for alike, ranking in self.tuner.rankings.items() if alike not in self._told}
         self._told.update(new)
         return new
-
-    def close(self) -> None:
-        self._stack.close()
 
     def _graph(self, task: RegionTask) -> tuple[DataflowGraph, Region]:
         if task.key not in self._graphs:
@@ -267,8 +247,22 @@ def probe_device(terms: Terms) -> None:
 
 
 def capture(source: ModelSource, workload: Workload, kind: str, pack_weights: bool) -> Captured:
-    """A workload's graphs, or why it cannot be captured."""
-    return state().capture(source, workload, kind, pack_weights)
+    """A workload's graphs, or why it cannot be captured, found out in a process that does nothing else.
+
+    Raises:
+        MachineFailureError: The process failed.
+    """
+    secede()  # regions are measured and prepared meanwhile
+    began, idle = time.monotonic(), state().capturing
+    pool = idle.pop() if idle else WorkerPool(compilers=1, preload=_CAPTURING)
+    try:
+        outcome = pool.call(_captured, source, workload, kind, pack_weights, limit_s=_CAPTURE_S)
+    finally:
+        idle.append(pool)
+    if not outcome.ok:
+        raise MachineFailureError(f"a capture failed: {outcome.failure}")
+    text, failure = outcome.value
+    return Captured(text, failure, time.monotonic() - began)
 
 
 def prepare(terms: Terms, task: RegionTask, rankings: Rankings) -> Prepared:

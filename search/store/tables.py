@@ -27,7 +27,6 @@ from fuseplan.search.store.location import location_name, sqlite_file
 from fuseplan.search.store.record import SCHEMA_VERSION, now
 
 METADATA = sa.MetaData()
-_APPLICATION = "fuseplan"
 #: How often a corrupt file is replaced before giving up.
 _ATTEMPTS = 3
 
@@ -163,17 +162,14 @@ def _create_or_upgrade(engine: sa.Engine) -> None:
         if sa.inspect(connection).has_table(META.name):
             migrations.upgrade(connection)
         else:
-            _create(connection)
+            METADATA.create_all(connection)
+            migrations.mark_new(connection)
+            if lite:
+                connection.exec_driver_sql(f"PRAGMA application_id={location.APPLICATION_ID}")
+            facts = {"application": "fuseplan", "schema_version": str(SCHEMA_VERSION), "created": now()}
+            for name, value in facts.items():
+                upsert(connection, META, {"name": name, "value": value})
         check_columns(connection)
-
-
-def _create(connection: sa.Connection) -> None:
-    METADATA.create_all(connection)
-    migrations.mark_new(connection)
-    if connection.dialect.name == "sqlite":
-        connection.exec_driver_sql(f"PRAGMA application_id={location.APPLICATION_ID}")
-    for name, value in (("application", _APPLICATION), ("schema_version", str(SCHEMA_VERSION)), ("created", now())):
-        upsert(connection, META, {"name": name, "value": value})
 
 
 def check_schema(engine: sa.Engine) -> str | None:

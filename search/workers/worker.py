@@ -142,8 +142,10 @@ class WorkerPool:
     ) -> _Promise:
         payload = pickle.dumps((function, args))
         with self._sending:
-            pipe = self._running()
-            job = self._jobs
+            if self._process is None or self._process.poll() is not None:  # or it has ended
+                self.close()
+            self._used = True
+            pipe, job = self._pipe or self._start(), self._jobs
             self._jobs += 1
             promise = self._promised[job] = _Promise(limit_s, self._log.seek(0, os.SEEK_END))
             with contextlib.suppress(OSError):  # the end of its supervisor shows when somebody waits
@@ -237,13 +239,6 @@ class WorkerPool:
             )
         self._pipe = Connection(ours.detach())
         return self._pipe
-
-    def _running(self) -> Connection:
-        """The pipe to a supervisor that lives, and will have worked."""
-        if self._process is None or self._process.poll() is not None:
-            self.close()
-        self._used = True
-        return self._pipe or self._start()
 
     def _outcome(self, state: str, payload: Any, limit_s: float, log_start: int) -> Outcome:
         if state == OK:

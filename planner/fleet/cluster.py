@@ -109,7 +109,14 @@ def connected(workers: str, kind: str) -> Iterator[Client]:
                 started, scheduler, security=common["security"], silence_logs=logging.CRITICAL))))
         else:
             client = stack.enter_context(scheduler_client(workers))
-        _wait(client, workers, kind)
+        end = time.monotonic() + _FIRST_WORKER_S
+        while not device_workers(client, kind):  # until a worker owns one
+            known = len(workers_of(client))
+            if time.monotonic() > end or (workers != LOCAL and known):
+                others = f"none of its {known} workers owns" if known else "it has no worker that owns"
+                raise DeviceError("{} {}: {} a device of type {}; start one on each host with `plan fleet worker {}`",
+                                  Argument("workers"), workers, others, kind, workers)
+            time.sleep(0.1)
         yield client
 
 
@@ -134,17 +141,6 @@ def scheduler_client(address: str) -> Client:
                       "docs/fleet.md says how to use TLS and a firewall", stacklevel=1)
     return client
 
-
-def _wait(client: Client, workers: str, kind: str) -> None:
-    """Until a worker owns a device."""
-    end = time.monotonic() + _FIRST_WORKER_S
-    while not device_workers(client, kind):
-        known = len(workers_of(client))
-        if time.monotonic() > end or (workers != LOCAL and known):
-            others = f"none of its {known} workers owns" if known else "it has no worker that owns"
-            raise DeviceError("{} {}: {} a device of type {}; start one on each host with `plan fleet worker {}`",
-                              Argument("workers"), workers, others, kind, workers)
-        time.sleep(0.1)
 
 
 
@@ -242,30 +238,26 @@ class Watch:
         """
         if time.monotonic() < self._next:
             return
+        limits, lost = self.patience, False
         try:
-            lost = self._restart_silent()
+            silences = silences_s(self._client, limits.answer_s)
+            if silent := [address for address, seconds in silences.items() if seconds > limits.silent_s]:
+                found: Mapping[str, str] = self._client.sync(
+                    self._scheduler.restart_workers, workers=silent, timeout=limits.restart_s, wait_for_workers=False,
+                    on_error="return", stimulus_id="fuseplan-silent", callback_timeout=limits.answer_s)
+                for address, outcome in found.items():
+                    lost = lost or outcome != "OK"
+                    then = "it is started again" if outcome == "OK" else "it is given up"
+                    self._note(f"the worker at {address} has not answered for {limits.silent_s:.0f} s: {then}")
             devices = without_worker()
         except (OSError, TimeoutError):
             raise self._no_scheduler() from None
         now = time.monotonic()
-        self._next = now + self.patience.look_s
+        self._next = now + limits.look_s
         self._gone_since = {one: self._gone_since.get(one, now) for one in devices}
         for device, since in self._gone_since.items():
-            if lost or now - since >= self.patience.gone_s:
+            if lost or now - since >= limits.gone_s:
                 raise self._ended(f"no worker of {device} answers any more", "Start one with `plan fleet worker`")
-
-    def _restart_silent(self) -> bool:
-        """Whether a worker could not be started again."""
-        limits = self.patience
-        silences = silences_s(self._client, limits.answer_s)
-        silent = [address for address, seconds in silences.items() if seconds > limits.silent_s]
-        found: Mapping[str, str] = self._client.sync(
-            self._scheduler.restart_workers, workers=silent, timeout=limits.restart_s, wait_for_workers=False,
-            on_error="return", stimulus_id="fuseplan-silent", callback_timeout=limits.answer_s) if silent else {}
-        for address, outcome in found.items():
-            then = "it is started again" if outcome == "OK" else "it is given up"
-            self._note(f"the worker at {address} has not answered for {limits.silent_s:.0f} s: {then}")
-        return any(outcome != "OK" for outcome in found.values())
 
     @contextmanager
     def in_words(self) -> Iterator[None]:

@@ -190,7 +190,10 @@ class Fleet:
         for region in session.planner().undecided(graph):
             asked = order.device, order.terms, region.key
             if asked not in self._regions:
-                shares = shares or dict(_shares(session, graph))
+                if not shares:
+                    ways = implementations_for(session.settings.regime, session.backends, session.target)
+                    table = GroupTable(graph, session.settings.numerics, session.target.device_type)
+                    shares = dict(part_shares(table, ways.aten))
                 self._regions[asked] = _Region(graph, region)
                 try:
                     task = region_task(graph, region, shares, order.terms.settings.minor)
@@ -236,15 +239,15 @@ class Fleet:
     def _time_steps(self) -> None:
         """Have the whole steps timed that wait for it."""
         for planned in self._steps:
-            self._scheduler.call(worker_state.time_step, *planned.at, planned.name, planned.graph, planned.plan,
-                                 then=partial(self._step_timed, planned))
+            def timed(found: object, planned: _Planned = planned) -> None:
+                planned.untimed, elapsed_s = checked_step(planned.name, found)
+                planned.elapsed_s += elapsed_s
+                self._timing -= 1
+
+            self._scheduler.call(
+                worker_state.time_step, *planned.at, planned.name, planned.graph, planned.plan, then=timed)
         self._timing += len(self._steps)
         self._steps.clear()
-
-    def _step_timed(self, planned: _Planned, found: object) -> None:
-        planned.untimed, elapsed_s = checked_step(planned.name, found)
-        planned.elapsed_s += elapsed_s
-        self._timing -= 1
 
     def _result(self, order: Order, began: float) -> TuneResult:
         session = self.session(order.device, order.terms)
@@ -324,10 +327,6 @@ def region_task(graph: DataflowGraph, region: Region, shares: Mapping[str, float
     its_shares = {one.key: shares[one.key] for one in parts if one.key in shares}
     return RegionTask(region.key, located_label(graph, region), data, its_shares, ops)
 
-
-def _shares(session: Session, graph: DataflowGraph) -> Mapping[str, float]:
-    ways = implementations_for(session.settings.regime, session.backends, session.target)
-    return part_shares(GroupTable(graph, session.settings.numerics, session.target.device_type), ways.aten)
 
 
 def _clock(seconds: float) -> str:

@@ -63,7 +63,10 @@ class LayeredDatabase:
 
     def captures(self, prefix: str) -> dict[str, dict[str, Any]]:
         """Those that shipped, under the user's own of the same names."""
-        return {**self._captures(prefix), **self.user.captures(prefix)}
+        shipped: dict[str, dict[str, Any]] = {}
+        if not all(self._mismatch(plan) for plan in self._decoded(PlanRecord)):  # else they speak of what nobody finds
+            shipped = {entry.key: entry.value for entry in self._entries(f'{{"capture":"{prefix}')}
+        return shipped | self.user.captures(prefix)
 
     def misses(self) -> list[dict[str, Any]]:
         return self.user.misses()
@@ -78,12 +81,12 @@ class LayeredDatabase:
 
     def _look_up(self, cls: type[R], key: RecordKey, users: R | None) -> Lookup[R]:
         mine = Lookup(users, self._mismatch(users))
-        if mine.status == "hit":
+        if mine.hit is not None:
             return mine
         same = [record for record in self._decoded(cls, f'"{key.workload}"') if record.key == key]
         found = same[-1] if same else None  # several files may have it
         shipped = Lookup(found, self._mismatch(found), shipped=found is not None)
-        return shipped if shipped.status == "hit" or mine.status == "miss" else mine
+        return shipped if shipped.hit is not None or mine.record is None else mine
 
     def _mismatch(self, record: TuningRecord | PlanRecord | None) -> tuple[str, ...]:
         return reservations(record, self.user.versions, self._run) if record is not None else ()
@@ -97,11 +100,6 @@ class LayeredDatabase:
     def _decoded(self, cls: type[R], text: str = "") -> Iterator[R]:
         """The shipped records of one kind; those whose line holds ``text``."""
         return (entry.value for entry in self._entries(f'{{"{KINDS[cls]}"', text))
-
-    def _captures(self, prefix: str) -> dict[str, dict[str, Any]]:
-        if all(self._mismatch(plan) for plan in self._decoded(PlanRecord)):
-            return {}  # they speak of plans that nobody would find
-        return {entry.key: entry.value for entry in self._entries(f'{{"capture":"{prefix}')}
 
     def _entries(self, start: str, text: str = "") -> Iterator[Entry]:
         """What can be read of the lines that begin with ``start`` and hold ``text``: to decode whole files would cost a

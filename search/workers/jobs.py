@@ -23,8 +23,16 @@ from fuseplan.kernels.native.overlap import span_bytes
 from fuseplan.search import policy
 from fuseplan.search.errors import OWN_FAULTS
 from fuseplan.search.store.record import Measurement
-from fuseplan.search.timing.contest import Contest, contest, decisive, mean_contest, middle_of_three
-from fuseplan.search.timing.measure import cache_bytes, rotating_operands, screen
+from fuseplan.search.timing.contest import (
+    Contest,
+    cache_bytes,
+    contest,
+    decisive,
+    mean_contest,
+    middle_of_three,
+    rotating_operands,
+    screen,
+)
 from fuseplan.search.timing.sequence import Part, SharedOperands, sequence
 from fuseplan.search.timing.subject import Subject
 from fuseplan.search.timing.timers import Operands, Run, Timer

@@ -29,7 +29,6 @@ from fuseplan.search.store.database import Lookup
 from fuseplan.search.store.limits import Key, Label
 from fuseplan.search.store.record import Versions
 from fuseplan.search.tune.resources import Alike
-from fuseplan.search.tune.study import Studies
 
 #: How the names of our resources begin: ``fuseplan <device key>`` is a device, for one measurement at a time.
 _PREFIX = "fuseplan"
@@ -95,10 +94,6 @@ class Terms:
     db: str = field(repr=False)
     settings: PlanSettings
     how: HowToTune
-
-    def session(self, session: Session, studies: Studies | None = None) -> Session:
-        """A session as it is searched with."""
-        return self.how.of(session, studies, self.run)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -135,7 +135,7 @@ class Fleet:
         found = self._sessions.get((device, terms))
         if found is None or found.spec is None:  # it may have been probed since
             there = session_on(device, self.devices[device].target, self._databases[device], terms.settings)
-            found = self._sessions[device, terms] = terms.session(there)
+            found = self._sessions[device, terms] = terms.how.of(there, None, terms.run)
         return found
 
     def probe(self, devices: Iterable[str]) -> None:
@@ -260,20 +260,17 @@ class Fleet:
         checked = rechecked(session, kernels)
         if len(checked) < len(kernels):
             self.progress.note(f"whether shipped times hold on {order.device} is not known")
-        result = TuneResult(
-            plans, session, time.monotonic() - began, checked, tuple(self._failures(order)),
-            tuple(one.untimed for one in order.planned if one.untimed))
-        return replace(result, session=session.recalibrated()) if result.measured else result
-
-    def _failures(self, order: Order) -> Iterator[RegionFailure]:
-        told: set[str] = set()
+        failures: dict[str, RegionFailure] = {}
         for planned in order.planned:
             for region in find_regions(planned.graph):
                 found = self._regions.get((*planned.at, region.key))
-                failure = found.outcome.failure if found is not None and found.outcome is not None else None
-                if failure is not None and region.key not in told:
-                    told.add(region.key)
-                    yield RegionFailure(planned.name, located_label(planned.graph, region), failure)
+                if found is not None and found.outcome is not None and found.outcome.failure is not None:
+                    label = located_label(planned.graph, region)
+                    failures.setdefault(region.key, RegionFailure(planned.name, label, found.outcome.failure))
+        result = TuneResult(
+            plans, session, time.monotonic() - began, checked, tuple(failures.values()),
+            tuple(one.untimed for one in order.planned if one.untimed))
+        return replace(result, session=session.recalibrated()) if result.measured else result
 
     def _tell(self) -> None:
         counts = self._scheduler.counts

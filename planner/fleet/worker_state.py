@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -228,7 +229,7 @@ def _captured(*args: Any) -> tuple[str, Exception | None]:
 def opened(terms: Terms) -> Session:
     """The session of this worker's device, for these terms."""
     studies = terms.how.studies()
-    return terms.session(open_session(terms.kind, terms.db, terms.settings), studies)
+    return terms.how.of(open_session(terms.kind, terms.db, terms.settings), studies, terms.run)
 
 
 def describe(kind: str, database: str) -> WorkerDevice:
@@ -273,20 +274,17 @@ def prepare(terms: Terms, task: RegionTask, rankings: Rankings) -> Prepared:
 
 def measure(terms: Terms, task: RegionTask, prepared: Prepared) -> RegionOutcome:
     """Tune a region and store its plan. A fault of the machine's or the database's is raised: another may do better."""
-    tuner = state().region_tuner(terms)
-    began = time.monotonic()
-    plan: RegionPlan | None = None
-    failure = None
+    tuner, began, found = state().region_tuner(terms), time.monotonic(), RegionOutcome()
     try:
-        plan = tuner.measure(task)
+        if (plan := tuner.measure(task)) is not None:
+            keys = tuple(one.key.workload for one in plan.decided)
+            found = RegionOutcome(True, plan.source == "tuned", keys)
     except (MachineFailureError, DatabaseError):
         raise
     except Exception as error:
         OWN_FAULTS.tolerate(error)
-        failure = carried(error)
-    tuned, decided = plan is not None and plan.source == "tuned", plan.decided if plan is not None else ()
-    keys = tuple(one.key.workload for one in decided)
-    return RegionOutcome(plan is not None, tuned, keys, failure, time.monotonic() - began, tuner.learnt())
+        found = RegionOutcome(failure=carried(error))
+    return replace(found, elapsed_s=time.monotonic() - began, rankings=tuner.learnt())
 
 
 def time_step(terms: Terms, workload: str, graph: DataflowGraph, plan: GraphPlan) -> tuple[str, float]:

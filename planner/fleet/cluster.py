@@ -24,7 +24,7 @@ from distributed import Client, Nanny, Scheduler, SpecCluster, Worker
 from fuseplan.costmodel.devices import is_cpu
 from fuseplan.planner.errors import Argument, DeviceError, FuseplanError
 from fuseplan.planner.fleet.security import is_open, own_security, security_for
-from fuseplan.planner.fleet.terms import capturing, device_of, unit
+from fuseplan.planner.fleet.terms import device_of, unit
 from fuseplan.search.errors import MachineFailureError, SearchError
 from fuseplan.search.workers.worker import usable_cores
 
@@ -79,11 +79,6 @@ def devices_here(client: Client, kind: str) -> int:
             owned.update([one for one in worker["resources"] if one.startswith(unit(""))] or [address])
     return len(owned)
 
-
-def captures_at_once(client: Client, kind: str) -> int:
-    """How many captures all workers together make at once; at least one."""
-    workers = workers_of(client).values()
-    return max(1, int(sum(worker["resources"].get(capturing(kind), 0) for worker in workers)))
 
 
 @contextmanager
@@ -331,7 +326,8 @@ def device_statuses(client: Client) -> list[tuple[str, str, str, str, int]]:
         words = [f"measuring {label}" for _, label in measured]
         if address in silent:
             words = [f"has not answered for {silent[address]:.0f} s"]
-        words = words or [_WORDS.get(name, name) for name in dict.fromkeys(map(_name, under_way))]
+        names = (str(key[0] if isinstance(key, tuple) else key).partition("-")[0] for key in under_way)
+        words = words or [_WORDS.get(name, name) for name in dict.fromkeys(names)]
         found += [
             (device, str(worker["name"]), worker["host"], ", ".join(words) or "idle", len(waiting))
             for resource in worker["resources"] if (device := device_of(resource)) is not None
@@ -351,9 +347,6 @@ def region_of(key: Any) -> tuple[str, str] | None:
         return str(key[-3]), str(key[-1])
     return None
 
-
-def _name(key: Any) -> str:
-    return str(key[0] if isinstance(key, tuple) else key).partition("-")[0]
 
 
 def _under_way(dask_worker: Worker) -> list[Any]:

@@ -23,7 +23,7 @@ from fuseplan.costmodel.devices import is_cpu
 from fuseplan.kernels.ir.backend import Config
 from fuseplan.planner.errors import PlanError
 from fuseplan.planner.fleet import worker_state
-from fuseplan.planner.fleet.cluster import Patience, Watch, captures_at_once, device_workers, devices_here
+from fuseplan.planner.fleet.cluster import Patience, Watch, device_workers, devices_here, workers_of
 from fuseplan.planner.fleet.terms import (
     Captured,
     RegionOutcome,
@@ -172,7 +172,9 @@ class RegionScheduler:
         workers = device_workers(self._client, self._kind)
         self.counts.devices = devices_here(self._client, self._kind)
         if self._captures and not (is_cpu(self._kind) and self._unprobed):
-            most = captures_at_once(self._client, self._kind)
+            # As many as all workers together make at once; at least one.
+            room = [one["resources"].get(capturing(self._kind), 0) for one in workers_of(self._client).values()]
+            most = max(1, int(sum(room)))
             while self._captures and self._capturing < most:
                 args, then = self._captures.popleft()
                 self._capturing += 1

@@ -105,29 +105,19 @@ class LayeredDatabase:
         """What can be read of the lines that begin with ``start`` and hold ``text``: to decode whole files would cost a
         compilation tens of milliseconds.
         """
-        lines = (line for line in self._lines if line.startswith(start) and text in line)
-        return filter(None, map(_decode, lines))
-
-    @functools.cached_property
-    def _lines(self) -> list[str]:
-        found: list[str] = []
-        for path in self._files:
-            try:
-                found += _data_lines(path)
-            except DatabaseError as error:
-                warnings.warn(f"shipped records skipped: {error}", stacklevel=3)
-        return found
+        for line in (line for path in self._files for line in _data_lines(path)):
+            if line.startswith(start) and text in line:
+                try:
+                    yield entry_of(codec.parse(line, "line"))
+                except RecordError as error:
+                    warnings.warn(f"shipped record skipped: {error}", stacklevel=3)
 
 
 @functools.lru_cache(maxsize=16)
 def _data_lines(path: Path) -> tuple[str, ...]:
-    """The lines of an export file, read and checked once per process."""
-    return tuple(checked_lines(path))
-
-
-def _decode(line: str) -> Entry | None:
+    """The lines of an export file, read and checked once per process; none, with a warning, of an unreadable one."""
     try:
-        return entry_of(codec.parse(line, "line"))
-    except RecordError as error:
-        warnings.warn(f"shipped record skipped: {error}", stacklevel=3)
-        return None
+        return tuple(checked_lines(path))
+    except DatabaseError as error:
+        warnings.warn(f"shipped records skipped: {error}", stacklevel=3)
+        return ()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 from fuseplan.costmodel.device import DeviceSpec
@@ -38,6 +39,11 @@ from fuseplan.search.store.record import PlanRecord, RecordKey
 from fuseplan.search.tune.tuner import Tuner
 
 __all__ = ["GraphPlan", "PlanSettings", "Planner", "RegionPlan"]
+
+#: The plans of a region's parts, or of the region itself.
+_Plans: TypeAlias = Sequence[tuple[Region, PlanRecord]]
+#: Told about a region that cannot be planned.
+_OnFailure: TypeAlias = Callable[[Region, Exception], None]
 
 
 class Planner:
@@ -112,8 +118,8 @@ class Planner:
         return len(problem.ops) + self.settings.measured_on(self.target.device_type)
 
     def plan_graph(
-        self, graph: DataflowGraph, on_failure: Callable[[Region, Exception], None] | None = None,
-        regions: Sequence[Region] | None = None, on_taken: Callable[[Region], None] | None = None,
+        self, graph: DataflowGraph, on_failure: _OnFailure | None = None, regions: Sequence[Region] | None = None,
+        on_taken: Callable[[Region], None] | None = None,
     ) -> GraphPlan:
         """Plan every region of a static graph; equal regions are planned once.
 
@@ -167,8 +173,7 @@ class Planner:
         return GraphPlan(plans, spent_us)
 
     def screen_regions(
-        self, graph: DataflowGraph, regions: Sequence[Region], seconds: float,
-        on_failure: Callable[[Region, Exception], None] | None = None
+        self, graph: DataflowGraph, regions: Sequence[Region], seconds: float, on_failure: _OnFailure | None = None
     ) -> list[RegionPlan]:
         """Regions by the stored plans of their parts and the cost model, each as a whole beside plain ATen and
         TorchInductor's code. Nothing is searched or stored; after ``seconds`` no run begins. Needs a tuner.
@@ -249,8 +254,7 @@ class Planner:
         return self._writer(table, part).record(prices, result, 0.0)
 
     def _joined(
-        self, table: GroupTable, region: Region, parts: Sequence[tuple[Region, PlanRecord]], elapsed_s: float,
-        reason: str
+        self, table: GroupTable, region: Region, parts: _Plans, elapsed_s: float, reason: str
     ) -> PlanRecord:
         return parts[0][1] if len(parts) == 1 else self._writer(table, region).joined(parts, elapsed_s, reason)
 
@@ -307,9 +311,7 @@ class Planner:
             tuner.leases.release([self.key(key)])  # others may wait for it
         return found
 
-    def _across_anchors(
-        self, table: GroupTable, region: Region, plans: Sequence[tuple[Region, PlanRecord]], tuner: Tuner
-    ) -> PlanRecord | None:
+    def _across_anchors(self, table: GroupTable, region: Region, plans: _Plans, tuner: Tuner) -> PlanRecord | None:
         """A plan with matmuls inside its groups that is faster than those of the region's parts; None without one, or
         where the region takes too little of the model's time.
         """
@@ -330,8 +332,7 @@ class Planner:
         return self._joint.nominal(table, region)
 
     def _judged(
-        self, table: GroupTable, region: Region, plans: Sequence[tuple[Region, PlanRecord]], verdict: Verdict,
-        elapsed_s: float
+        self, table: GroupTable, region: Region, plans: _Plans, verdict: Verdict, elapsed_s: float
     ) -> PlanRecord:
         """The record of a region after its run beside plain ATen and TorchInductor."""
         reason = "; ".join(dict.fromkeys(record.evidence.reason for _, record in plans)) + verdict.words
@@ -381,7 +382,7 @@ class Planner:
 
 
 @contextmanager
-def _reporting(region: Region, on_failure: Callable[[Region, Exception], None] | None) -> Iterator[None]:
+def _reporting(region: Region, on_failure: _OnFailure | None) -> Iterator[None]:
     """Tells ``on_failure`` what is raised inside, if there is one."""
     try:
         yield

@@ -302,11 +302,11 @@ class GroupSearch:
         ]
         default = next((one for one in timed if one[1] == 0), None)
         fastest = sorted((one for one in timed if one != default), key=lambda one: one[2])
-        challengers = sorted(fastest[: self._resources.budget.finalists])
-        listed = [("default", default)] if default is not None else []
-        listed += [(f"challenger {count}", one) for count, one in enumerate(challengers, 1)]
-        entries = [(name, self._entries[number], position) for name, (number, position, _) in listed]
-        return [jobs.Entrant(name, entry.backend, entry.space.configs[position]) for name, entry, position in entries]
+        listed = {"default": default} if default is not None else {}
+        for count, one in enumerate(sorted(fastest[: self._resources.budget.finalists]), 1):
+            listed[f"challenger {count}"] = one
+        return [jobs.Entrant(name, self._entries[number].backend, self._entries[number].space.configs[position])
+                for name, (number, position, _) in listed.items()]
 
     def _event(self, phase: TunePhase) -> None:
         of = sum(entry.strategy.limit for entry in self._entries)

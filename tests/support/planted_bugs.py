@@ -113,7 +113,8 @@ BUGS = (
     Bug("--out is ignored", "planner/cli/output/options.py",
         '        check_writable(out, "--out")\n', "        return None\n", OUT),
     Bug("--trials is ignored", "search/tune/resources.py",
-        "asked = {} if trials is None else", "asked = {} if trials else", ("tests/planner/cli/test_tune_study.py",)),
+        '"trials": trials, "steep_trials": trials, "seconds": seconds', '"seconds": seconds',
+        ("tests/planner/cli/test_tune_study.py",)),
     # -- what the environment fails at --------------------------------------------------------------------------
     Bug("a failing compiler ends in two lines", "planner/cli/main.py",
         "    line, status = describe(error)\n",

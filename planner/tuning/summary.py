@@ -198,13 +198,10 @@ def load_summaries(
 ) -> tuple[WorkloadSummary, ...]:
     """Stored summaries of a device and a model (None for any) in natural order; unreadable ones are left out."""
     found = codec.stored(database, WorkloadSummary, _PREFIX).values()
-    wanted = [one for one in found if device in (None, one.device) and _matches(one.model, model)]
+    # A model's shortened versions (``llama-3.2-1b:2L``) are its, too.
+    wanted = [one for one in found if device in (None, one.device)
+              and (model in (None, one.model) or one.model.startswith(f"{model}:"))]
     return tuple(sorted(wanted, key=lambda one: (one.model, _natural(one.workload), one.regime, one.numerics)))
-
-
-def _matches(model: str, wanted: str | None) -> bool:
-    """True for the model itself and for its shortened versions (``llama-3.2-1b:2L``)."""
-    return wanted is None or model == wanted or model.startswith(f"{wanted}:")
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

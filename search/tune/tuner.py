@@ -22,7 +22,7 @@ from fuseplan.search.store.database import Database, reservations
 from fuseplan.search.store.leases import Leases
 from fuseplan.search.store.record import Measurement, RecordKey, Trial, TuningRecord, Versions, now
 from fuseplan.search.timing.contest import Contest
-from fuseplan.search.timing.sequence import Part
+from fuseplan.search.timing.sequence import Parts, Sides
 from fuseplan.search.timing.subject import Subject
 from fuseplan.search.timing.timers import Timer, timer_for
 from fuseplan.search.tune.group_search import GroupSearch, screened
@@ -248,9 +248,7 @@ class Tuner:
             found.append(screened(Trial(record.key, record.backend, record.config, created=now()), outcome))
         return found
 
-    def play_off(
-        self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str] = ()
-    ) -> Contest | None:
+    def play_off(self, parts: Parts, sides: Sides, kept: Collection[str] = ()) -> Contest | None:
         """Whole sequences of tuned kernels against each other in one interleaved run; None when that run fails.
 
         ``sides`` name the parts that each runs, the incumbent first; ``kept`` are the values needed afterwards.
@@ -258,8 +256,7 @@ class Tuner:
         return self.play_off_later(parts, sides, kept, spare=False)()
 
     def play_off_later(
-        self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str] = (),
-        spare: bool = True,
+        self, parts: Parts, sides: Sides, kept: Collection[str] = (), spare: bool = True
     ) -> Callable[[], Contest | None]:
         """As :meth:`play_off`; ``spare``: when the measuring process has nothing else to do."""
         if self._resources.progress is not None and parts:
@@ -270,9 +267,7 @@ class Tuner:
         run = self._resources.later(*job, of=called) if spare else partial(self._resources.call, *job, of=called)
         return lambda: run().value
 
-    def time_sides(
-        self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str], min_rounds: int
-    ) -> Outcome:
+    def time_sides(self, parts: Parts, sides: Sides, kept: Collection[str], min_rounds: int) -> Outcome:
         """As :meth:`play_off`, once, to know the times alone: a :class:`Contest`, or why there is none."""
         return self._resources.call(
             TIMING_STEPS, jobs.time_sides, dict(parts), dict(sides), frozenset(kept), min_rounds,

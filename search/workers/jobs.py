@@ -33,7 +33,7 @@ from fuseplan.search.timing.contest import (
     rotating_operands,
     screen,
 )
-from fuseplan.search.timing.sequence import Part, SharedOperands, sequence
+from fuseplan.search.timing.sequence import Parts, SharedOperands, Sides, sequence
 from fuseplan.search.timing.subject import Subject
 from fuseplan.search.timing.timers import Operands, Run, Timer
 from fuseplan.search.timing.verify import CheckResult, Oracle, check_call, check_result, make_oracle
@@ -253,9 +253,7 @@ def _between_kernels(
 
 
 @_tidy()
-def decide_sides(
-    bench: Bench, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str]
-) -> Contest:
+def decide_sides(bench: Bench, parts: Parts, sides: Sides, kept: Collection[str]) -> Contest:
     """Time whole sequences of kernels against each other; as :meth:`~fuseplan.search.tune.tuner.Tuner.play_off`."""
     incumbent = next(iter(sides))
 
@@ -286,9 +284,7 @@ def _launched_and_alone(bench: Bench, runs: Mapping[str, Run], operands: Operand
 
 
 @_tidy()
-def time_sides(
-    bench: Bench, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str], min_rounds: int
-) -> Contest:
+def time_sides(bench: Bench, parts: Parts, sides: Sides, kept: Collection[str], min_rounds: int) -> Contest:
     """The same in one run, that decides nothing; as :meth:`~fuseplan.search.tune.tuner.Tuner.time_sides`.
 
     What a cache does not hold is not copied, and a sample that something else disturbed stands: it is long.
@@ -301,7 +297,7 @@ def time_sides(
 
 
 def _runs(
-    bench: Bench, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str]
+    bench: Bench, parts: Parts, sides: Sides, kept: Collection[str]
 ) -> tuple[dict[str, Run], SharedOperands]:
     """The sides as functions, and what they read."""
     shared = SharedOperands(lambda subject: subject.make_inputs(bench.seed, bench.target.device_type))

@@ -32,6 +32,11 @@ from fuseplan.search.tune.resources import Alike
 
 #: How the names of our resources begin: ``fuseplan <device key>`` is a device, for one measurement at a time.
 _PREFIX = "fuseplan"
+#: What a measurement on a device asks for, and what prepares one, by the device's key; a capture, by the type of the
+#: devices. A worker has one of the first, :data:`PLENTY` of the second, of the third as many as it captures at once.
+measuring, preparing, capturing = "fuseplan {}".format, "fuseplan beside {}".format, "fuseplan capture {}".format
+#: Names a worker's GPU or host among all of a device's key; workers that share one have it in common.
+unit = "fuseplan unit {}".format
 #: As many regions as anybody likes may be prepared at once.
 PLENTY = 1000
 #: About how long an op of a region takes to be prepared.
@@ -48,28 +53,6 @@ def needs_dask() -> None:
         import distributed  # noqa: F401
     except ImportError:
         raise ConfigError("a fleet needs Dask; install it with: pip install 'fuseplan[fleet]'") from None
-
-
-def measuring(device: str) -> str:
-    """The resource that a measurement on a device asks for; a worker has one of it."""
-    return f"{_PREFIX} {device}"
-
-
-def preparing(device: str) -> str:
-    """The resource of what prepares a measurement on a device of this key; a worker has :data:`PLENTY` of it."""
-    return f"{_PREFIX} beside {device}"
-
-
-def capturing(kind: str) -> str:
-    """The resource of a capture for devices of this type; a worker has as many as it captures at once."""
-    return f"{_PREFIX} capture {kind}"
-
-
-def unit(name: str) -> str:
-    """The resource that names a worker's GPU or host among all of a device's key; workers that share one have it in
-    common.
-    """
-    return f"{_PREFIX} unit {name}"
 
 
 def device_of(resource: str) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import reprlib
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 _SHORT = reprlib.Repr()
@@ -35,22 +35,17 @@ class OwnFaults:
 
     def tolerate(self, error: BaseException) -> None:
         """Count a caught error if it is, or was caused by, a fault of our own; raise it again where ``raised``."""
-        for one in _causes(error):
+        one: BaseException | None = error
+        while one is not None:
             frames = traceback.extract_tb(one.__traceback__)
             if isinstance(one, _FAULTS) and frames and frames[-1].filename.startswith(_PACKAGES):
                 self.counts[f"{type(one).__name__} at {Path(frames[-1].filename).name}:{frames[-1].lineno}"] += 1
                 if self.raised:
                     raise error
+            one = one.__cause__
 
 
 OWN_FAULTS = OwnFaults()
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, and those that it was raised from."""
-    while error is not None:
-        yield error
-        error = error.__cause__
 
 
 class Argument(str):

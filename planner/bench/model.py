@@ -28,7 +28,7 @@ from fuseplan.planner.peers.peers import inductor_callable, without_chatter
 from fuseplan.planner.tuning.planner import GraphPlan
 from fuseplan.planner.tuning.session import Session
 from fuseplan.search.store.record import GroupChoice
-from fuseplan.search.timing.measure import cache_bytes, rotating_operands
+from fuseplan.search.timing.contest import cache_bytes, rotating_operands
 from fuseplan.search.timing.timers import Operands, Run, Sampler, Timer, timer_for
 from fuseplan.search.timing.verify import errors
 from fuseplan.search.workers.jobs import free_bytes

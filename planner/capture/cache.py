@@ -24,7 +24,7 @@ from fuseplan.planner.capture.trace import Graphs, capture
 from fuseplan.planner.graph.serialize import graph_from_json, graph_to_json
 from fuseplan.planner.models.sources import ModelSource
 from fuseplan.planner.models.workload import Workload
-from fuseplan.search.timing.measure import no_collection
+from fuseplan.search.timing.contest import no_collection
 
 #: Folders whose sources decide what a captured graph looks like.
 _CODE = (Path(__file__).parent.parent, Path(fuseplan.kernels.__path__[0]))

@@ -136,7 +136,7 @@ def fleet_kind(workers: str, device: str) -> Kind:
     from fuseplan.planner.fleet.terms import needs_dask
 
     needs_dask()
-    from fuseplan.planner.fleet.asking import fleet_kind as kind_of
+    from fuseplan.planner.fleet.run import fleet_kind as kind_of
 
     return kind_of(workers, device)
 

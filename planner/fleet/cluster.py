@@ -1,4 +1,8 @@
-"""Where the workers are: behind a scheduler somewhere, or here, a few for each GPU; nannies start lost ones again."""
+"""Where the workers are, behind a scheduler somewhere, or here, a few for each GPU; and whether they still answer.
+
+Nannies start lost workers again. A worker that does not answer is started again, and a tune that nobody goes on with
+ends.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +12,20 @@ import os
 import socket
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import dask
-from distributed import Client, Nanny, Scheduler, SpecCluster
+from distributed import Client, Nanny, Scheduler, SpecCluster, Worker
 
 from fuseplan.costmodel.devices import is_cpu
-from fuseplan.planner.errors import Argument, DeviceError
+from fuseplan.planner.errors import Argument, DeviceError, FuseplanError
 from fuseplan.planner.fleet.security import is_open, own_security, security_for
-from fuseplan.planner.fleet.terms import capturing, device_of, unit
+from fuseplan.planner.fleet.terms import device_of, unit
+from fuseplan.search.errors import MachineFailureError, SearchError
 from fuseplan.search.workers.worker import usable_cores
 
 LOCAL = "local"
@@ -73,27 +80,38 @@ def devices_here(client: Client, kind: str) -> int:
     return len(owned)
 
 
-def captures_at_once(client: Client, kind: str) -> int:
-    """How many captures all workers together make at once; at least one."""
-    workers = workers_of(client).values()
-    return max(1, int(sum(worker["resources"].get(capturing(kind), 0) for worker in workers)))
-
 
 @contextmanager
 def connected(workers: str, kind: str) -> Iterator[Client]:
     """A client of the scheduler at this address, or of workers that live here as long as the context (``local``).
 
     Raises:
-        DeviceError: No scheduler answers, or none of its workers owns such a device.
+        DeviceError: No scheduler answers, none of its workers owns such a device, or there is none here.
+        ConfigError: ``cryptography`` is not installed.
     """
     with ExitStack() as stack:
         if workers == LOCAL:
+            # A scheduler in this process, and a worker for each device of this host; whoever has not their key is
+            # refused.
+            common = {"host": "127.0.0.1", "security": own_security()}
+            scheduler = {"cls": Scheduler, "options": {
+                "port": 0, "dashboard": False, "dashboard_address": "127.0.0.1:0", **common,
+            }}
             stack.enter_context(dask.config.set(_SETTINGS))
-            cluster = stack.enter_context(local_cluster(kind))
-            client = stack.enter_context(Client(cluster))
+            started = {number: {"cls": Nanny, "options": one}
+                       for number, one in enumerate(nannies(kind, silence_logs=logging.CRITICAL, **common))}
+            client = stack.enter_context(Client(stack.enter_context(SpecCluster(
+                started, scheduler, security=common["security"], silence_logs=logging.CRITICAL))))
         else:
             client = stack.enter_context(scheduler_client(workers))
-        _wait(client, workers, kind)
+        end = time.monotonic() + _FIRST_WORKER_S
+        while not device_workers(client, kind):  # until a worker owns one
+            known = len(workers_of(client))
+            if time.monotonic() > end or (workers != LOCAL and known):
+                others = f"none of its {known} workers owns" if known else "it has no worker that owns"
+                raise DeviceError("{} {}: {} a device of type {}; start one on each host with `plan fleet worker {}`",
+                                  Argument("workers"), workers, others, kind, workers)
+            time.sleep(0.1)
         yield client
 
 
@@ -119,31 +137,6 @@ def scheduler_client(address: str) -> Client:
     return client
 
 
-def _wait(client: Client, workers: str, kind: str) -> None:
-    """Until a worker owns a device."""
-    end = time.monotonic() + _FIRST_WORKER_S
-    while not device_workers(client, kind):
-        known = len(workers_of(client))
-        if time.monotonic() > end or (workers != LOCAL and known):
-            others = f"none of its {known} workers owns" if known else "it has no worker that owns"
-            raise DeviceError("{} {}: {} a device of type {}; start one on each host with `plan fleet worker {}`",
-                              Argument("workers"), workers, others, kind, workers)
-        time.sleep(0.1)
-
-
-def local_cluster(kind: str) -> SpecCluster:
-    """A scheduler in this process, and a worker for each device of this host; whoever has not their key is refused.
-
-    Raises:
-        DeviceError, ConfigError: There is no such device, or ``cryptography`` is not installed.
-    """
-    common = {"host": "127.0.0.1", "security": own_security()}
-    scheduler = {"cls": Scheduler, "options": {
-        "port": 0, "dashboard": False, "dashboard_address": "127.0.0.1:0", **common,
-    }}
-    options = nannies(kind, silence_logs=logging.CRITICAL, **common)
-    workers = {number: {"cls": Nanny, "options": one} for number, one in enumerate(options)}
-    return SpecCluster(workers, scheduler, security=common["security"], silence_logs=logging.CRITICAL)
 
 
 def nannies(kind: str, **options: Any) -> list[dict[str, Any]]:
@@ -153,7 +146,7 @@ def nannies(kind: str, **options: Any) -> list[dict[str, Any]]:
     places: list[tuple[dict[str, str], int]] = [({}, 0)]
     if not is_cpu(kind):
         gpus = visible_gpus()
-        each = workers_each(usable_cores(), len(gpus))
+        each = max(1, min(_SHARE_A_GPU, usable_cores() // len(gpus) // _CORES_A_WORKER))
         places = [({_VISIBLE: gpu}, number) for gpu in gpus for number in range(each)]
     compilers = max(1, usable_cores() // len(places))
     host = f"{socket.gethostname()}-{os.getpid()}"
@@ -165,10 +158,6 @@ def nannies(kind: str, **options: Any) -> list[dict[str, Any]]:
         for environment, number in places
     ]
 
-
-def workers_each(cores: int, gpus: int) -> int:
-    """How many workers share a GPU on a host of so many cores and GPUs."""
-    return max(1, min(_SHARE_A_GPU, cores // gpus // _CORES_A_WORKER))
 
 
 def visible_gpus() -> list[str]:
@@ -199,3 +188,167 @@ async def serve(address: str, kind: str, host: str) -> None:
             await asyncio.gather(*(nanny.finished() for nanny in started))
         finally:
             await asyncio.gather(*(nanny.close() for nanny in started), return_exceptions=True)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Seconds: a scheduler or a worker that hangs is noticed within a minute.
+
+    Attributes:
+        look_s: From one look at the fleet to the next.
+        answer_s: In which a scheduler answers. Longer than ``restart_s``, for which it waits.
+        silent_s: After which a worker without a heartbeat is started again; Dask itself waits for five minutes.
+        restart_s: In which a nanny ends a worker that hangs.
+        gone_s: For which a device may have no worker: a new one imports PyTorch first.
+    """
+
+    look_s: float = 5.0
+    answer_s: float = 20.0
+    silent_s: float = 30.0
+    restart_s: float = 10.0
+    gone_s: float = 120.0
+
+
+class Watch:
+    """Looks at a fleet now and then.
+
+    ``note`` is told of workers that are started again, ``stored`` says what the tune has stored so far.
+    """
+
+    def __init__(
+        self, client: Client, note: Callable[[str], None], stored: Callable[[], str], patience: Patience | None = None,
+    ) -> None:
+        self.patience = patience if patience is not None else Patience()
+        self._client, self._note, self._stored = client, note, stored
+        scheduler: Any = client.scheduler
+        self._scheduler, self._where = scheduler, str(scheduler.address)
+        self._next = 0.0
+        self._gone_since: dict[str, float] = {}
+
+    def look(self, without_worker: Callable[[], set[str]]) -> None:
+        """Start silent workers again. ``without_worker`` are devices that have none, but something to do.
+
+        Raises:
+            MachineFailureError: The scheduler does not answer, or nobody is left for a device.
+        """
+        if time.monotonic() < self._next:
+            return
+        limits, lost = self.patience, False
+        try:
+            silences = silences_s(self._client, limits.answer_s)
+            if silent := [address for address, seconds in silences.items() if seconds > limits.silent_s]:
+                found: Mapping[str, str] = self._client.sync(
+                    self._scheduler.restart_workers, workers=silent, timeout=limits.restart_s, wait_for_workers=False,
+                    on_error="return", stimulus_id="fuseplan-silent", callback_timeout=limits.answer_s)
+                for address, outcome in found.items():
+                    lost = lost or outcome != "OK"
+                    then = "it is started again" if outcome == "OK" else "it is given up"
+                    self._note(f"the worker at {address} has not answered for {limits.silent_s:.0f} s: {then}")
+            devices = without_worker()
+        except (OSError, TimeoutError):
+            raise self._no_scheduler() from None
+        now = time.monotonic()
+        self._next = now + limits.look_s
+        self._gone_since = {one: self._gone_since.get(one, now) for one in devices}
+        for device, since in self._gone_since.items():
+            if lost or now - since >= limits.gone_s:
+                raise self._ended(f"no worker of {device} answers any more", "Start one with `plan fleet worker`")
+
+    @contextmanager
+    def in_words(self) -> Iterator[None]:
+        """What Dask raises when its scheduler is lost comes out in our words.
+
+        Raises:
+            MachineFailureError: The scheduler is gone.
+        """
+        try:
+            yield
+        except (FuseplanError, SearchError):
+            raise
+        except Exception as error:
+            if isinstance(error, CancelledError) or self._client.status != "running":
+                raise self._no_scheduler() from None
+            raise
+
+    def _no_scheduler(self) -> MachineFailureError:
+        return self._ended(f"the scheduler at {self._where} does not answer any more", "Start it again")
+
+    def _ended(self, why: str, advice: str) -> MachineFailureError:
+        return MachineFailureError(f"{why}; {self._stored()}. {advice}, and the same command goes on")
+
+
+def silences_s(client: Client, answer_s: float = Patience.answer_s) -> dict[str, float]:
+    """Seconds since the last heartbeat of each worker that owns a device, by its address.
+
+    Raises:
+        OSError, TimeoutError: The scheduler does not answer.
+    """
+    now = client.run_on_scheduler(time.time, callback_timeout=answer_s)  # by its clock: others differ
+    return {address: now - one["last_seen"] for address, one in workers_of(client).items()
+            if any(map(device_of, one["resources"]))}
+
+
+def ask_workers(client: Client, function: Callable[..., Any], *args: Any, workers: Collection[str]) -> dict[str, Any]:
+    """What each of these workers says, by its address.
+
+    Raises:
+        DeviceError: Not all of them answer.
+    """
+    try:
+        found: dict[str, Any] = client.run(
+            function, *args, workers=list(workers), callback_timeout=Patience.answer_s) if workers else {}
+        return found
+    except (OSError, TimeoutError):
+        raise DeviceError(f"not all of {len(workers)} workers answer; `plan fleet status` says which, and ended ones "
+                          "are started again") from None
+
+
+#: Names of tasks that are not of a region, in words.
+_WORDS = {"time_step": "timing a whole step", "time_again": "checking shipped times", "probe_device": "probing",
+          "probe": "probing", "capture": "capturing", "prepare": "preparing"}
+#: Seconds without a heartbeat after which nothing is asked of a worker any more; hundreds of workers send one in five.
+_SILENT_S = 15.0
+
+
+def device_statuses(client: Client) -> list[tuple[str, str, str, str, int]]:
+    """Each worker of a fleet: its device's key, its name, its host, what it does, and how many regions it has beside
+    that.
+    """
+    found = []
+    workers = workers_of(client)
+    silent = {address: seconds for address, seconds in silences_s(client).items() if seconds > _SILENT_S}
+    running: Mapping[str, Sequence[Any]] = ask_workers(client, _under_way, workers=workers.keys() - silent.keys())
+    given = client.processing()
+    for address, worker in workers.items():
+        under_way = running.get(address, ())
+        measured = [one for one in map(region_of, under_way) if one is not None]
+        waiting = {one for one in map(region_of, given.get(address, ())) if one is not None} - set(measured)
+        words = [f"measuring {label}" for _, label in measured]
+        if address in silent:
+            words = [f"has not answered for {silent[address]:.0f} s"]
+        names = (str(key[0] if isinstance(key, tuple) else key).partition("-")[0] for key in under_way)
+        words = words or [_WORDS.get(name, name) for name in dict.fromkeys(names)]
+        found += [
+            (device, str(worker["name"]), worker["host"], ", ".join(words) or "idle", len(waiting))
+            for resource in worker["resources"] if (device := device_of(resource)) is not None
+        ]
+    return sorted(found)
+
+
+def known_labels(client: Client) -> dict[str, str]:
+    """By key: the regions that workers have."""
+    keys = (key for given in client.processing().values() for key in given)
+    return dict(one for one in map(region_of, keys) if one is not None)
+
+
+def region_of(key: Any) -> tuple[str, str] | None:
+    """Key and label of the region that a task measures; None of another task."""
+    if isinstance(key, tuple) and str(key[0]).startswith("measure-"):
+        return str(key[-3]), str(key[-1])
+    return None
+
+
+
+def _under_way(dask_worker: Worker) -> list[Any]:
+    """Keys of the tasks that a worker executes at the moment."""
+    return [task.key for task in dask_worker.state.executing]

@@ -89,8 +89,14 @@ def fleet_status(
     """
     devices, versions, labels = None, dict[str, Versions](), {"probe": "probe of the device"}
     if scheduler is not None:
-        devices, versions, regions = _of_scheduler(scheduler)
-        labels |= regions
+        needs_dask()
+        from fuseplan.planner.fleet.cluster import device_statuses, known_labels, scheduler_client
+        from fuseplan.planner.fleet.run import described
+
+        with scheduler_client(scheduler) as client:
+            devices = pd.DataFrame(device_statuses(client), columns=list(DEVICE_COLUMNS))
+            versions = {one.device: one.versions for kind in KINDS for one in described(client, kind)}
+            labels |= known_labels(client)
     with Database(db, mode="inspect") as database:
         held = leases.listed(database)
         labels |= {str(row["workload"]): str(row["label"]) for row in database.misses()}
@@ -103,7 +109,11 @@ def fleet_status(
     for key in sorted(keys):
         with Database(db, mode="inspect", versions=versions.get(key)) as database:
             store = LayeredDatabase(database, shipped_files(key))
-            rows += _missed(store, key) if wanted is None else _without_plan(store, key, wanted(key))
+            if wanted is not None:
+                rows += _without_plan(store, key, wanted(key))
+            else:
+                rows += [(key, one.label, one.place, "", one.count, one.key.workload)
+                         for one in logged_misses(store, key)]
     return FleetStatus(
         where, devices,
         pd.DataFrame([(labels.get(one.key.workload, ""), one.owner, one.taken, one.left_s, one.key.device,
@@ -111,26 +121,6 @@ def fleet_status(
                      columns=list(LEASE_COLUMNS)),
         pd.DataFrame(rows, columns=list(MISSING_COLUMNS)),
     )
-
-
-def _of_scheduler(address: str) -> tuple[pd.DataFrame, dict[str, Versions], dict[str, str]]:
-    """Its devices, the versions on each, and labels of the regions that are measured."""
-    needs_dask()
-    from fuseplan.planner.fleet.asking import described
-    from fuseplan.planner.fleet.cluster import scheduler_client
-    from fuseplan.planner.fleet.status import device_statuses, known_labels
-
-    versions: dict[str, Versions] = {}
-    with scheduler_client(address) as client:
-        frame = pd.DataFrame(device_statuses(client), columns=list(DEVICE_COLUMNS))
-        for kind in KINDS:
-            versions |= {one.device: one.versions for one in described(client, kind)}
-        return frame, versions, known_labels(client)
-
-
-def _missed(store: LayeredDatabase, device: str) -> Iterator[tuple[str, str, str, str, int, str]]:
-    for one in logged_misses(store, device):
-        yield device, one.label, one.place, "", one.count, one.key.workload
 
 
 def _without_plan(

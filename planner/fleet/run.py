@@ -1,21 +1,32 @@
-"""A run by a fleet: models captured by workers, and their regions measured once for each kind of device."""
+"""A run by a fleet: its workers and devices, models that workers capture, and regions measured once for each device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from importlib import metadata
 
+from distributed import Client
+
+from fuseplan.costmodel.devices import Kind, kind_of_key
+from fuseplan.planner.api.device import device_kind
 from fuseplan.planner.api.many import Models
 from fuseplan.planner.api.regions import CapturedModel, captured_model, in_words
 from fuseplan.planner.api.request import Asked, TuneRequest
 from fuseplan.planner.api.run import Ran, Runner, Wanted
 from fuseplan.planner.api.tune import OneModel
-from fuseplan.planner.errors import FuseplanError, NothingForDeviceError
-from fuseplan.planner.fleet.asking import fleet
-from fuseplan.planner.fleet.terms import Captured
+from fuseplan.planner.errors import Argument, ConfigError, FuseplanError, NothingForDeviceError
+from fuseplan.planner.fleet import worker_state
+from fuseplan.planner.fleet.cluster import LOCAL, ask_workers, connected, device_workers, scheduler_client
+from fuseplan.planner.fleet.terms import Captured, WorkerDevice, device_of_worker
 from fuseplan.planner.fleet.tune import Fleet, Order, graphs_of
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.tuning.progress import SILENT, Progress
+from fuseplan.search.store.database import Database
+from fuseplan.search.store.location import location_name, resolve_url, sqlite_file
+from fuseplan.search.store.record import Versions
 from fuseplan.search.tune.time_account import TimeAccount
 
 
@@ -106,25 +117,95 @@ def _tuned_together(found: Fleet, wanted: Mapping[str, Models], account: TimeAcc
 
 
 def _captured(found: Fleet, models: Sequence[Asked]) -> dict[Asked, CapturedModel]:
-    """The graphs of models, while devices are probed."""
-    made: dict[Asked, CapturedModel] = {}
-    parts: dict[Asked, dict[int, Captured]] = {}
-    for asked in models:
-        if _is_captured_here(asked):
-            made[asked] = captured_model(asked, found.progress)
-        else:
-            parts[asked] = {}
-            found.capture(asked, parts[asked].__setitem__)
+    """The graphs of models, while devices are probed. One that cannot be captured costs only itself."""
+    parts = {asked: dict[int, Captured]() for asked in models if not _is_captured_here(asked)}
+    for asked, its in parts.items():
+        found.capture(asked, its.__setitem__)
+    made = {asked: captured_model(asked, found.progress) for asked in models if asked not in parts}
     found.run("capturing")
-    return made | {asked: _put_together(asked, its, found.progress.note) for asked, its in parts.items()}
+    for asked, its in parts.items():
+        graphs, failure = list[tuple[str, DataflowGraph]](), ""
+        try:
+            for place, workload in enumerate(asked.workloads):
+                graphs += graphs_of(workload, its[place], asked.pack_weights, found.progress.note)
+        except FuseplanError as error:
+            graphs, failure = [], f"{asked.label} is left out: {error}"
+        made[asked] = CapturedModel(asked, tuple(graphs), failure, sum(part.elapsed_s for part in its.values()))
+    return made
 
 
-def _put_together(asked: Asked, parts: Mapping[int, Captured], note: Callable[[str], None]) -> CapturedModel:
-    """A model of what workers captured; one that cannot be captured costs only itself."""
-    graphs, failure = list[tuple[str, DataflowGraph]](), ""
-    try:
-        for place, workload in enumerate(asked.workloads):
-            graphs += graphs_of(workload, parts[place], asked.pack_weights, note)
-    except FuseplanError as error:
-        graphs, failure = [], f"{asked.label} is left out: {error}"
-    return CapturedModel(asked, tuple(graphs), failure, sum(part.elapsed_s for part in parts.values()))
+def fleet_kind(workers: str, device: str) -> Kind:
+    """The type of the devices that are tuned for: with ``auto`` CUDA where the fleet has a GPU.
+
+    Raises:
+        DeviceError: No scheduler answers, or there is no such device here (``local``).
+    """
+    if workers == LOCAL:
+        return device_kind(device)
+    if device != "auto":
+        return kind_of_key(device)
+    with scheduler_client(workers) as client:
+        return "cuda" if device_workers(client, "cuda") else "cpu"
+
+
+
+@contextmanager
+def fleet(workers: str, request: TuneRequest, progress: Progress, account: TimeAccount) -> Iterator[Fleet]:
+    """Connect to workers (``local``, or a scheduler's address) that own devices of a request's type.
+
+    Raises:
+        FuseplanError: There are none, they do not agree on the software, or one cannot open the database.
+        DatabaseError: The database cannot be opened for writing.
+    """
+    url = resolve_url(request.db)
+    file = str(there.absolute()) if (there := sqlite_file(url)) is not None else ""
+    if not file and url.get_backend_name() == "sqlite":
+        raise ConfigError("{} {} is of one process alone; give a fleet a file or a server", Argument("db"),
+                          location_name(url))
+    location = file or url.render_as_string(hide_password=False)  # as every worker reaches it
+    Database(location).close()  # a file is there before workers look for it
+    with ExitStack() as stack:
+        with account.spend("starting workers"), progress.status("waiting for workers"):
+            client = stack.enter_context(connected(workers, request.kind))
+            devices = _devices(client, request.kind, file, progress)
+        yield Fleet(client, devices, location, request, progress)
+
+
+def described(client: Client, kind: str, file: str = "") -> list[WorkerDevice]:
+    """What the workers that own devices of this type say of them, and whether they see the database's ``file``.
+
+    Raises:
+        ConfigError: It is no description of what a worker has offered.
+        DeviceError: Not all workers answer.
+    """
+    owners = {address: key for key, addresses in device_workers(client, kind).items() for address in addresses}
+    found = ask_workers(client, worker_state.describe, kind, file, workers=owners.keys())
+    return [device_of_worker(one, kind, owners.get(address, "")) for address, one in found.items()]
+
+
+def _devices(client: Client, kind: Kind, file: str, progress: Progress) -> tuple[WorkerDevice, ...]:
+    """The fleet's devices of this type, each key once.
+
+    Raises:
+        ConfigError: Not all hosts have the same software, or a worker does not see the database.
+    """
+    found = described(client, kind, file)
+    blind = sorted({one.host for one in found if not one.sees_database})
+    if blind:
+        raise ConfigError("{} {} is not there on {}; give a file on a disk that all hosts share, or a server",
+                          Argument("db"), file, ", ".join(blind))
+    ours = Versions.current("cpu")
+    try:  # by a function that it has in any case
+        client.run_on_scheduler(metadata.version, "fuseplan")
+    except metadata.PackageNotFoundError:
+        where = client.scheduler_info()["address"]
+        raise ConfigError(f"fuseplan {ours.fuseplan} is not installed where the scheduler runs, at {where}; install it "
+                          "there, and start the scheduler again") from None
+    for one in found:
+        for name in ("fuseplan", "torch"):
+            if getattr(one.versions, name) != getattr(ours, name):
+                raise ConfigError(f"the worker on {one.host} has {name} {getattr(one.versions, name)}, and here is "
+                                  f"{getattr(ours, name)}; install the same on all hosts")
+    if file and {one.host for one in found} != {socket.gethostname()}:
+        progress.note(f"{file} is a file that several hosts write; a server is safer: postgresql://...")
+    return tuple({one.device: one for one in found}.values())

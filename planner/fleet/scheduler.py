@@ -13,6 +13,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -21,10 +22,19 @@ from distributed import Client, Future, KilledWorker
 from fuseplan.costmodel.devices import is_cpu
 from fuseplan.kernels.ir.backend import Config
 from fuseplan.planner.errors import PlanError
-from fuseplan.planner.fleet import received, work
-from fuseplan.planner.fleet.cluster import captures_at_once, device_workers, devices_here
-from fuseplan.planner.fleet.terms import Captured, RegionOutcome, RegionTask, Terms, capturing, measuring, preparing
-from fuseplan.planner.fleet.watch import Patience, Watch
+from fuseplan.planner.fleet import worker_state
+from fuseplan.planner.fleet.cluster import Patience, Watch, device_workers, devices_here, workers_of
+from fuseplan.planner.fleet.terms import (
+    Captured,
+    RegionOutcome,
+    RegionTask,
+    Terms,
+    capturing,
+    checked_capture,
+    checked_outcome,
+    measuring,
+    preparing,
+)
 from fuseplan.search.tune.resources import Alike
 
 #: Regions that a worker has: the one that it tunes, those whose kernels are compiled meanwhile, and one to be
@@ -41,10 +51,10 @@ _RETRIES = 2
 class Tasks:
     """What workers run."""
 
-    capture: Callable[..., Captured] = work.capture
-    probe: Callable[..., Any] = work.probe_device
-    prepare: Callable[..., Any] = work.prepare
-    measure: Callable[..., RegionOutcome] = work.measure
+    capture: Callable[..., Captured] = worker_state.capture
+    probe: Callable[..., Any] = worker_state.probe_device
+    prepare: Callable[..., Any] = worker_state.prepare
+    measure: Callable[..., RegionOutcome] = worker_state.measure
 
 
 @dataclass
@@ -162,9 +172,14 @@ class RegionScheduler:
         workers = device_workers(self._client, self._kind)
         self.counts.devices = devices_here(self._client, self._kind)
         if self._captures and not (is_cpu(self._kind) and self._unprobed):
-            most = captures_at_once(self._client, self._kind)
+            # As many as all workers together make at once; at least one.
+            room = [one["resources"].get(capturing(self._kind), 0) for one in workers_of(self._client).values()]
+            most = max(1, int(sum(room)))
             while self._captures and self._capturing < most:
-                self._next_capture()
+                args, then = self._captures.popleft()
+                self._capturing += 1
+                self._submit(self._tasks.capture, args, "", capturing(self._kind), _CAPTURE,
+                             ("capture", self._run, next(self._numbers)), partial(self._captured, then))
         if is_cpu(self._kind) and self._capturing:  # which would disturb what is measured
             return
         for device, waiting in self._waiting.items():
@@ -177,16 +192,9 @@ class RegionScheduler:
                 waiting.remove(chosen)
                 self._next_region(device, *chosen[2:])
 
-    def _next_capture(self) -> None:
-        args, then = self._captures.popleft()
-        self._capturing += 1
-
-        def captured(future: Future[Any]) -> None:
-            self._capturing -= 1
-            then(received.captured(future.result()))
-
-        self._submit(self._tasks.capture, args, "", capturing(self._kind), _CAPTURE,
-                     ("capture", self._run, next(self._numbers)), captured)
+    def _captured(self, then: Callable[[Captured], None], future: Future[Any]) -> None:
+        self._capturing -= 1
+        then(checked_capture(future.result()))
 
     def _next_region(
         self, device: str, terms: Terms, task: RegionTask, then: Callable[[RegionOutcome], None]
@@ -197,7 +205,12 @@ class RegionScheduler:
         def measured(future: Future[Any]) -> None:
             self._under_way[device] -= 1
             self._parts.subtract((device, key) for key in task.shares)
-            outcome = _outcome(future)
+            try:
+                outcome = checked_outcome(future.result())
+            except KilledWorker as error:  # a region that costs every worker its life is at fault itself
+                outcome = RegionOutcome(failure=PlanError(
+                    f"{error.allowed_failures + 1} workers ended while they tuned it; their memory or a kernel may be "
+                    "at fault"))
             self._rankings[device, terms] |= outcome.rankings
             if outcome.taken:  # last of all, when its plan may be there
                 self._waiting[device].append((0.0, next(self._numbers), terms, replace(task, waits=True), then))
@@ -207,8 +220,9 @@ class RegionScheduler:
             return then(outcome)
 
         urgency = 0.0 if task.waits else task.ops  # a worker that waits for another tuner does nothing else
-        # Dask learns how long tasks take by the first part of their names.
-        size, name = size_name(task.ops), (self._run, device, hash(terms), task.key, int(task.waits), task.label)
+        # Dask learns by the first part of their names how long tasks take: regions of one size take equally long.
+        size = "abcdefghijklmnopqrstuvwxyz"[min(25, max(0, int(math.log2(max(task.ops, 1.0)) * 2)))] * 3
+        name = (self._run, device, hash(terms), task.key, int(task.waits), task.label)
         prepared = self._client.submit(
             self._tasks.prepare, terms, task, dict(self._rankings[device, terms]),
             key=(f"prepare-{size}", *name), resources={preparing(device): 1},
@@ -226,17 +240,3 @@ class RegionScheduler:
         self._coming[future.key] = future, device, then
         future.add_done_callback(self._done.put)
 
-
-def size_name(ops: float) -> str:
-    """A word for a region's size: regions of one word take about equally long."""
-    return "abcdefghijklmnopqrstuvwxyz"[min(25, max(0, int(math.log2(max(ops, 1.0)) * 2)))] * 3
-
-
-def _outcome(future: Future[Any]) -> RegionOutcome:
-    """A region's outcome. One that costs every worker its life is at fault itself."""
-    try:
-        return received.outcome(future.result())
-    except KilledWorker as error:
-        times = f"{error.allowed_failures + 1} workers ended"
-        return RegionOutcome(
-            failure=PlanError(f"{times} while they tuned it; their memory or a kernel may be at fault"))

@@ -1,25 +1,42 @@
-"""What travels to the workers and back: regions, what they are tuned for, and what came of it."""
+"""What travels to the workers and back: regions, what they are tuned for, and what came of it.
+
+Answers are checked before they are used, as of an import: a worker may be wrong, or hostile. Workers store plans
+themselves, and send back no more than that they have. Plans are read from the database, where they are checked as at
+every look-up.
+"""
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
+
+from sqlalchemy import or_
 
 from fuseplan.costmodel.probe.probe import MachineLoad
 from fuseplan.kernels.ir.backend import Config, Target
 from fuseplan.planner.api.request import HowToTune
-from fuseplan.planner.errors import ConfigError, FuseplanError, PlanError, failure_reason
-from fuseplan.planner.tuning.plans import PlanSettings
+from fuseplan.planner.errors import CaptureError, ConfigError, FuseplanError, PlanError, failure_reason
+from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+from fuseplan.planner.groups.regions import region_parts
+from fuseplan.planner.implementations.group_table import GroupTable
+from fuseplan.planner.tuning.plans import PlanSettings, RegionPlan
 from fuseplan.planner.tuning.session import Session
+from fuseplan.search.errors import RecordError, plain
+from fuseplan.search.store import codec, rows, tables
+from fuseplan.search.store.database import Lookup
 from fuseplan.search.store.limits import Key, Label
 from fuseplan.search.store.record import Versions
 from fuseplan.search.tune.resources import Alike
-from fuseplan.search.tune.study import Studies
 
 #: How the names of our resources begin: ``fuseplan <device key>`` is a device, for one measurement at a time.
 _PREFIX = "fuseplan"
+#: What a measurement on a device asks for, and what prepares one, by the device's key; a capture, by the type of the
+#: devices. A worker has one of the first, :data:`PLENTY` of the second, of the third as many as it captures at once.
+measuring, preparing, capturing = "fuseplan {}".format, "fuseplan beside {}".format, "fuseplan capture {}".format
+#: Names a worker's GPU or host among all of a device's key; workers that share one have it in common.
+unit = "fuseplan unit {}".format
 #: As many regions as anybody likes may be prepared at once.
 PLENTY = 1000
 #: About how long an op of a region takes to be prepared.
@@ -36,28 +53,6 @@ def needs_dask() -> None:
         import distributed  # noqa: F401
     except ImportError:
         raise ConfigError("a fleet needs Dask; install it with: pip install 'fuseplan[fleet]'") from None
-
-
-def measuring(device: str) -> str:
-    """The resource that a measurement on a device asks for; a worker has one of it."""
-    return f"{_PREFIX} {device}"
-
-
-def preparing(device: str) -> str:
-    """The resource of what prepares a measurement on a device of this key; a worker has :data:`PLENTY` of it."""
-    return f"{_PREFIX} beside {device}"
-
-
-def capturing(kind: str) -> str:
-    """The resource of a capture for devices of this type; a worker has as many as it captures at once."""
-    return f"{_PREFIX} capture {kind}"
-
-
-def unit(name: str) -> str:
-    """The resource that names a worker's GPU or host among all of a device's key; workers that share one have it in
-    common.
-    """
-    return f"{_PREFIX} unit {name}"
 
 
 def device_of(resource: str) -> str | None:
@@ -82,10 +77,6 @@ class Terms:
     db: str = field(repr=False)
     settings: PlanSettings
     how: HowToTune
-
-    def session(self, session: Session, studies: Studies | None = None) -> Session:
-        """A session as it is searched with."""
-        return self.how.of(session, studies, self.run)
 
 
 @dataclass(frozen=True)
@@ -175,3 +166,80 @@ def carried(error: Exception) -> Exception:
     except Exception:  # whatever a class makes of its own arguments
         pass
     return PlanError(failure_reason(error))
+
+
+#: Microseconds that nothing takes which is measured.
+_LONGEST_US = 1e12
+
+
+def device_of_worker(found: object, kind: str, offered: str) -> WorkerDevice:
+    """What a worker says of its device; ``offered`` is the key that it has told the scheduler.
+
+    Raises:
+        ConfigError: It is no description of such a device.
+    """
+    try:
+        if not isinstance(found, WorkerDevice):
+            raise RecordError("it is none")
+        one = codec.from_data(WorkerDevice, asdict(found))
+    except RecordError as error:
+        raise ConfigError(f"a worker's description of its device is refused: {error}") from None
+    if one.device != offered or one.target.device_type != kind:
+        raise ConfigError(f"a worker on {one.host} describes another device than it has offered; start it again")
+    return one
+
+
+def checked_capture(found: object) -> Captured:
+    """A capture, or one that failed where it is none."""
+    if (
+        isinstance(found, Captured) and isinstance(found.text, str) and _is_time(found.elapsed_s)
+        and isinstance(found.failure, FuseplanError | None)
+    ):
+        return found
+    return Captured("", CaptureError("what a worker sent back is no capture"), 0.0)
+
+
+def checked_outcome(found: object) -> RegionOutcome:
+    """The outcome of a region; a failure where the answer is no outcome."""
+    if (
+        isinstance(found, RegionOutcome) and isinstance(found.decided, tuple) and isinstance(found.rankings, Mapping)
+        and isinstance(found.failure, Exception | None) and _is_time(found.elapsed_s)
+    ):
+        return found
+    return RegionOutcome(failure=PlanError("what its worker sent back is no outcome"))
+
+
+def stored_plan(session: Session, graph: DataflowGraph, region: Region, found: RegionOutcome) -> RegionPlan:
+    """The plan that a worker says it has stored. One that is damaged, or cannot be the region's, is deleted.
+
+    Raises:
+        PlanError: It is not there, or cannot be the region's.
+        DatabaseError: The database cannot be read.
+    """
+    planner = session.planner()
+    wanted = [region, *(part for part in region_parts(graph, region) if part.key in found.decided)]
+    table = GroupTable(graph, session.settings.numerics, session.target.device_type)
+    there = planner.stored.just_written(table, wanted)
+    damaged = [one for one in there if there[one].record is None]
+    if damaged:
+        rows_of = [rows.same_key(tables.PLANS, planner.key(one)) for one in damaged]
+        session.database.change(lambda connection: connection.execute(tables.PLANS.delete().where(or_(*rows_of))))
+    lookup = there.get(region.key, Lookup())
+    if lookup.record is None:
+        why = planner.refused.get(region.key, "it cannot be read from the database, or is of other software")
+        raise PlanError(f"the plan of its worker is refused: {why}")
+    parts = dict.fromkeys(part.key for part in wanted if part.key in found.decided)
+    decided = tuple(record for key in parts if key in there and (record := there[key].record) is not None)
+    return RegionPlan(region, lookup.record, "tuned" if found.tuned else "database", lookup.shipped, decided)
+
+
+def checked_step(workload: str, found: object) -> tuple[str, float]:
+    """Why a whole step is not timed, "" where it is; and how many seconds that took."""
+    match found:
+        case (str(problem), float(elapsed_s)) if _is_time(elapsed_s):
+            return plain(problem), elapsed_s
+    return f"{workload}: whether its whole step is timed is not known: its worker sent back something else", 0.0
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and 0.0 <= value < _LONGEST_US

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,11 +19,18 @@ from fuseplan.planner.api.run import doubts
 from fuseplan.planner.capture.cache import graphs_of_text
 from fuseplan.planner.cost.prices import part_shares
 from fuseplan.planner.errors import CaptureError, DeviceError, PlanError
-from fuseplan.planner.fleet import received, work
-from fuseplan.planner.fleet.cluster import workers_of
+from fuseplan.planner.fleet import worker_state
+from fuseplan.planner.fleet.cluster import ask_workers, workers_of
 from fuseplan.planner.fleet.scheduler import RegionScheduler
-from fuseplan.planner.fleet.terms import Captured, RegionOutcome, RegionTask, Terms, WorkerDevice
-from fuseplan.planner.fleet.watch import ask_workers
+from fuseplan.planner.fleet.terms import (
+    Captured,
+    RegionOutcome,
+    RegionTask,
+    Terms,
+    WorkerDevice,
+    checked_step,
+    stored_plan,
+)
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.graph.serialize import graph_to_json
 from fuseplan.planner.groups.compute_graph import compute_graph_of
@@ -128,7 +135,7 @@ class Fleet:
         found = self._sessions.get((device, terms))
         if found is None or found.spec is None:  # it may have been probed since
             there = session_on(device, self.devices[device].target, self._databases[device], terms.settings)
-            found = self._sessions[device, terms] = terms.session(there)
+            found = self._sessions[device, terms] = terms.how.of(there, None, terms.run)
         return found
 
     def probe(self, devices: Iterable[str]) -> None:
@@ -172,7 +179,7 @@ class Fleet:
             for doubt in doubts(session.spec) if session.spec is not None else ():
                 self.progress.warn(f"{session.device}: {doubt}")
         with suppress(DeviceError):  # whoever does not answer ends it with the next tune
-            ask_workers(self._client, work.end, self.terms.run, workers=workers_of(self._client).keys())
+            ask_workers(self._client, worker_state.end, self.terms.run, workers=workers_of(self._client).keys())
         return results
 
     def arrive(self, order: Order, place: int, name: str, graph: DataflowGraph) -> None:
@@ -183,28 +190,28 @@ class Fleet:
         for region in session.planner().undecided(graph):
             asked = order.device, order.terms, region.key
             if asked not in self._regions:
-                shares = shares or dict(_shares(session, graph))
-                self._ask(asked, graph, region, shares)
+                if not shares:
+                    ways = implementations_for(session.settings.regime, session.backends, session.target)
+                    table = GroupTable(graph, session.settings.numerics, session.target.device_type)
+                    shares = dict(part_shares(table, ways.aten))
+                self._regions[asked] = _Region(graph, region)
+                try:
+                    task = region_task(graph, region, shares, order.terms.settings.minor)
+                    self._scheduler.region(order.device, order.terms, task, partial(self._done, asked))
+                except PlanError as error:
+                    self._regions[asked].outcome = RegionOutcome(failure=error)
             if self._regions[asked].outcome is None:
                 planned.open.add(region.key)
                 self._regions[asked].waiting.append(planned)
         if not planned.open:
             self._complete(planned)
 
-    def _ask(self, asked: _Asked, graph: DataflowGraph, region: Region, shares: Mapping[str, float]) -> None:
-        self._regions[asked] = _Region(graph, region)
-        try:
-            task = region_task(graph, region, shares, asked[1].settings.minor)
-            self._scheduler.region(*asked[:2], task, partial(self._done, asked))
-        except PlanError as error:
-            self._regions[asked].outcome = RegionOutcome(failure=error)
-
     def _done(self, asked: _Asked, outcome: RegionOutcome) -> None:
         found = self._regions[asked]
         found.outcome = outcome
         if outcome.stored:
             try:
-                found.plan = received.stored_plan(self.session(*asked[:2]), found.graph, found.region, outcome)
+                found.plan = stored_plan(self.session(*asked[:2]), found.graph, found.region, outcome)
             except PlanError as error:
                 found.outcome = RegionOutcome(failure=error)
         found.waiting[0].elapsed_s += outcome.elapsed_s
@@ -232,15 +239,15 @@ class Fleet:
     def _time_steps(self) -> None:
         """Have the whole steps timed that wait for it."""
         for planned in self._steps:
-            self._scheduler.call(work.time_step, *planned.at, planned.name, planned.graph, planned.plan,
-                                 then=partial(self._step_timed, planned))
+            def timed(found: object, planned: _Planned = planned) -> None:
+                planned.untimed, elapsed_s = checked_step(planned.name, found)
+                planned.elapsed_s += elapsed_s
+                self._timing -= 1
+
+            self._scheduler.call(
+                worker_state.time_step, *planned.at, planned.name, planned.graph, planned.plan, then=timed)
         self._timing += len(self._steps)
         self._steps.clear()
-
-    def _step_timed(self, planned: _Planned, found: object) -> None:
-        planned.untimed, elapsed_s = received.step(planned.name, found)
-        planned.elapsed_s += elapsed_s
-        self._timing -= 1
 
     def _result(self, order: Order, began: float) -> TuneResult:
         session = self.session(order.device, order.terms)
@@ -248,25 +255,22 @@ class Fleet:
         plans = tuple(one.done() for one in order.planned)
         kernels = longest_shipped(session, [(one.graph, one.plan) for one in plans])
         if len(rechecked(session, kernels)) < len(kernels):
-            self._scheduler.call(work.time_again, order.device, order.terms, kernels, then=lambda found: None)
+            self._scheduler.call(worker_state.time_again, order.device, order.terms, kernels, then=lambda found: None)
             self.run("checking shipped times")
         checked = rechecked(session, kernels)
         if len(checked) < len(kernels):
             self.progress.note(f"whether shipped times hold on {order.device} is not known")
-        result = TuneResult(
-            plans, session, time.monotonic() - began, checked, tuple(self._failures(order)),
-            tuple(one.untimed for one in order.planned if one.untimed))
-        return replace(result, session=session.recalibrated()) if result.measured else result
-
-    def _failures(self, order: Order) -> Iterator[RegionFailure]:
-        told: set[str] = set()
+        failures: dict[str, RegionFailure] = {}
         for planned in order.planned:
             for region in find_regions(planned.graph):
                 found = self._regions.get((*planned.at, region.key))
-                failure = found.outcome.failure if found is not None and found.outcome is not None else None
-                if failure is not None and region.key not in told:
-                    told.add(region.key)
-                    yield RegionFailure(planned.name, located_label(planned.graph, region), failure)
+                if found is not None and found.outcome is not None and found.outcome.failure is not None:
+                    label = located_label(planned.graph, region)
+                    failures.setdefault(region.key, RegionFailure(planned.name, label, found.outcome.failure))
+        result = TuneResult(
+            plans, session, time.monotonic() - began, checked, tuple(failures.values()),
+            tuple(one.untimed for one in order.planned if one.untimed))
+        return replace(result, session=session.recalibrated()) if result.measured else result
 
     def _tell(self) -> None:
         counts = self._scheduler.counts
@@ -320,10 +324,6 @@ def region_task(graph: DataflowGraph, region: Region, shares: Mapping[str, float
     its_shares = {one.key: shares[one.key] for one in parts if one.key in shares}
     return RegionTask(region.key, located_label(graph, region), data, its_shares, ops)
 
-
-def _shares(session: Session, graph: DataflowGraph) -> Mapping[str, float]:
-    ways = implementations_for(session.settings.regime, session.backends, session.target)
-    return part_shares(GroupTable(graph, session.settings.numerics, session.target.device_type), ways.aten)
 
 
 def _clock(seconds: float) -> str:

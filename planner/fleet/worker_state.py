@@ -1,15 +1,19 @@
-"""What a worker process keeps from one region to the next, and how it joins: a preload module of Dask's workers.
+"""What a worker process keeps from one region to the next, how it joins, and the tasks of Dask's that it runs.
 
 ``dask worker --preload fuseplan.planner.fleet.worker_state`` does what ``plan fleet worker`` does for one worker.
 """
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import click
@@ -17,15 +21,21 @@ from distributed import Worker, WorkerPlugin, get_worker, secede
 
 from fuseplan.costmodel.devices import is_gpu, local_kind
 from fuseplan.costmodel.identity import current_identity
+from fuseplan.costmodel.probe import probe
+from fuseplan.kernels.registry import local_target
 from fuseplan.planner.api.device import DEVICES
+from fuseplan.planner.api.run import ready
 from fuseplan.planner.capture.cache import capture_as_text
 from fuseplan.planner.errors import FuseplanError
 from fuseplan.planner.fleet.terms import (
     PLENTY,
     Captured,
+    Prepared,
     Rankings,
+    RegionOutcome,
     RegionTask,
     Terms,
+    WorkerDevice,
     capturing,
     carried,
     measuring,
@@ -33,10 +43,16 @@ from fuseplan.planner.fleet.terms import (
     unit,
 )
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
-from fuseplan.planner.tuning.plans import RegionPlan
+from fuseplan.planner.models.sources import ModelSource
+from fuseplan.planner.models.workload import Workload
+from fuseplan.planner.tuning.plans import GraphPlan, RegionPlan
+from fuseplan.planner.tuning.recheck import recheck
 from fuseplan.planner.tuning.session import Session, open_session
+from fuseplan.planner.tuning.whole_step import measure_step, step_problem
 from fuseplan.planner.work.extract import region_graph
-from fuseplan.search.errors import MachineFailureError
+from fuseplan.search.errors import OWN_FAULTS, DatabaseError, MachineFailureError
+from fuseplan.search.store.record import TuningRecord, Versions
+from fuseplan.search.timing.subject import Subject
 from fuseplan.search.tune import tuner
 from fuseplan.search.tune.resources import Alike
 from fuseplan.search.workers.worker import WorkerPool, usable_cores
@@ -110,7 +126,7 @@ class WorkerState(WorkerPlugin):
         self._pools: dict[str, WorkerPool] = {}
         self._tuners: dict[Terms, RegionTuner] = {}
         #: Those that captured before, and wait for more.
-        self._capturing: list[WorkerPool] = []
+        self.capturing: list[WorkerPool] = []
 
     def pool(self, kind: str) -> WorkerPool:
         """Where the jobs of all tunes run."""
@@ -124,8 +140,8 @@ class WorkerState(WorkerPlugin):
     def start(self, kind: str, captures: int) -> None:
         """Have the processes that measure and capture import what they need, which takes a while; at once returns."""
         self.pool(kind).start()
-        self._capturing = [WorkerPool(compilers=1, preload=_CAPTURING) for _ in range(min(captures, _WAITING))]
-        for pool in self._capturing:
+        self.capturing = [WorkerPool(compilers=1, preload=_CAPTURING) for _ in range(min(captures, _WAITING))]
+        for pool in self.capturing:
             pool.start()
 
     def region_tuner(self, terms: Terms) -> RegionTuner:
@@ -138,35 +154,17 @@ class WorkerState(WorkerPlugin):
                 self._tuners[terms] = RegionTuner(terms, self.pool(terms.kind))
             return self._tuners[terms]
 
-    def capture(self, *args: Any) -> Captured:
-        """What :func:`~fuseplan.planner.capture.cache.capture_as_text` gives in a process that does nothing else.
-
-        Raises:
-            MachineFailureError: The process failed.
-        """
-        secede()  # regions are measured and prepared meanwhile
-        began = time.monotonic()
-        pool = self._capturing.pop() if self._capturing else WorkerPool(compilers=1, preload=_CAPTURING)
-        try:
-            outcome = pool.call(_captured, *args, limit_s=_CAPTURE_S)
-        finally:
-            self._capturing.append(pool)
-        if not outcome.ok:
-            raise MachineFailureError(f"a capture failed: {outcome.failure}")
-        text, failure = outcome.value
-        return Captured(text, failure, time.monotonic() - began)
-
     def end(self, run: str) -> None:
         """Close what was made for a tune."""
         with self._lock:
             for terms in [one for one in self._tuners if one.run == run]:
-                self._tuners.pop(terms).close()
+                self._tuners.pop(terms).stack.close()
 
     def teardown(self, worker: Worker) -> None:
         """The worker ends."""
         for run in {terms.run for terms in self._tuners}:
             self.end(run)
-        for pool in (*self._pools.values(), *self._capturing):
+        for pool in (*self._pools.values(), *self.capturing):
             pool.close()
 
 
@@ -180,7 +178,8 @@ class RegionTuner:
             self.tuner = stack.enter_context(session.tuner(terms.how.budget(terms.kind), terms.how.seed, executor=pool))
             self._planner = session.planner(self.tuner)
             stack.enter_context(self._planner.lookahead() or nullcontext())
-            self._stack = stack.pop_all()
+            #: Ends it when it is closed.
+            self.stack = stack.pop_all()
         self._graphs: dict[str, tuple[DataflowGraph, Region]] = {}
         self._told: set[Alike] = set()
 
@@ -211,9 +210,6 @@ class RegionTuner:
         self._told.update(new)
         return new
 
-    def close(self) -> None:
-        self._stack.close()
-
     def _graph(self, task: RegionTask) -> tuple[DataflowGraph, Region]:
         if task.key not in self._graphs:
             graph, region = region_graph(task.data, task.key)
@@ -233,4 +229,79 @@ def _captured(*args: Any) -> tuple[str, Exception | None]:
 def opened(terms: Terms) -> Session:
     """The session of this worker's device, for these terms."""
     studies = terms.how.studies()
-    return terms.session(open_session(terms.kind, terms.db, terms.settings), studies)
+    return terms.how.of(open_session(terms.kind, terms.db, terms.settings), studies, terms.run)
+
+
+def describe(kind: str, database: str) -> WorkerDevice:
+    """Which device this worker owns, and whether it sees a database that is a file; "" for a server's."""
+    return WorkerDevice(
+        current_identity(kind).key(), local_target(kind), Versions.current(kind), socket.gethostname(),
+        probe.machine_load(), not database or Path(database).is_file(),
+    )
+
+
+def probe_device(terms: Terms) -> None:
+    """Measure the device, and store what is found, unless it is stored."""
+    session = opened(terms)
+    with session.database:
+        ready(session)
+
+
+def capture(source: ModelSource, workload: Workload, kind: str, pack_weights: bool) -> Captured:
+    """A workload's graphs, or why it cannot be captured, found out in a process that does nothing else.
+
+    Raises:
+        MachineFailureError: The process failed.
+    """
+    secede()  # regions are measured and prepared meanwhile
+    began, idle = time.monotonic(), state().capturing
+    pool = idle.pop() if idle else WorkerPool(compilers=1, preload=_CAPTURING)
+    try:
+        outcome = pool.call(_captured, source, workload, kind, pack_weights, limit_s=_CAPTURE_S)
+    finally:
+        idle.append(pool)
+    if not outcome.ok:
+        raise MachineFailureError(f"a capture failed: {outcome.failure}")
+    text, failure = outcome.value
+    return Captured(text, failure, time.monotonic() - began)
+
+
+def prepare(terms: Terms, task: RegionTask, rankings: Rankings) -> Prepared:
+    """Begin what can be done of a region beside the measurement of another. Other workers have learnt ``rankings``."""
+    state().region_tuner(terms).prepare(task, rankings)
+    return Prepared(task.ops)
+
+
+def measure(terms: Terms, task: RegionTask, prepared: Prepared) -> RegionOutcome:
+    """Tune a region and store its plan. A fault of the machine's or the database's is raised: another may do better."""
+    tuner, began, found = state().region_tuner(terms), time.monotonic(), RegionOutcome()
+    try:
+        if (plan := tuner.measure(task)) is not None:
+            keys = tuple(one.key.workload for one in plan.decided)
+            found = RegionOutcome(True, plan.source == "tuned", keys)
+    except (MachineFailureError, DatabaseError):
+        raise
+    except Exception as error:
+        OWN_FAULTS.tolerate(error)
+        found = RegionOutcome(failure=carried(error))
+    return replace(found, elapsed_s=time.monotonic() - began, rankings=tuner.learnt())
+
+
+def time_step(terms: Terms, workload: str, graph: DataflowGraph, plan: GraphPlan) -> tuple[str, float]:
+    """Time a workload's whole step, and store its times: why it is not timed, and how many seconds that took."""
+    began = time.monotonic()
+    tuner = state().region_tuner(terms)
+    limit_s = terms.how.budget(terms.kind).job_limit_s
+    found = measure_step(tuner.session, graph, plan, tuner.tuner, limit_s)
+    return step_problem(workload, found), time.monotonic() - began
+
+
+def time_again(terms: Terms, kernels: Sequence[tuple[Subject, TuningRecord]]) -> None:
+    """Measure shipped kernels, and store what they take here."""
+    tuner = state().region_tuner(terms)
+    recheck(tuner.session, kernels, tuner.tuner)
+
+
+async def end(run: str, dask_worker: Worker) -> None:
+    """A tune has ended: forget what was made for it."""
+    await asyncio.to_thread(state_of(dask_worker).end, run)

@@ -87,13 +87,11 @@ class GraphStream:
     def ready(self) -> list[tuple[str, DataflowGraph]]:
         """The next graphs that need no waiting; they are not given again."""
         found = []
-        while self._left and self._is_there(self._left[0]):
+        while self._left and (
+            self._jobs[self._left[0]].done() if self._left[0] in self._jobs else self._left[0] not in self._here
+        ):
             found += self.take()
         return found
-
-    def _is_there(self, workload: Workload) -> bool:
-        job = self._jobs.get(workload)
-        return job.done() if job is not None else workload not in self._here
 
     def take(self) -> list[tuple[str, DataflowGraph]]:
         """The graphs of the next workload, captured now unless they are there; [] where it is left out.

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 from fuseplan.planner.cost.prices import ModelPrices
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
@@ -27,6 +28,7 @@ _log = logging.getLogger(__name__)
 _INTERVAL_S = 0.0002
 
 
+@dataclass(eq=False)
 class Lookahead:
     """Prepares regions in order, on a thread of its own. A context manager: leaving it ends the thread.
 
@@ -34,20 +36,15 @@ class Lookahead:
     be measured. Their kernels are compiled ahead by ``tuner``.
     """
 
-    def __init__(
-        self, make_problem: Callable[[GroupTable, Region], RegionProblem],
-        make_prices: Callable[[GroupTable, Region | None], ModelPrices],
-        make_table: Callable[[DataflowGraph], GroupTable],
-        search: Callable[[RegionProblem, Prices], object], tuner: Tuner, is_minor: Callable[[GroupTable, Region], bool],
-        make_joint: Callable[[GroupTable, Region], RegionProblem | None],
-    ) -> None:
-        self._make_problem = make_problem
-        self._make_prices = make_prices
-        self._make_table = make_table
-        self._search = search
-        self._tuner = tuner
-        self._is_minor = is_minor
-        self._make_joint = make_joint
+    make_problem: Callable[[GroupTable, Region], RegionProblem]
+    make_prices: Callable[[GroupTable, Region | None], ModelPrices]
+    make_table: Callable[[DataflowGraph], GroupTable]
+    search: Callable[[RegionProblem, Prices], object]
+    tuner: Tuner
+    is_minor: Callable[[GroupTable, Region], bool]
+    make_joint: Callable[[GroupTable, Region], RegionProblem | None]
+
+    def __post_init__(self) -> None:
         self._tables: dict[int, GroupTable] = {}
         self._problems: dict[Region, Future[RegionProblem]] = {}
         self._sent: set[str] = set()
@@ -71,7 +68,7 @@ class Lookahead:
 
     def table(self, graph: DataflowGraph) -> GroupTable:
         """The one table of a graph."""
-        return self._tables.setdefault(id(graph), self._make_table(graph))
+        return self._tables.setdefault(id(graph), self.make_table(graph))
 
     def send(self, graph: DataflowGraph, regions: Sequence[Region]) -> None:
         """Prepare the islands of these regions, after those that were sent before; each key once."""
@@ -90,7 +87,7 @@ class Lookahead:
         """Compile what is best known by now of kernels around a region's matmuls: kernels alike may have been searched
         since it was sent.
         """
-        self._tuner.prefetch(self._wanted.pop(region, ()))
+        self.tuner.prefetch(self._wanted.pop(region, ()))
 
     def problem(self, region: Region) -> RegionProblem | None:
         """The prepared problem of exactly this part, or what its enumeration raised; waits for one under way.
@@ -102,7 +99,7 @@ class Lookahead:
 
     def _prepare(self, graph: DataflowGraph, region: Region, result: Future[RegionProblem]) -> None:
         try:
-            problem = self._make_problem(self.table(graph), region)
+            problem = self.make_problem(self.table(graph), region)
         except BaseException as error:
             result.set_exception(error)
             return
@@ -121,20 +118,20 @@ class Lookahead:
 
     def _compile_around_anchors(self, table: GroupTable, region: Region) -> None:
         """First the nominal cover's: those will be searched. Of the others any may be measured."""
-        problem = self._make_joint(table, region)
+        problem = self.make_joint(table, region)
         if problem is not None:
-            self._wanted[region] = self._compile_cover(problem, table, self._make_prices(table, None))
+            self._wanted[region] = self._compile_cover(problem, table, self.make_prices(table, None))
             groups = sorted((one.group for one in problem.choices if one.implementation.backends),
                             key=lambda group: -len(group.ops))
-            self._tuner.prefetch_default(map(table.subject, groups))
+            self.tuner.prefetch_default(map(table.subject, groups))
 
     def _compile_ahead(self, problem: RegionProblem, table: GroupTable, region: Region) -> None:
-        prices, minor = self._make_prices(table, region), self._is_minor(table, region)
+        prices, minor = self.make_prices(table, region), self.is_minor(table, region)
         self._compile_cover(problem, table, prices, minor)
         if not minor:  # else nothing is measured beside the cover
             rehearsal = _Rehearsal(prices)
-            self._search(problem, rehearsal)
-            self._tuner.prefetch_default(table.subject(choice.group) for choice in rehearsal.asked)
+            self.search(problem, rehearsal)
+            self.tuner.prefetch_default(table.subject(choice.group) for choice in rehearsal.asked)
 
     def _compile_cover(
         self, problem: RegionProblem, table: GroupTable, prices: ModelPrices, minor: bool = False
@@ -144,20 +141,20 @@ class Lookahead:
         if self._stop.is_set():  # in the meantime
             return []
         kernels = [table.subject(one.choice.group) for one in cover.chosen if one.choice.implementation.backends]
-        self._tuner.prefetch(kernels, minor, spare=True)
+        self.tuner.prefetch(kernels, minor, spare=True)
         return kernels
 
 
+@dataclass(eq=False)
 class _Rehearsal:
     """Takes predictions for measurements."""
 
-    def __init__(self, prices: ModelPrices) -> None:
-        self._prices = prices
-        self.asked: list[Choice] = []
+    prices: ModelPrices
+    asked: list[Choice] = field(default_factory=list)
 
     def bound_s(self, choice: Choice) -> float:
-        return self._prices.bound_s(choice)
+        return self.prices.bound_s(choice)
 
     def measure_s(self, choices: Sequence[Choice]) -> list[float]:
         self.asked += [choice for choice in choices if choice.implementation.backends]
-        return [self._prices.predict_s(choice) for choice in choices]
+        return [self.prices.predict_s(choice) for choice in choices]

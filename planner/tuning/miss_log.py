@@ -91,7 +91,7 @@ def _written(graph: DataflowGraph, region: Region, others: int) -> Mapping[str, 
 
 @dataclass(frozen=True)
 class MissedRegion:
-    """What is tuned for some misses: a region, for one way to launch kernels and to round."""
+    """What is tuned for some misses, the most frequent first: a region, for one way to launch kernels and to round."""
 
     region: str
     regime: str
@@ -106,20 +106,16 @@ class MissedRegion:
     def label(self) -> str:
         """What the misses compute."""
         more = f" and {len(self.misses) - 1} more" if len(self.misses) > 1 else ""
-        return f"{self._most.label}{more}"
+        return f"{self.misses[0].label}{more}"
 
     @property
     def place(self) -> str:
         """Where in the model the most frequent of them is."""
-        return self._most.place
-
-    @property
-    def _most(self) -> Miss:
-        return max(self.misses, key=lambda miss: miss.count)
+        return self.misses[0].place
 
 
 def missed_regions(misses: Iterable[Miss]) -> list[MissedRegion]:
-    """The regions of the misses that can be tuned, each once, those that were missed most first."""
+    """The regions of ``misses``, most frequent first, that can be tuned: each once, those missed most first."""
     found: defaultdict[tuple[str, str, str], list[Miss]] = defaultdict(list)
     for miss in misses:
         if miss.tunable:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 from fuseplan.costmodel.device import DeviceSpec
@@ -39,6 +40,11 @@ from fuseplan.search.tune.tuner import Tuner
 
 __all__ = ["GraphPlan", "PlanSettings", "Planner", "RegionPlan"]
 
+#: The plans of a region's parts, or of the region itself.
+_Plans: TypeAlias = Sequence[tuple[Region, PlanRecord]]
+#: Told about a region that cannot be planned.
+_OnFailure: TypeAlias = Callable[[Region, Exception], None]
+
 
 class Planner:
     """Plans graphs for one device.
@@ -48,14 +54,13 @@ class Planner:
     Args:
         spec: The probed device; None plans by the number of launches alone.
         tuner: Measures what is not stored; None leaves it to the cost model.
-        on_region: Told about each distinct region before it is planned: label, number, how many. It may be set later.
         learner: The calibration that the measurements go on improving; of ``spec`` by default.
     """
 
     def __init__(
         self, store: Database | LayeredDatabase, spec: DeviceSpec | None, device: str, target: Target,
         backends: Sequence[Backend], settings: PlanSettings | None = None, tuner: Tuner | None = None,
-        on_region: Callable[[str, int, int], None] | None = None, learner: RunningCalibration | None = None,
+        learner: RunningCalibration | None = None,
     ) -> None:
         self.store = store
         self.learner = learner if learner is not None else RunningCalibration(spec)
@@ -64,7 +69,8 @@ class Planner:
         self.backends = tuple(backends)
         self.settings = settings if settings is not None else PlanSettings()
         self.tuner = tuner
-        self.on_region = on_region
+        #: Told about each distinct region before it is planned: label, number, how many.
+        self.on_region: Callable[[str, int, int], None] = lambda label, number, total: None
         regime = self.settings.regime
         self.implementations = implementations_for(regime, self.backends, target, self.settings.inductor)
         #: What runs what nothing was measured for: most calls of libraries are chosen by measurement alone.
@@ -112,8 +118,8 @@ class Planner:
         return len(problem.ops) + self.settings.measured_on(self.target.device_type)
 
     def plan_graph(
-        self, graph: DataflowGraph, on_failure: Callable[[Region, Exception], None] | None = None,
-        regions: Sequence[Region] | None = None, on_taken: Callable[[Region], None] | None = None,
+        self, graph: DataflowGraph, on_failure: _OnFailure | None = None, regions: Sequence[Region] | None = None,
+        on_taken: Callable[[Region], None] | None = None,
     ) -> GraphPlan:
         """Plan every region of a static graph; equal regions are planned once.
 
@@ -154,8 +160,7 @@ class Planner:
                         continue
                     found = self.stored.find_all(table, [region])[key]  # another tuner may have tuned it meanwhile
                 with leased:
-                    if self.on_region is not None:
-                        self.on_region(region_label(graph, region), number, len(distinct))
+                    self.on_region(region_label(graph, region), number, len(distinct))
                     with _reporting(region, on_failure):
                         if found.hit is not None:
                             planned[key] = RegionPlan(region, found.hit, "database", found.shipped)
@@ -168,8 +173,7 @@ class Planner:
         return GraphPlan(plans, spent_us)
 
     def screen_regions(
-        self, graph: DataflowGraph, regions: Sequence[Region], seconds: float,
-        on_failure: Callable[[Region, Exception], None] | None = None
+        self, graph: DataflowGraph, regions: Sequence[Region], seconds: float, on_failure: _OnFailure | None = None
     ) -> list[RegionPlan]:
         """Regions by the stored plans of their parts and the cost model, each as a whole beside plain ATen and
         TorchInductor's code. Nothing is searched or stored; after ``seconds`` no run begins. Needs a tuner.
@@ -234,12 +238,10 @@ class Planner:
         parts = region_parts(graph, region)
         if self.tuner is None:
             plans = [(part, self._by_model(table, part)) for part in parts]
-            reason = plans[0][1].evidence.reason
-            record = self._joined(table, region, plans, 0.0, reason)
+            joined = self._joined(table, region, plans, 0.0, plans[0][1].evidence.reason)
             prices = ModelPrices(table, self.spec, region)
-            record = predicted_by_inductor(record, plans, self._writer(table, region), prices)
-            predicted = RegionPlan(region, record, "model")
-            return lambda: predicted
+            record = predicted_by_inductor(joined, plans, self._writer(table, region), prices)
+            return lambda: RegionPlan(region, record, "model")
         return self._by_measurement(region, parts, table, self.tuner)
 
     def _by_model(self, table: GroupTable, part: Region) -> PlanRecord:
@@ -252,8 +254,7 @@ class Planner:
         return self._writer(table, part).record(prices, result, 0.0)
 
     def _joined(
-        self, table: GroupTable, region: Region, parts: Sequence[tuple[Region, PlanRecord]], elapsed_s: float,
-        reason: str
+        self, table: GroupTable, region: Region, parts: _Plans, elapsed_s: float, reason: str
     ) -> PlanRecord:
         return parts[0][1] if len(parts) == 1 else self._writer(table, region).joined(parts, elapsed_s, reason)
 
@@ -287,10 +288,16 @@ class Planner:
         asked = self.settings.inductor != "off" and not all(self._is_minor(table, part) for part in parts)
         whole = whole_by_inductor(table, region, plans, self.implementations) if asked else ()
         verdict = last_word(table, region, plans, self.implementations, tuner, whole)
-        if len(parts) == 1 and verdict is Verdict:  # nothing to compare
-            alone = RegionPlan(region, plans[0][1], "tuned", decided=tuple(decided))
-            return lambda: alone
-        return lambda: self._finished(table, region, plans, tuple(decided), tuner, verdict(), began)
+
+        def finished() -> RegionPlan:
+            record = plans[0][1]
+            if len(parts) > 1 or verdict is not Verdict:  # there is something to compare
+                record = self._judged(table, region, plans, verdict(), time.monotonic() - began)
+                with tuner.account.spend("storing"):
+                    tuner.database.put_plan(record)
+            return RegionPlan(region, record, "tuned", decided=tuple(decided))
+
+        return finished
 
     def _measured_parts(self, table: GroupTable, parts: Mapping[str, Region], tuner: Tuner) -> dict[str, PlanRecord]:
         """Plans of leased parts: decided and stored now, unless another tuner has done it."""
@@ -304,9 +311,7 @@ class Planner:
             tuner.leases.release([self.key(key)])  # others may wait for it
         return found
 
-    def _across_anchors(
-        self, table: GroupTable, region: Region, plans: Sequence[tuple[Region, PlanRecord]], tuner: Tuner
-    ) -> PlanRecord | None:
+    def _across_anchors(self, table: GroupTable, region: Region, plans: _Plans, tuner: Tuner) -> PlanRecord | None:
         """A plan with matmuls inside its groups that is faster than those of the region's parts; None without one, or
         where the region takes too little of the model's time.
         """
@@ -326,19 +331,8 @@ class Planner:
             return None
         return self._joint.nominal(table, region)
 
-    def _finished(
-        self, table: GroupTable, region: Region, plans: Sequence[tuple[Region, PlanRecord]],
-        decided: tuple[PlanRecord, ...], tuner: Tuner, verdict: Verdict, began: float
-    ) -> RegionPlan:
-        """The plan of a region after its run beside plain ATen and TorchInductor; stored."""
-        record = self._judged(table, region, plans, verdict, time.monotonic() - began)
-        with tuner.account.spend("storing"):
-            tuner.database.put_plan(record)
-        return RegionPlan(region, record, "tuned", decided=decided)
-
     def _judged(
-        self, table: GroupTable, region: Region, plans: Sequence[tuple[Region, PlanRecord]], verdict: Verdict,
-        elapsed_s: float
+        self, table: GroupTable, region: Region, plans: _Plans, verdict: Verdict, elapsed_s: float
     ) -> PlanRecord:
         """The record of a region after its run beside plain ATen and TorchInductor."""
         reason = "; ".join(dict.fromkeys(record.evidence.reason for _, record in plans)) + verdict.words
@@ -388,7 +382,7 @@ class Planner:
 
 
 @contextmanager
-def _reporting(region: Region, on_failure: Callable[[Region, Exception], None] | None) -> Iterator[None]:
+def _reporting(region: Region, on_failure: _OnFailure | None) -> Iterator[None]:
     """Tells ``on_failure`` what is raised inside, if there is one."""
     try:
         yield

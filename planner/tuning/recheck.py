@@ -51,7 +51,7 @@ def recheck(session: Session, kernels: Sequence[tuple[Subject, TuningRecord]], t
 
 def rechecked(session: Session, kernels: Iterable[tuple[Subject, TuningRecord]]) -> tuple[Rechecked, ...]:
     """What is stored of these kernels."""
-    known = {one.key: one for one in codec.stored(session.database, Rechecked, _PREFIX)}
+    known = {one.key: one for one in codec.stored(session.database, Rechecked, _PREFIX).values()}
     return tuple(known[record.key] for _, record in kernels if record.key in known)
 
 

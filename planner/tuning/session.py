@@ -25,7 +25,7 @@ from fuseplan.planner.work.group_work import launch_mode
 from fuseplan.search.errors import RecordError
 from fuseplan.search.store.database import Database, OpenMode, reservations
 from fuseplan.search.store.layered import LayeredDatabase, shipped_files
-from fuseplan.search.store.record import TuningRecord, Versions
+from fuseplan.search.store.record import Versions
 from fuseplan.search.store.rows import device_spec
 from fuseplan.search.tune.study import Studies
 from fuseplan.search.tune.time_account import TimeAccount
@@ -77,9 +77,7 @@ class Session:
     def unusable(self) -> str | None:
         """Why no kernel can be built here by any back end, None where one can."""
         reasons = {backend.name: backend.unavailable() for backend in self.backends}
-        if not all(reasons.values()):
-            return None
-        return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        return "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) if all(reasons.values()) else None
 
     def planning_for(self, settings: PlanSettings) -> Session:
         """The same device and database, for other plans; TorchInductor is asked for what this session asks it."""
@@ -113,14 +111,10 @@ class Session:
         second = probe(self.target.device_type, quick, progress, call)
         return min(first, second, key=lambda spec: (len(spec.problems), spec.noise))
 
-    def planner(
-        self, tuner: Tuner | None = None, on_region: Callable[[str, int, int], None] | None = None,
-        learner: RunningCalibration | None = None
-    ) -> Planner:
+    def planner(self, tuner: Tuner | None = None, learner: RunningCalibration | None = None) -> Planner:
         """A planner over :attr:`store`."""
         return Planner(
-            self.store, self.spec, self.device, self.target, self.backends, self.settings, tuner, on_region, learner
-        )
+            self.store, self.spec, self.device, self.target, self.backends, self.settings, tuner, learner)
 
     def tuner(
         self, budget: Budget, seed: int = 0, progress: Callable[[ProgressEvent], None] | None = None,
@@ -152,25 +146,20 @@ class Session:
         spec = self.spec
         versions = Versions.current(self.target.device_type)
         for backend in self.backends:
+            # Each record's best kernel, where it could have been built by this back end.
             samples = [
-                sample for record in self.database.records()
+                Sample(record.work, launch_mode(record.config, record.key.regime), record.fused.median_us,
+                       family=record.label.split(" ")[0])
+                for record in self.database.records()
                 if record.key.device == self.device and not reservations(record, versions)
-                for sample in record_samples(record, backend)
+                and record.fused is not None and record.backend == backend.name and record.work.launches
+                and not misfit(record.config, backend.parameters, complete=False)
             ]
             known = spec.calibrations.get(backend.name)
             if samples and (known is None or known.samples < len(samples)):
                 spec = spec.with_calibration(backend.name, calibrate(samples, spec))
         return self.with_spec(spec)
 
-
-def record_samples(record: TuningRecord, backend: Backend) -> list[Sample]:
-    """The best kernel's time of a record, where that kernel is of ``backend`` and could have been built by it."""
-    if record.fused is None or record.backend != backend.name or not record.work.launches:
-        return []
-    if misfit(record.config, backend.parameters, complete=False):
-        return []
-    mode = launch_mode(record.config, record.key.regime)
-    return [Sample(record.work, mode, record.fused.median_us, family=record.label.split(" ")[0])]
 
 
 def open_session(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 from fuseplan.planner.graph.dataflow import Region
 from fuseplan.planner.groups.canonical import has_free_constants
@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 _SOFTWARE = {one.name for one in fields(Versions)}
 
 
+@dataclass(eq=False)
 class StoredPlans:
     """Looks plans up in ``store``, and checks that a hit can be the region's plan here.
 
@@ -30,28 +31,24 @@ class StoredPlans:
     versions differ from those that the user's plans were measured with is in ``outdated``: both by region key.
     """
 
-    def __init__(
-        self, store: Database | LayeredDatabase, context: RecordKey, implementations: Implementations,
-        keep: Callable[[PlanRecord], None] | None = None,
-    ) -> None:
-        self._store = store
-        self._context = context
-        self._implementations = implementations
-        self._keep = keep
-        self.refused: dict[str, str] = {}
-        self.outdated: dict[str, tuple[str, ...]] = {}
-        #: Plans that were checked, and what was accepted of them, by region key.
-        self._sound: dict[str, tuple[PlanRecord, PlanRecord]] = {}
+    store: Database | LayeredDatabase
+    context: RecordKey
+    implementations: Implementations
+    keep: Callable[[PlanRecord], None] | None = None
+    refused: dict[str, str] = field(default_factory=dict)
+    outdated: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    #: Plans that were checked, and what was accepted of them, by region key.
+    _sound: dict[str, tuple[PlanRecord, PlanRecord]] = field(default_factory=dict)
 
     def key(self, region_key: str) -> RecordKey:
-        return replace(self._context, workload=region_key)
+        return replace(self.context, workload=region_key)
 
     def find_all(self, table: GroupTable, regions: Iterable[Region]) -> dict[str, Lookup[PlanRecord]]:
         """Asked for all at once."""
         by_key, known = {self.key(region.key): region for region in regions}, set(self.refused)
         found = {
             key.workload: self._checked(table, by_key[key], lookup)
-            for key, lookup in self._store.get_plans(by_key).items()
+            for key, lookup in self.store.get_plans(by_key).items()
         }
         for name, older in self._exactly(table, [by_key[self.key(name)] for name, one in found.items() if not one.hit]):
             if older.hit is not None or found[name].record is None:
@@ -67,12 +64,12 @@ class StoredPlans:
         """What earlier versions stored, whose keys depend on every constant, with the keys that regions have now."""
         changed = (one for one in regions if has_free_constants(table.graph, one.ops))
         exact = {self.key((old := exact_form(table.graph, one)).key): (old, one) for one in changed}
-        for key, lookup in self._store.get_plans(exact).items():
+        for key, lookup in self.store.get_plans(exact).items():
             if lookup.record is not None:
                 old, region = exact[key]
                 lookup = self._checked(table, region, replace(lookup, record=_moved(lookup.record, old, region)))
-                if lookup.hit is not None and self._keep is not None:
-                    self._keep(lookup.hit)
+                if lookup.hit is not None and self.keep is not None:
+                    self.keep(lookup.hit)
                 yield region.key, lookup
 
     def just_written(self, table: GroupTable, regions: Iterable[Region]) -> dict[str, Lookup[PlanRecord]]:
@@ -83,7 +80,7 @@ class StoredPlans:
         by_key = {self.key(region.key): region for region in regions}
         return {
             key.workload: self._checked(table, by_key[key], replace(lookup, mismatch=()))
-            for key, lookup in self._store.get_plans(by_key).items() if _SOFTWARE.isdisjoint(lookup.mismatch)
+            for key, lookup in self.store.get_plans(by_key).items() if _SOFTWARE.isdisjoint(lookup.mismatch)
         }
 
     def _checked(self, table: GroupTable, region: Region, lookup: Lookup[PlanRecord]) -> Lookup[PlanRecord]:
@@ -97,7 +94,7 @@ class StoredPlans:
         if stored == lookup.hit:
             return replace(lookup, record=accepted)
         try:
-            accepted = accepted_plan(table, self._implementations, region, lookup.hit)
+            accepted = accepted_plan(table, self.implementations, region, lookup.hit)
             self._sound[region.key] = lookup.hit, accepted
             return replace(lookup, record=accepted)
         except Exception as error:  # whatever else the check trips over: it costs this region alone

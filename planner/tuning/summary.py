@@ -178,40 +178,30 @@ def _region(graph: DataflowGraph, kinds: Mapping[str, str], occurrences: list[Re
         ops=tuple(graph.op(name).op.split(".", 1)[-1] for name in region.ops),
         kinds=tuple(kinds[name] for name in region.ops),
         edges=tuple(edges),
-        shapes=tuple(_shape(graph, name) for name in region.ops),
+        shapes=tuple(
+            f"{'x'.join(map(str, spec.shape))} {spec.dtype}" for spec in map(graph.specs.__getitem__, region.ops)),
         parts=tuple(part.key for part in region_parts(graph, region) if part.key != key),
         places=region_paths(graph, occurrences),
     )
 
 
-def _shape(graph: DataflowGraph, name: str) -> str:
-    spec = graph.specs[name]
-    return f"{'x'.join(map(str, spec.shape))} {spec.dtype}"
-
 
 def store_summary(database: Database, summary: WorkloadSummary) -> None:
     """Keep a summary; one of the same model, workload, device, regime and numerics is replaced."""
-    database.put_capture(_name(summary), asdict(summary))
-
-
-def _name(summary: WorkloadSummary) -> str:
     # A digest, because a model's name may be a long path and a database's keys are bounded.
     parts = (summary.device, summary.model, summary.workload, summary.regime, summary.numerics)
-    return f"{_PREFIX}/{codec.checksum(' '.join(parts))}"
+    database.put_capture(f"{_PREFIX}/{codec.checksum(' '.join(parts))}", asdict(summary))
 
 
 def load_summaries(
     database: codec.CaptureStore, device: str | None = None, model: str | None = None
 ) -> tuple[WorkloadSummary, ...]:
     """Stored summaries of a device and a model (None for any) in natural order; unreadable ones are left out."""
-    found = codec.stored(database, WorkloadSummary, _PREFIX)
-    wanted = [one for one in found if device in (None, one.device) and _matches(one.model, model)]
+    found = codec.stored(database, WorkloadSummary, _PREFIX).values()
+    # A model's shortened versions (``llama-3.2-1b:2L``) are its, too.
+    wanted = [one for one in found if device in (None, one.device)
+              and (model in (None, one.model) or one.model.startswith(f"{model}:"))]
     return tuple(sorted(wanted, key=lambda one: (one.model, _natural(one.workload), one.regime, one.numerics)))
-
-
-def _matches(model: str, wanted: str | None) -> bool:
-    """True for the model itself and for its shortened versions (``llama-3.2-1b:2L``)."""
-    return wanted is None or model == wanted or model.startswith(f"{wanted}:")
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -155,7 +155,7 @@ def tune(
         stack.enter_context(planner.lookahead() or nullcontext())
         waiting: deque[_Work] = deque()
         work: list[_Work] = []
-        known, sent = _Known(), set[str]()
+        plans, errors, sent = dict[str, RegionPlan](), dict[str, Exception](), set[str]()
 
         def arrive(found: Iterable[tuple[str, DataflowGraph]]) -> None:
             for workload, graph in found:
@@ -163,8 +163,8 @@ def tune(
                 told.on_graph(graph, undecided)
                 planner.prepare(graph, [region for region in undecided if region.key not in sent])
                 sent.update(region.key for region in undecided)
-                work.append(_Work(workload, graph, batch.regions[workload] if workload in batch.regions else
-                                  find_regions(graph)))
+                regions = batch.regions[workload] if workload in batch.regions else find_regions(graph)
+                work.append(_Work(workload, graph, regions, plans, errors))
                 waiting.append(work[-1])
 
         stream = batch.graphs if isinstance(batch.graphs, GraphStream) else None
@@ -190,12 +190,11 @@ def tune(
                 told.on_region(workload, label, number, total)
 
             planner.on_region = at_region
-            gains = one.plan(planner, known, failures)
-            in_vain = 0 if gains else in_vain + 1
+            in_vain = 0 if one.plan(planner, failures) else in_vain + 1
             if one.left:  # everything else comes first
                 waiting.append(one)
             else:
-                batch.keep_summary(session, one.planned(known))
+                batch.keep_summary(session, one.planned())
         timed, untimed = [one for one in work if batch.timed(one.workload)], list[str]()
         for number, one in enumerate(timed, 1):
             began = time.monotonic()
@@ -203,15 +202,13 @@ def tune(
             def on_start(unfused_us: float, event: tuple[str, int, int] = (one.workload, number, len(timed))) -> None:
                 told.on_trial(ProgressEvent(*event, unfused_us, "step"))
 
-            found = measure_step(session, one.graph, one.planned(known).plan, tuner, budget.job_limit_s, on_start)
+            found = measure_step(session, one.graph, one.planned().plan, tuner, budget.job_limit_s, on_start)
             untimed += filter(None, [step_problem(one.workload, found)])
             one.elapsed_s += time.monotonic() - began
-        plans = tuple(one.planned(known) for one in work)
+        done = tuple(one.planned() for one in work)
         with account.spend("checking shipped times"):
-            kernels = longest_shipped(session, [(done.graph, done.plan) for done in plans])
-            rechecked = recheck(session, kernels, tuner)
-    elapsed_s = time.monotonic() - start
-    result = TuneResult(plans, session, elapsed_s, rechecked, tuple(failures), tuple(untimed))
+            rechecked = recheck(session, longest_shipped(session, [(one.graph, one.plan) for one in done]), tuner)
+    result = TuneResult(done, session, time.monotonic() - start, rechecked, tuple(failures), tuple(untimed))
     if not result.measured:
         return result
     with account.spend("calibrating"):
@@ -220,49 +217,46 @@ def tune(
 
 
 @dataclass
-class _Known:
-    """What a tune has decided, and what it failed at and why, by key of the region."""
-
-    plans: dict[str, RegionPlan] = field(default_factory=dict)
-    errors: dict[str, Exception] = field(default_factory=dict)
-
-
-@dataclass
 class _Work:
-    """A workload that is being planned: ``left`` are the regions that other tuners are at work on."""
+    """A workload that is being planned: ``left`` are the regions that other tuners are at work on.
+
+    All of a tune share what it has decided, and what it failed at and why, by key of the region.
+    """
 
     workload: str
     graph: DataflowGraph
     regions: Sequence[Region]
+    plans: dict[str, RegionPlan]
+    errors: dict[str, Exception]
     lookup_us: float = 0.0
     elapsed_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.left = list(self.regions)
 
-    def plan(self, planner: Planner, known: _Known, failures: list[RegionFailure]) -> bool:
+    def plan(self, planner: Planner, failures: list[RegionFailure]) -> bool:
         """Plan what is not known, and what nobody else is at work on; False where that was nothing."""
         began, taken = time.monotonic(), set[str]()
         note = noting(failures, self.workload, self.graph)
 
         def failed(region: Region, error: Exception) -> None:
             note(region, error)
-            known.errors[region.key] = error
+            self.errors[region.key] = error
 
         for key, (region, *_) in unique_regions(self.left).items():
-            if key in known.errors:
-                note(region, known.errors[key])
-        fresh = [one for one in self.left if one.key not in known.plans and one.key not in known.errors]
+            if key in self.errors:
+                note(region, self.errors[key])
+        fresh = [one for one in self.left if one.key not in self.plans and one.key not in self.errors]
         plan = planner.plan_graph(self.graph, failed, fresh, lambda region: taken.add(region.key))
-        known.plans |= {one.region.key: one for one in plan.unique()}
+        self.plans |= {one.region.key: one for one in plan.unique()}
         before, self.left = len(self.left), [region for region in self.left if region.key in taken]
         self.lookup_us += plan.lookup_us
         self.elapsed_s += time.monotonic() - began
         return len(self.left) < before or not before
 
-    def planned(self, known: _Known) -> WorkloadPlan:
+    def planned(self) -> WorkloadPlan:
         """Its plan, in graph order."""
-        regions = [replace(known.plans[one.key], region=one) for one in self.regions if one.key in known.plans]
+        regions = [replace(self.plans[one.key], region=one) for one in self.regions if one.key in self.plans]
         return WorkloadPlan(self.workload, self.graph, GraphPlan(tuple(regions), self.lookup_us), self.elapsed_s)
 
 

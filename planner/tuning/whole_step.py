@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import TypeVar
 
 from fuseplan.planner.cost.step_floor import floor_us
-from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import same_values
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import find_regions
@@ -25,10 +23,9 @@ from fuseplan.planner.implementations.implementations import Implementations, im
 from fuseplan.planner.implementations.inductor import InductorMode
 from fuseplan.planner.partition.inductor_step import compare_step
 from fuseplan.planner.partition.whole_region import plain_parts, planned_parts
-from fuseplan.planner.tuning.plans import GraphPlan, RegionPlan
+from fuseplan.planner.tuning.plans import GraphPlan
 from fuseplan.planner.tuning.session import Session
 from fuseplan.search import policy
-from fuseplan.search.errors import RecordError
 from fuseplan.search.store import codec
 from fuseplan.search.store.limits import Amount
 from fuseplan.search.store.record import PlanRecord, RecordKey, now
@@ -37,7 +34,6 @@ from fuseplan.search.timing.sequence import Part
 from fuseplan.search.tune.tuner import Tuner
 
 logger = logging.getLogger(__name__)
-_T = TypeVar("_T")
 _PREFIX, _UNTIMED = "step", "untimed"
 _UNFUSED, _PLANNED = "unfused", "planned"
 
@@ -99,22 +95,13 @@ def step_key(planned: Iterable[tuple[int, PlanRecord]]) -> str:
 
 def stored_steps(database: codec.CaptureStore) -> dict[str, StepTimes]:
     """What was measured of steps, by their keys; what cannot be read is left out."""
-    return _stored(database, StepTimes, _PREFIX)
-
-
-def _stored(database: codec.CaptureStore, kind: type[_T], prefix: str, key: str = "") -> dict[str, _T]:
-    """By their keys: what can be read of one step, or of all."""
-    found = {}
-    for name, data in database.captures(f"{prefix}/{key}").items():
-        with suppress(RecordError):
-            found[name.removeprefix(f"{prefix}/")] = codec.from_data(kind, data)
-    return found
+    return codec.stored(database, StepTimes, _PREFIX)
 
 
 def runs_by_inductor(database: codec.CaptureStore, plan: GraphPlan) -> StepTimes | None:
     """The times of a step that TorchInductor's code was measured to be faster at; None where there is no such step."""
     key = step_key(counted(plan))
-    found = _stored(database, StepTimes, _PREFIX, key).get(key)
+    found = codec.stored(database, StepTimes, _PREFIX, key).get(key)
     return found if found is not None and found.by_inductor else None
 
 
@@ -137,10 +124,10 @@ def measure_step(
     lease = RecordKey(key, session.device, session.settings.regime, session.settings.numerics)
 
     def known() -> StepTimes | Untimed | None:
-        untimed = _stored(session.store, Untimed, _UNTIMED, key).get(key)
+        untimed = codec.stored(session.store, Untimed, _UNTIMED, key).get(key)
         if untimed is not None and untimed.job_limit_s < job_limit_s:  # it may end within more time
             untimed = None
-        return _stored(session.store, StepTimes, _PREFIX, key).get(key) or untimed
+        return codec.stored(session.store, StepTimes, _PREFIX, key).get(key) or untimed
 
     return tuner.leases.once(
         lease, known, lambda: _measured(session, graph, plan, tuner, key, job_limit_s, on_start))
@@ -201,26 +188,20 @@ def _sides(
     made = {value for at in members for value in flow.nodes[at].outputs}
     parts: dict[str, Part] = {}
     sides: dict[str, list[str]] = {_UNFUSED: [], _PLANNED: []}
-    first = {one.region.key: (one.region, _parts_of(table, one, ways)) for one in plan.unique()}
+    first: dict[str, tuple[Region, dict[str, list[Part]]]] = {}
+    for one in plan.unique():
+        plain, planned = plain_parts(table, [one.region], ways), planned_parts(table, [(one.region, one.record)], ways)
+        first[one.region.key] = one.region, {
+            side: [its[choice] for choice in in_order(graph, its)]
+            for side, its in ((_UNFUSED, plain), (_PLANNED, planned))
+        }
     for number, one in enumerate(plan.regions):
         region, of_sides = first[one.region.key]
         same = same_values(graph, region, one.region)
         names = {a: b if b in made or a in made else a for a, b in same.items()}  # what no region makes all share
         for side, run in of_sides.items():
             for at, part in enumerate(run):
-                name = f"{number}.{side}.{at}"
-                parts[name] = _renamed(part, names)
-                sides[side].append(name)
+                reads, makes = (tuple(names.get(a, a) for a in values) for values in (part.reads, part.makes))
+                sides[side].append(name := f"{number}.{side}.{at}")
+                parts[name] = replace(part, reads=reads, makes=makes)
     return parts, sides, flow.needed_outside(members)
-
-
-def _parts_of(table: GroupTable, one: RegionPlan, ways: Implementations) -> dict[str, list[Part]]:
-    """The parts of a region on either side, in order."""
-    plain, planned = plain_parts(table, [one.region], ways), planned_parts(table, [(one.region, one.record)], ways)
-    sides = {_UNFUSED: plain, _PLANNED: planned}
-    return {side: [parts[choice] for choice in in_order(table.graph, parts)] for side, parts in sides.items()}
-
-
-def _renamed(part: Part, names: Mapping[str, str]) -> Part:
-    reads, makes = (tuple(names.get(one, one) for one in values) for values in (part.reads, part.makes))
-    return replace(part, reads=reads, makes=makes)

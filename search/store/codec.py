@@ -32,12 +32,12 @@ class CaptureStore(Protocol):
     def captures(self, prefix: str) -> Mapping[str, Mapping[str, Any]]: ...
 
 
-def stored(database: CaptureStore, kind: type[T], prefix: str) -> list[T]:
-    """Every capture of one kind under ``prefix``; what cannot be read is left out."""
-    found = []
-    for data in database.captures(f"{prefix}/").values():
+def stored(database: CaptureStore, kind: type[T], prefix: str, name: str = "") -> dict[str, T]:
+    """Captures of one kind under ``prefix`` whose names begin with ``name``; what cannot be read is left out."""
+    found = {}
+    for key, data in database.captures(f"{prefix}/{name}").items():
         with contextlib.suppress(RecordError):
-            found.append(from_data(kind, data))
+            found[key.removeprefix(f"{prefix}/")] = from_data(kind, data)
     return found
 
 

@@ -63,7 +63,10 @@ class LayeredDatabase:
 
     def captures(self, prefix: str) -> dict[str, dict[str, Any]]:
         """Those that shipped, under the user's own of the same names."""
-        return {**self._captures(prefix), **self.user.captures(prefix)}
+        shipped: dict[str, dict[str, Any]] = {}
+        if not all(self._mismatch(plan) for plan in self._decoded(PlanRecord)):  # else they speak of what nobody finds
+            shipped = {entry.key: entry.value for entry in self._entries(f'{{"capture":"{prefix}')}
+        return shipped | self.user.captures(prefix)
 
     def misses(self) -> list[dict[str, Any]]:
         return self.user.misses()
@@ -78,12 +81,12 @@ class LayeredDatabase:
 
     def _look_up(self, cls: type[R], key: RecordKey, users: R | None) -> Lookup[R]:
         mine = Lookup(users, self._mismatch(users))
-        if mine.status == "hit":
+        if mine.hit is not None:
             return mine
         same = [record for record in self._decoded(cls, f'"{key.workload}"') if record.key == key]
         found = same[-1] if same else None  # several files may have it
         shipped = Lookup(found, self._mismatch(found), shipped=found is not None)
-        return shipped if shipped.status == "hit" or mine.status == "miss" else mine
+        return shipped if shipped.hit is not None or mine.record is None else mine
 
     def _mismatch(self, record: TuningRecord | PlanRecord | None) -> tuple[str, ...]:
         return reservations(record, self.user.versions, self._run) if record is not None else ()
@@ -98,38 +101,23 @@ class LayeredDatabase:
         """The shipped records of one kind; those whose line holds ``text``."""
         return (entry.value for entry in self._entries(f'{{"{KINDS[cls]}"', text))
 
-    def _captures(self, prefix: str) -> dict[str, dict[str, Any]]:
-        if all(self._mismatch(plan) for plan in self._decoded(PlanRecord)):
-            return {}  # they speak of plans that nobody would find
-        return {entry.key: entry.value for entry in self._entries(f'{{"capture":"{prefix}')}
-
     def _entries(self, start: str, text: str = "") -> Iterator[Entry]:
         """What can be read of the lines that begin with ``start`` and hold ``text``: to decode whole files would cost a
         compilation tens of milliseconds.
         """
-        lines = (line for line in self._lines if line.startswith(start) and text in line)
-        return filter(None, map(_decode, lines))
-
-    @functools.cached_property
-    def _lines(self) -> list[str]:
-        found: list[str] = []
-        for path in self._files:
-            try:
-                found += _data_lines(path)
-            except DatabaseError as error:
-                warnings.warn(f"shipped records skipped: {error}", stacklevel=3)
-        return found
+        for line in (line for path in self._files for line in _data_lines(path)):
+            if line.startswith(start) and text in line:
+                try:
+                    yield entry_of(codec.parse(line, "line"))
+                except RecordError as error:
+                    warnings.warn(f"shipped record skipped: {error}", stacklevel=3)
 
 
 @functools.lru_cache(maxsize=16)
 def _data_lines(path: Path) -> tuple[str, ...]:
-    """The lines of an export file, read and checked once per process."""
-    return tuple(checked_lines(path))
-
-
-def _decode(line: str) -> Entry | None:
+    """The lines of an export file, read and checked once per process; none, with a warning, of an unreadable one."""
     try:
-        return entry_of(codec.parse(line, "line"))
-    except RecordError as error:
-        warnings.warn(f"shipped record skipped: {error}", stacklevel=3)
-        return None
+        return tuple(checked_lines(path))
+    except DatabaseError as error:
+        warnings.warn(f"shipped records skipped: {error}", stacklevel=3)
+        return ()

@@ -18,6 +18,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
@@ -76,7 +77,7 @@ class Leases:
         with self._lock:
             taken = {key for key in wanted if self._held[key]}
             if new := [key for key in wanted if key not in taken]:
-                taken |= set(new) if dialect is None else self._insert(dialect, new)
+                taken |= set(new) if dialect is None else self._database.change(partial(self._insert, dialect, new))
             self._held.update(taken)
             self._held = +self._held
             if self._renewing is None and dialect is not None and taken:
@@ -130,20 +131,15 @@ class Leases:
             with contextlib.suppress(DatabaseError):
                 self._give_up(held)
 
-    def _insert(self, dialect: Any, keys: Sequence[RecordKey]) -> set[RecordKey]:
-        names = list(asdict(keys[0]))
-
-        def insert_free(connection: sa.Connection) -> set[RecordKey]:
-            ends = clock(connection) + self._lasts_s
-            insert = dialect.insert(tables.LEASES).values(
-                [asdict(key) | {"owner": self.owner, "expires": ends, "taken": now()} for key in keys])
-            mine_now = {name: insert.excluded[name] for name in ("owner", "expires", "taken")}
-            free = (tables.LEASES.c.expires < clock(connection)) | (tables.LEASES.c.owner == self.owner)
-            taken = insert.on_conflict_do_update(index_elements=names, set_=mine_now, where=free)
-            found = connection.execute(taken.returning(*(tables.LEASES.c[name] for name in names)))
-            return {RecordKey(**row._asdict()) for row in found}
-
-        return self._database.change(insert_free)
+    def _insert(self, dialect: Any, keys: Sequence[RecordKey], connection: sa.Connection) -> set[RecordKey]:
+        """Those of the keys that are free, which are this tuner's from now on."""
+        ends = clock(connection) + self._lasts_s
+        insert = dialect.insert(tables.LEASES).values(
+            [asdict(key) | {"owner": self.owner, "expires": ends, "taken": now()} for key in keys])
+        mine_now = {name: insert.excluded[name] for name in ("owner", "expires", "taken")}
+        free = (tables.LEASES.c.expires < clock(connection)) | (tables.LEASES.c.owner == self.owner)
+        taken = insert.on_conflict_do_update(index_elements=_KEY, set_=mine_now, where=free)
+        return {RecordKey(**row._asdict()) for row in connection.execute(taken.returning(*_KEY))}
 
     def _give_up(self, keys: Iterable[RecordKey]) -> None:
         """Nobody waits for a server for this: a lease that stays there ends by itself."""
@@ -205,8 +201,8 @@ def listed(database: Database) -> list[Lease]:
         if not sa.inspect(connection).has_table(tables.LEASES.name):
             return []  # an older database
         left = (tables.LEASES.c.expires - clock(connection)).label("left_s")
-        found = connection.execute(sa.select(tables.LEASES, left).where(left > 0).order_by(tables.LEASES.c.taken)).all()
-    return [
-        Lease(RecordKey(row.workload, row.device, row.regime, row.numerics), row.owner, row.taken, row.left_s)
-        for row in found
-    ]
+        found = connection.execute(sa.select(tables.LEASES, left).where(left > 0).order_by(tables.LEASES.c.taken))
+        return [
+            Lease(RecordKey(row.workload, row.device, row.regime, row.numerics), row.owner, row.taken, row.left_s)
+            for row in found
+        ]

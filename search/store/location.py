@@ -147,12 +147,13 @@ def file_size(file: Path) -> int:
     except (FileNotFoundError, NotADirectoryError):
         return 0
     except (OSError, ValueError) as error:
-        raise DatabaseError("database path {} cannot be used ({}); pass another with {}", _shown(file), str(error),
+        raise DatabaseError("database path {} cannot be used ({}); pass another with {}", plain(str(file)), str(error),
                             Argument("db")) from None
     if stat.S_ISDIR(found.st_mode):
-        raise DatabaseError(f"database path {_shown(file)} is a folder; pass a file in it, such as tuning.db")
+        raise DatabaseError(f"database path {plain(str(file))} is a folder; pass a file in it, such as tuning.db")
     if not stat.S_ISREG(found.st_mode):
-        raise DatabaseError("database path {} is no regular file; pass another with {}", _shown(file), Argument("db"))
+        raise DatabaseError("database path {} is no regular file; pass another with {}", plain(str(file)),
+                            Argument("db"))
     return found.st_size
 
 
@@ -180,12 +181,12 @@ def check_ours(file: Path, why: str) -> None:
         with file.open("rb") as opened:
             head = opened.read(_SCHEMA_BYTES)
     except OSError as error:
-        raise DatabaseError(f"database {_shown(file)} cannot be read ({error})") from None
+        raise DatabaseError(f"database {plain(str(file))} cannot be read ({error})") from None
     marked = head[_MARK] == APPLICATION_ID.to_bytes(4, "big")
     if not (head.startswith(_MAGIC) and (marked or b"CREATE TABLE fuseplan_meta" in head)):
         raise ForeignDatabaseError(
             "{} is no database of fuseplan ({}); it was left as it is: move it away, or pass another file with {}",
-            _shown(file), why, Argument("db"),
+            plain(str(file)), why, Argument("db"),
         )
 
 
@@ -241,8 +242,4 @@ def move_aside(file: Path, found: FileIdentity, why: str) -> Path | None:
                     file.with_name(file.name + suffix).rename(target.with_name(target.name + suffix))
             return target
     except OSError as error:
-        raise DatabaseError(f"corrupt database {_shown(file)} cannot be set aside ({error})") from None
-
-
-def _shown(file: Path) -> str:
-    return plain(str(file))
+        raise DatabaseError(f"corrupt database {plain(str(file))} cannot be set aside ({error})") from None

@@ -5,7 +5,7 @@ A clock that was ahead when a row was written is named: what it wrote would look
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -102,10 +102,13 @@ def verify_database(database: Database) -> list[Problem]:
                     cure = f"{PRUNE} rows that cannot be read"
                     if not (what := _row_problem(table, row)):
                         what, cure = _ahead(row, now_s), _ANEW.get(table, f"{PRUNE} the others of the future")
-                    problems += [Problem(table.name, _name(table, row), what, cure)] if what else []
+                    names = [name for name in ("label", table.primary_key.columns[0].name) if name in row]
+                    name = plain(" ".join(str(row[name]) for name in names))
+                    problems += [Problem(table.name, name, what, cure)] if what else []
     except DatabaseError as error:
         problems.append(Problem("file", "", str(error)))
     return problems
+
 
 
 def _foreign_schema(connection: Connection) -> list[str]:
@@ -129,25 +132,18 @@ def _row_problem(table: Table, row: Mapping[str, Any]) -> str:
 
 
 def _ahead(row: Mapping[str, Any], now_s: float) -> str:
-    """How far a readable row is dated in the future, "" where it is not."""
-    text = max(_dates(row), key=seconds, default="")
+    """How far a readable row is dated in the future, by itself or what it stores; "" where it is not."""
+    data = codec.parse(row["payload"], "payload")
+    holders = [row, data, data.get("evidence") if isinstance(data, dict) else None]
+    dates = (one[name] for one in holders if isinstance(one, Mapping)
+             for name in ("created", "first_seen", "last_seen") if name in one)
+    text = max(dates, key=seconds, default="")
     if not is_ahead(text, now_s):
         return ""
     ahead = timedelta(seconds=round(seconds(text) - now_s))
     return f"is dated {plain(str(text))}, {ahead} (h:mm:ss) in the future: the clock of whoever wrote it was ahead"
 
 
-def _dates(row: Mapping[str, Any]) -> Iterator[object]:
-    """Every time that a row and what it stores have."""
-    data = codec.parse(row["payload"], "payload")
-    for holder in (row, data, data.get("evidence") if isinstance(data, dict) else None):
-        if isinstance(holder, Mapping):
-            yield from (holder[name] for name in ("created", "first_seen", "last_seen") if name in holder)
-
-
-def _name(table: Table, row: Mapping[str, Any]) -> str:
-    names = [name for name in ("label", table.primary_key.columns[0].name) if name in row]
-    return plain(" ".join(str(row[name]) for name in names))
 
 
 def prune_database(
@@ -159,33 +155,30 @@ def prune_database(
     Also records and plans of other versions than ``keep_versions``, every record of ``device``, and logged ``misses``
     with their graphs. ``database`` is open for writing.
     """
-    return database.change(lambda connection: _pruned(connection, keep_versions, device, misses))
 
+    def prune(connection: Connection) -> dict[str, int]:
+        removed: dict[str, int] = {}
+        now_s, lite = clock_s(connection), connection.dialect.name == "sqlite"
+        if lite:
+            connection.exec_driver_sql("REINDEX")  # a damaged index hides rows, and lets none be deleted
+        for table in rows.READERS:
+            records = table in (tables.TUNINGS, tables.PLANS)
+            removed[table.name] = 0
+            # Not by its key: that may be what is damaged.
+            place: list[ColumnElement[Any]] = [literal_column("rowid")] if lite else list(table.primary_key)
+            named = [column.label(f"place{number}") for number, column in enumerate(place)]
+            for row in [row._asdict() for row in connection.execute(select(table, *named))]:
+                broken = bool(_row_problem(table, row)) or (table not in _ANEW and bool(_ahead(row, now_s)))
+                outdated = records and keep_versions is not None and row["versions"] != codec.dumps(keep_versions)
+                if broken or outdated or (records and row["device"] == device):
+                    same = [column == row[name.name] for column, name in zip(place, named, strict=True)]
+                    removed[table.name] += connection.execute(table.delete().where(*same)).rowcount
+        removed["trials"] += connection.execute(tables.TRIALS.delete().where(tables.TRIALS.c.open == 0)).rowcount
+        if misses:
+            removed["misses"] += connection.execute(tables.MISSES.delete()).rowcount
+            name = tables.CAPTURES.c.name
+            gone = name.startswith(rows.MISSED, autoescape=True) | (name == rows.DROPPED)
+            removed["captures"] += connection.execute(tables.CAPTURES.delete().where(gone)).rowcount
+        return removed
 
-def _pruned(
-    connection: Connection, keep_versions: Versions | None, device: str | None, misses: bool
-) -> dict[str, int]:
-    removed: dict[str, int] = {}
-    now_s = clock_s(connection)
-    if connection.dialect.name == "sqlite":
-        connection.exec_driver_sql("REINDEX")  # a damaged index hides rows, and lets none be deleted
-    for table in rows.READERS:
-        records = table in (tables.TUNINGS, tables.PLANS)
-        removed[table.name] = 0
-        # Not by its key: that may be what is damaged.
-        lite = connection.dialect.name == "sqlite"
-        place: list[ColumnElement[Any]] = [literal_column("rowid")] if lite else list(table.primary_key)
-        named = [column.label(f"place{number}") for number, column in enumerate(place)]
-        for row in [row._asdict() for row in connection.execute(select(table, *named))]:
-            broken = bool(_row_problem(table, row)) or (table not in _ANEW and bool(_ahead(row, now_s)))
-            outdated = records and keep_versions is not None and row["versions"] != codec.dumps(keep_versions)
-            if broken or outdated or (records and row["device"] == device):
-                same = [column == row[name.name] for column, name in zip(place, named, strict=True)]
-                removed[table.name] += connection.execute(table.delete().where(*same)).rowcount
-    removed["trials"] += connection.execute(tables.TRIALS.delete().where(tables.TRIALS.c.open == 0)).rowcount
-    if misses:
-        removed["misses"] += connection.execute(tables.MISSES.delete()).rowcount
-        name = tables.CAPTURES.c.name
-        gone = name.startswith(rows.MISSED, autoescape=True) | (name == rows.DROPPED)
-        removed["captures"] += connection.execute(tables.CAPTURES.delete().where(gone)).rowcount
-    return removed
+    return database.change(prune)

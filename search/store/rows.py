@@ -207,10 +207,15 @@ def trim_misses(connection: Connection) -> None:
     stored = connection.execute(select(captures.c.name, captures.c.created).where(_IS_GRAPH)).all()
     needed = sorted((counts[name], created, name) for name, created in stored if counts[name])
     graphs = {name for *_, name in _most(needed, MOST_GRAPHS)}
-    for name in sorted({name for name, _ in stored} - graphs):
-        connection.execute(captures.delete().where(captures.c.name == name))
+    for gone in sorted({name for name, _ in stored} - graphs):
+        connection.execute(captures.delete().where(captures.c.name == gone))
     if dropped:
-        _add_dropped(connection, dropped)
+        name = {"name": DROPPED}
+        tables.upsert(connection, captures, json_row(name, {}), name)  # its row is there, and nobody else's to change
+        with contextlib.suppress(RecordError):
+            for row in connection.execute(select(captures).where(captures.c.name == DROPPED)):
+                dropped += dropped_misses(read_json(row._asdict())[1])
+        tables.upsert(connection, captures, json_row(name, {"misses": dropped}))
 
 
 def _most(ascending: list[_T], limit: int) -> list[_T]:
@@ -225,14 +230,6 @@ def _counted(row: Mapping[str, Any]) -> tuple[int, str, str]:
         return 0, "", ""
     return miss["count"], miss["first_seen"], str(miss["payload"].get("region", ""))
 
-
-def _add_dropped(connection: Connection, dropped: int) -> None:
-    table, name = tables.CAPTURES, {"name": DROPPED}
-    tables.upsert(connection, table, json_row(name, {}), name)  # its row is there, and nobody else's to change
-    with contextlib.suppress(RecordError):
-        for row in connection.execute(select(table).where(table.c.name == DROPPED)):
-            dropped += dropped_misses(read_json(row._asdict())[1])
-    tables.upsert(connection, table, json_row(name, {"misses": dropped}))
 
 
 def dropped_misses(capture: Mapping[str, Any]) -> int:

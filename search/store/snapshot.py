@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import re
-from datetime import UTC, datetime
+import time
 from pathlib import Path
 
 import sqlalchemy as sa
@@ -15,7 +16,7 @@ from fuseplan.search.errors import DatabaseError, plain
 from fuseplan.search.store import location, tables
 from fuseplan.search.store.connections import connected, transaction
 from fuseplan.search.store.location import location_name, resolve_url
-from fuseplan.search.store.record import now
+from fuseplan.search.store.record import now, seconds
 
 #: What dispatch and reports read; not who is at work, and not what was missed.
 _COPIED = (tables.DEVICES, tables.TUNINGS, tables.PLANS, tables.CAPTURES)
@@ -87,10 +88,9 @@ def instead_of(url: URL) -> tuple[Engine | None, str]:
 
 
 def _age(pulled: str) -> str:
-    try:
-        minutes = int((datetime.now(UTC) - datetime.fromisoformat(pulled)).total_seconds() / 60)
-    except (ValueError, TypeError):
+    minutes = (time.time() - seconds(pulled)) / 60
+    if math.isinf(minutes):
         return "at an unknown time"
     if minutes < 120:
-        return f"{max(minutes, 0)} minutes ago"
-    return f"{minutes // 60} hours ago" if minutes < 48 * 60 else f"{minutes // (24 * 60)} days ago"
+        return f"{max(int(minutes), 0)} minutes ago"
+    return f"{minutes // 60:.0f} hours ago" if minutes < 48 * 60 else f"{minutes // (24 * 60):.0f} days ago"

@@ -21,13 +21,12 @@ from fuseplan.search.errors import (
     brief,
     plain,
 )
-from fuseplan.search.store import connections, location, migrations
+from fuseplan.search.store import connections, location
 from fuseplan.search.store.connections import connected, database_error, insist, transaction
 from fuseplan.search.store.location import location_name, sqlite_file
 from fuseplan.search.store.record import SCHEMA_VERSION, now
 
 METADATA = sa.MetaData()
-_APPLICATION = "fuseplan"
 #: How often a corrupt file is replaced before giving up.
 _ATTEMPTS = 3
 
@@ -76,9 +75,16 @@ CAPTURES = sa.Table("captures", METADATA, _key("name"), _text("payload"), _text(
 sa.Index(
     "captures_by_prefix", CAPTURES.c.name, postgresql_ops={"name": "varchar_pattern_ops"}
 ).ddl_if(dialect="postgresql")
+#: Every revision of these tables, in order. One only adds tables and indexes, so that an older fuseplan still reads
+#: what a newer one made; what it cannot read is of another schema version. The first one is not written down.
+REVISIONS = ("1", "2")
+REVISION = sa.Table(
+    "fuseplan_revision", sa.MetaData(), sa.Column("version_num", sa.String(32), nullable=False),
+    sa.PrimaryKeyConstraint("version_num", name="fuseplan_revision_pkc"),
+)
 #: What is known of a database before anything is asked of it: its facts by name, and its revision as that of "".
 _FACTS = sa.select(META.c.name, META.c.value)
-_FACTS_AND_REVISION = _FACTS.union_all(sa.select(sa.literal(""), migrations.REVISION.c.version_num))
+_FACTS_AND_REVISION = _FACTS.union_all(sa.select(sa.literal(""), REVISION.c.version_num))
 
 
 def open_for_writing(url: sa.URL, set_aside: int = _ATTEMPTS, patience_s: float = connections.BUSY_S) -> sa.Engine:
@@ -139,10 +145,10 @@ def _unless_empty(engine: sa.Engine) -> sa.Engine | None:
 
 def _create_or_upgrade(engine: sa.Engine) -> None:
     found, name = check_schema(engine), location_name(engine.url)
-    if found is not None and found not in migrations.KNOWN:
+    if found is not None and found not in REVISIONS:
         raise SchemaVersionError(
             "{} was written by a newer fuseplan (its tables are of revision {}, this one knows {}); it was left as it "
-            "is: use that one, or pass another file with {}", name, brief(found), migrations.KNOWN[-1], Argument("db"),
+            "is: use that one, or pass another file with {}", name, brief(found), REVISIONS[-1], Argument("db"),
         )
     lite = engine.dialect.name == "sqlite"
     if found is not None and lite:
@@ -150,7 +156,7 @@ def _create_or_upgrade(engine: sa.Engine) -> None:
             flaws = [str(row[0]) for row in connection.exec_driver_sql("PRAGMA quick_check(3)")]
         if flaws != ["ok"]:
             raise connections.corrupt(engine, "; ".join(flaws))
-    if found == migrations.KNOWN[-1]:
+    if found == REVISIONS[-1]:
         with connected(engine) as connection:
             check_columns(connection)
             may_write = sa.select(sa.func.has_table_privilege(PLANS.name, "insert"))
@@ -160,20 +166,20 @@ def _create_or_upgrade(engine: sa.Engine) -> None:
     with transaction(engine) as connection:
         if engine.dialect.name == "postgresql":  # two that create a table together: the second would fail
             connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({location.APPLICATION_ID})")
-        if sa.inspect(connection).has_table(META.name):
-            migrations.upgrade(connection)
-        else:
-            _create(connection)
+        is_new = not sa.inspect(connection).has_table(META.name)
+        METADATA.create_all(connection)  # what is missing: of an older database, what was added since
+        for index in CAPTURES.indexes:  # which goes with the table only where that is new
+            index.create(connection, checkfirst=True)
+        REVISION.create(connection, checkfirst=True)
+        connection.execute(REVISION.delete())
+        connection.execute(REVISION.insert().values(version_num=REVISIONS[-1]))
+        if is_new:
+            if lite:
+                connection.exec_driver_sql(f"PRAGMA application_id={location.APPLICATION_ID}")
+            facts = {"application": "fuseplan", "schema_version": str(SCHEMA_VERSION), "created": now()}
+            for name, value in facts.items():
+                upsert(connection, META, {"name": name, "value": value})
         check_columns(connection)
-
-
-def _create(connection: sa.Connection) -> None:
-    METADATA.create_all(connection)
-    migrations.mark_new(connection)
-    if connection.dialect.name == "sqlite":
-        connection.exec_driver_sql(f"PRAGMA application_id={location.APPLICATION_ID}")
-    for name, value in (("application", _APPLICATION), ("schema_version", str(SCHEMA_VERSION)), ("created", now())):
-        upsert(connection, META, {"name": name, "value": value})
 
 
 def check_schema(engine: sa.Engine) -> str | None:
@@ -192,7 +198,7 @@ def check_schema(engine: sa.Engine) -> str | None:
             "or pass another file with {}", location_name(engine.url), brief(facts.get("schema_version")),
             SCHEMA_VERSION, Argument("db"),
         )
-    return None if facts is None else facts.get("", migrations.KNOWN[0])
+    return None if facts is None else facts.get("", REVISIONS[0])
 
 
 def _facts(connection: sa.Connection) -> dict[str, str] | None:

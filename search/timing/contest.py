@@ -1,20 +1,25 @@
-"""Timing that decides: interleaved rounds, paired gains, A/A noise.
+"""Timing that ranks, by short screenings, and that decides, by interleaved rounds, paired gains and A/A noise.
 
 Contestants of one run meet the same state of the machine, sample by sample; only their differences count.
 """
 
 from __future__ import annotations
 
+import gc
 import math
+import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import torch
+
+from fuseplan.kernels.native.overlap import span_bytes
 from fuseplan.search import policy
 from fuseplan.search.store.record import Measurement
-from fuseplan.search.timing.measure import measurement_of, no_collection
-from fuseplan.search.timing.timers import Operands, Run, Sampler, Timer
+from fuseplan.search.timing.timers import Operands, Run, Timer
 
 #: Standard error of a median over that of a mean, times the factor from MAD to standard deviation.
 _MEDIAN_SE = 1.2533 * 1.4826
@@ -83,9 +88,8 @@ class Contest:
 
         A mean hides that one condition got worse: under none may the incumbent be better by more than ``max_loss``.
         """
-        if not self._is_faster(challenger, incumbent, self.threshold):
-            return False
-        return not self._loses(challenger, (incumbent,))
+        faster = self._is_faster(challenger, incumbent, self.threshold)
+        return faster and not self._loses(challenger, (incumbent,))
 
     def is_safer(self, one: str, other: str) -> bool:
         """True when the most that ``one`` loses to ``other`` under any condition is less than the reverse, beyond the
@@ -122,7 +126,8 @@ class Contest:
         everyone = (incumbent, *challengers)
         if self._loses(best, everyone):
             near = [name for name in better if not self._is_faster(best, name, policy.NEAR_GAIN)]
-            return min(near, key=lambda name: self._worst_loss(name, everyone))
+            return min(near, key=lambda name: max(
+                one.gain(other, name) for one in self.conditions for other in everyone))
         return next(name for name in better if name == best or not self._is_faster(best, name, self.threshold))
 
     def _loses(self, name: str, others: Sequence[str]) -> bool:
@@ -132,8 +137,6 @@ class Contest:
             for one in self.conditions for other in others
         )
 
-    def _worst_loss(self, name: str, others: Sequence[str]) -> float:
-        return max(one.gain(other, name) for one in self.conditions for other in others)
 
 
 def decisive(
@@ -177,8 +180,26 @@ def contest(
     noise.
     """
     twice = next(iter(contestants)) if twice is None else twice
-    runs = {**contestants, _AGAIN: contestants[twice]}
-    samples = _rounds(timer, runs, operands, seconds, min_rounds, max_rounds, tries)
+    clean: list[dict[str, float]] = []
+    disturbed: list[dict[str, float]] = []
+    with no_collection():
+        samplers = {name: timer.prepare(run, operands)
+                    for name, run in {**contestants, _AGAIN: contestants[twice]}.items()}
+        start = timer.clock()
+        while len(clean) < max_rounds:
+            number = len(clean) + len(disturbed)
+            # Past the time for that, long samples are not repeated: something always disturbs them.
+            left = tries if timer.clock() - start < seconds * policy.ROUNDS_PATIENCE else 1
+            tried = {name: timer.observe(samplers[name], left) for name in _turn(list(samplers), number)}
+            found = {name: value for name, (value, _) in tried.items()}
+            (clean if all(alone for _, alone in tried.values()) else disturbed).append(found)
+            spent = timer.clock() - start
+            if spent >= seconds and len(clean) >= min_rounds:
+                break
+            if spent >= seconds * policy.ROUNDS_PATIENCE and number >= min_rounds:
+                break
+    rounds = clean if len(clean) >= min_rounds else clean + disturbed
+    samples = {name: tuple(one[name] for one in rounds) for name in samplers}
     noise = paired_noise(samples[twice], samples.pop(_AGAIN))
     return Contest(samples, noise, timer.regime)
 
@@ -208,32 +229,6 @@ def _averaged(values: Sequence[float], count: int) -> list[float]:
     return [statistics.fmean(values[start:end]) for start, end in pairwise(edges)]
 
 
-def _rounds(
-    timer: Timer, runs: Mapping[str, Run], operands: Operands, seconds: float, min_rounds: int, max_rounds: int,
-    tries: int,
-) -> dict[str, tuple[float, ...]]:
-    """Paired samples of every run: only undisturbed rounds, where there are enough of them."""
-    clean: list[dict[str, float]] = []
-    disturbed: list[dict[str, float]] = []
-    with no_collection():
-        samplers = {name: timer.prepare(run, operands) for name, run in runs.items()}
-        start = timer.clock()
-        while len(clean) < max_rounds:
-            number = len(clean) + len(disturbed)
-            # Past the time for that, long samples are not repeated: something always disturbs them.
-            left = tries if timer.clock() - start < seconds * policy.ROUNDS_PATIENCE else 1
-            tried = {name: _undisturbed(timer, samplers[name], left) for name in _turn(list(samplers), number)}
-            found = {name: value for name, (value, _) in tried.items()}
-            (clean if all(alone for _, alone in tried.values()) else disturbed).append(found)
-            spent = timer.clock() - start
-            if spent >= seconds and len(clean) >= min_rounds:
-                break
-            if spent >= seconds * policy.ROUNDS_PATIENCE and number >= min_rounds:
-                break
-    rounds = clean if len(clean) >= min_rounds else clean + disturbed
-    return {name: tuple(one[name] for one in rounds) for name in samplers}
-
-
 def _turn(names: list[str], number: int) -> list[str]:
     """The order of a round: every second one runs backwards, and every two start with another one.
 
@@ -243,17 +238,6 @@ def _turn(names: list[str], number: int) -> list[str]:
     shift = number // 2 % len(names)
     turn = names[shift:] + names[:shift]
     return turn if number % 2 == 0 else turn[-2::-1] + turn[-1:]
-
-
-def _undisturbed(timer: Timer, sampler: Sampler, tries: int) -> tuple[float, bool]:
-    """A sample that nothing else disturbed, else the fastest of a few, for disturbances only ever add; and which."""
-    fastest = math.inf
-    for _ in range(tries):
-        value, undisturbed = timer.observe(sampler)
-        if undisturbed:
-            return value, True
-        fastest = min(fastest, value)
-    return fastest, False
 
 
 def paired_noise(first: Sequence[float], second: Sequence[float]) -> float:
@@ -267,3 +251,90 @@ def _standard_error(values: Sequence[float]) -> float:
     """Standard error of the median, from the median absolute deviation."""
     centre = statistics.median(values)
     return _MEDIAN_SE * statistics.median(abs(value - centre) for value in values) / math.sqrt(len(values))
+
+
+#: Cold operands rotate over this many times the last-level cache.
+CACHE_MULTIPLE = 3
+_DEFAULT_CACHE_BYTES = 32 * 2**20
+#: More operand sets than this cost more to build than their coldness is worth.
+_MAX_SETS = 256
+
+
+def cache_bytes(target_bytes: int) -> int:
+    """Last-level cache size: the target's, else what the operating system says, else a usual size."""
+    if target_bytes > 0:
+        return target_bytes
+    for name in ("SC_LEVEL3_CACHE_SIZE", "SC_LEVEL2_CACHE_SIZE"):
+        if name in os.sysconf_names and os.sysconf(name) > 0:
+            return os.sysconf(name)
+    return _DEFAULT_CACHE_BYTES
+
+
+def rotating_operands(
+    inputs: Sequence[torch.Tensor], hot: Sequence[bool], llc_bytes: int, limit_bytes: int
+) -> Operands:
+    """Operand sets to call a kernel with in turn.
+
+    Inputs that were just produced (``hot``) are shared; the others are copied until a last-level cache of ``llc_bytes``
+    cannot hold them. The rotation is shorter where ``limit_bytes`` do not suffice.
+    """
+    cold_bytes = sum(span_bytes(tensor) for tensor, is_hot in zip(inputs, hot, strict=True) if not is_hot)
+    if cold_bytes == 0:
+        return [tuple(inputs)]
+    wanted = math.ceil(CACHE_MULTIPLE * llc_bytes / cold_bytes) + 1
+    count = max(1, min(wanted, _MAX_SETS, limit_bytes // cold_bytes))
+    pairs = list(zip(inputs, hot, strict=True))
+    copies = (tuple(t if is_hot else copy_with_layout(t) for t, is_hot in pairs) for _ in range(count - 1))
+    return [tuple(inputs), *copies]
+
+
+def copy_with_layout(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in memory of its own, with the same strides (broadcast dimensions and gaps included)."""
+    count = span_bytes(tensor) // tensor.element_size()
+    flat = tensor.as_strided((count,), (1,)).clone()
+    return flat.as_strided(tensor.shape, tensor.stride())
+
+
+def measurement_of(samples: Sequence[float], regime: str, rounds: int = 0, noise: float = 0.0) -> Measurement:
+    """Median and interquartile range of samples in microseconds."""
+    ordered = sorted(samples)
+    if len(ordered) < 2:
+        return Measurement(ordered[0], 0.0, len(ordered), rounds, regime, noise)
+    low, _, high = statistics.quantiles(ordered, n=4, method="inclusive")
+    return Measurement(statistics.median(ordered), high - low, len(ordered), rounds, regime, noise)
+
+
+def screen(timer: Timer, run: Run, operands: Operands, seconds: float) -> Measurement:
+    """A quick time of one callable on its own: enough to rank, not to decide.
+
+    Samples that something else disturbed are left out, and more are taken; on a processor that is never left alone
+    the faster half of all samples counts, for disturbances only ever add time.
+    """
+    clean: list[float] = []
+    disturbed: list[float] = []
+    with no_collection():
+        sample = timer.prepare(run, operands)
+        start = timer.clock()
+        while True:
+            value, undisturbed = timer.observe(sample)
+            (clean if undisturbed else disturbed).append(value)
+            spent = timer.clock() - start
+            enough = len(clean) >= policy.SCREEN_SAMPLES or (spent >= seconds and len(clean) >= policy.SCREEN_LEAST)
+            if enough or spent >= seconds * policy.SCREEN_PATIENCE:
+                break
+    if len(clean) < policy.SCREEN_LEAST:
+        everything = sorted(clean + disturbed)
+        clean = everything[: (len(everything) + 1) // 2]
+    return measurement_of(clean, timer.regime)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Keep Python's garbage collector out of the samples."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -7,9 +7,9 @@ cache too, so what is decided between sequences is decided by running them whole
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import networkx as nx
 import torch
@@ -40,6 +40,11 @@ class Part:
         if self.backend is None:
             return self.subject.eager
         return self.backend.fused_callable(self.subject.ir, self.config, target)
+
+
+#: Parts by their names, and the names that each side of a comparison runs, in order.
+Parts: TypeAlias = Mapping[str, Part]
+Sides: TypeAlias = Mapping[str, Sequence[str]]
 
 
 class SharedOperands:

@@ -130,9 +130,7 @@ def check_result(kernel: CompiledKernel, subject: Subject, oracle: Oracle, devic
     It passes when, for every output, its normwise error and its largest error exceed those of the unfused chain by no
     more than :func:`rounding`. Exceptions of the kernel are passed on.
     """
-    inputs = [_Guarded(tensor) for tensor in oracle.inputs]
-    for guarded, source in zip(inputs, oracle.inputs, strict=True):
-        guarded.fill_from(source)
+    inputs = [_Guarded(tensor, filled=True) for tensor in oracle.inputs]
     before = [guarded.buffer.clone() for guarded in inputs]
     outputs = [_Guarded(tensor) for tensor in subject.allocate_outputs(device)]
     for guarded, buffer in zip(outputs, subject.ir.outputs, strict=True):
@@ -197,25 +195,19 @@ def _judge(value: torch.Tensor, unwritten: int, expected: _Expected, ops: int) -
     allowed_norm = eager_norm + max(rounding(value.dtype) / 8, policy.COMPUTE_TOLERANCE * ops)
     if norm > allowed_norm:
         return norm, f"normwise error {norm:.2e}, eager has {expected.eager_norm:.2e} (allowed {allowed_norm:.2e})"
-    if _largest_excess(value, reference, eager_worst, ops) > 0:
-        return norm, f"largest error {worst:.2e}, eager has {expected.eager_worst:.2e}"
-    return norm, ""
-
-
-def _largest_excess(value: torch.Tensor, reference: torch.Tensor, eager_worst: float, ops: int) -> float:
-    """By how much the worst element misses its bound: eager's worst error plus its own rounding."""
     if value.numel() == 0:
-        return 0.0
-    exact = reference.to(torch.float64)
+        return norm, ""
+    wide, exact = value.to(torch.float64), reference.to(torch.float64)
     info = torch.finfo(value.dtype)
     # Kernels may flush float32's subnormals to zero; narrower types keep theirs.
     floor = max(info.tiny * info.eps, torch.finfo(torch.float32).tiny)
     # Several ops may round intermediate values that are larger than the result: a running sum may end near zero.
     size = exact.abs() if ops == 1 else exact.abs().nan_to_num(0.0, 0.0, 0.0).max()
-    bound = eager_worst + rounding(value.dtype, ops) * size + floor
-    miss = (value.to(torch.float64) - exact).abs() - bound
+    miss = (wide - exact).abs() - (eager_worst + rounding(value.dtype, ops) * size + floor)
     # Infinities and NaN agree here: those that do not were refused before.
-    return float(torch.where(torch.isfinite(value.to(torch.float64)), miss, 0.0).max())
+    if float(torch.where(torch.isfinite(wide), miss, 0.0).max()) > 0:
+        return norm, f"largest error {worst:.2e}, eager has {expected.eager_worst:.2e}"
+    return norm, ""
 
 
 def rounding(dtype: torch.dtype, ops: int = 1) -> float:
@@ -226,9 +218,13 @@ def rounding(dtype: torch.dtype, ops: int = 1) -> float:
 
 
 class _Guarded:
-    """A tensor of a given layout inside a buffer whose every other byte is watched."""
+    """A tensor of a given layout inside a buffer whose every other byte is watched.
 
-    def __init__(self, like: torch.Tensor) -> None:
+    ``filled``: it has the elements of ``like``, with NaN in every gap and around (floats; other types keep the guard's
+    bytes).
+    """
+
+    def __init__(self, like: torch.Tensor, filled: bool = False) -> None:
         size = like.element_size()
         self.span = span_bytes(like) // size
         self.guard = _GUARD_BYTES // size
@@ -241,15 +237,11 @@ class _Guarded:
         if like.numel() != self.span:
             self._covered = torch.zeros(self.span, dtype=torch.bool, device=like.device)
             self._covered.as_strided(like.shape, like.stride()).fill_(True)
-
-    def fill_from(self, source: torch.Tensor) -> None:
-        """The source's elements, with NaN in every gap and around (floats; other types keep the guard's bytes)."""
-        if self.span == 0:
-            return
-        if self.flat.is_floating_point():
-            self.flat.fill_(math.nan)
-        whole, middle = source.as_strided((self.span,), (1,)), self.flat[self.guard : self.guard + self.span]
-        middle.copy_(whole if self._covered is None else torch.where(self._covered, whole, middle))
+        if filled and self.span:
+            if self.flat.is_floating_point():
+                self.flat.fill_(math.nan)
+            whole, middle = like.as_strided((self.span,), (1,)), self.flat[self.guard : self.guard + self.span]
+            middle.copy_(whole if self._covered is None else torch.where(self._covered, whole, middle))
 
     def unwritten(self) -> int:
         """How many elements of a bool tensor still hold the guard's bytes. An integer kernel may compute those: a wrong

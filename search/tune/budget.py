@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fuseplan.costmodel.devices import is_cpu
 from fuseplan.search import policy
@@ -39,10 +40,9 @@ class Budget:
         A GPU's times vary less, and its default configurations are near the bandwidth: fewer trials and shorter runs.
         """
         usual = Budget() if is_cpu(device_type) else Budget(trials=8, decide_s=0.16)
-        seconds = usual.seconds if seconds is None else seconds
-        asked = {} if trials is None else {"trials": trials, "steep_trials": trials}
-        limit_s = usual.job_limit_s if job_limit_s is None else job_limit_s
-        return replace(usual, **asked, seconds=seconds, job_limit_s=limit_s)
+        said: dict[str, Any] = {
+            "trials": trials, "steep_trials": trials, "seconds": seconds, "job_limit_s": job_limit_s}
+        return replace(usual, **{name: value for name, value in said.items() if value is not None})
 
     def minor(self) -> Budget:
         """For a subject that hardly counts: the preferred back end's default configuration and one more."""

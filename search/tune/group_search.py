@@ -1,20 +1,28 @@
-"""The search of one group: which back ends take part, what is tried, and what goes into the decision."""
+"""The search of one group: which back ends take part, what is tried, what is decided, and the record of it."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from fuseplan.kernels.ir.backend import Backend, config_key
 from fuseplan.search import policy
 from fuseplan.search.errors import NothingCompilesError, SubjectError
-from fuseplan.search.store.record import DOES_NOT_COMPILE, Evidence, RecordKey, Trial, TuningRecord, now
+from fuseplan.search.store.record import (
+    DOES_NOT_COMPILE,
+    Evidence,
+    Finalist,
+    RecordKey,
+    Rejection,
+    Trial,
+    TuningRecord,
+    now,
+)
+from fuseplan.search.timing.contest import Contest
 from fuseplan.search.timing.subject import Subject
-from fuseplan.search.tune.decision import Verdicts, decide_group
 from fuseplan.search.tune.resources import (
     DECIDING,
     OPENING,
@@ -72,16 +80,81 @@ class GroupSearch:
             batch = self._next_batch(time.monotonic() - start)
         self._require_a_compiler()
         self._rank()
-        enumerated = sum(len(entry.space) for entry in self._entries)
-        verdicts = Verdicts(self.trials, self._refusals, enumerated)
         self._event("decide")
-        resources = self._resources
-        evidence = Evidence(now(), resources.versions, resources.bench.seed, 0.0, run=resources.run)
-        run = partial(resources.call, DECIDING, jobs.decide_finalists, self._subject, of=[self._subject])
-        record = decide_group(run, self._subject, self._key, self._choices(), verdicts, evidence)
+        record = self._decide(start)
         self._best_us = record.best_us
         self._event("done")
-        return replace(record, evidence=replace(record.evidence, elapsed_s=round(time.monotonic() - start, 3)))
+        return record
+
+    def _decide(self, start_s: float) -> TuningRecord:
+        """Run the finalists, the incumbent first, against the unfused chain and write down the answer.
+
+        A run that crashes or hangs is repeated with the first choice alone, then with the unfused chain alone.
+        """
+        choices, failed = self._choices(), dict[str, str]()
+        for size in sorted({len(choices), min(1, len(choices)), 0}, reverse=True):
+            attempt = tuple(choices[:size])
+            outcome = self._resources.call(
+                DECIDING, jobs.decide_finalists, self._subject, attempt, attempt[0].name if attempt else jobs.UNFUSED,
+                of=[self._subject])
+            if outcome.ok:
+                return self._record(choices, outcome.value, failed, start_s)
+            failed |= {choice.name: f"the decisive run failed: {outcome.failure}" for choice in attempt}
+        raise SubjectError(f"{self._subject.label}: the unfused chain cannot be timed: {outcome.failure}")
+
+    def _record(
+        self, choices: Sequence[jobs.Entrant], decision: jobs.Decision, failed: Mapping[str, str], start_s: float
+    ) -> TuningRecord:
+        contest, resources = decision.contest, self._resources
+        standing = [choice for choice in choices if choice.name in contest.samples]
+        between = decision.device or contest
+        best = _winner(standing, between) if standing else None
+        fuse = best is not None and contest.accepts(best.name, jobs.UNFUSED)
+        gain = contest.gain(best.name, jobs.UNFUSED) if best is not None else 0.0
+        undecided = best is not None and contest.undecided(best.name, jobs.UNFUSED)
+        reason = _reason(fuse, gain, contest, undecided) if best is not None else self._no_kernel_works()
+        why = {**failed, **decision.failed}
+        rejected = [
+            *(Rejection(choice.backend.name, dict(choice.config), why[choice.name])
+              for choice in choices if choice.name not in contest.samples),
+            *(Rejection(trial.backend, trial.config, trial.reason) for trial in self.trials if trial.reason),
+        ]
+        kernels = [
+            Finalist(one.name, one.backend.name, dict(one.config), contest.time(one.name),
+                     contest.gain(one.name, jobs.UNFUSED)) for one in standing
+        ]
+        tried = self._trials.get((best.backend.name, config_key(best.config))) if best is not None else None
+        return TuningRecord(
+            key=self._key,
+            label=self._subject.label,
+            fuse=fuse,
+            backend=best.backend.name if best is not None else "",
+            config=dict(best.config) if best is not None else {},
+            fused=contest.time(best.name) if best is not None else None,
+            unfused=contest.time(jobs.UNFUSED),
+            gain=gain,
+            default_gain=between.gain(best.name, "default") if best and standing[0].name == "default" else 0.0,
+            threshold=contest.threshold,
+            error=tried.error or 0.0 if tried is not None else 0.0,
+            eager_error=decision.eager_error,
+            finalists=(Finalist(jobs.UNFUSED, "", {}, contest.time(jobs.UNFUSED), 0.0), *kernels),
+            rejected=tuple(rejected[:policy.REJECTIONS_LIMIT]),
+            refusals=dict(self._refusals),
+            enumerated=sum(len(entry.space) for entry in self._entries),
+            compiled=sum(not trial.uncompiled for trial in self.trials),
+            measured=sum(trial.median_us is not None for trial in self.trials),
+            work=self._subject.work,
+            resources=dict(decision.resources[best.name]) if best is not None else {},
+            evidence=Evidence(
+                now(), resources.versions, resources.bench.seed, round(time.monotonic() - start_s, 3),
+                decision.clocks_mhz, reason, resources.run),
+            undecided=undecided,
+        )
+
+    def _no_kernel_works(self) -> str:
+        reasons = [f"{name}: {reason}" for name, reason in self._refusals.items()]
+        reasons += [trial.reason for trial in self.trials if trial.reason]
+        return "no kernel works: " + ("; ".join(dict.fromkeys(reasons))[:500] or "no back end was given")
 
     @property
     def trials(self) -> tuple[Trial, ...]:
@@ -229,11 +302,11 @@ class GroupSearch:
         ]
         default = next((one for one in timed if one[1] == 0), None)
         fastest = sorted((one for one in timed if one != default), key=lambda one: one[2])
-        challengers = sorted(fastest[: self._resources.budget.finalists])
-        listed = [("default", default)] if default is not None else []
-        listed += [(f"challenger {count}", one) for count, one in enumerate(challengers, 1)]
-        entries = [(name, self._entries[number], position) for name, (number, position, _) in listed]
-        return [jobs.Entrant(name, entry.backend, entry.space.configs[position]) for name, entry, position in entries]
+        listed = {"default": default} if default is not None else {}
+        for count, one in enumerate(sorted(fastest[: self._resources.budget.finalists]), 1):
+            listed[f"challenger {count}"] = one
+        return [jobs.Entrant(name, self._entries[number].backend, self._entries[number].space.configs[position])
+                for name, (number, position, _) in listed.items()]
 
     def _event(self, phase: TunePhase) -> None:
         of = sum(entry.strategy.limit for entry in self._entries)
@@ -251,3 +324,26 @@ def screened(blank: Trial, outcome: Outcome) -> Trial:
         return replace(blank, reason=f"wrong result: {found.verdict.reason}", error=error)
     device_us = found.device.median_us if found.device is not None else None
     return replace(blank, median_us=found.time.median_us, error=error, device_us=device_us)
+
+
+def _winner(standing: Sequence[jobs.Entrant], contest: Contest) -> jobs.Entrant:
+    """The best kernel. One of another back end than the preferred has to be better by more than tunes differ in."""
+    first = standing[0]
+    by_name = {one.name: one for one in standing}
+    best = contest.winner(first.name, list(by_name)[1:])
+    if by_name[best].backend.name != first.backend.name:
+        own = contest.winner(
+            first.name, [one.name for one in standing[1:] if one.backend.name == first.backend.name])
+        runs = contest.conditions or (contest,)
+        best = best if all(one.gain(best, own) > policy.OTHER_BACKEND_GAIN for one in runs) else own
+    return by_name[best]
+
+
+def _reason(fuse: bool, gain: float, contest: Contest, undecided: bool) -> str:
+    if undecided:
+        return f"no verdict: a gain of {gain:.1%} over the unfused chain, measured with a noise of {contest.noise:.0%}"
+    if fuse:
+        return f"the kernel takes {gain:.1%} less time than the unfused chain (threshold {contest.threshold:.1%})"
+    if gain > 0:
+        return f"the gain of {gain:.1%} over the unfused chain is within the threshold of {contest.threshold:.1%}"
+    return f"the best kernel is {-gain:.1%} slower than the unfused chain"

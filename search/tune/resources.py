@@ -169,14 +169,11 @@ class TuningResources:
         wait = self.executor.submit(function, self.bench, *args, limit_s=self._limit_s(of))
         return partial(self._booked, what, of, wait)
 
-    @property
-    def _compile_limit_s(self) -> float:
-        return self.budget.job_limit_s + COMPILE_LIMIT_S
-
     def compile(self, arguments: Sequence[Compilation]) -> list[Outcome]:
         """Compile beside each other, and wait. Raises :class:`MachineFailureError`."""
         with self.account.spend(COMPILING):
-            outcomes = self.executor.map(jobs.prepare, arguments, limit_s=self._compile_limit_s)
+            limit_s = self.budget.job_limit_s + COMPILE_LIMIT_S
+            outcomes = self.executor.map(jobs.prepare, arguments, limit_s=limit_s)
         if any(outcome.checked().ok for outcome in outcomes):
             self.compiles.set()
         return outcomes
@@ -187,7 +184,8 @@ class TuningResources:
         On a CPU nothing happens: compilers would take the cores away from what is measured.
         """
         if self.target.is_gpu:
-            self.executor.prefetch(jobs.prepare, arguments, limit_s=self._compile_limit_s, spare=spare)
+            limit_s = self.budget.job_limit_s + COMPILE_LIMIT_S
+            self.executor.prefetch(jobs.prepare, arguments, limit_s=limit_s, spare=spare)
 
     def trials(self, key: RecordKey, only_open: bool = False) -> list[Trial]:
         """Stored trials that count; one that did not compile only where others do."""

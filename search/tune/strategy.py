@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from fuseplan.search import policy
@@ -148,54 +149,49 @@ class _Sampler:
     def __init__(self, space: Space, seed: int) -> None:
         self._space = space
         self._seed = seed
-        self._study: optuna.Study | None = None
         self._learnt = 0
 
     def ask(self, known: Collection[int], times: Mapping[int, float]) -> int | None:
         """A position outside ``known``; None when there is none. ``times`` is what was measured, in its order."""
-        from optuna.trial import TrialState
-
         if len(known) >= len(self._space):
             return None
-        study, distributions = self._ready(times), self._distributions()
-        for _ in range(_SAMPLER_TRIES):
-            trial = study.ask(distributions)
-            study.tell(trial, state=TrialState.FAIL)  # only what was measured counts
-            position = self._space.find({
-                tunable.name: tunable.choices[trial.params[tunable.name]] if is_ordered(tunable)
-                else trial.params[tunable.name] for tunable in self._space.tunables
-            })
-            if position is not None and position not in known:
-                return position
-        return next(position for position in range(len(self._space)) if position not in known)
+        from optuna.trial import TrialState, create_trial
 
-    def _ready(self, times: Mapping[int, float]) -> optuna.Study:
-        """The study, with everything that was measured."""
-        import optuna
-
-        if self._study is None:
-            with quiet_optuna():
-                sampler = optuna.samplers.TPESampler(seed=self._seed, n_startup_trials=4)
-                self._study = optuna.create_study(sampler=sampler)
+        tunables = self._space.tunables
         for position, time in itertools.islice(times.items(), self._learnt, None):
             config = self._space.configs[position]
             params = {
                 one.name: one.choices.index(config[one.name]) if is_ordered(one) else config[one.name]
-                for one in self._space.tunables if config.get(one.name) in one.choices
+                for one in tunables if config.get(one.name) in one.choices
             }
             # A default may lie outside the tunables' choices.
-            if len(params) == len(self._space.tunables) and math.isfinite(time):
-                self._study.add_trial(optuna.trial.create_trial(
-                    params=params, distributions=self._distributions(), value=math.log(time)
-                ))
+            if len(params) == len(tunables) and math.isfinite(time):
+                self._study.add_trial(create_trial(
+                    params=params, distributions=self._distributions, value=math.log(time)))
         self._learnt = len(times)
-        return self._study
+        for _ in range(_SAMPLER_TRIES):
+            trial = self._study.ask(self._distributions)
+            self._study.tell(trial, state=TrialState.FAIL)  # only what was measured counts
+            found = self._space.find({
+                one.name: one.choices[trial.params[one.name]] if is_ordered(one) else trial.params[one.name]
+                for one in tunables
+            })
+            if found is not None and found not in known:
+                return found
+        return next(position for position in range(len(self._space)) if position not in known)
 
+    @cached_property
+    def _study(self) -> optuna.Study:
+        import optuna
+
+        with quiet_optuna():
+            return optuna.create_study(sampler=optuna.samplers.TPESampler(seed=self._seed, n_startup_trials=4))
+
+    @cached_property
     def _distributions(self) -> dict[str, Any]:
         from optuna.distributions import CategoricalDistribution, IntDistribution
 
         return {
-            tunable.name: IntDistribution(0, len(tunable.choices) - 1) if is_ordered(tunable)
-            else CategoricalDistribution(tunable.choices)
-            for tunable in self._space.tunables
+            one.name: IntDistribution(0, len(one.choices) - 1) if is_ordered(one)
+            else CategoricalDistribution(one.choices) for one in self._space.tunables
         }

@@ -6,10 +6,10 @@ They are copies, written once a search has ended: nothing reads them, and what a
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fuseplan.kernels.ir.backend import config_key
 from fuseplan.search.errors import OWN_FAULTS, StudyError, plain
@@ -37,8 +37,10 @@ class Studies:
 
         self.where = where
         try:
-            if "://" not in where and _is_sqlite(Path(where)):
-                raise ValueError(f"it is an SQLite file, which is written sqlite:///{where}")
+            if "://" not in where and Path(where).is_file():
+                with Path(where).open("rb") as file:
+                    if file.read(6) == b"SQLite":  # a journal must not be written into it
+                        raise ValueError(f"it is an SQLite file, which is written sqlite:///{where}")
             with quiet_optuna():
                 self._storage = get_storage(where if "://" in where else JournalStorage(JournalFileBackend(where)))
         except Exception as error:  # SQLAlchemy's, a driver's, or the file system's
@@ -59,20 +61,20 @@ class Studies:
         try:
             with quiet_optuna():
                 study = optuna.create_study(storage=self._storage, study_name=study_name(record), direction="minimize")
-                for name, value in _answer(record).items():
+                key, fused = record.key, record.fused
+                answer = {  # times in us
+                    "group": record.label, "device": key.device, "regime": key.regime, "numerics": key.numerics,
+                    "key": key.workload, "answer": "fuse" if record.fuse else "do not fuse",
+                    "reason": record.evidence.reason, "unfused_us": record.unfused.median_us,
+                    "fused_us": None if fused is None else fused.median_us, "configurations": record.enumerated,
+                }
+                for name, value in answer.items():
                     study.set_user_attr(name, value)
                 study.add_trials(_frozen(record, trials, on_device))
         except Exception as error:
             OWN_FAULTS.tolerate(error)
             logger.warning("the study of %s is not kept in %s: %s", record.label, plain(self.where), plain(str(error)))
 
-
-def _is_sqlite(path: Path) -> bool:
-    """Whether a file is one that a journal must not be written into."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return file.read(6) == b"SQLite"
 
 
 @contextmanager
@@ -95,15 +97,6 @@ def study_name(record: TuningRecord) -> str:
     apart = f"{key.workload[:8]} {record.evidence.created}"
     return f"{record.label[:_LONGEST]} on {key.device}, {how} [{apart}]"
 
-
-def _answer(record: TuningRecord) -> Mapping[str, Any]:
-    """What the search decided, times in us."""
-    return {
-        "group": record.label, "device": record.key.device, "regime": record.key.regime,
-        "numerics": record.key.numerics, "key": record.key.workload, "answer": "fuse" if record.fuse else "do not fuse",
-        "reason": record.evidence.reason, "unfused_us": record.unfused.median_us,
-        "fused_us": None if record.fused is None else record.fused.median_us, "configurations": record.enumerated,
-    }
 
 
 def _frozen(record: TuningRecord, trials: Sequence[Trial], on_device: bool) -> Iterator[FrozenTrial]:

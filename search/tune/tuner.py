@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from fuseplan.costmodel.devices import is_cpu, is_gpu
 from fuseplan.kernels.ir.backend import Backend, Config, Target
@@ -23,7 +22,7 @@ from fuseplan.search.store.database import Database, reservations
 from fuseplan.search.store.leases import Leases
 from fuseplan.search.store.record import Measurement, RecordKey, Trial, TuningRecord, Versions, now
 from fuseplan.search.timing.contest import Contest
-from fuseplan.search.timing.sequence import Part
+from fuseplan.search.timing.sequence import Parts, Sides
 from fuseplan.search.timing.subject import Subject
 from fuseplan.search.timing.timers import Timer, timer_for
 from fuseplan.search.tune.budget import Budget
@@ -56,16 +55,13 @@ def make_pool(device_type: str) -> WorkerPool:
 
     Of all such pools of a user on one device one measures at a time.
     """
-    on_cpu = is_cpu(device_type)
-    return WorkerPool(bind=on_cpu, preload=() if on_cpu else _COMPILERS, turn=_turn_of(device_type))
-
-
-def _turn_of(device_type: str) -> str:
-    """The file that is locked while something is measured on the current device."""
     import torch
 
-    which = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if is_gpu(device_type) else "cpu"
-    return str(Path(tempfile.gettempdir()) / f"fuseplan-{os.getuid()}-{which}.turn")
+    on_cpu, which = is_cpu(device_type), "cpu"
+    if is_gpu(device_type):
+        which = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    turn = Path(tempfile.gettempdir()) / f"fuseplan-{os.getuid()}-{which}.turn"
+    return WorkerPool(bind=on_cpu, preload=() if on_cpu else _COMPILERS, turn=str(turn))
 
 
 class Tuner:
@@ -133,35 +129,32 @@ class Tuner:
         where the unfused chain or its reference fails.
         """
         key = self.key(subject)
-        return self.leases.once(
-            key, partial(self._known, subject, key, minor), partial(self._search, subject, key, neighbours, minor))
 
-    def _known(self, subject: Subject, key: RecordKey, minor: bool) -> TuningRecord | None:
-        """The stored answer, unless there is more to try."""
-        if (current := self._current(key)) is None:
+        def known() -> TuningRecord | None:
+            if (current := self._current(key)) is None:
+                return None
+            # One that rests on fewer trials than its group gets if it counts is searched once more.
+            was_minor = current.measured <= self.budget.minor().trials < min(self.budget.trials, current.enumerated)
+            if (reason := self._refuse_record(subject, current)) is not None:
+                logger.warning("the stored record of %s is not used: %s", subject.label, reason)
+            elif minor or key in self._searched or not was_minor:
+                return current
             return None
-        # One that rests on fewer trials than its group gets if it counts is searched once more.
-        was_minor = current.measured <= self.budget.minor().trials < min(self.budget.trials, current.enumerated)
-        if (reason := self._refuse_record(subject, current)) is not None:
-            logger.warning("the stored record of %s is not used: %s", subject.label, reason)
-        elif minor or key in self._searched or not was_minor:
-            return current
-        return None
 
-    def _search(
-        self, subject: Subject, key: RecordKey, neighbours: Iterable[TuningRecord], minor: bool
-    ) -> TuningRecord:
-        stored = self.database.get_record(key).record
-        hints = [*([stored] if stored is not None else []), *neighbours]
-        if not minor:
-            self._searched.add(key)
-        run = GroupSearch(self._resources_for(minor), subject, key, hints)
-        record = self._resources.released(run.execute)
-        with self.account.spend(STORING):
-            self.database.put_record(record)
-            if self.studies is not None:
-                self.studies.add(record, run.trials, run.on_device)
-        return record
+        def search() -> TuningRecord:
+            stored = self.database.get_record(key).record
+            hints = [*([stored] if stored is not None else []), *neighbours]
+            if not minor:
+                self._searched.add(key)
+            run = GroupSearch(self._resources_for(minor), subject, key, hints)
+            record = self._resources.released(run.execute)
+            with self.account.spend(STORING):
+                self.database.put_record(record)
+                if self.studies is not None:
+                    self.studies.add(record, run.trials, run.on_device)
+            return record
+
+        return self.leases.once(key, known, search)
 
     def _refuse_record(self, subject: Subject, record: TuningRecord) -> str | None:
         """Why a stored answer can be none for ``subject`` here, or None; its numbers are taken as they are."""
@@ -184,26 +177,24 @@ class Tuner:
         An op that was timed beside libraries' calls is not timed again.
         """
         key = self.key(subject)
-        return self.leases.once(key, partial(self._known_unfused, subject, key), partial(self._time, subject, key))
 
-    def _known_unfused(self, subject: Subject, key: RecordKey) -> Measurement | None:
-        stored = self._current(key)
-        if stored is not None:
-            return stored.unfused
-        for trial in self._resources.trials(key):
-            if not trial.backend and trial.median_us is not None:
-                return Measurement(trial.median_us, 0.0, 1, 0, self.regime)
-        for known in self._contests.get(subject.key, ()):
-            return known.contest.time(jobs.UNFUSED)
-        return None
+        def known() -> Measurement | None:
+            if (stored := self._current(key)) is not None:
+                return stored.unfused
+            for trial in self._resources.trials(key):
+                if not trial.backend and trial.median_us is not None:
+                    return Measurement(trial.median_us, 0.0, 1, 0, self.regime)
+            return next((one.contest.time(jobs.UNFUSED) for one in self._contests.get(subject.key, ())), None)
 
-    def _time(self, subject: Subject, key: RecordKey) -> Measurement:
-        outcome = self._resources.call(TIMING_OPS, jobs.time_unfused, subject, of=[subject])
-        if not outcome.ok:
-            raise SubjectError(f"{subject.label}: cannot be timed: {outcome.failure}")
-        time_us: Measurement = outcome.value
-        self._resources.log(Trial(key, "", {}, time_us.median_us, created=now()))
-        return time_us
+        def find() -> Measurement:
+            outcome = self._resources.call(TIMING_OPS, jobs.time_unfused, subject, of=[subject])
+            if not outcome.ok:
+                raise SubjectError(f"{subject.label}: cannot be timed: {outcome.failure}")
+            found: Measurement = outcome.value
+            self._resources.log(Trial(key, "", {}, found.median_us, created=now()))
+            return found
+
+        return self.leases.once(key, known, find)
 
     def contest_calls(
         self, plain: Subject, calls: Mapping[str, Subject], ops: int = 1
@@ -257,38 +248,30 @@ class Tuner:
             found.append(screened(Trial(record.key, record.backend, record.config, created=now()), outcome))
         return found
 
-    def play_off(
-        self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str] = ()
-    ) -> Contest | None:
+    def play_off(self, parts: Parts, sides: Sides, kept: Collection[str] = ()) -> Contest | None:
         """Whole sequences of tuned kernels against each other in one interleaved run; None when that run fails.
 
         ``sides`` name the parts that each runs, the incumbent first; ``kept`` are the values needed afterwards.
         """
-        job = self._play_off(parts, sides, kept)
-        found: Contest | None = self._resources.call(*job, of=_called(parts, sides)).value
-        return found
+        return self.play_off_later(parts, sides, kept, spare=False)()
 
     def play_off_later(
-        self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str] = ()
+        self, parts: Parts, sides: Sides, kept: Collection[str] = (), spare: bool = True
     ) -> Callable[[], Contest | None]:
-        """As :meth:`play_off`, when the measuring process has nothing else to do."""
-        run = self._resources.later(*self._play_off(parts, sides, kept), of=_called(parts, sides))
-        return lambda: run().value
-
-    def _play_off(self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str]) -> Any:
-        """The job, once a listener has been told of it."""
+        """As :meth:`play_off`; ``spare``: when the measuring process has nothing else to do."""
         if self._resources.progress is not None and parts:
             label = next(iter(parts.values())).subject.label
             self._resources.progress(ProgressEvent(label, 0, len(parts), math.inf, "play off"))
-        return PLAYING_OFF, jobs.decide_sides, dict(parts), dict(sides), frozenset(kept)
+        job = PLAYING_OFF, jobs.decide_sides, dict(parts), dict(sides), frozenset(kept)
+        called = [parts[name].subject for names in sides.values() for name in names]  # by one call of every side
+        run = self._resources.later(*job, of=called) if spare else partial(self._resources.call, *job, of=called)
+        return lambda: run().value
 
-    def time_sides(
-        self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str], min_rounds: int
-    ) -> Outcome:
+    def time_sides(self, parts: Parts, sides: Sides, kept: Collection[str], min_rounds: int) -> Outcome:
         """As :meth:`play_off`, once, to know the times alone: a :class:`Contest`, or why there is none."""
         return self._resources.call(
             TIMING_STEPS, jobs.time_sides, dict(parts), dict(sides), frozenset(kept), min_rounds,
-            of=_called(parts, sides))
+            of=[parts[name].subject for names in sides.values() for name in names])
 
     @property
     def rankings(self) -> dict[Alike, list[Config]]:
@@ -335,7 +318,3 @@ class Tuner:
         for subject in subjects:
             self._resources.compile_ahead(self._resources.default_of(subject), spare=True)
 
-
-def _called(parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]]) -> list[Subject]:
-    """What one call of every side runs."""
-    return [parts[name].subject for names in sides.values() for name in names]

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, wraps
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -24,37 +23,35 @@ from fuseplan.kernels.native.overlap import span_bytes
 from fuseplan.search import policy
 from fuseplan.search.errors import OWN_FAULTS
 from fuseplan.search.store.record import Measurement
-from fuseplan.search.timing.contest import Contest, contest, decisive, mean_contest, middle_of_three
-from fuseplan.search.timing.measure import cache_bytes, rotating_operands, screen
-from fuseplan.search.timing.sequence import Part, SharedOperands, sequence
+from fuseplan.search.timing.contest import (
+    Contest,
+    cache_bytes,
+    contest,
+    decisive,
+    mean_contest,
+    middle_of_three,
+    rotating_operands,
+    screen,
+)
+from fuseplan.search.timing.sequence import Parts, SharedOperands, Sides, sequence
 from fuseplan.search.timing.subject import Subject
 from fuseplan.search.timing.timers import Operands, Run, Timer
 from fuseplan.search.timing.verify import CheckResult, Oracle, check_call, check_result, make_oracle
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 #: Name of the unfused chain among the contestants.
 UNFUSED = "unfused"
 #: Share of the decisive run's time that cold calls get on top.
 _COLD_SHARE = 0.3
 
 
-def _give_back() -> None:
-    """Leave memory that is free to other processes: on a GPU PyTorch would keep it."""
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-
-
-def _tidy(job: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A job that keeps no memory when it ends."""
-    @wraps(job)
-    def tidied(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        try:
-            return job(*args, **kwargs)
-        finally:
-            _give_back()
-
-    return tidied
+@contextlib.contextmanager
+def _tidy() -> Iterator[None]:
+    """Leave memory that is free at the end to other processes: on a GPU PyTorch would keep it."""
+    try:
+        yield
+    finally:
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True)
@@ -173,7 +170,7 @@ class Calls:
     failed: Mapping[str, str]
 
 
-@_tidy
+@_tidy()
 def contest_calls(bench: Bench, plain: Subject, calls: Mapping[str, Subject], ops: int = 1) -> Calls:
     """Check libraries' calls against the ``ops`` that they stand for, and time the right ones beside these."""
     with torch.no_grad():
@@ -255,10 +252,8 @@ def _between_kernels(
     return mean_contest(hot, contest(cold, runs, operands, bench.decide_s * _COLD_SHARE, again))
 
 
-@_tidy
-def decide_sides(
-    bench: Bench, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str]
-) -> Contest:
+@_tidy()
+def decide_sides(bench: Bench, parts: Parts, sides: Sides, kept: Collection[str]) -> Contest:
     """Time whole sequences of kernels against each other; as :meth:`~fuseplan.search.tune.tuner.Tuner.play_off`."""
     incumbent = next(iter(sides))
 
@@ -288,10 +283,8 @@ def _launched_and_alone(bench: Bench, runs: Mapping[str, Run], operands: Operand
     return mean_contest(launched, device, policy.MAX_LAUNCH_LOSS)
 
 
-@_tidy
-def time_sides(
-    bench: Bench, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str], min_rounds: int
-) -> Contest:
+@_tidy()
+def time_sides(bench: Bench, parts: Parts, sides: Sides, kept: Collection[str], min_rounds: int) -> Contest:
     """The same in one run, that decides nothing; as :meth:`~fuseplan.search.tune.tuner.Tuner.time_sides`.
 
     What a cache does not hold is not copied, and a sample that something else disturbed stands: it is long.
@@ -304,7 +297,7 @@ def time_sides(
 
 
 def _runs(
-    bench: Bench, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str]
+    bench: Bench, parts: Parts, sides: Sides, kept: Collection[str]
 ) -> tuple[dict[str, Run], SharedOperands]:
     """The sides as functions, and what they read."""
     shared = SharedOperands(lambda subject: subject.make_inputs(bench.seed, bench.target.device_type))
@@ -314,10 +307,10 @@ def _runs(
     return runs, shared
 
 
+@_tidy()
 def release() -> None:
     """Let go of the current subject's memory."""
     _desks.clear()
-    _give_back()
 
 
 def free_bytes(device: str) -> int:

@@ -71,10 +71,6 @@ class _Lane:
     request: Request | None = None
     deadline: float = 0.0
 
-    @property
-    def busy(self) -> bool:
-        return self.request is not None
-
 
 class Turn:
     """The right to measure on a device, which one process of this host has at a time.
@@ -149,8 +145,8 @@ class Supervisor:
                 self._end(number)
 
     def _step(self) -> None:
-        deadlines = [lane.deadline for lane in self._lanes.values() if lane.busy]
-        if self._unmeasured and not any(lane.busy for number, lane in self._lanes.items() if number >= MEASURING):
+        deadlines = [self._lanes[number].deadline for number in self._busy()]
+        if self._unmeasured and max(self._busy(), default=BACKGROUND) < MEASURING:
             deadlines.append(self._idle_since + _PAUSE_S)
         if self._refused:
             deadlines.append(self._clock() + _TRY_S)
@@ -159,7 +155,7 @@ class Supervisor:
         for number, lane in list(self._lanes.items()):
             if lane.pipe in ready:
                 self._collect(number, lane)
-            elif lane.busy and self._clock() >= lane.deadline:
+            elif lane.request is not None and self._clock() >= lane.deadline:
                 self._end(number)
                 self._finish(number, lane.request, TIMED_OUT, "")
         if self._parent in ready:
@@ -169,35 +165,31 @@ class Supervisor:
             elif request.lane == MEASURING:
                 self._unmeasured.append(request)
             else:
-                self._take(request)
+                alike = [number for number, lane in self._lanes.items() if number in self._background
+                         and lane.request is not None and lane.request.payload == request.payload]
+                if alike:  # a background worker is at it already: its result will do
+                    self._held.setdefault(alike[0], []).append(request)
+                else:
+                    self._backlog = [one for one in self._backlog if one.payload != request.payload]
+                    self._start(request)
         self._feed()
 
-    def _take(self, request: Request) -> None:
-        """Start a job, unless a background worker is at it already: then its result will do."""
-        for number in self._background:
-            lane = self._lanes.get(number)
-            if lane is not None and lane.request is not None and lane.request.payload == request.payload:
-                self._held.setdefault(number, []).append(request)
-                return
-        self._backlog = [one for one in self._backlog if one.payload != request.payload]
-        self._start(request)
-
-    def _is_busy(self, number: int) -> bool:
-        lane = self._lanes.get(number)
-        return lane is not None and lane.busy
+    def _busy(self) -> list[int]:
+        """Lanes that are at a job."""
+        return [number for number, lane in self._lanes.items() if lane.request is not None]
 
     def _feed(self) -> None:
         """Hand waiting jobs to the measuring lane and to background workers that are idle."""
-        if self._unmeasured and not self._is_busy(MEASURING):
+        if self._unmeasured and MEASURING not in self._busy():
             waiting = min(self._unmeasured, key=lambda request: request.spare)  # of equals the first
-            idle = not any(lane.busy for number, lane in self._lanes.items() if number > MEASURING)
+            idle = max(self._busy(), default=BACKGROUND) < MEASURING
             due = not waiting.spare or (idle and self._clock() >= self._idle_since + _PAUSE_S)
             self._refused = due and not self._turn.take()
             if due and not self._refused:
                 self._unmeasured.remove(waiting)
                 self._start(waiting)
         for number in self._background:
-            if self._backlog and not self._is_busy(number):
+            if self._backlog and number not in self._busy():
                 waiting = min(self._backlog, key=lambda request: request.spare)
                 self._backlog.remove(waiting)
                 self._start(replace(waiting, lane=number))
@@ -251,7 +243,7 @@ class Supervisor:
         lane = self._lanes.pop(number)
         lane.pipe.close()
         # A worker that is dying by itself gets a moment, so that its own signal is the one reported.
-        status = _reap(lane.pid, 0.5 if lane.busy and self._clock() < lane.deadline else 0.0)
+        status = _reap(lane.pid, 0.5 if lane.request is not None and self._clock() < lane.deadline else 0.0)
         if status is None:
             kill_tree(lane.pid)  # a compiler with a session of its own too
         with contextlib.suppress(ProcessLookupError, PermissionError):

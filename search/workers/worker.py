@@ -142,8 +142,10 @@ class WorkerPool:
     ) -> _Promise:
         payload = pickle.dumps((function, args))
         with self._sending:
-            pipe = self._running()
-            job = self._jobs
+            if self._process is None or self._process.poll() is not None:  # or it has ended
+                self.close()
+            self._used = True
+            pipe, job = self._pipe or self._start(), self._jobs
             self._jobs += 1
             promise = self._promised[job] = _Promise(limit_s, self._log.seek(0, os.SEEK_END))
             with contextlib.suppress(OSError):  # the end of its supervisor shows when somebody waits
@@ -165,7 +167,14 @@ class WorkerPool:
                 self.close()
             else:
                 promise = self._promised.pop(job)
-                promise.outcome = self._outcome(state, payload, promise.limit_s, promise.log_start)
+                outcome = Outcome(failure=str(payload), of_machine=state == STARVED)
+                if state == OK:
+                    outcome = Outcome(pickle.loads(payload))
+                elif state == TIMED_OUT:
+                    outcome = Outcome(failure=f"no result within {promise.limit_s:.3g} s", timed_out=True)
+                elif state == CRASHED:
+                    outcome = Outcome(failure=f"crashed: {payload}{self._last_words(promise.log_start)}")
+                promise.outcome = outcome
 
     @contextlib.contextmanager
     def _closed_if_interrupted(self) -> Iterator[None]:
@@ -237,21 +246,6 @@ class WorkerPool:
             )
         self._pipe = Connection(ours.detach())
         return self._pipe
-
-    def _running(self) -> Connection:
-        """The pipe to a supervisor that lives, and will have worked."""
-        if self._process is None or self._process.poll() is not None:
-            self.close()
-        self._used = True
-        return self._pipe or self._start()
-
-    def _outcome(self, state: str, payload: Any, limit_s: float, log_start: int) -> Outcome:
-        if state == OK:
-            return Outcome(pickle.loads(payload))
-        if state == TIMED_OUT:
-            return Outcome(failure=f"no result within {limit_s:.3g} s", timed_out=True)
-        failure = f"crashed: {payload}{self._last_words(log_start)}" if state == CRASHED else str(payload)
-        return Outcome(failure=failure, of_machine=state == STARVED)
 
     def _last_words(self, start: int) -> str:
         """The last line that the workers wrote since ``start``."""

@@ -105,7 +105,7 @@ def import_all() -> None:
         except ModuleNotFoundError:
             continue
         for one in pkgutil.walk_packages(path, f"fuseplan.{package}."):
-            if not one.name.endswith("__main__") and ".migrations" not in one.name:
+            if not one.name.endswith("__main__"):
                 try:
                     importlib.import_module(one.name)
                 except ImportError:  # of a package that is not here

@@ -13,7 +13,7 @@ from fast_tunes import count_instead_of_timing
 from inline_executor import InlineExecutor
 
 from fuseplan.planner.cost.running_calibration import RunningCalibration
-from fuseplan.planner.fleet import asking, worker_state
+from fuseplan.planner.fleet import run, worker_state
 from fuseplan.search import policy
 
 
@@ -51,4 +51,4 @@ def in_the_place_of_local(patch: pytest.MonkeyPatch, number: int) -> None:
         with workers_here(patch, number) as client:
             yield client
 
-    patch.setattr(asking, "connected", connected)
+    patch.setattr(run, "connected", connected)

@@ -114,7 +114,7 @@ def _sample(one: ChoiceSample) -> Sample:
 
 def load_samples(database: codec.CaptureStore, device: str, regime: str | None = None) -> tuple[RegionSamples, ...]:
     """Stored samples of a device, by label; of one regime where given. Unreadable ones are left out."""
-    found = codec.stored(database, RegionSamples, PREFIX)
+    found = codec.stored(database, RegionSamples, PREFIX).values()
     wanted = [one for one in found if one.key.device == device and regime in (None, one.key.regime)]
     return tuple(sorted(wanted, key=lambda one: (one.label, one.key.regime, one.key.workload)))
 

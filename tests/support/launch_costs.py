@@ -28,7 +28,7 @@ from fuseplan.planner.peers.peers import fused
 from fuseplan.planner.runtime.lookup import look_up
 from fuseplan.planner.tuning.session import Session
 from fuseplan.search import policy
-from fuseplan.search.timing.measure import no_collection
+from fuseplan.search.timing.contest import no_collection
 
 #: Names of what is called.
 GROUP, PLAN, TRITON, ADD = "fused group", "whole plan", "triton launcher", "aten add"

@@ -19,10 +19,9 @@ import pytest
 from distributed import Client, Worker
 from fleet_samples import DEVICE, TERMS, Log, fleet, region, resources
 
+from fuseplan.planner.fleet.cluster import Patience, Watch, device_statuses
 from fuseplan.planner.fleet.scheduler import RegionScheduler
-from fuseplan.planner.fleet.status import device_statuses
 from fuseplan.planner.fleet.terms import RegionOutcome, RegionTask
-from fuseplan.planner.fleet.watch import Patience, Watch
 from fuseplan.search.errors import MachineFailureError
 
 #: Nobody is silent for so long but whom a test makes so.

@@ -70,7 +70,9 @@ def test_a_summary_of_an_older_version_reads_and_has_no_places(tmp_path: Path) -
         older = asdict(made)
         for region in older["regions"]:
             del region["places"]
-        database.put_capture(summary._name(made), older)
+        summary.store_summary(database, made)
+        (name,) = [one for one, data in database.captures("summary/").items() if data["workload"] == made.workload]
+        database.put_capture(name, older)
         data = load_report(database, samples.DEVICE, samples.SPEC, "llama")
     assert made in data.workloads
     assert set(frames.group_frame(data)["place"]) == {""}

@@ -100,10 +100,10 @@ def test_equal_regions_are_planned_once_and_named_in_each_occurrence(database: D
     tuner = ScriptedTuner(database, lambda subject: 1.0)
     labels: list[str] = []
     graph = b.graph(second)
-    planned = Planner(
-        database, None, "dev", TARGET, (ReferenceBackend(),), PlanSettings(), tuner,  # type: ignore[arg-type]
-        on_region=lambda label, number, total: labels.append(f"{label} {number}/{total}"),
-    ).plan_graph(graph)
+    planner = Planner(
+        database, None, "dev", TARGET, (ReferenceBackend(),), PlanSettings(), tuner)  # type: ignore[arg-type]
+    planner.on_region = lambda label, number, total: labels.append(f"{label} {number}/{total}")
+    planned = planner.plan_graph(graph)
     assert len(planned.regions) == 2
     assert len(planned.unique()) == len(labels) == 1
     assert labels[0].endswith("1/1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,19 +92,19 @@ def test_shipped_files_are_read_once_and_decoded_where_asked(
     exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[Path] = []
-    decoded: list[str] = []
-    check, decode = transfer.checked_lines, layered_module._decode
+    decoded: list[Mapping[str, Any]] = []
+    check, decode = transfer.checked_lines, transfer.entry_of
 
     def checked(path: Path) -> list[str]:
         read.append(path)
         return check(path)
 
-    def counted(line: str) -> Any:
-        decoded.append(line)
-        return decode(line)
+    def counted(item: Mapping[str, Any]) -> transfer.Entry:
+        decoded.append(item)
+        return decode(item)
 
     monkeypatch.setattr(layered_module, "checked_lines", checked)
-    monkeypatch.setattr(layered_module, "_decode", counted)
+    monkeypatch.setattr(layered_module, "entry_of", counted)
     copy = tmp_path / "copy.jsonl"
     copy.write_bytes(exported.read_bytes())
     for _ in range(3):

@@ -8,9 +8,14 @@ import pytest
 import torch
 from search_fakes import CLOCK, OPERANDS, VirtualTimer, disturbed_every, taking
 
-from fuseplan.search.timing import measure
-from fuseplan.search.timing.contest import contest
-from fuseplan.search.timing.measure import measurement_of, rotating_operands, screen
+from fuseplan.search.timing.contest import (
+    cache_bytes,
+    contest,
+    copy_with_layout,
+    measurement_of,
+    rotating_operands,
+    screen,
+)
 from fuseplan.search.timing.timers import CpuTimer, CudaEagerTimer, CudaGraphTimer, HostTimer, timer_for
 
 
@@ -127,15 +132,15 @@ def test_rotation_respects_memory_and_needs_cold_operands() -> None:
 
 def test_copies_keep_broadcast_and_sliced_layouts() -> None:
     for tensor in (torch.arange(4.0).expand(3, 4), torch.arange(24.0).view(4, 6)[:, 1:3], torch.tensor(3)):
-        copy = measure.copy_with_layout(tensor)
+        copy = copy_with_layout(tensor)
         assert copy.stride() == tensor.stride()
         assert torch.equal(copy, tensor)
         assert copy.data_ptr() != tensor.data_ptr()
 
 
 def test_cache_size_prefers_the_target() -> None:
-    assert measure.cache_bytes(123) == 123
-    assert measure.cache_bytes(0) > 0
+    assert cache_bytes(123) == 123
+    assert cache_bytes(0) > 0
 
 
 def test_each_device_and_regime_has_its_timer() -> None:

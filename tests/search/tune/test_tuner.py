@@ -18,7 +18,7 @@ from fuseplan.search.store.record import Versions
 from fuseplan.search.timing.contest import Contest
 from fuseplan.search.timing.sequence import Part
 from fuseplan.search.timing.timers import Operands, Run, Sampler, Timer
-from fuseplan.search.tune import decision
+from fuseplan.search.tune import group_search
 from fuseplan.search.tune.space import enumerate_space
 from fuseplan.search.tune.time_account import TimeAccount
 from fuseplan.search.tune.tuner import ProgressEvent, Tuner
@@ -302,4 +302,4 @@ def test_another_back_end_has_to_be_clearly_better(theirs: float, own: float, wi
         Entrant(name, backend, {})
         for name, backend in zip(times, (FakeBackend(), FakeBackend(), OtherBackend()), strict=False)
     ]
-    assert decision._winner(standing, contest).name == winner
+    assert group_search._winner(standing, contest).name == winner

@@ -19,7 +19,7 @@ from fuseplan.kernels.ir.backend import Target
 from fuseplan.planner.api.request import TuneRequest
 from fuseplan.planner.api.tune import Tuned, tune_request
 from fuseplan.planner.errors import CaptureError, ConfigError
-from fuseplan.planner.fleet import received, scheduler
+from fuseplan.planner.fleet import scheduler, terms
 from fuseplan.planner.fleet.run import run_by
 from fuseplan.planner.fleet.terms import Captured, RegionOutcome, RegionTask, WorkerDevice
 from fuseplan.planner.fleet.tune import graphs_of
@@ -127,7 +127,7 @@ HERE = WorkerDevice("cpu-a-1", Target("cpu", "native", 2), Versions("1", "2"), "
 
 @pytest.mark.parametrize("host", ["host", platform.node()])
 def test_a_device_is_taken_as_it_was_offered(host: str) -> None:
-    assert received.device_of_worker(replace(HERE, host=host), "cpu", "cpu-a-1") == replace(HERE, host=host)
+    assert terms.device_of_worker(replace(HERE, host=host), "cpu", "cpu-a-1") == replace(HERE, host=host)
 
 
 @pytest.mark.parametrize("found", [
@@ -138,7 +138,7 @@ def test_a_device_is_taken_as_it_was_offered(host: str) -> None:
 ])
 def test_another_description_of_a_device_is_refused(found: object) -> None:
     with pytest.raises(ConfigError) as refused:
-        received.device_of_worker(found, "cpu", "cpu-a-1")
+        terms.device_of_worker(found, "cpu", "cpu-a-1")
     assert str(refused.value).isprintable()
 
 
@@ -150,15 +150,15 @@ def test_another_description_of_a_device_is_refused(found: object) -> None:
 def test_a_capture_of_another_form_costs_its_workload(found: object) -> None:
     told: list[str] = []
     workload: Any = SimpleNamespace(label="prefill 1x16", derived=True)
-    assert graphs_of(workload, received.captured(found), False, told.append) == []
+    assert graphs_of(workload, terms.checked_capture(found), False, told.append) == []
     assert len(told) == 1 and "prefill 1x16" in told[0]
     with pytest.raises(CaptureError):
-        graphs_of(SimpleNamespace(label="x", derived=False), received.captured(found), False, told.append)  # type: ignore[arg-type]
+        graphs_of(SimpleNamespace(label="x", derived=False), terms.checked_capture(found), False, told.append)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("found", [None, ESCAPE, ("", -1.0), ("", float("nan")), (7, 1.0), ("", 1.0, 2.0)])
 def test_another_answer_of_a_step_leaves_it_untimed(found: object) -> None:
-    problem, elapsed_s = received.step("prefill 1x16", found)
+    problem, elapsed_s = terms.checked_step("prefill 1x16", found)
     assert problem.startswith("prefill 1x16") and problem.isprintable() and elapsed_s == 0.0
-    assert received.step("prefill 1x16", ("", 2.0)) == ("", 2.0)
-    assert received.step("prefill 1x16", (ESCAPE, 2.0))[0].isprintable()
+    assert terms.checked_step("prefill 1x16", ("", 2.0)) == ("", 2.0)
+    assert terms.checked_step("prefill 1x16", (ESCAPE, 2.0))[0].isprintable()

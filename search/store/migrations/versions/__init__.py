@@ -1,1 +1,0 @@
-"""One step each, in the order of their numbers. A step that was released is never changed."""

@@ -85,6 +85,11 @@ MODE_SWITCHES = (
 )
 
 
+def _drops_nothing(name: str, bound: Bound) -> bool:
+    """Whether an op is a dropout that gives its operand back, as outside of training."""
+    return op_of(name).drops and (not bound.attrs["train"] or bound.attrs["p"] == 0)
+
+
 @dataclass
 class _Builder:
     root: fx.GraphModule
@@ -205,6 +210,8 @@ class _Builder:
         results, value = self._results(node)
         if not results:
             return self._append_opaque(node, name, bound.operands, (), bound.written)
+        if bound.written and _drops_nothing(name, bound):
+            return bound.operands[0]
         twin = functional_twin(target) if len(results) == len(bound.written) == 1 else None
         if twin is not None and self._may_be_functional(node, twin, bound.written[0]):
             self._append_functional(str(twin), bound, results, node)
@@ -250,7 +257,7 @@ class _Builder:
     def _is_same(self, op: str, bound: Bound, result: TracedTensor) -> bool:
         """True when the op handed back its operand: same memory, same layout, same bits."""
         operand = bound.operands[0]
-        if op_of(op).drops and (not bound.attrs["train"] or bound.attrs["p"] == 0):
+        if _drops_nothing(op, bound):
             # Its fake result has memory of its own; its real one has not.
             self.storages.merge(result, operand)
         if self.storages.of(operand) != self.storages.of(result) or operand.fake.dtype.is_complex:

@@ -34,7 +34,8 @@ OpKind: TypeAlias = Literal["view", "compute", "anchor", "foreign", "opaque"]
 OPS: Mapping[str, Op] = MappingProxyType({
     **POINTWISE, **ACTIVATIONS, **REARRANGEMENTS, **WRITES, **LOOKUPS, **REDUCTIONS, **NORMALISATIONS, **VIEWS,
     **POOLING, **ANCHORS,
-    **rows("other", "feature_dropout alpha_dropout", drops=True),
+    **rows("other", "feature_dropout alpha_dropout feature_alpha_dropout dropout_ feature_dropout_ alpha_dropout_ "
+                    "feature_alpha_dropout_", drops=True),
     **rows("other", "empty_like rand_like randn_like", like=True),
     **rows("composed", "movedim.int movedim.intlist moveaxis.int moveaxis.intlist swapaxes swapdims "
                        "tensor_split.sections tensor_split.indices hsplit.int vsplit.int dsplit.int ravel tile"),

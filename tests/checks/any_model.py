@@ -1,12 +1,14 @@
 """Models that nobody tuned for, beside eager mode and TorchInductor's default: one line of code, and tuned on the spot.
 
-    python tests/checks/any_model.py [--tune] [--max-autotune] [--small] [--profile] [--device cuda|cpu] [NAMES]
+    python tests/checks/any_model.py [--tune] [--twice] [--max-autotune] [--small] [--profile] [--device cuda|cpu]
+        [NAMES]
 
 One interleaved run a model, launched from Python and, on a GPU, in a CUDA graph; medians in microseconds a call.
 Weights are random. Says how long each first call took and how far results are from eager mode's. With ``--tune`` each
 model is then tuned as ``plan tune --module`` does it, into the user's database, and compared again. ``--small``, and a
 CPU, take few layers and small sizes. ``--max-autotune`` has TorchInductor's max-autotune beside the tuned model, which
-takes minutes to compile. ``--profile`` lists the kernels that take longest on a GPU. pytest does not
+takes minutes to compile. ``--twice`` only tunes each model two times from nothing, and counts the regions that got the
+same answer. ``--profile`` lists the kernels that take longest on a GPU. pytest does not
 collect it.
 """
 
@@ -16,6 +18,7 @@ import argparse
 import logging
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +30,8 @@ from torch._inductor.compile_fx import compile_fx
 
 import fuseplan.planner
 import fuseplan.planner.api.tune as tune_module
+from fuseplan.search.store.database import Database
+from fuseplan.search.store.record import PlanRecord
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
@@ -163,10 +168,38 @@ class Comparison:
         print(f"  {self.name} was tuned in {time.perf_counter() - start:.0f} s\n  {result}", flush=True)
 
 
+    def tune_twice(self) -> None:
+        """Say of how many regions two tunes from nothing give the same answer, where that matters by over 2 %."""
+        found = []
+        for _ in range(2):
+            with tempfile.TemporaryDirectory() as folder:
+                db = Path(folder) / "t.db"
+                fuseplan.planner.tune(self.model, self.args or self.kwargs, device=self.device, db=db, shipped=False)
+                with Database(db, "read") as database:
+                    found.append({plan.key: plan for plan in database.plans()})
+        first, second = found
+        both = [(plan, second[key]) for key, plan in first.items() if key in second]
+        matter = [pair for pair in both if max(abs(plan.margin) for plan in pair) > 0.02]
+        cuts, ways = (sum(told(one) == told(other) for one, other in matter) for told in (cut_of, ways_of))
+        counts = (f"{len(first)}, {len(second)}", len(both), len(matter), cuts, ways)
+        print(f"| {self.name} | {' | '.join(map(str, counts))} |", flush=True)
+
+
+def cut_of(plan: PlanRecord) -> frozenset[tuple[int, ...]]:
+    """The partition: which ops run together."""
+    return frozenset(group.ops for group in plan.groups)
+
+
+def ways_of(plan: PlanRecord) -> frozenset[tuple[tuple[int, ...], str]]:
+    """The partition, and what runs each group."""
+    return frozenset((group.ops, group.implementation) for group in plan.groups)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", choices=[*NAMES, []], metavar="NAMES", help=", ".join(NAMES))
     parser.add_argument("--tune", action="store_true", help="tune each model on the spot, too")
+    parser.add_argument("--twice", action="store_true", help="only tune each model two times, and compare the answers")
     parser.add_argument("--max-autotune", action="store_true", help="beside the tuned model, on a GPU")
     parser.add_argument("--small", action="store_true", help="few layers, small sizes")
     parser.add_argument("--profile", action="store_true", help="list the kernels that take longest, on a GPU")
@@ -175,10 +208,14 @@ def main() -> None:
     torch.manual_seed(0)
     logging.basicConfig(format="  %(message)s")
     logging.getLogger(tune_module.__name__).setLevel(logging.INFO)  # where the time went
-    print("| model | | eager | fuseplan | inductor | of the better of both |")
+    print("| model | regions | in both | margin over 2 % | same groups | run alike |" if args.twice else
+          "| model | | eager | fuseplan | inductor | of the better of both |")
     with torch.no_grad():
         for name in args.names or NAMES:
             comparison = Comparison(name, Models(args.device, args.small))
+            if args.twice:
+                comparison.tune_twice()
+                continue
             comparison.run("untuned", args.profile)
             if args.tune:
                 comparison.tune()

@@ -33,6 +33,16 @@ def test_noops_leave_no_node() -> None:
     assert only(graph, "aten.add.Tensor").inputs == graph.inputs
 
 
+@pytest.mark.parametrize("drop", ["dropout", "feature_alpha_dropout", "alpha_dropout"])
+def test_dropout_in_place_is_nothing_outside_of_training(drop: str) -> None:
+    def function(x: Tensor) -> Tensor:
+        flat = (x * 2).view(15)
+        return getattr(torch.nn.functional, drop)(flat, 0.5, training=False, inplace=True) + 1
+
+    graph = check(function, f32(3, 5)).graph
+    assert ops(graph) == ["aten.mul.Tensor", "aten.view.default", "aten.add.Tensor"]
+
+
 def test_a_noop_on_a_transposed_tensor_is_a_copy() -> None:
     graph = check(lambda x: x.t().contiguous(), f32(3, 5)).graph
     assert ops(graph) == ["aten.t.default", "aten.contiguous.default"]

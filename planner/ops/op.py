@@ -76,6 +76,8 @@ class Op:
     drops: bool = False
     #: Its result lies in memory as its operand does, if that is dense.
     like: bool = False
+    #: It gives what it reads, in memory of its own if that lies otherwise.
+    copies: bool = False
     #: It gives a larger picture.
     grows: bool = False
     #: Its result is always new memory, and certainly row-major. (Schemas do not say so: ``dropout``'s promises a new

@@ -243,7 +243,7 @@ POINTWISE = {
     **_row("masked_fill.Scalar masked_fill.Tensor", _masked_fill, refuse=_filled_refuse, rearranges=True),
     **_conversion("to.dtype to.dtype_layout to.device to.other _to_copy type_as", spelled="to"),
     **_conversion("lift_fresh_copy", spelled="clone"),
-    **_conversion("clone contiguous"),
+    **_conversion("clone contiguous", copies=True),
     **_conversion("dropout", drops=True, refuse=lambda node, specs: (
         "training mode" if node.attrs.get("train") and node.attrs.get("p") else None)),
 }

@@ -23,7 +23,8 @@ from fuseplan.costmodel.devices import is_gpu
 from fuseplan.planner.rewrites import trace_edit as edit
 
 _aten = torch.ops.aten
-_CONV1D, _CONV2D = _aten.conv1d.default, _aten.conv2d.default
+_CONV1D = _aten.conv1d.default
+_CONV2D = _aten.conv2d.default
 _HALVES = (torch.bfloat16, torch.float16)
 _ROW_MAJOR = {"memory_format": torch.contiguous_format}
 

@@ -12,9 +12,9 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 
+from fuseplan.planner.ops.table import op_of
 from fuseplan.search.errors import OWN_FAULTS
 
-_COPIES = (torch.ops.aten.contiguous.default, torch.ops.aten.clone.default)
 #: Calls in traces that touch no tensor.
 _HARMLESS = (torch._C._set_grad_enabled,)
 
@@ -287,7 +287,7 @@ def is_written_between(first: fx.Node, last: fx.Node, tensors: Sequence[Any]) ->
 
 def copied_from(copy: Any, reader: fx.Node) -> fx.Node | None:
     """The node that another one is a copy of, if ``reader`` would find the same in it; None for what is no copy."""
-    if not isinstance(copy, fx.Node) or copy.target not in _COPIES:
+    if not isinstance(copy, fx.Node) or not op_of(str(copy.target)).copies:
         return None
     (source,) = copy.all_input_nodes
     return None if is_written_between(copy, reader, [source, copy]) else source

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.candidates import single_candidates
 from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations.group_table import GroupTable
-from fuseplan.planner.libraries.library_call import Call, OpGroup
+from fuseplan.planner.libraries.library_call import Call, LibraryCall, OpGroup
 from fuseplan.planner.tuning.planner import Planner, PlanSettings, RegionPlan
 from fuseplan.search import policy
 from fuseplan.search.store.database import Database
@@ -31,7 +32,7 @@ LINEAR = "aten.linear.default"
 
 
 @dataclass(frozen=True)
-class Doubled:
+class Doubled(LibraryCall):
     """A linear op as the transposed product of the transposed operands, or something wrong, or something that fails."""
 
     name: str = "fake.linear"
@@ -40,14 +41,14 @@ class Doubled:
     def refuse(self, group: OpGroup) -> str | None:
         return None if group.node.op == LINEAR else "it runs linear ops"
 
-    def build(self, group: OpGroup) -> Call:
+    def plan(self, group: OpGroup) -> Callable[[], Call]:
         def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
             if self.broken:
                 raise RuntimeError("no such algorithm")
             CALLS.append(self.name)
             return (w @ x.t()).t().contiguous()
 
-        return run
+        return lambda: run
 
 
 CALLS: list[str] = []

@@ -26,9 +26,9 @@ _EXACT = frozenset({
 })
 #: Ops that round on the way to their results, where terms may cancel: as if each operand were off by a rounding.
 _ROUND_WITHIN = frozenset({
-    "_fused_rms_norm", "_log_softmax", "_softmax", "addcmul", "addmm", "bmm", "cumsum", "dot", "gelu", "lerp",
-    "linalg_vector_norm", "mean", "mm", "mv", "native_batch_norm", "native_group_norm", "native_layer_norm", "sum",
-    "var",
+    "_fused_rms_norm", "_log_softmax", "_softmax", "addcmul", "addmm", "avg_pool2d", "bmm", "convolution", "cumsum",
+    "dot", "gelu", "lerp", "linalg_vector_norm", "mean", "mm", "mv", "native_batch_norm", "native_group_norm",
+    "native_layer_norm", "sum", "upsample_bilinear2d", "var",
 })
 #: Ops that round to the nearest number. Others are functions, which may be off by some units of float32 or wider.
 _NEAREST = frozenset({"add", "add_", "addcmul", "div", "mul", "mul_", "reciprocal", "rsub", "sqrt", "sub"})

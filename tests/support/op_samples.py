@@ -196,6 +196,9 @@ SAMPLES: list[tuple[str, tuple[torch.Tensor, ...], dict[str, Any]]] = [
           ("vec", None, {"scale_factors": (4.0, 2.0)}), ("default", (12, 20), {"scales_h": 4.0, "scales_w": None}))),
     ("aten.upsample_bilinear2d.vec", (torch.randn(1, 127, 1, 2).to(memory_format=torch.channels_last),), {
         "output_size": (8, 16), "align_corners": False, "scale_factors": None}),
+    ("aten.conv2d.default", (
+        torch.randn(1, 14, 1, 16).to(memory_format=torch.channels_last)[:, :7], torch.randn(7, 1, 1, 4)), {
+        "bias": None, "stride": (1, 1), "padding": (0, 3), "dilation": (1, 1), "groups": 7}),
     ("aten.max_pool2d.default", (torch.randn(1, 3, 9, 9).to(memory_format=torch.channels_last),), {
         "kernel_size": (2,), "stride": (1,), "dilation": (3,)}),
     ("aten.repeat_interleave.self_int", (X,), {"repeats": 2, "dim": -1}),

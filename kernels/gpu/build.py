@@ -44,7 +44,7 @@ class ModuleStore:
 
     @property
     def folder(self) -> Path:
-        """Where modules are kept and loaded from; :class:`MachineError` where it cannot be made."""
+        """The folder in which modules are kept. Raises :class:`MachineError` where it cannot be made."""
         try:
             return own_folder(self._wanted)
         except OSError as error:

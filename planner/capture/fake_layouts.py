@@ -93,6 +93,8 @@ def _grown(node: fx.Node) -> Sequence[Any] | None:
     source, result = value_of(node.args[0]), value_of(node)
     if source is None or result is None or result.dim() != 4:
         return None
+    if not all(isinstance(size, int) for one in (source, result) for size in (*one.shape, *one.stride())):
+        return None  # comparing them would tie the graph to these sizes
     last = suggest_memory_format(source) == torch.channels_last
     return make_channels_last_strides_for(result.shape) if last else None
 

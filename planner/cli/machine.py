@@ -147,7 +147,7 @@ def _facts(device: Device, db: str | None) -> Iterator[tuple[str, object]]:
 
 
 def _known(find: Callable[[], Any]) -> Any:
-    """What is found, or why it is not: a report of what is broken is worth more than none."""
+    """What is found; where looking fails, the reason, so that a report of a broken machine is whole."""
     try:
         return find()
     except Exception as error:

@@ -65,7 +65,9 @@ class LibraryCall(ABC):
         return None
 
     def overhead(self, group: OpGroup) -> Work:
-        """What it moves and launches besides the op itself, of a group that it can run."""
+        """What it copies (``l2_bytes``: what it has just read or written) and launches besides the op itself, of a
+        group that it can run.
+        """
         return Work()
 
     def build(self, group: OpGroup) -> Call:

@@ -229,7 +229,7 @@ def _padding(group: OpGroup) -> Work:
     rows, columns = _unaligned(found)
     read = [found.right, *([found.left] if columns else ()), *([group.specs[group.outputs[0]]] if (
         rows and not group.only_returned) else ())]
-    return Work(dram_bytes=sum(2 * one.nbytes() for one in read), launches=len(read))
+    return Work(l2_bytes=sum(2 * one.nbytes() for one in read), launches=len(read))
 
 
 def _padded(found: Matmul) -> _Compute:

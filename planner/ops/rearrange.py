@@ -145,7 +145,8 @@ def growth(node: OpNode, specs: Specs) -> list[Size]:
     """How many times each dimension grows; 0 where that is no whole number, or not the one that the call asks for."""
     shapes = (specs[value].shape for value in (node.inputs[0], node.outputs[0]))
     found = [divides(size, grown) or 0 for size, grown in zip(*shapes, strict=True)]
-    asked = node.attrs.get("scale_factors") or [node.attrs.get(f"scales_{side}") for side in "dhw"[5 - len(found) :]]
+    names = ["scales"] if len(found) == 3 else [f"scales_{side}" for side in "dhw"[5 - len(found) :]]
+    asked = node.attrs.get("scale_factors") or [node.attrs.get(name) for name in names]
     for at, factor in enumerate(asked, len(found) - len(asked)):
         found[at] = found[at] if factor in (None, found[at]) else 0
     return found

@@ -59,13 +59,12 @@ def _bilinear(p: BodyBuilder, node: OpNode, position: Position) -> int:
     shape, (_, _, *factors) = p.specs[source].shape, growth(node, p.specs)
     sides = [_around(p, *of_one, dtype) for of_one in zip(position[2:], factors, shape[2:], strict=True)]
     margins = [(0, 0), (0, 0), (1, 1), (1, 1)]
-    total = None
-    for (row, share), (column, part) in product(*sides):
+
+    def term(row: Index, share: int, column: Index, part: int) -> int:
         element = p.cast(padded(p, source, margins, (*position[:2], row, column)), dtype)
-        term = p.apply("mul", p.apply("mul", share, part), element)
-        total = term if total is None else p.apply("add", total, term)
-    assert total is not None
-    return total
+        return p.apply("mul", p.apply("mul", share, part), element)
+
+    return _folded(p, "add", (term(*first, *second) for first, second in product(*sides)))
 
 
 def _around(

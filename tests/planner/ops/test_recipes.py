@@ -83,6 +83,7 @@ def test_every_recipe_has_a_sample() -> None:
             "output_size": (6, 10), "align_corners": True, "scale_factors": None}, "corners"),
         ("aten.upsample_bilinear2d.vec", (IMAGE.to(memory_format=torch.channels_last),), {
             "output_size": (6, 15), "align_corners": False, "scale_factors": None}, "power of two"),
+        ("aten.upsample_nearest1d.default", (IMAGE[0],), {"output_size": (10,), "scales": 2.1}, "power of two"),
         *((f"aten.upsample_{kind}2d.vec", (IMAGE.to(memory_format=torch.channels_last),), {
             "output_size": None, "scale_factors": (2.1, 2.0)} | more, "power of two")
           for kind, more in (("nearest", {}), ("bilinear", {"align_corners": False}))),

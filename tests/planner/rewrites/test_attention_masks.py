@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -396,43 +395,6 @@ def test_a_bias_that_is_written_to_between_two_layers_is_copied_again(monkeypatc
         return once + scaled_dot_product_attention(query, key, value, bias)
 
     assert rewritten(attend, *heads(6), biases(6)).done.copied_masks == 2
-
-
-def projected(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, copied: bool = True, written: bool = False
-) -> torch.Tensor:
-    """Heads as they come out of projections, and copies of them, as Whisper makes them."""
-    rows = [one.transpose(1, 2).contiguous() * 2 for one in (query, key, value)]
-    apart = [one.transpose(1, 2) for one in rows]
-    read = [one.contiguous() if copied else one for one in apart]
-    if written:
-        rows[1].mul_(3)
-    return scaled_dot_product_attention(*read).transpose(1, 2).reshape(query.shape[0], query.shape[2], -1) * 2
-
-
-def test_operands_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
-    imitate_cuda(monkeypatch, lambda _: "flash")
-    found = rewritten(projected, *heads(7))
-    assert found.done == AttentionRewrites(uncopied_operands=1)
-    (call,) = attention_of(found.module)
-    assert all(call[name].meta["val"].stride(-1) == 1 and not call[name].meta["val"].is_contiguous()
-               for name in ("query", "key", "value"))
-
-
-@pytest.mark.parametrize("case", ["on a CPU", "by single ops", "another kernel", "no copies"])
-def test_copies_of_operands_stay_where_they_may_matter(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = {"by single ops": lambda _: "math",
-              "another kernel": lambda call: "flash" if call["query"].is_contiguous() else "efficient"}
-    if case != "on a CPU":
-        imitate_cuda(monkeypatch, chosen.get(case, lambda _: "flash"))
-    assert rewritten(partial(projected, copied=case != "no copies"), *heads(7)).done == AttentionRewrites()
-
-
-def test_what_is_written_to_after_it_was_copied_is_read_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    imitate_cuda(monkeypatch, lambda _: "flash")
-    found = rewritten(partial(projected, written=True), *heads(7))
-    (call,) = attention_of(found.module)
-    assert call["key"].meta["val"].is_contiguous(), "the copy"
 
 
 def test_a_wrong_option_says_what_it_may_be() -> None:

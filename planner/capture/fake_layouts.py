@@ -94,7 +94,7 @@ def _grown(node: fx.Node) -> Sequence[Any] | None:
     if source is None or result is None or result.dim() != 4:
         return None
     if not all(isinstance(size, int) for one in (source, result) for size in (*one.shape, *one.stride())):
-        return None  # comparing them would tie the graph to these sizes
+        return None  # some versions of PyTorch tie a graph to sizes that are compared
     last = suggest_memory_format(source) == torch.channels_last
     return make_channels_last_strides_for(result.shape) if last else None
 

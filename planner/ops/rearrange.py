@@ -136,6 +136,36 @@ def _repeat(p: BodyBuilder, node: OpNode, position: Position) -> int:
     ))
 
 
+def _roll(p: BodyBuilder, node: OpNode, position: Position) -> int:
+    """What leaves at one end comes back at the other; without dimensions, of all elements as one row."""
+    shape = p.specs[node.inputs[0]].shape
+    shifts, dims = (_numbers(node, name) for name in ("shifts", "dims"))
+    if not dims:
+        total = product(shape)
+        (moved,) = _rolled(reshape_position(position, shape, (total,)), (total,), shifts, (0,))
+        return p.pull(node.inputs[0], reshape_position((moved,), (total,), shape))
+    return p.pull(node.inputs[0], _rolled(position, shape, shifts, dims))
+
+
+def _rolled(position: Position, shape: Sequence[Size], shifts: Sequence[int], dims: Sequence[int]) -> Position:
+    for shift, dim in zip(shifts, dims, strict=True):
+        extent, at = shape[dim], normalise_dim(dim, len(shape))
+        if extent:  # of nothing, nobody asks for an element
+            position = along(position, at, (position[at] + -shift % extent) % extent)
+    return position
+
+
+def _numbers(node: OpNode, name: str) -> tuple[int, ...]:
+    """An argument that may be given as one number."""
+    given = node.attrs.get(name, ())
+    return (given,) if isinstance(given, int) else tuple(given)
+
+
+def _roll_refuse(node: OpNode, specs: Specs) -> str | None:
+    numbers = (*specs[node.inputs[0]].shape, *_numbers(node, "shifts"))
+    return None if all(isinstance(number, int) for number in numbers) else "by or along a dynamic size"
+
+
 def _upsample(p: BodyBuilder, node: OpNode, position: Position) -> int:
     pairs = zip(position, growth(node, p.specs), strict=True)
     return p.pull(node.inputs[0], tuple(index // factor for index, factor in pairs))
@@ -219,5 +249,6 @@ REARRANGEMENTS = {
     **_moved("stack", _stack),
     **_moved("pad constant_pad_nd", _pad, refuse=_pad_refuse),
     **_moved("repeat", _repeat),
+    **_moved("roll", _roll, refuse=_roll_refuse),
     **_moved("repeat_interleave.self_int", _repeat_interleave),
 }

@@ -170,6 +170,8 @@ SAMPLES: list[tuple[str, tuple[torch.Tensor, ...], dict[str, Any]]] = [
     ("aten.constant_pad_nd.default", (COUNTS,), {"pad": (0, 5), "value": 7}),
     ("aten.repeat.default", (T,), {"repeats": (1, 2, 3)}),
     ("aten.repeat.default", (ROW,), {"repeats": (4, 1, 2)}),
+    ("aten.roll.default", (X,), {"shifts": (-2, 100), "dims": (-1, 0)}),
+    ("aten.roll.default", (T,), {"shifts": (4,)}),
     *((f"aten.upsample_nearest{dims}d.vec", (torch.randn(2, 3, *(3, 5, 2)[:dims]),), {
         "output_size": None, "scale_factors": (2.0, 4.0, 2.0)[:dims]}) for dims in (1, 2, 3)),
     *((f"aten.upsample_nearest{dims}d.default", (torch.randn(2, 3, *(3, 5, 2)[:dims]),), {

@@ -58,6 +58,7 @@ def recipe_samples() -> list[Sample]:
                 indices=(Ref(1), None, Ref(2))),
         _sample("padded", "aten.pad.default", floats(3, 5, 37), pad=(2, 5, 1, 0), value=-1.5),
         _sample("differences", "aten.diff.default", floats(3, 37), floats(3, 1), append=None),
+        _sample("rolled", "aten.roll.default", floats(3, 5, 37), shifts=(2, -40), dims=(1, -1)),
         _sample("repeated", "aten.repeat.default", floats(3, 37), repeats=(2, 1, 3)),
         _sample("upsampled", "aten.upsample_nearest2d.default", floats(2, 3, 5, 9), output_size=(10, 36)),
         _sample("floor_divided", "aten.floor_divide.default", integers(3, 37), other=-3),

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
-import torch
-
 from fuseplan.kernels.gpu.build import POINTER_TYPES, KernelSpec, compile_kernel
 from fuseplan.kernels.gpu.direct import find_launcher
 from fuseplan.kernels.gpu.launch import Geometry, GpuKernel, InterpretedKernel, Loader, Variant, interpreter_is_on
@@ -48,19 +46,22 @@ class FixedFunction:
         return compile_kernel(self.function, spec, target)
 
     def call(
-        self, places: Sequence[int], inputs: int, layout: OutputLayout, scratch: tuple[int, int], target: Target
-    ) -> Callable[..., torch.Tensor]:
-        """``call(*inputs)``, which allocates its one output and, for each call, float32 numbers of the kernel's own.
+        self, places: Sequence[int], inputs: int, layouts: Sequence[OutputLayout], target: Target,
+        scratch: tuple[int, int] | None = None
+    ) -> Callable[..., Any]:
+        """``call(*inputs)``, which allocates its outputs and, for each call, float32 numbers of the kernel's own.
 
         Equal functions share what is compiled and loaded, but no counters: calls of two may run at the same time.
-        ``places`` says what is at each address: the number of an input; behind these the kernel's numbers, its
-        counters, and the output. ``scratch``: how many numbers and counters.
+        ``places`` says what is at each address: the number of an input; behind these the kernel's numbers and its
+        counters, where it has such, and the outputs. ``scratch``: how many numbers and counters.
         """
-        key = self, tuple(places), inputs + 3, target
+        made = tuple(layouts)
+        key = self, tuple(places), inputs + len(made) + (0 if scratch is None else 2), target
         loaded = _LOADED.get(key)  # a name holds it: the dictionary does not
         if loaded is None:
             loaded = _LOADED[key] = _loaded(*key)
-        return ScratchKernel(loaded, inputs, *scratch).fused(inputs, lambda _: (layout,))
+        kernel = loaded if scratch is None else ScratchKernel(loaded, inputs, *scratch)
+        return kernel.fused(inputs, lambda _: made)
 
 
 #: What is loaded, as long as a call of it is kept: the layers of a model ask for the same kernel.

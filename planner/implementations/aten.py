@@ -33,8 +33,9 @@ UNFUSED, MATMUL, ATTENTION = "unfused", "matmul", "attention"
 
 
 def anchor_calibration(table: GroupTable, group: Candidate) -> str:
-    """Name of the calibration of a matmul or attention, whoever runs it; a foreign op's is that of other ATen ops."""
-    if not any(op_of(table.graph.op(op).op).is_anchor for op in group.ops):
+    """Name of the calibration of a matmul or attention, whoever runs it; another op's is that of other ATen ops."""
+    known = [op_of(table.graph.op(op).op) for op in group.ops]
+    if not any(op.is_anchor and op.family != "order" for op in known):
         return UNFUSED
     return ATTENTION if any("attention" in table.graph.op(op).op for op in group.ops) else MATMUL
 

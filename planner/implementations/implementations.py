@@ -13,7 +13,6 @@ from fuseplan.planner.implementations.implementation import Implementation
 from fuseplan.planner.implementations.inductor import InductorAsked, InductorCode
 from fuseplan.planner.implementations.library_op import LibraryOp
 from fuseplan.planner.libraries.library_calls import LIBRARY_CALLS
-from fuseplan.planner.libraries.matmul_calls import PADDED
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,9 @@ class Implementations:
 
     @property
     def by_rule(self) -> tuple[Implementation, ...]:
-        """The libraries' calls that are faster wherever they do not refuse."""
-        return tuple(one for one in self.libraries if one.name == PADDED.name)
+        """The libraries' calls that the cost model may choose by itself."""
+        names = {call.name for call in LIBRARY_CALLS if call.by_rule}
+        return tuple(one for one in self.libraries if one.name in names)
 
     def named(self, name: str) -> Implementation:
         """The one that a record names, by a back end's name the kernel of that; KeyError where there is none."""

@@ -50,7 +50,7 @@ class LibraryOp(Implementation):
         op = table.op_group(group)
         cold = [value for value, hot in zip(op.inputs, hot_inputs(table.graph, op.inputs), strict=True) if not hot]
         own, more = library_work(op.node, op.inputs, op.outputs, op.specs, self.name, cold), self.call.overhead(op)
-        return replace(own, l2_bytes=own.l2_bytes + more.l2_bytes, launches=own.launches + more.launches)
+        return replace(own, l2_bytes=own.l2_bytes + more.l2_bytes, launches=1 + more.launches)
 
     def calibration(self, table: GroupTable, group: Candidate) -> str:
         return anchor_calibration(table, group)

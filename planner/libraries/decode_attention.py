@@ -95,7 +95,7 @@ class SplitAttention(LibraryCall):
         assert query is not None and key is not None and value is not None and table is not None and mask is not None
         places = (query, key, value, mask, inputs + 2, inputs, inputs + 1, table)
         layout = shape, strides, torch_dtype(result.dtype)
-        return fixed.call(places, inputs, layout, (numbers, pairs), target)
+        return fixed.call(places, inputs, [layout], target, (numbers, pairs))
 
     def kernel(self, decode: Decode, out_strides: tuple[int, int], target: Target) -> tuple[FixedFunction, int]:
         """The kernel for these sizes, and how many float32 numbers of its own it takes."""

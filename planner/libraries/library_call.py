@@ -46,6 +46,11 @@ class LibraryCall(ABC):
 
     name: str
 
+    @property
+    def by_rule(self) -> bool:
+        """Whether the cost model may choose it where nothing was measured: of most calls it cannot tell."""
+        return False
+
     @abstractmethod
     def plan(self, group: OpGroup) -> Callable[[], Call]:
         """What builds the call, whose results have the layouts of ``group.specs``. Touches no device memory.

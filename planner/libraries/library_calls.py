@@ -10,6 +10,7 @@ from fuseplan.planner.libraries.decode_attention import DECODE_CALLS
 from fuseplan.planner.libraries.few_rows import FewRowsMatmul
 from fuseplan.planner.libraries.library_call import LibraryCall
 from fuseplan.planner.libraries.matmul_calls import MATMUL_CALLS, MERGED_CALLS
+from fuseplan.planner.libraries.short_rows import ShortRows
 
 LIBRARY_CALLS: tuple[LibraryCall, ...] = (
-    *ATTENTION_CALLS, *DECODE_CALLS, FewRowsMatmul(), *MATMUL_CALLS, *MERGED_CALLS)
+    *ATTENTION_CALLS, *DECODE_CALLS, FewRowsMatmul(), *MATMUL_CALLS, *MERGED_CALLS, ShortRows())

@@ -70,6 +70,10 @@ class MatmulCall(LibraryCall):
     #: Whether its rows may be longer in memory than they look.
     pads: bool = False
 
+    @property
+    def by_rule(self) -> bool:
+        return self.pads
+
     def overhead(self, group: OpGroup) -> Work:
         return _padding(group) if self.pads else Work()
 

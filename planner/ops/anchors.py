@@ -1,4 +1,4 @@
-"""Ops with an inner dimension of their own: matmuls, convolutions, attention; how a kernel computes a matmul.
+"""Ops that libraries run: matmuls, convolutions, attention, orders; how a kernel computes a matmul.
 
 Asked for its value at an index, a matmul makes a product of the segment and reads its sum there: the kernel is built
 around it.
@@ -99,6 +99,7 @@ ANCHORS = {
     **rows("attention", "scaled_dot_product_attention", new_memory=True, pairs=_pairs, share=_share),
     **rows("attention", "fuseplan.decode_attention.default", new_memory=True, row_major=True,
            pairs=_decode_pairs, share=_decode_share),
+    **rows("order", "topk sort sort.stable", launches=3, new_memory=True),
     # Overloads of which nothing more is known.
     **rows("product", "linear.* matmul.* mm.* bmm.* addmm.* baddbmm.*"),
     **rows("convolution", "convolution.* conv1d.* conv2d.* conv3d.*"),

@@ -24,7 +24,7 @@ ViewMap: TypeAlias = Callable[[OpNode, str, Position, Specs], Position]
 
 Family: TypeAlias = Literal[
     "view", "pointwise", "activation", "conversion", "rearrangement", "lookup", "write", "reduction", "normalisation",
-    "matmul", "product", "convolution", "attention", "composed", "check", "state", "other",
+    "matmul", "product", "convolution", "attention", "order", "composed", "check", "state", "other",
 ]
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
@@ -39,9 +39,10 @@ class Op:
     """What the planner knows of an op by its name: how a kernel computes it, where one can, and what else it is."""
 
     #: ``"matmul"``: one product of two operands, to which a row may be added; ``"product"``: another matrix product.
-    #: ``"write"``: it writes to elements of operand 0. ``"composed"``: PyTorch itself computes it by a ``permute``,
-    #: ``reshape``, ``slice`` or ``repeat``, and so does a trace. ``"check"``: it checks something at run time, and
-    #: computes nothing. ``"state"``: it works in place on the state of autograd, and changes no number.
+    #: ``"order"``: it puts elements in order. ``"write"``: it writes to elements of operand 0. ``"composed"``: PyTorch
+    #: itself computes it by a ``permute``, ``reshape``, ``slice`` or ``repeat``, and so does a trace. ``"check"``: it
+    #: checks something at run time, and computes nothing. ``"state"``: it works in place on the state of autograd, and
+    #: changes no number.
     family: Family = "other"
     #: Emits the value at a position of the op's (first) result. None: no kernel computes the op.
     build: Build | None = None
@@ -90,13 +91,15 @@ class Op:
     #: a fraction.
     pairs: Callable[[OpNode, Specs], float] | None = None
     share: Callable[[OpNode, Specs], tuple[int, int]] | None = None
+    #: How many kernels ATen launches for it on a GPU.
+    launches: int = 1
     #: What ATen's own CUDA kernel of it is like; "" for one that treats each element by itself.
     effort: Literal["", "function", "fold", "whole row", "gather", "scatter"] = ""
 
     @property
     def is_anchor(self) -> bool:
-        """Whether it has an inner dimension of its own; of a convolution its sizes decide (:func:`kind_of`)."""
-        return self.family in ("matmul", "product", "convolution", "attention")
+        """Whether libraries run it, some of them in other ways; of a convolution its sizes decide (:func:`kind_of`)."""
+        return self.family in ("matmul", "product", "convolution", "attention", "order")
 
     @property
     def is_contraction(self) -> bool:

@@ -91,14 +91,16 @@ def kind_of(node: OpNode, specs: Specs) -> OpKind:
 
 
 def _is_anchor(node: OpNode, specs: Specs) -> bool:
-    """Whether the op is an anchor on one device, of floats, and draws no random numbers. A convolution that sums over
-    no channels is none: a kernel computes each of its elements from a few others.
+    """Whether the op is an anchor on one device, of floats but where it orders elements, and draws no random numbers. A
+    convolution that sums over no channels is none: a kernel computes each of its elements from a few others.
     """
     op = op_of(node.op)
     if not op.is_anchor or "device" in node.attrs or node.attrs.get("dropout_p"):
         return False
     if op.is_fusible and why_opaque(node, specs) is None:
         return False
+    if op.family == "order":
+        return all(specs[value].dtype in DTYPES for value in (*node.inputs, *node.outputs))
     return all(specs[value].dtype in FLOATS for value in node.outputs)
 
 

@@ -34,7 +34,7 @@ def library_work(
     source = [value for value in node.inputs[1:] if specs[value].dtype == specs[node.inputs[0]].dtype][-1:]
     written_bytes = sum(_bytes(specs[value]) for value in (source if writes_rows else outputs))
     return Work(
-        flops=_flops(node, specs), dram_bytes=sum(read.values()) + written_bytes, launches=1,
+        flops=_flops(node, specs), dram_bytes=sum(read.values()) + written_bytes, launches=op_of(node.op).launches,
         written_bytes=written_bytes, cold_bytes=sum(nbytes for value, nbytes in read.items() if value in cold),
         call=call,
     )

@@ -17,7 +17,7 @@ from paths import ROOT
 #: The rooms of each package in order: a room may import those before it. "" is what lies beside the rooms.
 ROOMS = {
     "costmodel": ("", "probe"),
-    "kernels": ("ir", "native", "cpp", "gpu", "attention", "triton", "ninetoothed", ""),
+    "kernels": ("ir", "native", "cpp", "gpu", "attention", "selection", "triton", "ninetoothed", ""),
     "search": ("", "store", "timing", "workers", "tune"),
     "planner": ("", "graph", "ops", "models", "rewrites", "lowering", "groups", "capture", "patterns", "work",
                 "libraries", "implementations", "cost", "partition", "tuning", "runtime", "reports", "api", "fleet",

@@ -1,0 +1,1 @@
+"""Kernels written by hand that order the elements of short rows."""

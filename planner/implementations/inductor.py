@@ -79,6 +79,13 @@ class CompiledGroup(TunableGroup):
         return {name: value for name, value in super().__getstate__().items() if name != "_compiled"}
 
 
+def start_compilers() -> None:
+    """Start TorchInductor's compilers beside this process, which takes seconds; does not wait for them."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    AsyncCompile.use_process_pool()
+
+
 def compile_chain(
     chain: fx.GraphModule, specs: Sequence[TensorSpec], device: str, mode: InductorMode = "default"
 ) -> Fused:

@@ -21,6 +21,7 @@ from fuseplan.planner.groups.regions import find_regions, is_anchor, parts_to_pl
 from fuseplan.planner.implementations.choices import RegionProblem, region_problem
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import Implementations, implementations_for
+from fuseplan.planner.implementations.inductor import start_compilers
 from fuseplan.planner.partition.across_anchors import JointProblems, plan_across_anchors
 from fuseplan.planner.partition.by_measurement import MeasuredRegion
 from fuseplan.planner.partition.guided_loop import Prices, guided_partition, predicted_partition
@@ -107,6 +108,8 @@ class Planner:
     def prepare(self, graph: DataflowGraph, regions: Sequence[Region]) -> None:
         """Begin to enumerate regions and to compile their kernels, where something looks ahead. Returns at once."""
         if self._ahead is not None:
+            if regions and self.tuner is not None and self.settings.inductor != "off":
+                self.tuner.run_aside(start_compilers)
             parts = [part for region in regions for part in region_parts(graph, region)]
             self._ahead.send(graph, self.undecided(graph, parts))
             self._ahead.send_whole(graph, regions)

@@ -283,6 +283,10 @@ class Tuner:
         for alike, ranking in rankings.items():
             self._resources.rankings.setdefault(alike, list(ranking))
 
+    def run_aside(self, function: Callable[[], object]) -> None:
+        """Call a function in the measuring process when that has nothing else to do; nobody waits for it."""
+        self._resources.executor.submit(function, limit_s=self.budget.job_limit_s)
+
     def precompile(self, subjects: Iterable[Subject]) -> None:
         """Compile the default configurations of several subjects beside each other, for :meth:`screen` to find cached.
 

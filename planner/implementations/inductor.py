@@ -63,14 +63,17 @@ class CompiledGroup(TunableGroup):
         from torch._inductor import config
         from torch._inductor.async_compile import AsyncCompile
 
-        specs = [self.specs[name] for name in self.inputs]
         with config.patch(compile_threads=1 if is_cpu(self.device) else config.compile_threads):
-            found = compile_chain(self.chain, specs, self.device, self.compiled_for)
+            found = self.code()
             # Its compilers start beside this process and import PyTorch for seconds, cached code or not, which would
             # disturb what is timed next. They stay: to stop them would wait as long each time.
             with contextlib.suppress(TimeoutError):
                 AsyncCompile.wait_pool_ready()
         return found
+
+    def code(self) -> Fused:
+        """What TorchInductor makes of it."""
+        return compile_chain(self.chain, [self.specs[name] for name in self.inputs], self.device, self.compiled_for)
 
     def eager(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
         return list(self._compiled(*inputs))
@@ -84,6 +87,14 @@ def start_compilers() -> None:
     from torch._inductor.async_compile import AsyncCompile
 
     AsyncCompile.use_process_pool()
+
+
+def compile_ahead(subject: CompiledGroup) -> None:
+    """Leave the code of a group in TorchInductor's caches. By this process alone, which works beside others."""
+    from torch._inductor import config
+
+    with config.patch(compile_threads=1):
+        _ = subject.code()
 
 
 def compile_chain(

@@ -10,7 +10,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fuseplan.planner.errors import RefusedError
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+from fuseplan.planner.groups.candidates import Candidate
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations.choices import in_order
 from fuseplan.planner.implementations.group_table import GroupTable
@@ -50,19 +52,11 @@ def compare_step(
     table: GroupTable, plans: Sequence[tuple[Region, PlanRecord]], ways: Implementations, tuner: Tuner
 ) -> InductorStep:
     """Time both, interleaved. ``plans`` are those of all regions of a step, in order."""
-    flow, seen = compute_graph_of(table.graph), Counter[str]()
-    most = _ALIKE if sum(len(region.ops) for region, _ in plans) > policy.OPS_OF_ALL_LAYERS else len(plans)
-    taken = []
-    for region, record in plans:
-        seen[region.key] += 1
-        taken += [(region, record)] if seen[region.key] <= most else []
-    ops = [name for region, _ in taken for name in region.ops if flow.is_member(flow.position[name])]
-    if len(ops) > policy.MOST_OPS_OF_A_STEP:
-        return InductorStep(why=f"it has {len(ops)} ops, and TorchInductor is asked about {policy.MOST_OPS_OF_A_STEP}")
-    if (reason := ways.inductor.refuse_step(table, ops)) is not None:
-        return InductorStep(why=reason)
-    planned = planned_parts(table, taken, ways)
-    group = whole_candidate(table.graph, ops)
+    try:
+        taken, group = step_group(table, [region for region, _ in plans], ways)
+    except RefusedError as error:
+        return InductorStep(why=str(error))
+    planned = planned_parts(table, [plans[number] for number in taken], ways)
     whole = ways.inductor.part(table, group, *ways.inductor.recorded(table, group, None)[:2])
     names = {choice: f"part {number}" for number, choice in enumerate(planned)}
     parts: dict[str, Part] = {names[choice]: part for choice, part in planned.items()} | {INDUCTOR: whole}
@@ -76,6 +70,25 @@ def compare_step(
     is_better = contest.accepts(INDUCTOR, _PLAN) or (len(contest.conditions) > 1 and contest.is_safer(INDUCTOR, _PLAN))
     wins = is_better and may_run_whole(table.graph, table.device_type)
     return InductorStep(ratio, wins, alone)
+
+
+def step_group(
+    table: GroupTable, regions: Sequence[Region], ways: Implementations
+) -> tuple[list[int], Candidate]:
+    """Which of a step's regions take part, and all their ops as one group; RefusedError where TorchInductor is not
+    asked for its code.
+    """
+    flow, seen, taken = compute_graph_of(table.graph), Counter[str](), list[int]()
+    most = _ALIKE if sum(len(region.ops) for region in regions) > policy.OPS_OF_ALL_LAYERS else len(regions)
+    for number, region in enumerate(regions):
+        seen[region.key] += 1
+        taken += [number] if seen[region.key] <= most else []
+    ops = [name for number in taken for name in regions[number].ops if flow.is_member(flow.position[name])]
+    if len(ops) > policy.MOST_OPS_OF_A_STEP:
+        raise RefusedError(f"it has {len(ops)} ops, and TorchInductor is asked about {policy.MOST_OPS_OF_A_STEP}")
+    if (reason := ways.inductor.refuse_step(table, ops)) is not None:
+        raise RefusedError(reason)
+    return taken, whole_candidate(table.graph, ops)
 
 
 def may_run_whole(graph: DataflowGraph, device_type: str) -> bool:

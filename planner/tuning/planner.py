@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import TypeAlias
 from weakref import WeakKeyDictionary
@@ -15,17 +15,19 @@ from fuseplan.kernels.ir.backend import Backend, Target
 from fuseplan.planner.cost.prices import MeasuredPrices, ModelPrices, part_shares
 from fuseplan.planner.cost.running_calibration import RunningCalibration
 from fuseplan.planner.cost.samples import region_samples, store_samples
+from fuseplan.planner.errors import RefusedError
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import enumerate_parts
 from fuseplan.planner.groups.regions import find_regions, is_anchor, parts_to_plan, region_parts, unique_regions
 from fuseplan.planner.implementations.choices import RegionProblem, region_problem
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import Implementations, implementations_for
-from fuseplan.planner.implementations.inductor import start_compilers
+from fuseplan.planner.implementations.inductor import compile_ahead, start_compilers
 from fuseplan.planner.partition.across_anchors import JointProblems, plan_across_anchors
 from fuseplan.planner.partition.by_measurement import MeasuredRegion
 from fuseplan.planner.partition.guided_loop import Prices, guided_partition, predicted_partition
 from fuseplan.planner.partition.inductor_region import predicted_by_inductor, whole_by_inductor
+from fuseplan.planner.partition.inductor_step import step_group
 from fuseplan.planner.partition.plan_record import PlanWriter, region_label
 from fuseplan.planner.partition.whole_region import Verdict, last_word
 from fuseplan.planner.tuning.lookahead import Lookahead
@@ -105,14 +107,27 @@ class Planner:
                          self._rehearse, self.tuner, self._is_minor, self._nominal_joint)
         return self._ahead
 
-    def prepare(self, graph: DataflowGraph, regions: Sequence[Region]) -> None:
-        """Begin to enumerate regions and to compile their kernels, where something looks ahead. Returns at once."""
+    def prepare(self, graph: DataflowGraph, regions: Sequence[Region], step: bool = False) -> None:
+        """Begin to enumerate regions and to compile their kernels, where something looks ahead. Returns at once.
+
+        ``step``: the whole graph will run beside TorchInductor's code for it.
+        """
         if self._ahead is not None:
-            if regions and self.tuner is not None and self.settings.inductor != "off":
-                self.tuner.run_aside(start_compilers)
+            if regions:
+                self._ask_inductor_ahead(self._ahead.table(graph), step)
             parts = [part for region in regions for part in region_parts(graph, region)]
             self._ahead.send(graph, self.undecided(graph, parts))
             self._ahead.send_whole(graph, regions)
+
+    def _ask_inductor_ahead(self, table: GroupTable, step: bool) -> None:
+        """Start TorchInductor's compilers, and let it compile the whole ``step`` beside what is measured until then."""
+        if self.tuner is None or self.settings.inductor == "off":
+            return
+        self.tuner.run_aside(start_compilers)
+        if step and self.settings.inductor == "default":  # max-autotune would use the device
+            with suppress(RefusedError):
+                _, group = step_group(table, find_regions(table.graph), self.implementations)
+                self.tuner.compile_aside(compile_ahead, self.implementations.inductor.subject(table, group))
 
     def _rehearse(self, problem: RegionProblem, prices: Prices) -> None:
         guided_partition(problem, prices, self.settings.tolerance, self._margin, self._limit(problem))

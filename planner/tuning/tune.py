@@ -161,7 +161,8 @@ def tune(
             for workload, graph in found:
                 undecided = planner.undecided(graph)
                 told.on_graph(graph, undecided)
-                planner.prepare(graph, [region for region in undecided if region.key not in sent])
+                fresh = [region for region in undecided if region.key not in sent]
+                planner.prepare(graph, fresh, batch.timed(workload))
                 sent.update(region.key for region in undecided)
                 regions = batch.regions[workload] if workload in batch.regions else find_regions(graph)
                 work.append(_Work(workload, graph, regions, plans, errors))

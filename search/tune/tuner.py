@@ -14,9 +14,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from fuseplan.costmodel.devices import is_cpu, is_gpu
 from fuseplan.kernels.ir.backend import Backend, Config, Target
+from fuseplan.search import policy
 from fuseplan.search.errors import SubjectError
 from fuseplan.search.store.database import Database, reservations
 from fuseplan.search.store.leases import Leases
@@ -45,6 +47,7 @@ from fuseplan.search.workers.worker import Outcome, WorkerPool
 __all__ = ["Budget", "ProgressEvent", "Tuner"]
 
 logger = logging.getLogger(__name__)
+_Kind = TypeVar("_Kind", bound=Subject)
 
 #: What compiling for a GPU imports.
 _COMPILERS = ("fuseplan.kernels.gpu.targets:warm_up", "ninetoothed")
@@ -286,6 +289,10 @@ class Tuner:
     def run_aside(self, function: Callable[[], object]) -> None:
         """Call a function in the measuring process when that has nothing else to do; nobody waits for it."""
         self._resources.executor.submit(function, limit_s=self.budget.job_limit_s)
+
+    def compile_aside(self, function: Callable[[_Kind], None], subject: _Kind) -> None:
+        """Call a function, for what it leaves in a cache, in an idle compiler; nobody waits for it."""
+        self._resources.executor.prefetch(function, [(subject,)], limit_s=policy.PEER_LIMIT_S)
 
     def precompile(self, subjects: Iterable[Subject]) -> None:
         """Compile the default configurations of several subjects beside each other, for :meth:`screen` to find cached.

@@ -16,6 +16,7 @@ from fast_tunes import count_instead_of_timing
 from graphs import Builder
 
 from fuseplan.costmodel.identity import current_identity
+from fuseplan.kernels.ir.backend import Target
 from fuseplan.planner import stats, tune
 from fuseplan.planner.capture.trace import record
 from fuseplan.planner.errors import ConfigError
@@ -24,7 +25,8 @@ from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations import inductor
 from fuseplan.planner.implementations.group_table import GroupTable
-from fuseplan.planner.partition.inductor_step import may_run_whole
+from fuseplan.planner.implementations.implementations import implementations_for
+from fuseplan.planner.partition.inductor_step import may_run_whole, step_group
 from fuseplan.planner.tuning.session import open_session
 from fuseplan.search import policy
 from fuseplan.search.store.database import Database
@@ -242,6 +244,25 @@ def test_a_region_that_something_runs_in_the_middle_of_is_left_to_it_in_parts(
     with torch.no_grad():
         torch.testing.assert_close(call(x).double(), around(x.double()), rtol=1e-5, atol=1e-5)
     assert len(compiled) == 2 and stats().from_database == before + 2 and not stats().misses
+
+
+def test_what_is_compiled_ahead_is_found_in_torchinductors_caches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole step's code, compiled by another process of a tune meanwhile."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    x = torch.randn(31, 17)
+    graph = record(around, (x,), {})[0].graph
+    table, ways = GroupTable(graph, "fp32", "cpu"), implementations_for("eager", (), Target("cpu", "x86_64", 2))
+    regions = find_regions(graph)
+    taken, group = step_group(table, regions, ways)
+    assert taken == list(range(len(regions)))
+    subject = ways.inductor.subject(table, group)
+    counts = torch._dynamo.utils.counters
+    for is_found in (False, True):
+        counts.clear()
+        inductor.compile_ahead(subject)
+        assert (counts["inductor"]["fxgraph_cache_hit"] + counts["aot_autograd"]["autograd_cache_hit"] > 0) is is_found
 
 
 def test_a_prediction_is_no_measurement(tmp_path: Path) -> None:

@@ -47,6 +47,8 @@ from fuseplan.planner.ops.table import (
 
 #: Stands for the first coordinate that data gives, while an address is made; further ones count down from it.
 _DATA_AXIS = -1
+#: Look-ups of a kernel at most: each holds registers until its element is there, and compiling more takes seconds.
+MOST_LOOKUPS = 40
 #: Storage types narrower than the register that holds their values.
 _ROUNDED = NARROW | HALVES
 
@@ -166,7 +168,10 @@ class Puller(BodyBuilder):
         reason = None if op.is_contraction else why_refused(node, self.specs)
         if op.build is None or reason is not None:
             raise NotLowerable(reason or f"{node.op} has no recipe: it stays a library call")
-        return (op.build, *op.others)[node.outputs.index(value)](self, node, position)
+        recipes, number = (op.build, *op.others), node.outputs.index(value)
+        if number >= len(recipes):
+            raise NotLowerable(f"{node.op} ({node.name}): no kernel computes its result {number}")
+        return recipes[number](self, node, position)
 
     def _rounded(self, value: int, name: str) -> int:
         """What is left of a value in the dtype of ``name``, where that matters to those who read it."""
@@ -251,6 +256,9 @@ class Puller(BodyBuilder):
 
     def lookup(self, node: OpNode, value: str, position: Position, picked: Mapping[int, int]) -> int:
         graph = self._group.graph
+        self._space.lookups += 1
+        if self._space.lookups > MOST_LOOKUPS:
+            raise NotLowerable(f"{node.op}: a kernel looks up {MOST_LOOKUPS} elements at most")
         extents = {dim: self.specs[value].shape[dim] for dim in picked}
         axes = {dim: _DATA_AXIS - number for number, dim in enumerate(picked)}
         position = tuple(

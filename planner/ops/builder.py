@@ -61,6 +61,8 @@ class IterationSpace:
     pulled: dict[tuple[str, Position, int | None], int] = field(default_factory=dict)
     stores: list[Store] = field(default_factory=list)
     products: list[Product] = field(default_factory=list)
+    #: Elements that were looked up by data.
+    lookups: int = 0
     #: For each row that a reduction was asked for, the axes that its position depends on.
     folded: list[frozenset[int]] = field(default_factory=list)
 
@@ -198,13 +200,17 @@ class BodyBuilder(ABC):
     def _both(self, mask: int | None, other: int) -> int:
         return other if mask is None else self.apply("logical_and", mask, other)
 
+    def refuse_part_of_cat(self, node: OpNode) -> None:
+        """NotLowerable where the op is asked for by a piece of a cat alone: all programs would do its work."""
+        if self._mask is not None:
+            raise NotLowerable(f"{node.op} feeds only part of a cat")
+
     def reduce(self, kind: str, node: OpNode, extent: Size, element: Callable[[Index], int]) -> int:
         """Fold ``element(column)`` over ``extent`` columns; NotLowerable where the space has others."""
         space = self._space
         if as_size(extent - space.cols) != 0:
             raise NotLowerable(f"{node.op} folds {extent} elements in a space of {space.cols} columns")
-        if self._mask is not None:
-            raise NotLowerable(f"{node.op} feeds only part of a cat")
+        self.refuse_part_of_cat(node)
         combine = {"sum": "add", "max": "maximum", "min": "minimum"}[kind]
         total = element(column(space, 0))
         for piece in range(1, space.pieces):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, reduce
 
-from fuseplan.kernels.ir.index import Index
+from fuseplan.kernels.ir.index import Index, as_size
+from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.graph.dataflow import OpNode, Ref
 from fuseplan.planner.ops.builder import BodyBuilder
-from fuseplan.planner.ops.op import INTEGERS, rows
+from fuseplan.planner.ops.op import FLOATS, INTEGERS, result_type, rows
 from fuseplan.planner.ops.positions import Position, Specs, normalise_dim
 
 
@@ -15,6 +16,42 @@ def _embedding(p: BodyBuilder, node: OpNode, position: Position) -> int:
     """Rows of a table."""
     row = p.operand(node, 1, position[:-1])
     return p.lookup(node, node.inputs[0], (Index(0), position[-1]), {0: row})
+
+
+#: Rows of a bag at most: a kernel reads one after another.
+MOST_IN_A_BAG = 16
+
+
+def _bag(p: BodyBuilder, node: OpNode, position: Position) -> int:
+    """Sums or means of as many rows of a table each: indices [bags * n], offsets ``arange(0, bags * n, n)``."""
+    p.refuse_part_of_cat(node)
+    size, dtype = _bag_size(p, node), result_type(p, node)
+    rows = (p.pull(node.inputs[1], (position[0] * size + at,)) for at in range(size))
+    terms = (p.cast(p.lookup(node, node.inputs[0], (Index(0), position[1]), {0: row}), dtype) for row in rows)
+    total = reduce(lambda one, other: p.apply("add", one, other), terms)
+    return p.apply("mul", total, p.const(1.0 / size, dtype)) if node.attrs.get("mode") == 1 else total
+
+
+def _bag_size(p: BodyBuilder, node: OpNode) -> int:
+    maker = p.computed_by(node.inputs[2])
+    if maker is None or not maker.op.startswith("aten.arange") or maker.attrs.get("start", 0) != 0:
+        raise NotLowerable(f"{node.op} ({node.name}): its bags are not known to be of one size")
+    size, given, bags = maker.attrs.get("step", 1), *(p.specs[value].shape[0] for value in node.inputs[1:3])
+    if not isinstance(size, int) or as_size(bags * size - given) != 0:
+        raise NotLowerable(f"{node.op} ({node.name}): its last bag is of another size")
+    if not 0 < size <= MOST_IN_A_BAG:
+        raise NotLowerable(f"{node.op} ({node.name}): {size} rows in a bag")
+    return size
+
+
+def _bag_refuse(node: OpNode, specs: Specs) -> str | None:
+    if node.attrs.get("mode", 0) not in (0, 1) or node.attrs.get("include_last_offset"):
+        return "other than sums and means of bags, or with the end of the last"
+    if len(node.inputs) > 3 or node.attrs.get("padding_idx") is not None:
+        return "with weights, or rows that do not count"
+    if len(specs[node.inputs[1]].shape) != 1 or specs[node.inputs[0]].dtype not in FLOATS:
+        return "of no list of rows of floats"
+    return _positions_refuse(node, specs, "int32")
 
 
 def _along_dim(p: BodyBuilder, node: OpNode, position: Position) -> int:
@@ -94,11 +131,13 @@ def _target_refuse(node: OpNode, specs: Specs) -> str | None:
     return f"writes {source} to itself" if source == node.inputs[0] else None
 
 
-_row = partial(rows, "lookup", rearranges=True, effort="gather")
+_lookup = partial(rows, "lookup", effort="gather")
+_row = partial(_lookup, rearranges=True)
 
 #: They look elements of operand 0 up by data: all of it has to exist before.
 LOOKUPS = {
     **_row("embedding", _embedding, rows_by=1, new_memory=True),
+    **_lookup("embedding_bag embedding_bag.padding_idx", _bag, refuse=_bag_refuse, new_memory=True),
     **_row("index_select", _along_dim, refuse=_ranks_refuse, rows_by=2, wraps=True),
     **_row("gather", _along_dim, refuse=_ranks_refuse),
     **_row("index.Tensor", _index, refuse=_index_refuse, rows_by=1),

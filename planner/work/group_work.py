@@ -17,7 +17,7 @@ from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, Buffer, Dot, KernelIR, Reduc
 from fuseplan.kernels.ir.ops import op_spec
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable, group_nodes, lower
-from fuseplan.planner.ops.table import kind_of, mutates
+from fuseplan.planner.ops.table import kind_of, mutates, op_of
 from fuseplan.planner.work.aten_overheads import aten_overheads
 from fuseplan.planner.work.kernel_overheads import (
     kernel_overheads,
@@ -175,7 +175,7 @@ def op_work(graph: DataflowGraph, name: str) -> Work:
 
 
 def _aten_work(graph: DataflowGraph, node: OpNode) -> Work:
-    lowered = lower(graph, (node.name,), "fp32", node.outputs)
+    lowered = lower(graph, (node.name,), "fp32", node.outputs[: 1 + len(op_of(node.op).others)])
     fused = kernel_work(lowered.ir, hot_inputs(graph, lowered.inputs))
     effort = aten_overheads(graph, node)
     return replace(

@@ -156,7 +156,8 @@ class Models:
         return Batch(
             [(name, graph) for name, (_, _, graph) in found.items()], settings,
             reported=lambda name: (found[name][0].asked.label, found[name][1]),
-            timed=lambda name: found[name][0].asked.is_asked_for(found[name][1]))
+            timed=lambda name: found[name][0].asked.is_asked_for(found[name][1]),
+            split=lambda name: found[name][0].asked.is_derived(found[name][1]))
 
     def answer(self, ran: Ran) -> TunedMany:
         """What came of it, as frames and words."""

@@ -11,7 +11,7 @@ from fuseplan.planner.api.request import Asked
 from fuseplan.planner.errors import FuseplanError
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.places import place_of
-from fuseplan.planner.groups.regions import find_regions, unique_regions
+from fuseplan.planner.groups.regions import unique_regions
 from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.planner.tuning.progress import SILENT, Progress
 from fuseplan.planner.tuning.session import Session
@@ -71,9 +71,10 @@ def distinct_regions(captured: Sequence[CapturedModel], session: Session) -> tup
     stored: set[RecordKey] = set()
     for number, one in enumerate(captured):
         planner = session.planning_for(one.asked.settings).planner()
-        for _, graph in one.graphs:
+        for workload, graph in one.graphs:
             new = []
-            for name, occurrences in unique_regions(find_regions(graph)).items():
+            regions = planner.regions_of(graph, one.asked.is_derived(workload))
+            for name, occurrences in unique_regions(regions).items():
                 key, region = planner.key(name), occurrences[0]
                 if key not in first:
                     first[key] = region_label(graph, region), place_of(graph, region.ops)

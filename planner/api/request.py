@@ -51,13 +51,14 @@ class Asked:
     pattern: tuple[tuple[str, DataflowGraph], ...] = ()
     settings: PlanSettings = field(default_factory=PlanSettings)
 
-    def is_asked_for(self, graph: str) -> bool:
-        """Whether a model's graph, by its name, is of sizes that were given, not of what masks or ``generate()`` make
-        of them.
-        """
+    def is_derived(self, graph: str) -> bool:
+        """Whether a model's graph, by its name, is of a call that follows from the sizes given (:func:`with_calls`)."""
         derived = [one.label for one in self.workloads if one.derived]
-        return self.source is not None and not any(
-            graph == label or graph.startswith(f"{label} part ") for label in derived)
+        return any(graph == label or graph.startswith((f"{label} part ", f"{label} packed")) for label in derived)
+
+    def is_asked_for(self, graph: str) -> bool:
+        """Whether a model's graph, by its name, is of sizes that were given."""
+        return self.source is not None and not self.is_derived(graph)
 
     def graphs(self, progress: Progress = SILENT) -> list[tuple[str, DataflowGraph]]:
         """All graphs by workload name, captured now."""

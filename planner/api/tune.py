@@ -229,8 +229,9 @@ class OneModel:
 
     def batch(self, graphs: Iterable[tuple[str, DataflowGraph]]) -> Batch:
         """Graphs of it, as they are captured."""
-        label = self.asked.label
-        return Batch(graphs, self.asked.settings, lambda name: (label, name), self.asked.is_asked_for)
+        asked = self.asked
+        return Batch(
+            graphs, asked.settings, lambda name: (asked.label, name), asked.is_asked_for, asked.is_derived)
 
     def batches(self, session: Session, progress: Progress, account: TimeAccount) -> Sequence[Batch]:
         source = self.asked.source

@@ -12,7 +12,7 @@ from rich.text import Text
 from fuseplan.planner.cli.output.progress_log import ProgressLog, stderr_console
 
 if TYPE_CHECKING:
-    from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+    from fuseplan.planner.graph.dataflow import Region
     from fuseplan.search.tune.tuner import ProgressEvent
 
 
@@ -25,11 +25,9 @@ class TuneProgress:
         self._pending: list[bool] = []
         self._started = 0
 
-    def on_graph(self, graph: DataflowGraph, undecided: Sequence[Region]) -> None:
+    def on_graph(self, regions: Sequence[Region], undecided: Sequence[Region]) -> None:
         """A workload's graph was captured."""
-        from fuseplan.planner.groups.regions import find_regions, unique_regions
-
-        keys = [key for key in unique_regions(find_regions(graph)) if key not in self._seen]
+        keys = [key for key in dict.fromkeys(one.key for one in regions) if key not in self._seen]
         missing = {region.key for region in undecided}
         self._pending += [key in missing for key in keys]
         self._seen.update(keys)

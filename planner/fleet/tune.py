@@ -34,7 +34,7 @@ from fuseplan.planner.fleet.terms import (
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.graph.serialize import graph_to_json
 from fuseplan.planner.groups.compute_graph import compute_graph_of
-from fuseplan.planner.groups.regions import find_regions, region_parts
+from fuseplan.planner.groups.regions import region_parts
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import implementations_for
 from fuseplan.planner.models.workload import Workload
@@ -66,6 +66,7 @@ class _Planned:
     place: int
     name: str
     graph: DataflowGraph
+    regions: Sequence[Region]
     open: set[str] = field(default_factory=set)
     plan: GraphPlan = field(default_factory=lambda: GraphPlan(()))
     elapsed_s: float = 0.0
@@ -185,9 +186,10 @@ class Fleet:
     def arrive(self, order: Order, place: int, name: str, graph: DataflowGraph) -> None:
         """Ask for those regions of a graph that have no plan yet, and that nobody has asked for."""
         session, shares = self.session(order.device, order.terms), dict[str, float]()
-        planned = _Planned(order, place, name, graph)
+        planned = _Planned(
+            order, place, name, graph, session.planner().regions_of(graph, order.batch.split(name)))
         order.planned.append(planned)
-        for region in session.planner().undecided(graph):
+        for region in session.planner().undecided(graph, planned.regions):
             asked = order.device, order.terms, region.key
             if asked not in self._regions:
                 if not shares:
@@ -222,7 +224,7 @@ class Fleet:
 
     def _complete(self, planned: _Planned) -> None:
         """All regions of a graph are done."""
-        session, regions = self.session(*planned.at), find_regions(planned.graph)
+        session, regions = self.session(*planned.at), planned.regions
         asked = {one.key: self._regions[*planned.at, one.key] for one in regions
                  if (*planned.at, one.key) in self._regions}
         stored = session.planner().plan_graph(planned.graph, regions=[one for one in regions if one.key not in asked])
@@ -262,7 +264,7 @@ class Fleet:
             self.progress.note(f"whether shipped times hold on {order.device} is not known")
         failures: dict[str, RegionFailure] = {}
         for planned in order.planned:
-            for region in find_regions(planned.graph):
+            for region in planned.regions:
                 found = self._regions.get((*planned.at, region.key))
                 if found is not None and found.outcome is not None and found.outcome.failure is not None:
                     label = located_label(planned.graph, region)

@@ -7,6 +7,7 @@ input or an op that is no view holds. Positions are capture order, which is a to
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from weakref import WeakKeyDictionary
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
@@ -109,6 +110,19 @@ class ComputeGraph:
             if live[at]:
                 needed.update(self.sources[at])
         return live
+
+    @cached_property
+    def common(self) -> frozenset[int]:
+        """Members of regions that no anchor leads to, and that make what members on several depths read."""
+        anchored, found = [False] * len(self.nodes), set[int]()
+        for at, kind in enumerate(self.kinds):
+            anchored[at] = kind == "anchor" or any(anchored[pred] for pred in self.preds[at])
+        for at in reversed(range(len(self.nodes))):
+            read = [reader for value in self.nodes[at].outputs for reader in self.readers.get(value, ())]
+            depths = {self.depth[reader] for reader in read if self.is_member(reader)}
+            if not anchored[at] and self.is_member(at) and (len(depths) > 1 or not found.isdisjoint(read)):
+                found.add(at)
+        return frozenset(found)
 
     def is_member(self, at: int) -> bool:
         """Whether the op is in a region: a compute op, an anchor or a foreign op."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from weakref import WeakKeyDictionary
 
 from networkx.utils import UnionFind
@@ -47,7 +47,7 @@ def find_regions(graph: DataflowGraph) -> list[Region]:
     Every live compute op and anchor is in exactly one region. A view op is in each region that reads through it; views
     that only opaque ops read are in none. They are remembered for as long as the graph lives.
     """
-    return list(_found(graph).members)
+    return list(_found(graph).regions)
 
 
 def region_parts(graph: DataflowGraph, region: Region) -> tuple[Region, ...]:
@@ -58,6 +58,29 @@ def region_parts(graph: DataflowGraph, region: Region) -> tuple[Region, ...]:
         members = found.members.get(region, ())
         found.parts[region] = tuple(map(finder.region, members)) if len(members) > 1 else (region,)
     return found.parts[region]
+
+
+def split_common(graph: DataflowGraph, region: Region) -> tuple[Region, ...]:
+    """A region in pieces: what makes common values, each by itself, and last the layer; itself where there are none.
+
+    *Common* values come from no anchor, and several layers read them: embedded tokens, rotary tables, a mask. They lie
+    in memory whatever is fused. Calls of one model differ in how they make them; what its layers do is the same.
+    """
+    found, flow = _found(graph), compute_graph_of(graph)
+    if region not in found.pieces:
+        members = found.members.get(region, [])
+        made = [at for part in members for at in part if at in flow.common]
+        layer = [kept for part in members if (kept := [at for at in part if at not in flow.common])]
+        found.pieces[region] = (region,)
+        if made and layer:
+            joined, finder = UnionFind[int](made), _Finder(graph, flow)
+            for at in made:
+                joined.union(at, *(pred for pred in flow.compute_preds(at) if pred in made))
+            pieces = {finder.region(piece): [piece] for piece in sorted(map(sorted, joined.to_sets()))}
+            pieces[finder.region(sorted(chain.from_iterable(layer)))] = layer
+            found.members.update(pieces)
+            found.pieces[region] = tuple(pieces)
+    return found.pieces[region]
 
 
 def parts_to_plan(graph: DataflowGraph, region: Region, known: Collection[str]) -> tuple[Region, ...]:
@@ -80,10 +103,12 @@ def is_anchor(graph: DataflowGraph, part: Region) -> bool:
 
 @dataclass(frozen=True)
 class _Found:
-    """Regions with the members of each of their parts, and the parts of the regions whose parts were asked for."""
+    """Regions, the members of each part of these and of their pieces, and the parts and pieces that were asked for."""
 
+    regions: tuple[Region, ...]
     members: dict[Region, list[list[int]]]
     parts: dict[Region, tuple[Region, ...]] = field(default_factory=dict)
+    pieces: dict[Region, tuple[Region, ...]] = field(default_factory=dict)
 
 
 #: Regions by flow: a graph that grew has another flow.
@@ -94,7 +119,7 @@ def _found(graph: DataflowGraph) -> _Found:
     flow = compute_graph_of(graph)
     if flow not in _FOUND:
         found = sorted(_search(graph, flow), key=lambda item: min(flow.position[name] for name in item[0].ops))
-        _FOUND[flow] = _Found(dict(found))
+        _FOUND[flow] = _Found(tuple(region for region, _ in found), dict(found))
     return _FOUND[flow]
 
 

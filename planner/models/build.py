@@ -63,13 +63,28 @@ class Model:
             raise ConfigError(f"{self.config.model_type} does not generate by itself: it has no decode")
         takes = inspect.signature(self.module.forward).parameters
         found: dict[str, Any] = {name: self._input(name, workload) for name in self._reads(takes)}
-        if workload.masked and "attention_mask" in takes and "input_ids" in found:
-            found["attention_mask"] = torch.ones_like(found["input_ids"])
         if workload.regime == "decode":
             found |= {**self._half_full_cache(workload, found["input_ids"], takes), "use_cache": True}
         elif self.generates or self.config.is_encoder_decoder:
             found["use_cache"] = False
+        if (ids := found.get("input_ids")) is not None:
+            more = self._given(workload, ids, takes)
+            found = {name: value for name, value in found.items() if name != "input_ids" or "inputs_embeds" not in more}
+            found |= more
         return (), found
+
+    def _given(self, workload: Workload, ids: torch.Tensor, takes: Collection[str]) -> dict[str, Any]:
+        """What a call has beside ``ids`` or in their place, as far as the model takes it."""
+        end = workload.kv_len // 2 + workload.seq
+        found: dict[str, Any] = {}
+        if workload.given == "masked":
+            found["attention_mask"] = ids.new_ones(workload.batch, end)
+        if workload.given == "positions":
+            found["position_ids"] = torch.arange(end - workload.seq, end, device=ids.device).repeat(workload.batch, 1)
+        if workload.given == "embeddings":
+            embedded: Callable[..., torch.Tensor] = self.module.get_input_embeddings()  # type: ignore[operator]
+            found |= {"inputs_embeds": embedded(ids), "logits_to_keep": 1}
+        return {name: value for name, value in found.items() if name in takes}
 
     def _reads(self, takes: Collection[str]) -> list[str]:
         """Names of the arguments that it computes from."""

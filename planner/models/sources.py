@@ -240,8 +240,9 @@ def workloads_for(
 ) -> tuple[Workload, ...]:
     """The workloads to plan for this model, from arguments or defaults (see :func:`parse_workloads`).
 
-    The user's own module has one, its example inputs; an encoder has no decode. With ``calls`` come those that an
-    attention mask and ``generate()`` make of the same sizes. Sizes that the model does not take are a ConfigError.
+    The user's own module has one, its example inputs; an encoder has no decode. With ``calls`` come those that
+    masks, position ids, embeddings and ``generate()`` make of the same sizes. Sizes that the model does not
+    take are a ConfigError.
     """
     if source.kind == "module":
         if any(option is not None for option in (decode_batches, kv_len, prefills)):

@@ -14,6 +14,9 @@ from fuseplan.planner.errors import Argument, ShapeError
 #: forward: the example inputs that the user's own module came with.
 #: generate: the calls that Hugging Face's ``generate()`` makes of a prompt, with masks and caches of its own.
 Stage: TypeAlias = Literal["decode", "prefill", "forward", "generate"]
+#: What a call is given beside its tokens: a mask of two dimensions, as a tokenizer makes one; position ids; or, in
+#: their place, embeddings, with no logits wanted but the last. Where a model does not take it, it is a plain call.
+Given: TypeAlias = Literal["", "masked", "positions", "embeddings"]
 
 
 @dataclass(frozen=True)
@@ -24,19 +27,19 @@ class Workload:
         batch: Sequences.
         seq: New tokens per sequence (1 in decode); of ``generate``, tokens of the prompt.
         kv_len: Length of the static KV cache; 0 without one (``generate`` then has one that grows).
-        masked: Whether the call has an attention mask, as a tokenizer makes one.
+        given: What the call has beside its tokens.
     """
 
     regime: Stage
     batch: int = 1
     seq: int = 1
     kv_len: int = 0
-    masked: bool = False
+    given: Given = ""
 
     @property
     def derived(self) -> bool:
         """Whether it follows from sizes given for other calls (:func:`with_calls`)."""
-        return self.masked or self.regime == "generate"
+        return bool(self.given) or self.regime == "generate"
 
     @property
     def label(self) -> str:
@@ -45,7 +48,7 @@ class Workload:
             return "forward"
         size = f"{self.batch}" if self.regime == "decode" else f"{self.batch}x{self.seq}"
         cache = f" @ {self.kv_len}" if self.kv_len else ""
-        return f"{self.regime} {size}{cache}{' masked' if self.masked else ''}"
+        return f"{self.regime} {size}{cache}{self.given and f' {self.given}'}"
 
 
 def decode(batch: int, kv_len: int) -> Workload:
@@ -61,22 +64,29 @@ def generate(batch: int, seq: int, kv_len: int = 0) -> Workload:
 
 
 def with_calls(workloads: Iterable[Workload], generates: bool) -> tuple[Workload, ...]:
-    """The workloads, and what an attention mask and ``generate()`` make of the same sizes.
+    """The workloads, and what :data:`Given` arguments and ``generate()`` make of the same sizes.
 
-    A prompt that fits a decode's cache goes through it; a decode without such a prefill is reached from one token.
+    Masks of four dimensions and other combinations need no call of their own: they are made of the same regions. A
+    prompt that fits a decode's cache goes through it; a decode without such a prefill is reached from one token.
 
-    >>> [one.label for one in with_calls([decode(1, 256), decode(8, 256), prefill(1, 128)], True)][3:]
-    ['prefill 1x128 masked', 'generate 1x128', 'generate 1x128 @ 256', 'generate 8x1 @ 256']
+    >>> calls = with_calls([decode(1, 256), prefill(1, 128)], True)
+    >>> [one.label for one in calls[2:5]]
+    ['decode 1 @ 256 masked', 'prefill 1x128 masked', 'decode 1 @ 256 positions']
+    >>> [one.label for one in calls[5:]]
+    ['prefill 1x128 positions', 'prefill 1x128 embeddings', 'generate 1x128', 'generate 1x128 @ 256']
     """
     plain = tuple(workloads)
     prefills = [one for one in plain if one.regime == "prefill"]
-    found = [*plain, *(replace(one, masked=True) for one in prefills)]
-    if generates:
-        found += [generate(one.batch, one.seq) for one in prefills]
-        for step in plain:
-            if step.regime == "decode":
-                fitting = [one.seq for one in prefills if one.batch == step.batch and one.seq < step.kv_len]
-                found += [generate(step.batch, seq, step.kv_len) for seq in fitting or [1]]
+    if not generates:
+        return tuple(dict.fromkeys((*plain, *(replace(one, given="masked") for one in prefills))))
+    found = [*plain, *(replace(one, given="masked") for one in plain)]
+    found += [replace(one, given="positions") for one in plain]
+    found += [replace(one, given="embeddings") for one in prefills]
+    found += [generate(one.batch, one.seq) for one in prefills]
+    for step in plain:
+        if step.regime == "decode":
+            fitting = [one.seq for one in prefills if one.batch == step.batch and one.seq < step.kv_len]
+            found += [generate(step.batch, seq, step.kv_len) for seq in fitting or [1]]
     return tuple(dict.fromkeys(found))
 
 

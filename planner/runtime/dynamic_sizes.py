@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region, bind_graph
-from fuseplan.planner.groups.regions import find_regions, region_parts
+from fuseplan.planner.groups.regions import find_regions, region_parts, split_common
 from fuseplan.planner.tuning.planner import Planner, RegionPlan
 from fuseplan.search import policy
 from fuseplan.search.store.record import GroupChoice
@@ -43,7 +43,8 @@ def _tuned(
         if wanted <= found.keys():
             break
         bound = bind_graph(graph, {name: size})
-        there = (one for region in find_regions(bound) for one in {region, *region_parts(bound, region)})
+        whole = (one for region in find_regions(bound) for one in {region, *split_common(bound, region)})
+        there = (one for region in whole for one in {region, *region_parts(bound, region)})
         asked = [region for region in there if (ops := frozenset(region.ops)) in wanted and ops not in found]
         stored = planner.look_up_all(bound, asked)
         for region in asked:

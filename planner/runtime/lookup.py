@@ -18,7 +18,7 @@ from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import failure_reason
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region, bind_graph
 from fuseplan.planner.groups.places import paths_of
-from fuseplan.planner.groups.regions import find_regions, parts_to_plan, region_parts, unique_regions
+from fuseplan.planner.groups.regions import parts_to_plan, region_parts, unique_regions
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementation import PlannedGroup
 from fuseplan.planner.implementations.inductor import InductorMode
@@ -92,9 +92,8 @@ def look_up(session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tall
         return GraphLookup()
     start = time.perf_counter()
     passes = _Passes(session, graph, on_miss, tally)
-    regions = find_regions(passes.static)
-    tally.count("regions", len(regions))
-    found = passes.in_database(regions)
+    tally.count("regions", len(passes.regions))
+    found = passes.in_database(passes.regions)
     apart = [one.region for one in found if one.status == "apart"]
     parts = [part for region in apart for part in parts_to_plan(passes.static, region, ())]
     of_parts = passes.whole_again(apart, passes.in_database(parts))
@@ -131,13 +130,15 @@ def _step_by_inductor(
 
 
 class _Passes:
-    """Fills in look-ups of the regions of a graph, and of its parts; ``static`` is the graph with its hints for sizes.
+    """Fills in look-ups of the ``regions`` of a graph, and of its parts; ``static`` is the graph with its hints for
+    sizes.
     """
 
     def __init__(self, session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tally) -> None:
         self.session, self.planner = session, session.planner()
         self.graph, self.static = graph, bind_graph(graph)
         self.on_miss, self.tally = on_miss, tally
+        self.regions = self.planner.regions_of(self.static)
         self._unfit: dict[str, bool] = {}
 
     def in_database(self, regions: Sequence[Region]) -> list[RegionLookup]:
@@ -211,7 +212,7 @@ class _Passes:
                 logger.info("no tuned plan for %s; `plan tune --misses` stores one", named)
         if not missed:
             return
-        log_missed(self.session.database, self.static, missed)
+        log_missed(self.session.database, self.static, self.regions, missed)
         if self.on_miss != "tune" and any(len(region.ops) > 1 for _, region, _ in missed):  # there is something to fuse
             how = {"unfused": "unfused", "measure": "as a short run decides now, in each process again"}.get(
                 self.on_miss, "as the cost model says, with default configurations")

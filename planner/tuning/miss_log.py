@@ -16,7 +16,7 @@ from typing import Any
 
 from fuseplan.planner.errors import PlanError
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
-from fuseplan.planner.groups.regions import find_regions, region_parts
+from fuseplan.planner.groups.regions import region_parts
 from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.planner.tuning.miss_list import TUNED_SINCE, Miss, logged_misses, stored_text
 from fuseplan.planner.tuning.session import Session
@@ -34,18 +34,19 @@ logger = logging.getLogger(__name__)
 
 
 def log_missed(
-    database: Database, graph: DataflowGraph, missed: Sequence[tuple[RecordKey, Region, str]]
+    database: Database, graph: DataflowGraph, regions: Iterable[Region],
+    missed: Sequence[tuple[RecordKey, Region, str]],
 ) -> None:
-    """Count misses of a static graph, each with its key and its place, and keep the graphs of their regions.
+    """Count misses of a static graph, each with its key and its place, and keep the graphs of their regions, which are
+    among all ``regions`` that were looked up.
 
     Never raises: a model runs whether or not its misses are known.
     """
     if not database.logs_misses:
         return
     try:
-        whole = find_regions(graph)
         homes: defaultdict[str, list[Region]] = defaultdict(list)
-        for region in whole:
+        for region in regions:
             for name in region.ops:
                 homes[name].append(region)
         known = {name.removeprefix(MISSED) for name in database.capture_names(MISSED)}

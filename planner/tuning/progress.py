@@ -7,15 +7,15 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+    from fuseplan.planner.graph.dataflow import Region
     from fuseplan.search.tune.tuner import ProgressEvent
 
 
 class TuneEvents(Protocol):
     """Told about each step of a tune."""
 
-    def on_graph(self, graph: DataflowGraph, undecided: Sequence[Region]) -> None:
-        """A workload's graph is there, with so many distinct regions that have no stored plan."""
+    def on_graph(self, regions: Sequence[Region], undecided: Sequence[Region]) -> None:
+        """A workload's graph is there, with these regions, of which so many distinct ones have no stored plan."""
 
     def on_region(self, workload: str, label: str, number: int, total: int) -> None:
         """A region of a workload is looked up or tuned next."""
@@ -41,7 +41,7 @@ class Progress(Protocol):
 
 
 class _Nobody:
-    def on_graph(self, graph: DataflowGraph, undecided: Sequence[Region]) -> None: ...
+    def on_graph(self, regions: Sequence[Region], undecided: Sequence[Region]) -> None: ...
 
     def on_region(self, workload: str, label: str, number: int, total: int) -> None: ...
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from fuseplan.planner.cost.running_calibration import RunningCalibration
 from fuseplan.planner.errors import failure_reason
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
-from fuseplan.planner.groups.regions import find_regions, unique_regions
+from fuseplan.planner.groups.regions import unique_regions
 from fuseplan.planner.partition.plan_record import located_label
 from fuseplan.planner.tuning.graph_stream import GraphStream
 from fuseplan.planner.tuning.planner import GraphPlan, Planner, RegionPlan
@@ -37,6 +37,8 @@ class Batch:
         graphs: Those of a :class:`~fuseplan.planner.tuning.graph_stream.GraphStream` are planned as they are captured.
         reported: The model and the workload under which reports have a graph; None keeps it out of reports.
         timed: Whether the whole step of a graph is timed.
+        split: Whether the layers of a graph are planned apart from what makes their common values: embedded tokens,
+            rotary tables, masks. Other calls then find the layers, and tables and masks, in any combination.
         regions: Regions, or parts of some, that are planned of a graph; all of those that are not named.
     """
 
@@ -44,6 +46,7 @@ class Batch:
     settings: PlanSettings = field(default_factory=PlanSettings)
     reported: Callable[[str], tuple[str, str] | None] = lambda name: None
     timed: Callable[[str], bool] = lambda name: False
+    split: Callable[[str], bool] = lambda name: False
     regions: Mapping[str, Sequence[Region]] = field(default_factory=dict)
 
     def keep_summary(self, session: Session, planned: WorkloadPlan) -> None:
@@ -159,12 +162,12 @@ def tune(
 
         def arrive(found: Iterable[tuple[str, DataflowGraph]]) -> None:
             for workload, graph in found:
-                undecided = planner.undecided(graph)
-                told.on_graph(graph, undecided)
+                regions = batch.regions.get(workload) or planner.regions_of(graph, batch.split(workload))
+                undecided = planner.undecided(graph, regions)
+                told.on_graph(regions, undecided)
                 fresh = [region for region in undecided if region.key not in sent]
-                planner.prepare(graph, fresh, batch.timed(workload))
+                planner.prepare(graph, fresh, regions if batch.timed(workload) else ())
                 sent.update(region.key for region in undecided)
-                regions = batch.regions[workload] if workload in batch.regions else find_regions(graph)
                 work.append(_Work(workload, graph, regions, plans, errors))
                 waiting.append(work[-1])
 

@@ -8,7 +8,7 @@ from typing import Any
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Region, TensorSpec
 from fuseplan.planner.graph.serialize import graph_from_json, graph_to_json
 from fuseplan.planner.groups.candidates import region_dependencies
-from fuseplan.planner.groups.regions import find_regions
+from fuseplan.planner.groups.regions import find_regions, split_common
 from fuseplan.planner.work.group_work import hot_inputs
 
 #: Stands for whatever op lies on a path that leaves the region and comes back. Nothing runs it.
@@ -28,8 +28,9 @@ def extract(graph: DataflowGraph, region: Region) -> DataflowGraph:
 
 
 def find_region(graph: DataflowGraph, key: str) -> Region | None:
-    """The region of this key; None where the graph has none."""
-    return next((one for one in find_regions(graph) if one.key == key), None)
+    """The region of this key, or the piece of one; None where the graph has none."""
+    found = (one for region in find_regions(graph) for one in (region, *split_common(graph, region)))
+    return next((one for one in found if one.key == key), None)
 
 
 def region_data(graph: DataflowGraph, region: Region) -> dict[str, Any]:

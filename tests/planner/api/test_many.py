@@ -25,7 +25,7 @@ from fuseplan.planner.api.many import Models, TunedMany
 from fuseplan.planner.api.regions import captured_model
 from fuseplan.planner.cli import main
 from fuseplan.planner.errors import FuseplanError
-from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+from fuseplan.planner.graph.dataflow import Region
 from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.models.manifest import read_manifest
 from fuseplan.search.store.database import Database
@@ -61,7 +61,7 @@ class Listener:
 
     def warn(self, text: str) -> None: ...
 
-    def on_graph(self, graph: DataflowGraph, undecided: Sequence[Region]) -> None: ...
+    def on_graph(self, regions: Sequence[Region], undecided: Sequence[Region]) -> None: ...
 
     def on_region(self, workload: str, label: str, number: int, total: int) -> None:
         self.heard.append(workload)

@@ -64,7 +64,7 @@ def at_run_time(source: ModelSource, workload: Workload) -> list[Traced]:
         ("mixtral", DECODE),
         ("gpt2", PREFILL),
         ("bert", PREFILL),
-        ("llama", replace(PREFILL, masked=True)),
+        ("llama", replace(PREFILL, given="masked")),
         ("deepseek-v3", DECODE),  # keys and values of different widths
         ("mamba", DECODE),  # a cache that is no keys and values
         ("whisper", PREFILL),

@@ -14,7 +14,7 @@ def test_a_tune_in_a_log() -> None:
     progress = TuneLog(ProgressLog(lines.append, lambda: now[0]))
     graphs = [pattern_graph("swiglu", shape, "bfloat16") for shape in ("3x128", "5x128")]
     for graph in graphs:
-        progress.on_graph(graph, find_regions(graph))
+        progress.on_graph(find_regions(graph), find_regions(graph))
     progress.on_region("first", "silu+mul 3x128", 1, 1)
     assert len(lines) == 1 and "2 regions" in lines[0]
     for trial in range(25):

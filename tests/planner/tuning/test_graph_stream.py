@@ -115,7 +115,7 @@ def test_a_call_that_was_not_asked_for_is_left_out_where_the_model_does_not_take
 
     monkeypatch.setattr(graph_stream, "cached_capture", cached)
     monkeypatch.setattr(graph_stream, "usable_cores", lambda: 1)
-    asked = (prefill(1, 8), replace(prefill(1, 8), masked=True), generate(1, 8), prefill(2, 8))
+    asked = (prefill(1, 8), replace(prefill(1, 8), given="masked"), generate(1, 8), prefill(2, 8))
     assert [name for name, _ in capture_all(find_source(), asked, "cpu", progress=current())] == [
         "prefill 1x8", "prefill 2x8 part 1", "prefill 2x8 part 2"
     ]

@@ -73,7 +73,8 @@ def split_common(graph: DataflowGraph, region: Region) -> tuple[Region, ...]:
         layer = [kept for part in members if (kept := [at for at in part if at not in flow.common])]
         found.pieces[region] = (region,)
         if made and layer:
-            joined, finder = UnionFind[int](made), _Finder(graph, flow)
+            joined: UnionFind[int] = UnionFind(made)
+            finder = _Finder(graph, flow)
             for at in made:
                 joined.union(at, *(pred for pred in flow.compute_preds(at) if pred in made))
             pieces = {finder.region(piece): [piece] for piece in sorted(map(sorted, joined.to_sets()))}

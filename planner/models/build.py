@@ -80,7 +80,8 @@ class Model:
         if workload.given == "masked":
             found["attention_mask"] = ids.new_ones(workload.batch, end)
         if workload.given == "positions":
-            found["position_ids"] = torch.arange(end - workload.seq, end, device=ids.device).repeat(workload.batch, 1)
+            places = torch.arange(end - workload.seq, end, device=ids.device)
+            found |= {"position_ids": places.repeat(workload.batch, 1), "logits_to_keep": 1}
         if workload.given == "embeddings":
             embedded: Callable[..., torch.Tensor] = self.module.get_input_embeddings()  # type: ignore[operator]
             found |= {"inputs_embeds": embedded(ids), "logits_to_keep": 1}

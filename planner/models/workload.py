@@ -15,7 +15,7 @@ from fuseplan.planner.errors import Argument, ShapeError
 #: generate: the calls that Hugging Face's ``generate()`` makes of a prompt, with masks and caches of its own.
 Stage: TypeAlias = Literal["decode", "prefill", "forward", "generate"]
 #: What a call is given beside its tokens: a mask of two dimensions, as a tokenizer makes one; position ids; or, in
-#: their place, embeddings, with no logits wanted but the last. Where a model does not take it, it is a plain call.
+#: place of the tokens, embeddings. The last two want no logits but the last. What a model does not take is left out.
 Given: TypeAlias = Literal["", "masked", "positions", "embeddings"]
 
 

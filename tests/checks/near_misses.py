@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,11 +27,10 @@ ROUNDS = 11
 
 
 class Llamas:
-    """One model with two epsilons."""
+    """One model with two epsilons, out of entries of a config."""
 
-    def __init__(self, preset: str, layers: int | None, device: str) -> None:
-        given = dict(PRESETS[preset]) | ({} if layers is None else {"num_hidden_layers": layers})
-        self.configs = {way: hf.AutoConfig.for_model(**given | changed)
+    def __init__(self, entries: Mapping[str, Any], device: str) -> None:
+        self.configs = {way: hf.AutoConfig.for_model(**{**entries, **changed})
                         for way, changed in (("", {}), ("eps", {"rms_norm_eps": 1e-6}))}
         with torch.device(device):
             self.models = {way: hf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
@@ -122,7 +121,8 @@ def main() -> None:
     parser.add_argument("--db")
     args = parser.parse_args()
     with torch.no_grad():
-        llamas = Llamas(args.model, args.layers, "cuda" if torch.cuda.is_available() else "cpu")
+        layers = {} if args.layers is None else {"num_hidden_layers": args.layers}
+        llamas = Llamas({**PRESETS[args.model], **layers}, "cuda" if torch.cuda.is_available() else "cpu")
         print("| | call | as tuned, ms | this, ms | ratio | from the database | by the model | misses | error |")
         print("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
         for kv_len, seq in ((args.decode, 1), (0, args.prefill)):

@@ -197,8 +197,10 @@ def test_calls_that_follow_from_the_sizes_asked_for(tmp_path: Path) -> None:
     encoder = find_source(config=write_config(tmp_path, "bert"))
     assert [one.label for one in workloads_for(encoder, "cpu", calls=True)] == ["prefill 1x128", "prefill 1x128 masked"]
     found = workloads_for(find_source(), "cpu", "1,4", 64, "1x32,1x80,2x8", calls=True)
+    sizes = ("decode 1 @ 64", "decode 4 @ 64", "prefill 1x32", "prefill 1x80", "prefill 2x8")
     assert [one.label for one in found if one.derived] == [
-        "prefill 1x32 masked", "prefill 1x80 masked", "prefill 2x8 masked",
+        *(f"{one} {given}" for given in ("masked", "positions") for one in sizes),
+        "prefill 1x32 embeddings", "prefill 1x80 embeddings", "prefill 2x8 embeddings",
         "generate 1x32", "generate 1x80", "generate 2x8",
         "generate 1x32 @ 64", "generate 4x1 @ 64",  # 80 tokens do not fit; of 4 sequences there is no prompt
     ]

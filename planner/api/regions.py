@@ -73,7 +73,7 @@ def distinct_regions(captured: Sequence[CapturedModel], session: Session) -> tup
         planner = session.planning_for(one.asked.settings).planner()
         for workload, graph in one.graphs:
             new = []
-            regions = planner.regions_of(graph, one.asked.is_derived(workload))
+            regions, _ = planner.look_up_regions(graph, one.asked.is_derived(workload))
             for name, occurrences in unique_regions(regions).items():
                 key, region = planner.key(name), occurrences[0]
                 if key not in first:

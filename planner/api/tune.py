@@ -160,7 +160,8 @@ def tune(
         prefill: Lengths of whole sequences, or pairs (sequences, length): ``[512, (4, 512)]``.
         dtype: Of the weights of a config, or of a pattern; a config's own by default.
         layers: Keep only the first layers of a config.
-        calls: Also plan what a call with an attention mask, and Hugging Face's ``generate()``, make of these sizes.
+        calls: Also plan calls of these sizes with an attention mask, position ids or embeddings, those that want the
+            last logits alone, and what Hugging Face's ``generate()`` makes of them.
         pack_weights: Plan for the option of that name: linear ops that read one value are one op.
         misses: Tune what was looked up in vain in this database, in place of a model.
         manifest: The path of a TOML file with models that are tuned together, in place of a model.

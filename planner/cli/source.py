@@ -112,7 +112,8 @@ MODEL: Mapping[str, Any] = {
     "layers": Annotated[int | None, Option(parser=whole(1), metavar="N", help="Keep only the first N layers.")],
     "calls": Annotated[bool, Option(
         "--calls/--no-calls",
-        help="Also what a call with an attention mask, and Hugging Face's generate(), make of these sizes.")],
+        help="Also calls of these sizes with an attention mask, position ids or embeddings, the last logits alone, and "
+             "Hugging Face's generate().")],
     "pack_weights": Annotated[bool, Option(
         "--pack-weights",
         help="Linear ops that read one value (Q, K and V; gate and up) are one op, as with the option pack_weights.")],

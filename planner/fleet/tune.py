@@ -186,8 +186,8 @@ class Fleet:
     def arrive(self, order: Order, place: int, name: str, graph: DataflowGraph) -> None:
         """Ask for those regions of a graph that have no plan yet, and that nobody has asked for."""
         session, shares = self.session(order.device, order.terms), dict[str, float]()
-        planned = _Planned(
-            order, place, name, graph, session.planner().regions_of(graph, order.batch.split(name)))
+        regions, _ = session.planner().look_up_regions(graph, order.batch.split(name))
+        planned = _Planned(order, place, name, graph, regions)
         order.planned.append(planned)
         for region in session.planner().undecided(graph, planned.regions):
             asked = order.device, order.terms, region.key

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -34,6 +34,7 @@ from fuseplan.planner.tuning.plans import GraphPlan, RegionPlan
 from fuseplan.planner.tuning.session import Session
 from fuseplan.planner.tuning.whole_step import runs_by_inductor
 from fuseplan.search import policy
+from fuseplan.search.store.record import PlanRecord
 from fuseplan.search.tune.tuner import Budget
 
 #: What happens to a region that the database does not know: the cost model's plan with default configurations, the
@@ -93,10 +94,11 @@ def look_up(session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tall
     start = time.perf_counter()
     passes = _Passes(session, graph, on_miss, tally)
     tally.count("regions", len(passes.regions))
-    found = passes.in_database(passes.regions)
+    found = passes.in_database(passes.regions, passes.stored)
     apart = [one.region for one in found if one.status == "apart"]
     parts = [part for region in apart for part in parts_to_plan(passes.static, region, ())]
-    of_parts = passes.whole_again(apart, passes.in_database(parts))
+    stored = passes.planner.look_up_all(passes.static, parts)
+    of_parts = passes.whole_again(apart, passes.in_database(parts, stored))
     found = [one for one in found if one.status != "apart"] + of_parts
     found = passes.fit_dynamic(passes.planned(found))
     for reason in passes.planner.refused.values():
@@ -130,23 +132,20 @@ def _step_by_inductor(
 
 
 class _Passes:
-    """Fills in look-ups of the ``regions`` of a graph, and of its parts; ``static`` is the graph with its hints for
-    sizes.
+    """Fills in look-ups of the ``regions`` of a graph, some of which are ``stored``, and of their parts; ``static`` is
+    the graph with its hints for sizes.
     """
 
     def __init__(self, session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tally) -> None:
         self.session, self.planner = session, session.planner()
         self.graph, self.static = graph, bind_graph(graph)
         self.on_miss, self.tally = on_miss, tally
-        self.regions = self.planner.regions_of(self.static)
+        self.regions, self.stored = self.planner.look_up_regions(self.static)
         self._unfit: dict[str, bool] = {}
 
-    def in_database(self, regions: Sequence[Region]) -> list[RegionLookup]:
-        """What is stored for these sizes, else for neighbouring ones. Misses are reported."""
-        distinct = (occurrences[0] for occurrences in unique_regions(regions).values())
-        stored, refused = self.planner.look_up_all(self.static, distinct), self.planner.refused
-        if self.on_miss == "tune":
-            refused = {}  # a tune replaces it by something measured
+    def in_database(self, regions: Sequence[Region], stored: Mapping[str, PlanRecord]) -> list[RegionLookup]:
+        """What is ``stored`` for these sizes, else for neighbouring ones. Misses are reported."""
+        refused = {} if self.on_miss == "tune" else self.planner.refused  # a tune replaces it by something measured
         near = neighbouring_plans(
             self.planner, self.graph, [one for one in regions if one.key not in stored and one.key not in refused])
         found = []

@@ -18,14 +18,7 @@ from fuseplan.planner.cost.samples import region_samples, store_samples
 from fuseplan.planner.errors import RefusedError
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import enumerate_parts
-from fuseplan.planner.groups.regions import (
-    find_regions,
-    is_anchor,
-    parts_to_plan,
-    region_parts,
-    split_common,
-    unique_regions,
-)
+from fuseplan.planner.groups.regions import find_regions, is_anchor, parts_to_plan, region_parts, unique_regions
 from fuseplan.planner.implementations.choices import RegionProblem, region_problem
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import Implementations, implementations_for
@@ -156,9 +149,8 @@ class Planner:
         """
         table = self._ahead.table(graph) if self._ahead is not None else self._table(graph)
         if regions is None:
-            regions = self.regions_of(graph)
+            regions, known = self.look_up_regions(graph)
             if self.tuner is None:
-                known = self.look_up_all(graph, regions)
                 regions = [part for region in regions for part in parts_to_plan(graph, region, known)]
         planned: dict[str, RegionPlan] = {}
         unfinished: list[tuple[Region, Callable[[], RegionPlan], ExitStack]] = []
@@ -248,21 +240,13 @@ class Planner:
 
     def look_up_all(self, graph: DataflowGraph, regions: Iterable[Region]) -> dict[str, PlanRecord]:
         """The stored plans of regions of a static graph that are current and checked, by region key."""
-        found = self.stored.find_all(self._table(graph), regions).items()
-        return {workload: lookup.hit for workload, lookup in found if lookup.hit is not None}
+        return self.stored.hits(self._table(graph), regions)
 
-    def regions_of(self, graph: DataflowGraph, split: bool = False) -> list[Region]:
-        """The regions of a static graph, in graph order; one without a stored plan is split from what makes its common
-        values where its layer has one, or to be planned like that with ``split``.
+    def look_up_regions(self, graph: DataflowGraph, split: bool = False) -> tuple[list[Region], dict[str, PlanRecord]]:
+        """The regions of a static graph as they are planned, and their stored plans by key. One without a plan is split
+        from what makes its common values, where its layer has a plan, or to be planned like that with ``split``.
         """
-        regions = find_regions(graph)
-        known = self.look_up_all(graph, regions)
-        pieces = {region: split_common(graph, region) for region in regions if region.key not in known}
-        layers = [each[-1] for each in pieces.values() if len(each) > 1]
-        known = known if split else self.look_up_all(graph, layers)
-        return [piece for region in regions
-                for piece in (pieces[region] if region in pieces and (split or pieces[region][-1].key in known)
-                              else (region,))]
+        return self.stored.split(self._table(graph), find_regions(graph), split)
 
     def undecided(self, graph: DataflowGraph, regions: Iterable[Region] | None = None) -> list[Region]:
         """Which of the distinct ``regions``, all of a graph or parts of some, have no stored plan, in order."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from fuseplan.planner.graph.dataflow import Region
 from fuseplan.planner.groups.canonical import has_free_constants
-from fuseplan.planner.groups.regions import exact_form
+from fuseplan.planner.groups.regions import exact_form, split_common
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import Implementations
 from fuseplan.planner.partition.plan_check import RefusedPlanError, accepted_plan
@@ -57,6 +57,21 @@ class StoredPlans:
             label = region_label(table.graph, by_key[self.key(key)])
             logger.warning("the stored plan of %s is not used: %s", label, self.refused[key])
         return found
+
+    def hits(self, table: GroupTable, regions: Iterable[Region]) -> dict[str, PlanRecord]:
+        """Plans that can be used, by region key."""
+        return {key: one.hit for key, one in self.find_all(table, regions).items() if one.hit is not None}
+
+    def split(
+        self, table: GroupTable, regions: Sequence[Region], anew: bool
+    ) -> tuple[list[Region], dict[str, PlanRecord]]:
+        """Regions with their :meth:`hits`, those without one in pieces where their layer has one, or ``anew``."""
+        found = self.hits(table, regions)
+        pieces = {one: split_common(table.graph, one) for one in regions if one.key not in found}
+        if apart := [piece for each in pieces.values() if len(each) > 1 for piece in each]:
+            found |= self.hits(table, apart)
+        whole = {one for one, each in pieces.items() if not anew and each[-1].key not in found}
+        return [piece for one in regions for piece in ((one,) if one in whole else pieces.get(one, (one,)))], found
 
     def _exactly(
         self, table: GroupTable, regions: Iterable[Region]

@@ -162,7 +162,7 @@ def tune(
 
         def arrive(found: Iterable[tuple[str, DataflowGraph]]) -> None:
             for workload, graph in found:
-                regions = batch.regions.get(workload) or planner.regions_of(graph, batch.split(workload))
+                regions = batch.regions.get(workload) or planner.look_up_regions(graph, batch.split(workload))[0]
                 undecided = planner.undecided(graph, regions)
                 told.on_graph(regions, undecided)
                 fresh = [region for region in undecided if region.key not in sent]

@@ -40,7 +40,8 @@ def test_calls_and_generation_that_follow_from_tuned_sizes_are_exact_hits(
     for workload in workloads_for(source, "cpu", decode, checks.KV_LEN, f"{batch}x{checks.PROMPT}", calls=True):
         for graph in capture(source, workload, "cpu"):
             planner = session.planner()
-            for plan in planner.plan_graph(graph, regions=planner.regions_of(graph, workload.derived)).unique():
+            regions, _ = planner.look_up_regions(graph, workload.derived)
+            for plan in planner.plan_graph(graph, regions=regions).unique():
                 session.database.put_plan(plan.record)
     session.database.close()
     rows = checks.check_hits(family, "fp32", "cpu", (batch,), options)

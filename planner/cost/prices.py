@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from fuseplan.costmodel.calibrate import Sample
 from fuseplan.costmodel.device import DeviceSpec
@@ -14,7 +14,7 @@ from fuseplan.planner.cost.samples import ChoiceSample
 from fuseplan.planner.cost.shared_cache import SharedCache
 from fuseplan.planner.graph.dataflow import Region
 from fuseplan.planner.groups.candidates import Candidate, single_candidates
-from fuseplan.planner.groups.regions import find_regions, region_parts, unique_regions
+from fuseplan.planner.groups.regions import find_regions, region_parts, split_common, unique_regions
 from fuseplan.planner.implementations.choices import Choice
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementation import Implementation
@@ -212,7 +212,7 @@ def _kernel_s(record: TuningRecord, least: float) -> float:
 
 
 def part_shares(table: GroupTable, aten: Implementation) -> Mapping[str, float]:
-    """By the key of each part of a region: its share of the graph's time, all occurrences together.
+    """By the key of each part of a region, or of a piece: its share of the graph's time, all occurrences together.
 
     Times are those of ATen's ops on the nominal device, so that two tunes of a model search the same parts. A graph
     that was cut out of another one has the shares of that.
@@ -220,10 +220,18 @@ def part_shares(table: GroupTable, aten: Implementation) -> Mapping[str, float]:
     if table.graph.shares:
         return table.graph.shares
     prices, seconds = ModelPrices(table, None), defaultdict[str, float](float)
-    for occurrences in unique_regions(find_regions(table.graph)).values():
-        for part in region_parts(table.graph, occurrences[0]):
-            singles = single_candidates(table.graph, part)
-            once_s = math.fsum(prices.nominal_s(Choice(one, aten)) for one in singles)
-            seconds[part.key] += len(occurrences) * once_s
-    total_s = math.fsum(seconds.values())
+
+    def count(region: Region, times: int, known: Collection[str] = ()) -> None:
+        for part in region_parts(table.graph, region):
+            if part.key not in known:
+                singles = single_candidates(table.graph, part)
+                seconds[part.key] += times * math.fsum(prices.nominal_s(Choice(one, aten)) for one in singles)
+
+    distinct = [(one[0], len(one)) for one in unique_regions(find_regions(table.graph)).values()]
+    for region, times in distinct:
+        count(region, times)
+    total_s, whole = math.fsum(seconds.values()), frozenset(seconds)
+    for region, times in distinct:
+        for piece in split_common(table.graph, region):
+            count(piece, times, whole)
     return {key: part_s / total_s for key, part_s in seconds.items()} if total_s > 0 else {}

@@ -12,9 +12,12 @@ from graphs import Builder
 from reference_backend import ReferenceBackend
 from scripted_tuner import TARGET
 
+from fuseplan.planner.cost.prices import part_shares
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import find_regions, region_parts, split_common
+from fuseplan.planner.implementations.group_table import GroupTable
+from fuseplan.planner.implementations.implementations import implementations_for
 from fuseplan.planner.tuning.planner import Planner
 from fuseplan.planner.work.extract import find_region, region_data, region_graph
 from fuseplan.search.store.database import Database
@@ -70,6 +73,17 @@ def test_layers_are_the_same_whatever_makes_what_they_read() -> None:
     assert len({found[0].key for found in regions.values()}) == len(WAYS)
     assert len({found[-1].key for found in pieces.values()}) == 1
     assert len({piece.key for found in pieces.values() for piece in found}) == 1 + 2 + 1 + 1
+
+
+def test_parts_of_pieces_have_their_shares_of_the_time() -> None:
+    """One that has none is searched like the longest."""
+    table = GroupTable(graph := model("tokens", "counted", "causal"), "fp32", "cpu")
+    shares = part_shares(table, implementations_for("eager", (), TARGET).aten)
+    *made, layer = split_common(graph, find_regions(graph)[0])
+    found = [sum(shares[part.key] for part in region_parts(graph, piece)) for piece in (*made, layer)]
+    assert all(0 < one < found[-1] for one in found[:-1])
+    regions = [part.key for region in find_regions(graph) for part in region_parts(graph, region)]
+    assert sum(shares[key] for key in dict.fromkeys(regions)) == pytest.approx(1)
 
 
 def test_what_one_layer_reads_stays_with_it() -> None:

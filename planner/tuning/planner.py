@@ -107,10 +107,10 @@ class Planner:
                          self._rehearse, self.tuner, self._is_minor, self._nominal_joint)
         return self._ahead
 
-    def prepare(self, graph: DataflowGraph, regions: Sequence[Region], step: bool = False) -> None:
+    def prepare(self, graph: DataflowGraph, regions: Sequence[Region], step: Sequence[Region] = ()) -> None:
         """Begin to enumerate regions and to compile their kernels, where something looks ahead. Returns at once.
 
-        ``step``: the whole graph will run beside TorchInductor's code for it.
+        ``step``: regions that will run together, beside TorchInductor's code for all of it.
         """
         if self._ahead is not None:
             if regions:
@@ -119,14 +119,14 @@ class Planner:
             self._ahead.send(graph, self.undecided(graph, parts))
             self._ahead.send_whole(graph, regions)
 
-    def _ask_inductor_ahead(self, table: GroupTable, step: bool) -> None:
+    def _ask_inductor_ahead(self, table: GroupTable, step: Sequence[Region]) -> None:
         """Start TorchInductor's compilers, and let it compile the whole ``step`` beside what is measured until then."""
         if self.tuner is None or self.settings.inductor == "off":
             return
         self.tuner.run_aside(start_compilers)
         if step and self.settings.inductor == "default":  # max-autotune would use the device
             with suppress(RefusedError):
-                _, group = step_group(table, find_regions(table.graph), self.implementations)
+                _, group = step_group(table, step, self.implementations)
                 self.tuner.compile_aside(compile_ahead, self.implementations.inductor.subject(table, group))
 
     def _rehearse(self, problem: RegionProblem, prices: Prices) -> None:

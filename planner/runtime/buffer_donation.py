@@ -1,4 +1,4 @@
-"""Which inputs of a fused call nobody needs after it: an output may then take their memory.
+"""Which operands nobody needs after a call: a result may then take their memory.
 
 Read off the graph that will run, in its order, with the aliases that the trace's fake tensors show. Whatever is in
 doubt keeps its memory: graph inputs, parameters and constants; results of the graph; everything that shares a storage
@@ -9,18 +9,56 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import fx
 
 from fuseplan.kernels.ir.in_place import Reuse, choose_reuse
 from fuseplan.planner.capture.normalise import MODE_SWITCHES, Traced
+from fuseplan.planner.implementations.direct_calls import FakeValues
 from fuseplan.planner.implementations.first_call import GroupCall
 from fuseplan.planner.ops.table import kind_of, op_of
-from fuseplan.planner.rewrites.trace_edit import fake_tensors
+from fuseplan.planner.rewrites.trace_edit import fake_tensors, is_written, schema_of
 
 #: Calls that read no memory, besides ops with a schema.
 _HARMLESS = (operator.getitem, *MODE_SWITCHES)
+
+
+def overwrite_operands(graph: fx.Graph, traced: Traced, donated: Collection[int] = ()) -> int:
+    """Let ATen's pointwise ops write over operands that nobody needs after them, as :func:`plan_reuse` does for groups;
+    how many do.
+
+    A result of its own is that much more memory at once. Where that is over twice the largest block that it was ever
+    given back, glibc returns what is freed to the system, which clears it for the next call, page by page.
+    """
+    memory, values, count = _Memory(graph, traced, donated), FakeValues(traced.module.graph), 0
+    for node in graph.nodes:
+        target = _in_place(node.target)
+        if target is not None and _is_alike(values[node.args[0]], values[node]) and memory.dies_in(node, 0):
+            node.target = target
+            count += 1
+    return count
+
+
+def _in_place(target: Any) -> torch._ops.OpOverload | None:
+    """The op that writes what a pointwise op of ATen's computes over its first operand."""
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
+        return None
+    packet = getattr(getattr(torch.ops, target.namespace), f"{target._opname}_", None)
+    found = getattr(packet, target._overloadname, None)
+    if not isinstance(found, torch._ops.OpOverload):
+        return None
+    names, others = ([one.name for one in schema_of(op)] for op in (target, found))
+    return found if names == others and is_written(schema_of(found)[0]) else None
+
+
+def _is_alike(operand: Any, result: Any) -> bool:
+    """Whether a result of static sizes is of its operand's type, and laid out like it."""
+    if not isinstance(operand, torch.Tensor) or not isinstance(result, torch.Tensor):
+        return False
+    layouts = [(tuple(one.shape), one.stride(), one.dtype) for one in (operand, result)]
+    return all(isinstance(size, int) for size in (*operand.shape, *operand.stride())) and layouts[0] == layouts[1]
 
 
 def plan_reuse(graph: fx.Graph, traced: Traced, donated: Collection[int] = ()) -> dict[GroupCall, Reuse]:
@@ -68,12 +106,13 @@ class _Memory:
             self._pinned |= touched | self._storages[node]
 
     def dies_in(self, call: fx.Node, number: int) -> bool:
-        """Whether argument ``number`` of a group's call is memory of its own that nothing uses after the call."""
+        """Whether argument ``number`` of a call is memory of its own that nothing uses after the call."""
         value = call.args[number]
         if not isinstance(value, fx.Node) or value not in self._new or len(self._storages[value]) != 1:
             return False
         (storage,) = self._storages[value]
-        sharing = [one for one in call.args if isinstance(one, fx.Node) and storage in self._storages[one]]
+        given = (*call.args, *call.kwargs.values())
+        sharing = [one for one in given if isinstance(one, fx.Node) and storage in self._storages[one]]
         is_whole = storage not in self._pinned and self._first[storage] is value
         return is_whole and self._last[storage] is call and len(sharing) == 1
 

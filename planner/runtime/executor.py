@@ -24,7 +24,7 @@ from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementation import PlannedGroup
 from fuseplan.planner.implementations.view_chains import collapse_views
 from fuseplan.planner.module_paths import Paths, place
-from fuseplan.planner.runtime.buffer_donation import plan_reuse
+from fuseplan.planner.runtime.buffer_donation import overwrite_operands, plan_reuse
 from fuseplan.planner.runtime.logs import debug_logger, show_graph, show_kernels, warn_once
 from fuseplan.planner.runtime.placement import fused_graph
 from fuseplan.planner.runtime.profiler_ranges import add_ranges, ask_for_profilers, range_name
@@ -41,8 +41,9 @@ def executable(
     ``debug`` the code is shown, and in its first call how far each kernel is from the ATen ops.
 
     With ``in_place``, outputs of a kernel take the memory of inputs that nothing needs after it, from its second call
-    on, where the back end can do that. ``donated`` and ``parameters`` are positions of arguments: those that the caller
-    gives away, whose memory may be taken so, too, and those that are parameters.
+    on, where the back end can do that; on CPUs so do results of ATen's pointwise ops. ``donated`` and
+    ``parameters`` are positions of arguments: those that the caller gives away, whose memory may be taken so, too, and
+    those that are parameters.
     """
     calls = _first_calls(traced, groups, target, tally, numerics, in_place)
     kernels = [(call.label or call.name, call.source) for call in calls if call.source is not None]
@@ -54,6 +55,8 @@ def executable(
         if call in reasons:
             group.implementation.leave_out(group, tally, reasons[call])
     reused = plan_reuse(graph, traced, donated)
+    if in_place and not target.is_gpu:
+        tally.count("in_place", overwrite_operands(graph, traced, donated))
     collapse_views(graph, traced.module.graph, parameters)
     bind_calls(graph, traced.module.graph)
     ask_for_profilers(graph)

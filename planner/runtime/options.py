@@ -45,8 +45,9 @@ class DispatchOptions:
             recorded runs as usual, counted in ``stats().notes``; so it does on a CPU, where there are no CUDA graphs.
         cuda_graphs_copy_outputs: Return results in memory of their own (the default). False returns the memory that
             the next call overwrites, which saves a copy of each result.
-        in_place: Let results of a fused group take the memory of intermediates that nothing needs after it, where its
-            kernels can write so (on GPUs): half the footprint stays in cache. Results are the same, bit for bit.
+        in_place: Let results take the memory of intermediates that nothing needs after that: of fused groups where
+            kernels can write so (on GPUs), of pointwise ops of ATen's on CPUs. Half the footprint stays in cache.
+            Results are the same, bit for bit.
         grouped_queries: Where query heads share keys and values (Llama's and most others'), let attention read them as
             they are, without a copy for every query head. None: on GPUs where PyTorch has a fused back end that can,
             and in decoding on CPUs; True: in decoding on GPUs without such a back end, too; False: nowhere.

@@ -20,12 +20,14 @@ from fuseplan.planner.tuning.planner import Planner
 
 
 def compiled(
-    function: Callable[..., Any], inputs: list[torch.Tensor], kernels: InPlaceBackend, tally: Tally, **how: Any
+    function: Callable[..., Any], inputs: list[torch.Tensor], kernels: InPlaceBackend | None, tally: Tally, **how: Any
 ) -> Callable[..., Any]:
-    """The function with every region fused as the launch count says."""
+    """The function with every region fused as the launch count says; without ``kernels``, by ATen's ops."""
     with FakeTensorMode() as mode:
         module = make_fx(function, pre_dispatch=True)(*[mode.from_tensor(tensor) for tensor in inputs])
     traced = normalise(module)
+    if kernels is None:
+        return executable(traced, [], CPU, tally, **how)
     planner = Planner(NothingStored(), None, "test", CPU, (kernels,))
     plans = [
         PlannedGroup(plan.group_ops(choice), GeneratedKernel((kernels,), CPU), choice.config)

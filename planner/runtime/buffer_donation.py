@@ -8,6 +8,7 @@ with one of these; and what an op without a schema touches.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
@@ -23,16 +24,15 @@ from fuseplan.planner.rewrites.trace_edit import fake_tensors, is_written, schem
 
 #: Calls that read no memory, besides ops with a schema.
 _HARMLESS = (operator.getitem, *MODE_SWITCHES)
+#: glibc learns nothing from a larger block (32 MiB with what it adds); it takes these from the system each time.
+_LARGEST_KEPT = (32 << 20) - (64 << 10)
 
 
-def overwrite_operands(graph: fx.Graph, traced: Traced, donated: Collection[int] = ()) -> int:
+def overwrite_operands(graph: fx.Graph, traced: Traced, memory: Memory) -> int:
     """Let ATen's pointwise ops write over operands that nobody needs after them, as :func:`plan_reuse` does for groups;
     how many do.
-
-    A result of its own is that much more memory at once. Where that is over twice the largest block that it was ever
-    given back, glibc returns what is freed to the system, which clears it for the next call, page by page.
     """
-    memory, values, count = _Memory(graph, traced, donated), FakeValues(traced.module.graph), 0
+    values, count = FakeValues(traced.module.graph), 0
     for node in graph.nodes:
         target = _in_place(node.target)
         if target is not None and _is_alike(values[node.args[0]], values[node]) and memory.dies_in(node, 0):
@@ -61,13 +61,8 @@ def _is_alike(operand: Any, result: Any) -> bool:
     return all(isinstance(size, int) for size in (*operand.shape, *operand.stride())) and layouts[0] == layouts[1]
 
 
-def plan_reuse(graph: fx.Graph, traced: Traced, donated: Collection[int] = ()) -> dict[GroupCall, Reuse]:
-    """For each group's call that can, which of its outputs (by position) take the memory of which inputs.
-
-    ``graph`` has groups placed (:func:`fuseplan.planner.runtime.placement.fused_graph`) and was made of ``traced``.
-    ``donated`` are positions of graph inputs that the caller gives away: nobody else sees their memory, or needs it.
-    """
-    memory = _Memory(graph, traced, donated)
+def plan_reuse(graph: fx.Graph, memory: Memory) -> dict[GroupCall, Reuse]:
+    """For each group's call that can, which of its outputs (by position) take the memory of which inputs."""
     found: dict[GroupCall, Reuse] = {}
     for node in graph.nodes:
         if isinstance(node.target, GroupCall):
@@ -77,8 +72,22 @@ def plan_reuse(graph: fx.Graph, traced: Traced, donated: Collection[int] = ()) -
     return found
 
 
-class _Memory:
-    """Who holds which storage until when. A storage is known by a number; a tensor and its views share one."""
+def keep_freed(size: int) -> None:
+    """Have glibc keep what a call of so many bytes frees, for the next call.
+
+    It gives free memory at the end of the heap back to the system where that is over twice the largest block that it
+    ever took from elsewhere, and the system clears it anew, page by page: 21 of 87 ms in a ConvNeXt-T. So it gets such
+    a block, which nobody touches. Other allocators, and a glibc that was told what to keep, take no notice.
+    """
+    torch.empty(min(size, _LARGEST_KEPT), dtype=torch.uint8)
+
+
+class Memory:
+    """Who holds which storage until when. A storage is known by a number; a tensor and its views share one.
+
+    ``graph`` has groups placed (:func:`fuseplan.planner.runtime.placement.fused_graph`) and was made of ``traced``.
+    ``donated`` are positions of graph inputs that the caller gives away: nobody else sees their memory, or needs it.
+    """
 
     def __init__(self, graph: fx.Graph, traced: Traced, donated: Collection[int]) -> None:
         self._traced = {node.name: node for node in traced.module.graph.nodes}
@@ -87,6 +96,7 @@ class _Memory:
         self._new = {node for at, node in enumerate(graph.find_nodes(op="placeholder")) if at in donated}
         self._first: dict[int, fx.Node] = {}
         self._last: dict[int, fx.Node] = {}
+        self._bytes: dict[int, int] = {}
         self._pinned: set[int] = set()
         for node in graph.nodes:
             self._visit(node)
@@ -116,6 +126,20 @@ class _Memory:
         is_whole = storage not in self._pinned and self._first[storage] is value
         return is_whole and self._last[storage] is call and len(sharing) == 1
 
+    def peak_bytes(self, graph: fx.Graph) -> int:
+        """The most bytes of static results that are alive at once."""
+        begin, end = Counter[fx.Node](), Counter[fx.Node]()
+        for one, node in self._first.items():
+            if node.op == "call_function":
+                begin[node] += self._bytes[one]
+                end[self._last.get(one, node)] += self._bytes[one]
+        alive = peak = 0
+        for node in graph.nodes:
+            alive += begin[node]
+            peak = max(peak, alive)
+            alive -= end[node]
+        return peak
+
     def _makes_new(self, node: fx.Node) -> bool:
         """Whether a node's result is a whole tensor in memory that was made for it."""
         target = node.target
@@ -138,7 +162,10 @@ class _Memory:
         traced = self._traced.get(node.meta.get("traced", ""))
         if traced is None:
             return frozenset()  # a group's call with several results: each is a getitem
-        found = {tensor.untyped_storage()._cdata for tensor in fake_tensors(traced)}
+        found = set[int]()
+        for storage in (tensor.untyped_storage() for tensor in fake_tensors(traced)):
+            found.add(storage._cdata)
+            self._bytes[storage._cdata] = size if isinstance(size := storage.nbytes(), int) else 0
         if node.op == "call_function" and node not in self._new:
             for source in node.all_input_nodes:  # the trace may show two storages where a call uses one
                 found |= self._storages[source]

@@ -24,7 +24,7 @@ from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementation import PlannedGroup
 from fuseplan.planner.implementations.view_chains import collapse_views
 from fuseplan.planner.module_paths import Paths, place
-from fuseplan.planner.runtime.buffer_donation import overwrite_operands, plan_reuse
+from fuseplan.planner.runtime.buffer_donation import Memory, keep_freed, overwrite_operands, plan_reuse
 from fuseplan.planner.runtime.logs import debug_logger, show_graph, show_kernels, warn_once
 from fuseplan.planner.runtime.placement import fused_graph
 from fuseplan.planner.runtime.profiler_ranges import add_ranges, ask_for_profilers, range_name
@@ -54,9 +54,11 @@ def executable(
     for call, group in calls.items():
         if call in reasons:
             group.implementation.leave_out(group, tally, reasons[call])
-    reused = plan_reuse(graph, traced, donated)
-    if in_place and not target.is_gpu:
-        tally.count("in_place", overwrite_operands(graph, traced, donated))
+    memory = Memory(graph, traced, donated)
+    reused = plan_reuse(graph, memory)
+    if not target.is_gpu:
+        keep_freed(memory.peak_bytes(graph))
+        tally.count("in_place", overwrite_operands(graph, traced, memory) if in_place else 0)
     collapse_views(graph, traced.module.graph, parameters)
     bind_calls(graph, traced.module.graph)
     ask_for_profilers(graph)

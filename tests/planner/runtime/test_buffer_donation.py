@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import platform
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,7 @@ from compiled_functions import compiled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_place_backend import InPlaceBackend
+from paths import ROOT, SUPPORT
 from reference_backend import use
 from step_programs import STEP, Step, program
 from torch import nn
@@ -198,6 +203,38 @@ def test_any_program_gives_the_same_bits_with_and_without(kernels: InPlaceBacken
         results = [call(*own) for call, own in zip(calls, given_, strict=True)]
         held.append([(one, other) for pair in (results, given_) for one, other in zip(*pair, strict=True)])
         assert all(torch.equal(one, other) for pairs in held for one, other in pairs)  # earlier calls' as well
+
+
+# -- freed memory -----------------------------------------------------------------------------------------------
+
+CALLS = """
+import resource, sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from compiled_functions import compiled
+from fuseplan.planner.dispatch_stats import Tally
+
+def wide(x, w):
+    parts = [x @ w, x @ w.neg(), x.neg() @ w, x @ w.abs(), x.abs() @ w]  # 4 MB each, alive together
+    return tuple(part.sum() for part in parts)
+
+given = [torch.randn(1024, 4), torch.randn(4, 1024)]
+call = compiled(wide, given, None, Tally())
+faults = []
+for _ in range(8):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    call(*given)
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(*faults)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators have rules of their own")
+def test_calls_get_the_memory_that_calls_before_freed() -> None:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
+    command = [sys.executable, "-c", CALLS, str(SUPPORT)]
+    done = subprocess.run(command, env=kept, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
+    assert int(done.stdout.split()[-1]) < 50  # of 4 KiB each, in a call that uses 20 MB
 
 
 # -- dispatch ---------------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def keep_freed(size: int) -> None:
     ever took from elsewhere, and the system clears it anew, page by page: 21 of 87 ms in a ConvNeXt-T. So it gets such
     a block, which nobody touches. Other allocators, and a glibc that was told what to keep, take no notice.
     """
-    torch.empty(min(size, _LARGEST_KEPT), dtype=torch.uint8)
+    torch.empty(min(size, _LARGEST_KEPT), dtype=torch.uint8, device="cpu")
 
 
 class Memory:

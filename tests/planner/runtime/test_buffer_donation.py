@@ -221,7 +221,7 @@ def wide(x, w):
 given = [torch.randn(1024, 4), torch.randn(4, 1024)]
 call = compiled(wide, given, None, Tally())
 faults = []
-for _ in range(8):
+for _ in range(20):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     call(*given)
     faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
@@ -234,7 +234,7 @@ def test_calls_get_the_memory_that_calls_before_freed() -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
     command = [sys.executable, "-c", CALLS, str(SUPPORT)]
     done = subprocess.run(command, env=kept, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
-    assert int(done.stdout.split()[-1]) < 50  # of 4 KiB each, in a call that uses 20 MB
+    assert sum(map(int, done.stdout.split()[-12:])) < 3000  # of 4 KiB: twelve calls use 20 MB each
 
 
 # -- dispatch ---------------------------------------------------------------------------------------------------

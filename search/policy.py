@@ -121,5 +121,10 @@ MOST_OPS_OF_A_STEP = 1500
 MEASURED_ON_MISS_S = 5.0
 #: Seconds that a plain region may take to be run again and again.
 LONG_REGION_S = 0.2
+#: Kernels to compile from which worker processes are started for them: they import for about as long as this process
+#: takes for so many.
+KERNELS_FOR_WORKERS = 8
+#: Seconds after which those processes end when nothing else is to be compiled.
+IDLE_COMPILERS_S = 60.0
 #: Seconds to compile a peer's program: longer than the slowest takes, max-autotune and a queue for the device included.
 PEER_LIMIT_S = 300.0

@@ -63,9 +63,15 @@ class GpuBackend(Backend):
     def _refuse(self, ir: KernelIR, target: Target) -> str | None:
         """:meth:`refuse` of a kernel whose types a GPU has."""
 
-    def prepare(self, ir: KernelIR, config: Config, target: Target) -> Resources:
+    def _resources_key(self, ir: KernelIR, config: Config, target: Target) -> str:
         dtypes = ",".join(buffer.dtype for buffer in ir.buffers)
-        key = f"{self.versions()}|{target.arch}|{config_key(config)}|{self.source(ir, config)}|{dtypes}"
+        return f"{self.versions()}|{target.arch}|{config_key(config)}|{self.source(ir, config)}|{dtypes}"
+
+    def is_compiled(self, ir: KernelIR, config: Config, target: Target) -> bool:
+        return self.store.resources(self._resources_key(ir, config, target)) is not None
+
+    def prepare(self, ir: KernelIR, config: Config, target: Target) -> Resources:
+        key = self._resources_key(ir, config, target)
         resources = self.store.resources(key)
         if resources is None:
             compiled = self._compile(ir, config, target, Variant(wide=needs_int64(ir)))

@@ -224,6 +224,10 @@ class Backend(ABC):
     def prepare(self, ir: KernelIR, config: Config, target: Target) -> Resources:
         """Compile into the on-disk cache without loading or needing the device; safe in a pool process."""
 
+    def is_compiled(self, ir: KernelIR, config: Config, target: Target) -> bool:
+        """Whether :meth:`prepare` finds the kernel in the cache, as far as can be told at once."""
+        return False
+
     @abstractmethod
     def load(self, ir: KernelIR, config: Config, target: Target) -> CompiledKernel:
         """Compile (or reuse the cache) and load."""

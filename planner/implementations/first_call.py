@@ -16,6 +16,7 @@ from fuseplan.kernels.ir.ir import Buffer, KernelIR
 from fuseplan.planner.errors import RefusedError, failure_reason
 from fuseplan.planner.graph.layouts import layout_of, same_layout
 from fuseplan.planner.implementations.tunable_group import Fused
+from fuseplan.search.workers.compilers import Compilation
 
 
 @dataclass(eq=False)
@@ -61,6 +62,7 @@ class FirstCall(GroupCall):
         ir: The kernel, whose inputs have to be laid out as it was compiled for.
         outside: Runs the ATen ops in a call in which the kernel raises ``OutsideTable``: they say what is wrong.
         source: The kernel's source text.
+        compilation: What a worker process needs to compile the kernel into the cache, before it is built.
         debug: Shows how far the results are from those of the ATen ops.
         calling: What was built.
     """
@@ -72,6 +74,7 @@ class FirstCall(GroupCall):
     ir: KernelIR | None = None
     outside: Fused | None = None
     source: Callable[[], str] | None = None
+    compilation: Compilation | None = None
     debug: logging.Logger | None = None
     calling: Calling = field(init=False)
 

@@ -140,7 +140,7 @@ class GeneratedKernel(Implementation):
         return FirstCall(
             group.label, group.ops, lowered.inputs, lowered.outputs, ir.symbols, ir.outputs, label=group.label, ir=ir,
             build=partial(_build, backend, ir, config, self.target), source=partial(backend.source, ir, config),
-            key=(backend.name, ir.fingerprint(), config_key(config)),
+            compilation=(backend, ir, config, self.target), key=(backend.name, ir.fingerprint(), config_key(config)),
             unfused=partial(run_unfused, traced, lowered, device_type),
             outside=partial(run_chain, traced.graph, lowered, device_type) if fails else None,
         )

@@ -29,6 +29,7 @@ from fuseplan.planner.runtime.logs import debug_logger, show_graph, show_kernels
 from fuseplan.planner.runtime.placement import fused_graph
 from fuseplan.planner.runtime.profiler_ranges import add_ranges, ask_for_profilers, range_name
 from fuseplan.search.errors import OWN_FAULTS
+from fuseplan.search.workers.compilers import COMPILERS
 
 
 def executable(
@@ -137,8 +138,11 @@ def _first_calls(
             return error
 
     distinct = {call.key: call for call, _ in reversed(prepared)}
-    # A C++ compiler is a process of its own, so threads compile in parallel; GPU compilers hold this process's lock.
-    workers = min(len(distinct), target.cores) if not target.is_gpu else 1
+    workers = min(len(distinct), target.cores)  # a C++ compiler is a process of its own, so threads compile in parallel
+    if target.is_gpu:  # other processes compile kernels from one end, this one from the other, and all else before
+        workers, distinct = 1, dict(sorted(distinct.items(), key=lambda one: one[1].compilation is not None))
+        COMPILERS.compile_ahead(
+            [call.compilation for call in reversed(distinct.values()) if call.compilation is not None])
     built = dict(zip(distinct, in_threads(build, distinct.values(), workers), strict=True))
     made: dict[FirstCall, PlannedGroup] = {}
     for call, group in prepared:

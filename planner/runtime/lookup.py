@@ -36,6 +36,7 @@ from fuseplan.planner.tuning.whole_step import runs_by_inductor
 from fuseplan.search import policy
 from fuseplan.search.store.record import PlanRecord
 from fuseplan.search.tune.tuner import Budget
+from fuseplan.search.workers.compilers import COMPILERS
 
 #: What happens to a region that the database does not know: the cost model's plan with default configurations, the
 #: same beside plain ATen and TorchInductor in a short run, nothing, or a tune here and now.
@@ -239,6 +240,8 @@ class _Passes:
         missed, session = [one.region for one in found if one.status == "missed"], self.session
         if not missed or self.on_miss == "unfused":
             return list(found)
+        if session.target.is_gpu and self.on_miss == "model":  # they import for seconds, as planning takes
+            COMPILERS.expect()
         if session.spec is None and self.on_miss != "tune":
             logger.info(
                 "this device has not been probed, so the plan with the fewest launches is used; run `plan probe`")

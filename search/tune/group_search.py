@@ -27,7 +27,6 @@ from fuseplan.search.tune.resources import (
     DECIDING,
     OPENING,
     SCREENING,
-    Compilation,
     ProgressEvent,
     TunePhase,
     TuningResources,
@@ -35,6 +34,7 @@ from fuseplan.search.tune.resources import (
 from fuseplan.search.tune.space import Space
 from fuseplan.search.tune.strategy import Strategy
 from fuseplan.search.workers import jobs
+from fuseplan.search.workers.compilers import Compilation
 from fuseplan.search.workers.worker import Outcome
 
 

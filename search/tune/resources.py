@@ -21,12 +21,11 @@ from fuseplan.search.tune.budget import Budget
 from fuseplan.search.tune.space import Space, enumerate_space
 from fuseplan.search.tune.time_account import TimeAccount
 from fuseplan.search.workers import jobs
+from fuseplan.search.workers.compilers import Compilation
 from fuseplan.search.workers.worker import Outcome, WorkerPool
 
 _T = TypeVar("_T")
 TunePhase = Literal["open", "compile", "screen", "decide", "done", "play off", "step"]
-#: Arguments of :func:`fuseplan.search.workers.jobs.prepare`.
-Compilation: TypeAlias = tuple[Backend, KernelIR, Config, Target]
 #: Name of a back end, and what its kernels that are alike have in common.
 Alike: TypeAlias = tuple[str, Hashable]
 

@@ -42,15 +42,13 @@ from fuseplan.search.tune.resources import (
 from fuseplan.search.tune.study import Studies
 from fuseplan.search.tune.time_account import TimeAccount
 from fuseplan.search.workers import jobs
+from fuseplan.search.workers.compilers import GPU_COMPILERS
 from fuseplan.search.workers.worker import Outcome, WorkerPool
 
 __all__ = ["Budget", "ProgressEvent", "Tuner"]
 
 logger = logging.getLogger(__name__)
 _Kind = TypeVar("_Kind", bound=Subject)
-
-#: What compiling for a GPU imports.
-_COMPILERS = ("fuseplan.kernels.gpu.targets:warm_up", "ninetoothed")
 
 
 def make_pool(device_type: str) -> WorkerPool:
@@ -64,7 +62,7 @@ def make_pool(device_type: str) -> WorkerPool:
     if is_gpu(device_type):
         which = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     turn = Path(tempfile.gettempdir()) / f"fuseplan-{os.getuid()}-{which}.turn"
-    return WorkerPool(bind=on_cpu, preload=() if on_cpu else _COMPILERS, turn=str(turn))
+    return WorkerPool(bind=on_cpu, preload=() if on_cpu else GPU_COMPILERS, turn=str(turn))
 
 
 class Tuner:

@@ -85,6 +85,8 @@ class Planner:
         self.key, self.refused, self.outdated = self.stored.key, self.stored.refused, self.stored.outdated
         #: What was measured by this planner, by key: a part is decided once for all regions that have it.
         self._decided: dict[str, PlanRecord] = {}
+        #: The cost model's plans of parts, by graph and key: layers repeat them.
+        self._predicted_parts: WeakKeyDictionary[GroupTable, dict[str, PlanRecord]] = WeakKeyDictionary()
         self._shares: WeakKeyDictionary[GroupTable, Mapping[str, float]] = WeakKeyDictionary()
         self._ahead: Lookahead | None = None
         self._joint = JointProblems(self.implementations, self.settings.limits)
@@ -267,8 +269,11 @@ class Planner:
         return self._by_measurement(region, parts, table, self.tuner)
 
     def _by_model(self, table: GroupTable, part: Region) -> PlanRecord:
-        reason = "by the cost model, nothing was measured"
-        return self._predicted(table, part, self._problem(table, part, self.unmeasured), reason)
+        known = self._predicted_parts.setdefault(table, {})
+        if part.key not in known:
+            reason = "by the cost model, nothing was measured"
+            known[part.key] = self._predicted(table, part, self._problem(table, part, self.unmeasured), reason)
+        return known[part.key]
 
     def _predicted(self, table: GroupTable, part: Region, problem: RegionProblem, reason: str) -> PlanRecord:
         prices = ModelPrices(table, self.spec, part)

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import sympy
 
+#: Results kept of what is asked again for each group that holds an op.
+_REMEMBERED = 2**14
 #: A size, stride or offset: an ``int``, or a sympy expression when the shape is dynamic.
 Size: TypeAlias = Any
 
@@ -116,6 +119,15 @@ class Index:
     const: Size = 0
     terms: tuple[tuple[Atom, Size], ...] = ()
 
+    def __hash__(self) -> int:  # asked for again and again, and it has many levels
+        found = self.__dict__.get("_hash")
+        if found is None:
+            found = self.__dict__["_hash"] = hash((self.const, self.terms))
+        return int(found)
+
+    def __getstate__(self) -> dict[str, Any]:  # symbols have other hashes in other processes
+        return {"const": self.const, "terms": self.terms}
+
     @staticmethod
     def build(const: Size, terms: Iterable[tuple[Atom, Size]]) -> Index:
         merged: dict[Atom, Size] = {}
@@ -161,6 +173,7 @@ class Index:
     def __sub__(self, other: Index) -> Index:
         return self + other * -1
 
+    @lru_cache(maxsize=_REMEMBERED)
     def __floordiv__(self, divisor: Size) -> Index:
         if is_static(divisor) and divisor == 0:
             return Index(0)  # a coordinate of an empty dimension: nothing is ever there to be asked for
@@ -173,6 +186,7 @@ class Index:
             return whole
         return whole + Index(0, ((FloorDiv(rest, divisor), 1),))
 
+    @lru_cache(maxsize=_REMEMBERED)
     def __mod__(self, divisor: Size) -> Index:
         if is_static(divisor) and divisor == 0:
             return Index(0)
@@ -294,4 +308,9 @@ def row_major_strides(shape: Iterable[Size]) -> tuple[Size, ...]:
 
 def flatten(coords: Iterable[Index], strides: Iterable[Size]) -> Index:
     """``sum(coord * stride)``: the element offset of a coordinate tuple."""
+    return _flattened(tuple(coords), tuple(strides))
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _flattened(coords: tuple[Index, ...], strides: tuple[Size, ...]) -> Index:
     return sum((coord * stride for coord, stride in zip(coords, strides, strict=True)), Index())

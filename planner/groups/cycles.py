@@ -28,7 +28,8 @@ def short_cycles(group_of: Sequence[int], edges: Iterable[tuple[int, int]]) -> l
         start, end = group_of[before], group_of[after]
         if start != end:
             links.setdefault((start, end), (before, after))
-    graph = nx.DiGraph(links.keys())
+    graph: nx.DiGraph[int] = nx.DiGraph()  # given edges, it would import pandas to see whether they are a frame
+    graph.add_edges_from(links)
     cycles: list[list[Hop]] = []
     for component in nx.strongly_connected_components(graph):
         tangle = graph.subgraph(component).copy()

@@ -28,6 +28,11 @@ def reshape_position(position: Position, out_shape: Sequence[Size], in_shape: Se
 
     The shapes are cut into the shortest runs of dimensions with equal products: most need no division.
     """
+    return _reshaped(tuple(position), tuple(out_shape), tuple(in_shape))
+
+
+@lru_cache(maxsize=2**14)  # asked again for each group that holds the view
+def _reshaped(position: Position, out_shape: tuple[Size, ...], in_shape: tuple[Size, ...]) -> Position:
     result: list[Index] = []
     out_at = in_at = 0
     while in_at < len(in_shape) or out_at < len(out_shape):

@@ -73,6 +73,12 @@ def solve_cover(
             raise ValueError(f"op {op} of the cover problem has no option of finite cost that runs it alone")
     if not problem.num_ops:
         return Cover((), 0.0, 0.0)
+    if problem.num_ops == 1:  # most parts of a model are a matmul by itself
+        costs = [problem.options[number].cost_s for number in usable]
+        least_s = min(costs)
+        limit_s = max(least_s, min(least_s * (1 + margin), ceiling_s)) * (1 + _ROUNDING) if break_ties else least_s
+        first = next(at for at, cost_s in enumerate(costs) if cost_s <= limit_s)
+        return Cover((usable[first],), costs[first], least_s)
     solver = _Solver(problem, usable)
     chosen = solver.cheapest()
     cost_s = solver.cost(chosen)

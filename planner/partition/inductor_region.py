@@ -73,7 +73,8 @@ def _islands_us(table: GroupTable, members: Set[int], spec: DeviceSpec, mode: Mo
     """What kernels should take that hold all that lies together between some ops' matmuls and attention."""
     flow, total_us = compute_graph_of(table.graph), 0.0
     anchors = {at for at in members if flow.kinds[at] == "anchor"}
-    islands: nx.Graph[int] = nx.Graph((at, pred) for at in members - anchors for pred in flow.compute_preds(at))
+    islands: nx.Graph[int] = nx.Graph()
+    islands.add_edges_from((at, pred) for at in members - anchors for pred in flow.compute_preds(at))
     islands.add_nodes_from(members - anchors)
     islands.remove_nodes_from([at for at in islands if at not in members - anchors])
     for island in nx.connected_components(islands):

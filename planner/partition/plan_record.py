@@ -268,7 +268,8 @@ def in_running_order(graph: DataflowGraph, region: Region, cover: Iterable[Candi
     listed, dependencies = list(cover), region_dependencies(graph, region)
     home = {dependencies.bit[op]: number for number, group in enumerate(listed) for op in group.ops}
     edges = ((home[before], home[after]) for before, after in dependencies.edges())
-    order = nx.DiGraph((before, after) for before, after in edges if before != after)
+    order: nx.DiGraph[int] = nx.DiGraph()
+    order.add_edges_from((before, after) for before, after in edges if before != after)
     order.add_nodes_from(range(len(listed)))
     return [listed[number] for number in nx.lexicographical_topological_sort(order)]
 

@@ -173,7 +173,7 @@ class Index:
     def __sub__(self, other: Index) -> Index:
         return self + other * -1
 
-    @lru_cache(maxsize=_REMEMBERED)
+    @lru_cache(maxsize=_REMEMBERED)  # noqa: B019  # so many, and small
     def __floordiv__(self, divisor: Size) -> Index:
         if is_static(divisor) and divisor == 0:
             return Index(0)  # a coordinate of an empty dimension: nothing is ever there to be asked for
@@ -186,7 +186,7 @@ class Index:
             return whole
         return whole + Index(0, ((FloorDiv(rest, divisor), 1),))
 
-    @lru_cache(maxsize=_REMEMBERED)
+    @lru_cache(maxsize=_REMEMBERED)  # noqa: B019
     def __mod__(self, divisor: Size) -> Index:
         if is_static(divisor) and divisor == 0:
             return Index(0)

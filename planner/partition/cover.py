@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from fuseplan.planner.groups.convex import bits
 from fuseplan.planner.groups.cycles import Hop, short_cycles
+from fuseplan.planner.partition.small_cover import MOST_OPS, SmallSolver
 
 #: Costs are scaled so that their median is this: HiGHS stops at an absolute gap of 1e-6.
 _SCALE = 1e3
@@ -48,13 +49,12 @@ class CoverProblem:
 @dataclass(frozen=True)
 class Cover:
     """Numbers of the chosen options, by the first op they run, and their total cost; no cover costs less than
-    ``bound_s``. ``cuts`` cycle cuts were needed.
+    ``bound_s``.
     """
 
     chosen: tuple[int, ...]
     cost_s: float
     bound_s: float
-    cuts: int = 0
 
 
 def solve_cover(
@@ -73,18 +73,16 @@ def solve_cover(
             raise ValueError(f"op {op} of the cover problem has no option of finite cost that runs it alone")
     if not problem.num_ops:
         return Cover((), 0.0, 0.0)
-    if problem.num_ops == 1:  # most parts of a model are a matmul by itself
-        costs = [problem.options[number].cost_s for number in usable]
-        least_s = min(costs)
-        limit_s = max(least_s, min(least_s * (1 + margin), ceiling_s)) * (1 + _ROUNDING) if break_ties else least_s
-        first = next(at for at, cost_s in enumerate(costs) if cost_s <= limit_s)
-        return Cover((usable[first],), costs[first], least_s)
-    solver = _Solver(problem, usable)
+    options = [problem.options[number] for number in usable]
+    solver: SmallSolver | _Solver = _Solver(problem, usable) if problem.num_ops > MOST_OPS else SmallSolver(
+        problem.num_ops, [one.mask for one in options], [one.cost_s for one in options], problem.edges)
     chosen = solver.cheapest()
-    cost_s = solver.cost(chosen)
+    cost_s = math.fsum(options[at].cost_s for at in chosen)
     if break_ties:
-        chosen = solver.preferred(chosen, max(cost_s, min(cost_s * (1 + margin), ceiling_s)))
-    return Cover(solver.numbers(chosen), solver.cost(chosen), cost_s, len(solver.cuts))
+        chosen = solver.preferred(chosen, max(cost_s, min(cost_s * (1 + margin), ceiling_s)) * (1 + _ROUNDING))
+    by_first_op = sorted(chosen, key=lambda at: options[at].mask & -options[at].mask)
+    total_s = math.fsum(options[at].cost_s for at in chosen)
+    return Cover(tuple(usable[at] for at in by_first_op), total_s, cost_s)
 
 
 @dataclass
@@ -139,7 +137,7 @@ class _Solver:
         program.keep[best] = True
         if int(program.keep.sum()) == len(best):
             return best
-        program.rows.append((self.scaled, limit_s * self.unit * (1 + _ROUNDING)))
+        program.rows.append((self.scaled, limit_s * self.unit))
         launches = np.ones(len(self.options))
         if len(best) > 1:
             best = self.minimise(launches, program) or best

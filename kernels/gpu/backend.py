@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from fuseplan.kernels.gpu.build import KernelSpec, ModuleStore, compile_kernel
-from fuseplan.kernels.gpu.direct import find_launcher
+from fuseplan.kernels.gpu.direct import find_launcher, only_by_triton
 from fuseplan.kernels.gpu.launch import (
     Arguments,
     Geometry,
@@ -75,7 +75,8 @@ class GpuBackend(Backend):
         resources = self.store.resources(key)
         if resources is None:
             compiled = self._compile(ir, config, target, Variant(wide=needs_int64(ir)))
-            toolchain(target.gpu).build_launcher(compiled)
+            if only_by_triton(compiled):
+                toolchain(target.gpu).build_launcher(compiled)
             resources = read_resources(compiled)
             self.store.keep_resources(key, resources)
         return resources

@@ -122,23 +122,46 @@ def cuda_driver() -> Driver:
         raise BuildError(f"the CUDA driver cannot be used: {error}") from error
 
 
+def only_by_triton(compiled: Any) -> str | None:
+    """What a Triton ``CompiledKernel`` asks for that a direct launch has not; None for nothing."""
+    metadata = compiled.metadata
+    if getattr(metadata, "num_ctas", 1) != 1:
+        return "it is launched in clusters"
+    if getattr(metadata, "launch_cooperative_grid", False):
+        return "it is compiled with launch_cooperative_grid"
+    scratch = (name for name in ("global_scratch_size", "profile_scratch_size") if getattr(metadata, name, 0))
+    return next((f"it uses scratch memory ({name})" for name in scratch), None)
+
+
 def entry_of(compiled: Any, parameter_bits: Sequence[int]) -> DriverEntry:
     """How to launch a Triton ``CompiledKernel`` on the current device, with parameters of these widths in order."""
     metadata = compiled.metadata
-    if getattr(metadata, "num_ctas", 1) != 1:
-        raise BuildError("it is launched in clusters")
-    if getattr(metadata, "launch_cooperative_grid", False):
-        raise BuildError("it is compiled with launch_cooperative_grid")
-    for scratch in ("global_scratch_size", "profile_scratch_size"):
-        if getattr(metadata, scratch, 0):
-            raise BuildError(f"it uses scratch memory ({scratch})")
+    if (reason := only_by_triton(compiled)) is not None:
+        raise BuildError(reason)
     found = ptx_parameter_bits(compiled.asm["ptx"])
     # Triton appends addresses of scratch memory that may be null.
     count = len(parameter_bits)
     if found[:count] != tuple(parameter_bits) or found[count:] not in ((), (64,), (64, 64)):
         raise BuildError(f"its parameters have {found} bits, expected {tuple(parameter_bits)}")
     overlapped = bool(getattr(metadata, "launch_pdl", False))
-    return DriverEntry(int(compiled.function), int(metadata.num_warps) * WARP, int(metadata.shared), overlapped)
+    return DriverEntry(load_function(compiled), int(metadata.num_warps) * WARP, int(metadata.shared), overlapped)
+
+
+def load_function(compiled: Any) -> int:
+    """Load a kernel on the current device, unless it is; its handle."""
+    from triton.backends.nvidia import driver as nvidia
+    from triton.runtime import driver
+
+    if hasattr(nvidia, "make_launcher") and compiled.function is None:
+        # Up to 3.6 Triton would first have a C compiler make what launches it, for each signature, in longer than the
+        # kernel took. Should it have to launch it after all, it loads the kernel again.
+        active = driver.active
+        loaded = active.utils.load_binary(
+            compiled.name, compiled.kernel, compiled.metadata.shared, active.get_current_device())
+        compiled.function = loaded[1]
+    elif compiled.function is None:
+        _ = compiled.run
+    return int(compiled.function)
 
 
 def ptx_parameter_bits(ptx: str) -> tuple[int, ...]:

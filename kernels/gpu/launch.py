@@ -84,7 +84,8 @@ def _never(*_: Any) -> None:
 class Loader:
     """Binaries of one kernel, by device and variant; and calls of them through Triton's launcher.
 
-    What a direct call path does not know yet (a device, sizes, an alignment) comes here, and the path is told.
+    What a direct call path does not know yet (a device, sizes, an alignment) comes here, and the path is told, and
+    launches it.
     ``binary`` gives Triton's ``CompiledKernel`` or, under the interpreter, the function.
     """
 
@@ -106,8 +107,7 @@ class Loader:
         """A call; ``direct`` is the extension's ``Kernel`` that it came from, or None."""
         tensors, sizes = args[: self.num_buffers], args[self.num_buffers :]
         programs, wide = self.geometry(sizes)
-        if direct is not None:
-            direct.add_grid(sizes, programs, wide, None)
+        learns = direct is not None and direct.add_grid(sizes, programs, wide, None)
         if programs == 0:
             return
         addresses = [tensor.data_ptr() for tensor in tensors]
@@ -115,24 +115,26 @@ class Loader:
         device = tensors[0].get_device()
         key = (device, wide, all(address % 16 == 0 for address in addresses))
         with torch.cuda.device(device):
-            self._launch(key, direct, programs, (*passed, *sizes))
+            if key not in self._binaries:
+                compiled = self.binary(Variant(*key[1:]))
+                self._binaries[key] = compiled, None if direct is None else self._entry(compiled, key[1])
+            compiled, entry = self._binaries[key]
+            if direct is not None and entry is not None:
+                learns = direct.add_binary(*key, *entry) or learns
+            if learns and entry is not None:
+                direct.run(*args)
+            else:
+                self._launch(compiled, key[0], programs, (*passed, *sizes))
 
-    def _launch(self, key: tuple[int, bool, bool], direct: Any, programs: int, arguments: tuple[int, ...]) -> None:
-        if key not in self._binaries:
-            compiled = self.binary(Variant(*key[1:]))
-            _ = compiled.run  # loads it on the current device
-            self._binaries[key] = compiled, None if direct is None else self._entry(compiled, key[1])
-        compiled, entry = self._binaries[key]
+    def _launch(self, compiled: Any, device: int, programs: int, arguments: tuple[int, ...]) -> None:
         # Triton's compiled launcher takes addresses as integers, and skips the inspection of arguments.
-        stream = torch.cuda.current_stream(key[0]).cuda_stream
+        launch, stream = compiled.run, torch.cuda.current_stream(device).cuda_stream  # loads it, where that is not done
         given = (compiled.function, compiled.packed_metadata, None, None, None, *arguments)
-        run = functools.partial(compiled.run, programs, 1, 1, stream, *given)
+        run = functools.partial(launch, programs, 1, 1, stream, *given)
         if getattr(compiled.metadata, "global_scratch_size", 0):
-            contextvars.copy_context().run(_with_memory, run, key[0])
+            contextvars.copy_context().run(_with_memory, run, device)
         else:
             run()
-        if direct is not None and entry is not None:
-            direct.add_binary(*key, *entry)
 
     def _entry(self, compiled: Any, wide: bool) -> DriverEntry | None:
         addresses = sum(buffer is not None for buffer, _ in self.arguments)

@@ -6,6 +6,7 @@
 //   kernel.fused(*inputs, *sizes)  -> tensor or tuple: outputs allocated here, but for those that take an input's place
 //   kernel.add_grid(sizes, programs, wide, outputs or None)
 //   kernel.add_binary(device, wide, aligned, function, threads, shared_bytes, overlapped): for the current context
+//     Both say whether that was new, and is known now.
 //   addresses(data_ptr, args, positions, others) -> bytes: where the tensors args[positions] and others lie
 //
 // A call whose sizes, context or alignment were never added goes to the Python callables `slow_run(kernel, *args)` or
@@ -287,7 +288,8 @@ static PyObject* kernel_add_grid(PyObject* object, PyObject* args) {
     if (sizes[i] == -1 && PyErr_Occurred()) return NULL;
   }
   Grid* grid = (Grid*)find_grid(self, sizes);
-  if (!grid) {
+  const bool is_new = !grid;
+  if (is_new) {
     int place = self->num_grids;
     if (place < MAX_GRIDS) {
       ++self->num_grids;
@@ -302,7 +304,7 @@ static PyObject* kernel_add_grid(PyObject* object, PyObject* args) {
   grid->programs = programs;
   grid->wide = wide;
   if (outputs != Py_None) Py_XSETREF(grid->outputs, Py_NewRef(outputs));
-  Py_RETURN_NONE;
+  return PyBool_FromLong(is_new);
 }
 
 static PyObject* kernel_add_binary(PyObject* object, PyObject* args) {
@@ -318,12 +320,11 @@ static PyObject* kernel_add_binary(PyObject* object, PyObject* args) {
     return NULL;
   }
   // A full table (more than 16 devices) leaves the rest to the slow path.
-  if (self->num_binaries < MAX_BINARIES && !find_binary(self, one.context, one.wide, one.aligned)) {
-    one.device_number = PyLong_FromLong(one.device);
-    if (!one.device_number) return NULL;
-    self->binaries[self->num_binaries++] = one;
-  }
-  Py_RETURN_NONE;
+  if (self->num_binaries == MAX_BINARIES || find_binary(self, one.context, one.wide, one.aligned)) Py_RETURN_FALSE;
+  one.device_number = PyLong_FromLong(one.device);
+  if (!one.device_number) return NULL;
+  self->binaries[self->num_binaries++] = one;
+  Py_RETURN_TRUE;
 }
 
 // -- where tensors lie ------------------------------------------------------------------------------------------
@@ -439,7 +440,7 @@ static PyMethodDef kernel_methods[] = {
     {"fused", (PyCFunction)(void (*)(void))kernel_fused, METH_FASTCALL, "fused(*inputs, *sizes) -> tensor or tuple"},
     {"add_grid", kernel_add_grid, METH_VARARGS, "add_grid(sizes, programs, wide, outputs) -> None"},
     {"add_binary", kernel_add_binary, METH_VARARGS,
-     "add_binary(device, wide, aligned, function, threads, shared_bytes, overlapped) -> None"},
+     "add_binary(device, wide, aligned, function, threads, shared_bytes, overlapped) -> bool"},
     {NULL, NULL, 0, NULL},
 };
 

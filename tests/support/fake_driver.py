@@ -91,6 +91,7 @@ class Machine:
         error: What the driver answers to a launch.
         direct: Launches through the driver: (function, grid, block, shared, stream, parameters).
         attributes: Of each launch with a configuration: (number, value).
+        compiled: What it was compiled for, in order.
         slow: Launches through Triton's launcher: (variant, programs, arguments).
     """
 
@@ -102,6 +103,7 @@ class Machine:
     check_device: bool = False
     direct: list[tuple[Any, ...]] = field(default_factory=list)
     slow: list[tuple[Any, ...]] = field(default_factory=list)
+    compiled: list[Variant] = field(default_factory=list)
     attributes: list[list[tuple[int, int]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -156,6 +158,8 @@ class Machine:
         **changes: Any,
     ) -> GpuKernel:
         def compile_variant(variant: Variant) -> Any:
+            self.compiled.append(variant)
+
             def run(*args: Any) -> None:
                 self.slow.append((variant, args[0], args[9:]))
 

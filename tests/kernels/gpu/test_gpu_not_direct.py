@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import ir_samples as samples
@@ -109,3 +110,37 @@ def test_a_missing_driver_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", missing)
     with pytest.raises(BuildError, match=r"driver cannot be used: libcuda\.so\.1"):
         direct.cuda_driver()
+
+
+def test_a_kernel_is_loaded_without_what_triton_would_launch_it_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 3.6 that is compiled by a C compiler, for each signature."""
+    from triton.backends.nvidia import driver as nvidia
+    from triton.runtime import driver
+
+    loads: list[tuple[object, ...]] = []
+
+    class Utils:
+        @staticmethod
+        def load_binary(*given: object) -> tuple[int, int, int, int, int]:
+            loads.append(given)
+            return 11, 2**63 + 5, 32, 0, 1024
+
+    class Active:
+        utils = Utils
+
+        @staticmethod
+        def get_current_device() -> int:
+            return 3
+
+    class Kernel:
+        name, kernel, metadata, function = "fused", b"cubin", SimpleNamespace(shared=77), None
+
+        @property
+        def run(self) -> None:
+            raise AssertionError("it was asked for its launcher")
+
+    monkeypatch.setattr(nvidia, "make_launcher", None, raising=False)
+    monkeypatch.setattr(driver, "_active", Active, raising=False)
+    kernel = Kernel()
+    assert [direct.load_function(kernel) for _ in range(2)] == [2**63 + 5] * 2
+    assert loads == [("fused", b"cubin", 77, 3)]

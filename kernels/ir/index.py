@@ -120,10 +120,10 @@ class Index:
     terms: tuple[tuple[Atom, Size], ...] = ()
 
     def __hash__(self) -> int:  # asked for again and again, and it has many levels
-        found = self.__dict__.get("_hash")
-        if found is None:
-            found = self.__dict__["_hash"] = hash((self.const, self.terms))
-        return int(found)
+        own = self.__dict__
+        if "_hash" not in own:
+            own["_hash"] = hash((self.const, self.terms))
+        return own["_hash"]  # type: ignore[no-any-return]
 
     def __getstate__(self) -> dict[str, Any]:  # symbols have other hashes in other processes
         return {"const": self.const, "terms": self.terms}

@@ -118,10 +118,11 @@ def looks_through(group: Group, node: OpNode) -> bool:
 
 class Puller(BodyBuilder):
     def pull(self, value: str, position: Position) -> int:
-        key = (value, position, self._mask)
-        if key not in self._space.pulled:
-            self._space.pulled[key] = self._produce(value, position)
-        return self._space.pulled[key]
+        key, pulled = (value, position, self._mask), self._space.pulled
+        found = pulled.get(key)
+        if found is None:
+            found = pulled[key] = self._produce(value, position)
+        return found
 
     def stored(self, value: str, position: Position) -> int:
         """Value id of what a store of ``value`` writes: the store itself narrows it to the stored type."""

@@ -72,10 +72,11 @@ class IterationSpace:
         return self.cols if self.pieces == 1 else self.cols // self.pieces
 
     def emit(self, instr: Instr) -> int:
-        if instr not in self.known:
-            self.known[instr] = len(self.body)
+        found = self.known.get(instr)
+        if found is None:
+            found = self.known[instr] = len(self.body)
             self.body.append(instr)
-        return self.known[instr]
+        return found
 
 
 def column(space: IterationSpace, piece: int) -> Index:

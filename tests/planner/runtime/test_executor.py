@@ -16,7 +16,7 @@ from step_programs import CPU, STEP, NothingStored, Step, program
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fuseplan.kernels.ir.backend import Backend, Target
+from fuseplan.kernels.ir.backend import SM90, Backend, Target
 from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.planner.capture.normalise import normalise
 from fuseplan.planner.dispatch_stats import Tally
@@ -29,8 +29,10 @@ from fuseplan.planner.implementations.generated_kernel import GeneratedKernel
 from fuseplan.planner.implementations.implementation import PlannedGroup
 from fuseplan.planner.implementations.library_op import LibraryOp
 from fuseplan.planner.libraries.matmul_calls import MergedCall
+from fuseplan.planner.runtime import executor
 from fuseplan.planner.runtime.executor import executable
 from fuseplan.planner.tuning.planner import Planner
+from fuseplan.search.workers.compilers import Compilation
 
 
 class Refuses(ReferenceBackend):
@@ -44,7 +46,7 @@ class Refuses(ReferenceBackend):
 
 def fused(
     function: Callable[..., Any], inputs: list[torch.Tensor], tally: Tally, backend: Backend | None = None,
-    others: tuple[Backend, ...] = (),
+    others: tuple[Backend, ...] = (), target: Target = CPU,
 ) -> Callable[..., Any]:
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(tensor) for tensor in inputs]
@@ -58,7 +60,7 @@ def fused(
         for choice in plan.record.groups
         if choice.is_kernel
     ]
-    return executable(traced, plans, CPU, tally)
+    return executable(traced, plans, target, tally)
 
 
 @settings(max_examples=80, deadline=None)
@@ -95,6 +97,31 @@ def test_a_group_that_its_back_end_cannot_express_runs_on_another() -> None:
     call = fused(function, inputs, tally, Refuses(), (Refuses(),))
     torch.testing.assert_close(call(*inputs), function(*inputs))
     assert tally.snapshot().groups_fused == 1 and tally.snapshot().fallbacks == {"refuses: not this one": 1}
+
+
+def test_workers_compile_kernels_of_a_gpu_from_the_other_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[KernelIR] = []
+    loaded: list[KernelIR] = []
+
+    class Compilers:
+        @staticmethod
+        def compile_ahead(wanted: list[Compilation]) -> None:
+            assert not loaded
+            sent.extend(ir for _, ir, _, _ in wanted)
+
+    class Loads(ReferenceBackend):
+        def load(self, ir: KernelIR, *rest: Any) -> Any:
+            loaded.append(ir)
+            return super().load(ir, *rest)
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(((x * 2).exp() @ y).relu() @ y, -1) - 1
+
+    monkeypatch.setattr(executor, "COMPILERS", Compilers)
+    inputs, tally = [torch.randn(4, 4), torch.randn(4, 4)], Tally()
+    call = fused(function, inputs, tally, Loads(), target=SM90)
+    torch.testing.assert_close(call(*inputs), function(*inputs))
+    assert len(sent) == 2 and sent == loaded[::-1]
 
 
 def test_layouts_are_compared_where_they_matter() -> None:

@@ -114,8 +114,8 @@ def test_a_missing_driver_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_kernel_is_loaded_without_what_triton_would_launch_it_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to 3.6 that is compiled by a C compiler, for each signature."""
+    from triton import runtime
     from triton.backends.nvidia import driver as nvidia
-    from triton.runtime import driver
 
     loads: list[tuple[object, ...]] = []
 
@@ -140,7 +140,7 @@ def test_a_kernel_is_loaded_without_what_triton_would_launch_it_with(monkeypatch
             raise AssertionError("it was asked for its launcher")
 
     monkeypatch.setattr(nvidia, "make_launcher", None, raising=False)
-    monkeypatch.setattr(driver, "_active", Active, raising=False)
+    monkeypatch.setattr(runtime, "driver", SimpleNamespace(active=Active))
     kernel = Kernel()
     assert [direct.load_function(kernel) for _ in range(2)] == [2**63 + 5] * 2
     assert loads == [("fused", b"cubin", 77, 3)]

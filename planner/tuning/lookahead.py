@@ -10,15 +10,20 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from fuseplan.planner.cost.prices import ModelPrices
+from fuseplan.planner.errors import RefusedError
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.regions import is_anchor, region_parts
 from fuseplan.planner.implementations.choices import Choice, RegionProblem
 from fuseplan.planner.implementations.group_table import GroupTable
+from fuseplan.planner.implementations.implementations import Implementations
+from fuseplan.planner.implementations.inductor import compile_ahead, start_compilers
 from fuseplan.planner.implementations.tunable_group import TunableGroup
 from fuseplan.planner.partition.guided_loop import Prices, predicted_partition
+from fuseplan.planner.partition.inductor_step import step_group
 from fuseplan.search.errors import OWN_FAULTS
 from fuseplan.search.tune.tuner import Tuner
 
@@ -69,6 +74,14 @@ class Lookahead:
     def table(self, graph: DataflowGraph) -> GroupTable:
         """The one table of a graph."""
         return self._tables.setdefault(id(graph), self.make_table(graph))
+
+    def ask_inductor(self, graph: DataflowGraph, step: Sequence[Region], ways: Implementations) -> None:
+        """Start TorchInductor's compilers, and let it compile a whole ``step`` beside what is measured until then."""
+        self.tuner.run_aside(start_compilers)
+        if step and ways.inductor.compiled_for == "default":  # max-autotune would use the device
+            with suppress(RefusedError):
+                _, group = step_group(self.table(graph), step, ways)
+                self.tuner.compile_aside(compile_ahead, ways.inductor.subject(self.table(graph), group))
 
     def send(self, graph: DataflowGraph, regions: Sequence[Region]) -> None:
         """Prepare the islands of these regions, after those that were sent before; each key once."""

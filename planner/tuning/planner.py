@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TypeAlias
 from weakref import WeakKeyDictionary
@@ -15,26 +15,22 @@ from fuseplan.kernels.ir.backend import Backend, Target
 from fuseplan.planner.cost.prices import MeasuredPrices, ModelPrices, part_shares
 from fuseplan.planner.cost.running_calibration import RunningCalibration
 from fuseplan.planner.cost.samples import region_samples, store_samples
-from fuseplan.planner.errors import RefusedError
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import enumerate_parts
 from fuseplan.planner.groups.regions import find_regions, is_anchor, parts_to_plan, region_parts, unique_regions
 from fuseplan.planner.implementations.choices import RegionProblem, region_problem
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import Implementations, implementations_for
-from fuseplan.planner.implementations.inductor import compile_ahead, start_compilers
 from fuseplan.planner.partition.across_anchors import JointProblems, plan_across_anchors
 from fuseplan.planner.partition.by_measurement import MeasuredRegion
 from fuseplan.planner.partition.guided_loop import Prices, guided_partition, predicted_partition
 from fuseplan.planner.partition.inductor_region import predicted_by_inductor, whole_by_inductor
-from fuseplan.planner.partition.inductor_step import step_group
 from fuseplan.planner.partition.plan_record import PlanWriter, region_label
 from fuseplan.planner.partition.whole_region import Verdict, last_word
 from fuseplan.planner.tuning.lookahead import Lookahead
-from fuseplan.planner.tuning.plans import GraphPlan, PlanSettings, RegionPlan
+from fuseplan.planner.tuning.plans import GraphPlan, OnFailure, PlanSettings, RegionPlan, reporting
 from fuseplan.planner.tuning.stored_plans import StoredPlans
 from fuseplan.search import policy
-from fuseplan.search.errors import OWN_FAULTS
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.layered import LayeredDatabase
 from fuseplan.search.store.leases import POLL_S
@@ -45,8 +41,6 @@ __all__ = ["GraphPlan", "PlanSettings", "Planner", "RegionPlan"]
 
 #: The plans of a region's parts, or of the region itself.
 _Plans: TypeAlias = Sequence[tuple[Region, PlanRecord]]
-#: Told about a region that cannot be planned.
-_OnFailure: TypeAlias = Callable[[Region, Exception], None]
 
 
 class Planner:
@@ -115,21 +109,11 @@ class Planner:
         ``step``: regions that will run together, beside TorchInductor's code for all of it.
         """
         if self._ahead is not None:
-            if regions:
-                self._ask_inductor_ahead(self._ahead.table(graph), step)
+            if regions and self.settings.inductor != "off":
+                self._ahead.ask_inductor(graph, step, self.implementations)
             parts = [part for region in regions for part in region_parts(graph, region)]
             self._ahead.send(graph, self.undecided(graph, parts))
             self._ahead.send_whole(graph, regions)
-
-    def _ask_inductor_ahead(self, table: GroupTable, step: Sequence[Region]) -> None:
-        """Start TorchInductor's compilers, and let it compile the whole ``step`` beside what is measured until then."""
-        if self.tuner is None or self.settings.inductor == "off":
-            return
-        self.tuner.run_aside(start_compilers)
-        if step and self.settings.inductor == "default":  # max-autotune would use the device
-            with suppress(RefusedError):
-                _, group = step_group(table, step, self.implementations)
-                self.tuner.compile_aside(compile_ahead, self.implementations.inductor.subject(table, group))
 
     def _rehearse(self, problem: RegionProblem, prices: Prices) -> None:
         guided_partition(problem, prices, self.settings.tolerance, self._margin, self._limit(problem))
@@ -138,7 +122,7 @@ class Planner:
         return len(problem.ops) + self.settings.measured_on(self.target.device_type)
 
     def plan_graph(
-        self, graph: DataflowGraph, on_failure: _OnFailure | None = None, regions: Sequence[Region] | None = None,
+        self, graph: DataflowGraph, on_failure: OnFailure | None = None, regions: Sequence[Region] | None = None,
         on_taken: Callable[[Region], None] | None = None,
     ) -> GraphPlan:
         """Plan every region of a static graph; equal regions are planned once.
@@ -160,7 +144,7 @@ class Planner:
         def finish() -> None:
             while unfinished:
                 region, last_word, leased = unfinished.pop()
-                with leased, _reporting(region, on_failure):
+                with leased, reporting(region, on_failure):
                     planned[region.key] = last_word()
 
         distinct = unique_regions(regions)
@@ -180,7 +164,7 @@ class Planner:
                     found = self.stored.find_all(table, [region])[key]  # another tuner may have tuned it meanwhile
                 with leased:
                     self.on_region(region_label(graph, region), number, len(distinct))
-                    with _reporting(region, on_failure):
+                    with reporting(region, on_failure):
                         if found.hit is not None:
                             planned[key] = RegionPlan(region, found.hit, "database", found.shipped)
                         else:
@@ -192,7 +176,7 @@ class Planner:
         return GraphPlan(plans, spent_us)
 
     def screen_regions(
-        self, graph: DataflowGraph, regions: Sequence[Region], seconds: float, on_failure: _OnFailure | None = None
+        self, graph: DataflowGraph, regions: Sequence[Region], seconds: float, on_failure: OnFailure | None = None
     ) -> list[RegionPlan]:
         """Regions by the stored plans of their parts and the cost model, each as a whole beside plain ATen and
         TorchInductor's code. Nothing is searched or stored; after ``seconds`` no run begins. Needs a tuner.
@@ -203,13 +187,13 @@ class Planner:
         found: dict[str, RegionPlan] = {}
         ways, asked = self.implementations, self.settings.inductor != "off"
         for region, *others in unique_regions(regions).values():
-            with _reporting(region, on_failure):
+            with reporting(region, on_failure):
                 stored = self.stored.find_all(table, parts := region_parts(graph, region))
                 plans = [(part, stored[part.key].hit or self._by_model(table, part)) for part in parts]
                 unfused_us = sum(record.unfused_us for _, record in plans)
                 predicted.append((-(1 + len(others)) * unfused_us, region, plans))
         for _, region, plans in sorted(predicted, key=lambda one: one[0]):  # the longest first
-            with _reporting(region, on_failure):
+            with reporting(region, on_failure):
                 verdict = Verdict(words="; not run as a whole, for want of time")
                 if time.monotonic() < ends_s:
                     longest_s = policy.LONG_REGION_S if self.spec is not None else math.inf  # no times, then
@@ -406,15 +390,3 @@ class Planner:
         seed, run = (self.tuner.seed, self.tuner.run) if self.tuner is not None else (0, "")
         return PlanWriter(
             self.key(region.key), table, region, self.implementations, seed, self.settings.alternatives, run)
-
-
-@contextmanager
-def _reporting(region: Region, on_failure: _OnFailure | None) -> Iterator[None]:
-    """Tells ``on_failure`` what is raised inside, if there is one."""
-    try:
-        yield
-    except Exception as error:
-        OWN_FAULTS.tolerate(error)
-        if on_failure is None:
-            raise
-        on_failure(region, error)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from fuseplan.planner.graph.dataflow import Region
 from fuseplan.planner.groups.candidates import CandidateLimits
 from fuseplan.planner.implementations.inductor import InductorAsked
 from fuseplan.search import policy
+from fuseplan.search.errors import OWN_FAULTS
 from fuseplan.search.store.record import GroupChoice, PlanRecord
 
 PlanSource = Literal["database", "tuned", "model"]
+#: Told about a region that cannot be planned.
+OnFailure: TypeAlias = Callable[[Region, Exception], None]
 
 
 @dataclass(frozen=True)
@@ -77,3 +82,15 @@ class GraphPlan:
     def unique(self) -> list[RegionPlan]:
         """The first occurrence of each distinct region."""
         return list({plan.region.key: plan for plan in reversed(self.regions)}.values())[::-1]
+
+
+@contextmanager
+def reporting(region: Region, on_failure: OnFailure | None) -> Iterator[None]:
+    """Tells ``on_failure`` what is raised inside, if there is one."""
+    try:
+        yield
+    except Exception as error:
+        OWN_FAULTS.tolerate(error)
+        if on_failure is None:
+            raise
+        on_failure(region, error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,10 +34,12 @@ def masks(batch: int, heads: int, keys: int) -> dict[str, torch.Tensor | None]:
     }
 
 
-def errors(dtype: torch.dtype, device: str) -> Iterator[dict[str, Any]]:
+def errors(
+    dtype: torch.dtype, device: str, sizes: Sequence[tuple[int, int, int, int, int]] = SIZES
+) -> Iterator[dict[str, Any]]:
     """How wrong each result is, whether a second call gives the same bits, and whether it lies as PyTorch's does."""
     torch.manual_seed(0)
-    for batch, heads, shared, keys, width in SIZES:
+    for batch, heads, shared, keys, width in sizes:
         query = torch.randn(batch, 1, heads, width).to(dtype).transpose(1, 2)
         cache = {name: torch.randn(batch, shared, keys + 3, width).to(dtype)[:, :, :keys] for name in ("k", "v")}
         for name, mask in masks(batch, heads, keys).items():

@@ -1,7 +1,7 @@
 """Run Triton's kernels of matmul groups on CPU tensors under its interpreter and print how wrong they are, as JSON.
 
 A program of its own, as :mod:`interpret_kernels` is: ``python interpret_matmuls.py FOLDER [tiles] [--all]``, with
-groups of many rows where ``tiles`` is given. A group runs with one of its configurations or two; ``--all``: with all.
+groups of many rows where ``tiles`` is given. A group runs with one of its configurations; ``--all``: with all.
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ def main(cache_dir: str, *which: str) -> None:
     if "tiles" in which:
         backends = zip((backend, Misaligned(cache_dir)), halves, strict=True)
         given = [(made, dtype, tiled_groups(dtype)) for made, dtype in backends]
-    most = {torch.bfloat16: 2} if "tiles" not in which else {}
     found = [
         one for made, dtype, several in given
-        for one in errors(made, dtype, "cpu", several, None if "--all" in which else most.get(dtype, 1))
+        for one in errors(made, dtype, "cpu", several, None if "--all" in which else 1)
     ]
     if "tiles" in which:
         found += dynamic_errors(backend, torch.bfloat16, "cpu")

@@ -1,4 +1,4 @@
-"""The config of every model family can be captured."""
+"""The config of every model family can be captured, also of those that no other test runs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from fuseplan.planner.models.sources import find_source, workloads_for
 
 pytestmark = pytest.mark.uncovered
 
+#: ``tests/planner/capture/test_trace.py`` captures these, and runs them.
+FAMILIES_RUN = {"llama", "gemma3", "gpt2", "deepseek-v3", "mamba", "whisper"}
 
-@pytest.mark.parametrize("family", families.FAMILY_CONFIGS)
-def test_every_family_can_be_captured_from_its_config(family: str, tmp_path: Path) -> None:
+
+@pytest.mark.parametrize("family", sorted(families.FAMILY_CONFIGS.keys() - FAMILIES_RUN))
+def test_every_other_family_can_be_captured_from_its_config(family: str, tmp_path: Path) -> None:
     source = find_source(config=families.write_family(tmp_path, family), dtype="bfloat16")
     decode = "1" if families.task_of(family) == "causal" else None
     workload = workloads_for(source, "cpu", decode, checks.KV_LEN, "3x9")[0]

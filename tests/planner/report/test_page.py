@@ -131,8 +131,7 @@ def test_nothing_overflows_and_the_answer_is_on_the_first_screen(
     assert sees(page)["page"] <= width
 
 
-@WIDTHS
-@LOOKS
+@pytest.mark.parametrize(("width", "look"), [(1280, "light"), (390, "dark")])
 def test_axe_finds_nothing(data: ReportData, opened: Open, width: int, look: str) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="it carries axe-core").Axe()
     page = opened(html_report(data, replace(data, steps={})), width, look)
@@ -155,6 +154,7 @@ def test_the_page_of_shipped_records_is_small_and_fits(shipped: str, opened: Ope
     assert sees(page)["page"] <= width
 
 
+@pytest.mark.parametrize("shipped", shipped_devices()[:1], indirect=True)
 def test_axe_finds_nothing_in_shipped_records(shipped: str, opened: Open) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="it carries axe-core").Axe()
     page = opened(shipped)

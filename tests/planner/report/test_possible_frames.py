@@ -47,7 +47,7 @@ def loaded(path: Path, **options: Any) -> Report:
     return load(str(path), device_key=samples.DEVICE, **options)
 
 
-@pytest.mark.parametrize("regime", ["eager", "graph", None])
+@pytest.mark.parametrize("regime", ["graph", None])
 @pytest.mark.parametrize("device", shipped_devices())
 def test_shipped_records_say_nothing_that_cannot_be(device: str, regime: str | None, tmp_path: Path) -> None:
     found = load(str(tmp_path / "none.db"), device_key=device, regime=regime)
@@ -74,7 +74,8 @@ def test_matmuls_and_views_in_kernels_are_no_fused_ops(tmp_path: Path) -> None:
 # -- parts of a database ----------------------------------------------------------------------------------------
 
 
-LEFT_OUT = [names for count in range(len(PARTS) + 1) for names in combinations(PARTS, count)]
+#: None, one or two, or all but one or none of them.
+LEFT_OUT = [names for count in (0, 1, 2, len(PARTS) - 1, len(PARTS)) for names in combinations(PARTS, count)]
 STYLES = ("table", "csv", "json", "markdown", "html")
 
 
@@ -135,7 +136,7 @@ CHANGES: dict[str, Callable[[random.Random, Path], None]] = {
 def test_changed_databases_say_nothing_that_cannot_be(change: str, tmp_path: Path) -> None:
     made = sample(tmp_path / "made.db").read_bytes()
     told = 0
-    for seed in range(40):
+    for seed in range(16):
         path = tmp_path / f"{seed}.db"  # one of its own: a report that failed may still hold the last one open
         path.write_bytes(made)
         rng = random.Random(seed)
@@ -149,4 +150,4 @@ def test_changed_databases_say_nothing_that_cannot_be(change: str, tmp_path: Pat
         assert impossible(found) == [], (change, seed)
         assert found.html() and str(found), (change, seed)
         told += 1
-    assert told > 20
+    assert told > 8

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +29,30 @@ DECODE, PREFILL = decode(2, 16), prefill(1, 8)
 EMPTY = DataflowGraph([], {}, [], [])
 
 
-def test_captures_beside_each_other_are_the_captures(tmp_path: Path) -> None:
+def interrupt(processes: set[BaseProcess]) -> None:
+    """As a terminal's Ctrl-C, whatever they are at."""
+    for process in processes:
+        os.kill(process.pid or 0, signal.SIGINT)
+
+
+def test_captures_beside_each_other_are_the_captures_and_silent_when_interrupted(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     source = find_source(config=write_config(tmp_path, "llama"), layers=1)
     beside, alone, impossible = tmp_path / "beside", tmp_path / "alone", Workload("forward")
     with GraphStream(source, [DECODE], "cpu", cores=1, folder=beside) as stream:
         assert stream.ready() == [] and not beside.exists()  # one core: it waits until somebody asks
+    before = set(multiprocessing.active_children())
+    mine = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     with GraphStream(source, [DECODE, PREFILL, impossible], "cpu", cores=4, folder=beside) as stream:
         names = []
+        interrupt(set(multiprocessing.active_children()) - before)
         with pytest.raises(ConfigError, match="runs in decode or prefill"):
             for name, _ in stream:
                 names.append(name)
+                interrupt(set(multiprocessing.active_children()) - before)
+    signal.signal(signal.SIGINT, mine)
+    assert "Traceback" not in capfd.readouterr().err
     assert names == [DECODE.label, PREFILL.label]
     for workload in (DECODE, PREFILL):
         name = f"{capture_key(source, workload, 'cpu')}.json"
@@ -56,22 +71,6 @@ def test_leaving_a_stream_early_ends_its_processes(tmp_path: Path) -> None:
         assert len(set(multiprocessing.active_children()) - before) == 2
         raise KeyboardInterrupt
     assert set(multiprocessing.active_children()) <= before
-
-
-def test_an_interrupt_of_the_process_group_leaves_the_captures_silent(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    source = find_source(config=write_config(tmp_path, "llama"), layers=1)
-    before = set(multiprocessing.active_children())
-    mine = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-    with GraphStream(source, [DECODE, PREFILL], "cpu", cores=4, folder=tmp_path) as stream:
-        for process in set(multiprocessing.active_children()) - before:
-            os.kill(process.pid or 0, signal.SIGINT)  # as a terminal does, in whatever they are at
-        assert [name for name, _ in stream] == [DECODE.label, PREFILL.label]
-        for process in set(multiprocessing.active_children()) - before:
-            os.kill(process.pid or 0, signal.SIGINT)
-    signal.signal(signal.SIGINT, mine)
-    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_what_is_not_there_yet_holds_back_what_comes_after_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

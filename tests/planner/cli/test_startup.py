@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,40 +12,40 @@ import pytest
 import report_samples as samples
 
 HEAVY = ("torch", "transformers", "optuna", "scipy", "matplotlib", "pandas", "numpy", "sympy", "networkx")
-CODE = (
-    "import sys; from fuseplan.planner.cli.main import run; status = run(sys.argv[2:]); "
-    "print('\\nimported', status, *[name for name in sys.argv[1].split(',') if name in sys.modules])"
-)
+CODE = """
+import contextlib, io, json, sys
+from fuseplan.planner.cli.main import run
+found = []
+for line in sys.argv[2:]:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        status = run(line.split())
+    found.append([status, out.getvalue(), [name for name in sys.argv[1].split(",") if name in sys.modules]])
+print(json.dumps(found))
+"""
 
 
-def imported(*argv: str, **environment: str) -> tuple[str, list[str]]:
-    """The output of a command in a process of its own, and what heavy it had imported when it was done."""
+def printed(*lines: str) -> list[str]:
+    """The outputs of commands, one after the other in a process that does nothing else, and imports nothing heavy."""
     done = subprocess.run(
-        [sys.executable, "-c", CODE, ",".join(HEAVY), *argv], capture_output=True, text=True, check=False,
-        env={**os.environ, **environment},
-    )
-    out, _, last = done.stdout.rpartition("imported ")
-    status, *names = last.split()
-    assert status == "0", done.stderr
-    return out, names
+        [sys.executable, "-c", CODE, ",".join(HEAVY), *lines], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = dict(zip(lines, json.loads(done.stdout), strict=True))
+    assert {line: (status, names) for line, (status, _, names) in found.items()} == dict.fromkeys(lines, (0, []))
+    return [out for _, out, _ in found.values()]
 
 
-@pytest.mark.parametrize("line", [
-    "--help", "--version", "tune --help", "explain --help", "bench --help", "report --help", "db --help", "env --help",
-    "patterns", "patterns --format json", "patterns --format markdown", "completion bash", "completion zsh",
-    "completion fish",
-])
-def test_help_and_listings_import_nothing_heavy(line: str) -> None:
-    out, names = imported(*line.split())
-    assert out.strip() and names == []
+def test_help_and_listings_import_nothing_heavy() -> None:
+    assert all(out.strip() for out in printed(
+        "--version", "--help", "tune --help", "explain --help", "bench --help", "report --help", "db --help",
+        "env --help", "patterns", "patterns --format json", "patterns --format markdown",
+    ))
 
 
-@pytest.mark.parametrize("line", ["ls", "ls --format csv", "misses", "show silu", "export {folder}/out.jsonl"])
-def test_looking_into_a_database_imports_nothing_heavy(line: str, tmp_path: Path) -> None:
+def test_looking_into_a_database_imports_nothing_heavy(tmp_path: Path) -> None:
     path = tmp_path / "tuning.db"
     samples.sample_database(path).close()
-    out, names = imported("db", *line.format(folder=tmp_path).split(), "--db", str(path))
-    assert out.strip() and names == []
+    words = ("ls", "ls --format csv", "misses", "show silu", f"export {tmp_path}/out.jsonl")
+    assert all(out.strip() for out in printed(*(f"db {one} --db {path}" for one in words)))
 
 
 def test_a_command_that_needs_pytorch_says_so_first(tmp_path: Path) -> None:
@@ -91,7 +92,8 @@ def test_what_bash_is_offered(words: str, expected: set[str], not_expected: set[
 
 
 def test_the_scripts_are_for_their_shells(tmp_path: Path) -> None:
-    scripts = {shell: imported("completion", shell)[0] for shell in ("bash", "zsh", "fish")}
+    shells = ("bash", "zsh", "fish")
+    scripts = dict(zip(shells, printed(*(f"completion {shell}" for shell in shells)), strict=True))
     assert all("_PLAN_COMPLETE=complete_" + shell in text for shell, text in scripts.items())
     subprocess.run(["bash", "-n"], input=scripts["bash"], text=True, check=True)
     # bash itself completes with it.

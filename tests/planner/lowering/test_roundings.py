@@ -179,7 +179,7 @@ def test_a_compiled_program_rounds_as_eager_does(
 ) -> None:
     kernels = use(monkeypatch, ReferenceBackend())
     function = compiled(program, tmp_path / "tuning.db", dynamic=dynamic)
-    for rows, cols in ((3, 127), (5, 33)):
+    for rows, cols in ((3, 127), (5, 33)) if dynamic else ((3, 127),):
         x = values(rows, cols)
         for half in HALVES:
             for result, wanted in zip(tupled(function(x, half)), tupled(program(x, half)), strict=True):

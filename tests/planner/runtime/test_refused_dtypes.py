@@ -94,8 +94,13 @@ WITH_NUMBERS: dict[str, Callable[[torch.Tensor, int], Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32], ids=str)
-@pytest.mark.parametrize("name", WITH_NUMBERS)
+#: Each program with two of the types, in turn: one without a sign or of 8 bits, and a wider one.
+_NARROW, _WIDE = (torch.uint8, torch.int8), (torch.int16, torch.int32)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [
+    (name, kinds[at % 2]) for at, name in enumerate(WITH_NUMBERS) for kinds in (_NARROW, _WIDE)
+])
 def test_a_number_beyond_an_integer_type(
     name: str, dtype: torch.dtype, tmp_path: Path, kernels: InPlaceBackend
 ) -> None:

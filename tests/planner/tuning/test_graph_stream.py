@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from model_samples import write_config
+from worker_jobs import wait_for
 
 from fuseplan.planner.api.request import capture_all
 from fuseplan.planner.capture.cache import cached_capture, capture_key
@@ -30,8 +31,15 @@ EMPTY = DataflowGraph([], {}, [], [])
 
 
 def interrupt(processes: set[BaseProcess]) -> None:
-    """As a terminal's Ctrl-C, whatever they are at."""
+    """As a terminal's Ctrl-C, whatever they are at. Until Python has begun, it would end them without a word."""
+
+    def minds(process: BaseProcess) -> bool:
+        lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+        masks = [line.split()[1] for line in lines if line.startswith(("SigBlk:", "SigCgt:"))]
+        return any(int(one, 16) & (1 << (signal.SIGINT - 1)) for one in masks)
+
     for process in processes:
+        wait_for(lambda process=process: minds(process))  # type: ignore[misc]
         os.kill(process.pid or 0, signal.SIGINT)
 
 

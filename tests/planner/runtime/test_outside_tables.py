@@ -123,9 +123,10 @@ def _compare(function: _Function, x: torch.Tensor, db: Path, first: bool = False
     return refused
 
 
-def _in_turn(names: Iterable[str], *dtypes: torch.dtype) -> list[tuple[str, torch.dtype]]:
+def _in_turn(names: Iterable[str], *dtypes: torch.dtype) -> list[Any]:
     """Each name in float32 and in another type, which the next name does not have."""
-    return [(name, dtype) for at, name in enumerate(names) for dtype in (torch.float32, dtypes[at % len(dtypes)])]
+    pairs = [(name, dtype) for at, name in enumerate(names) for dtype in (torch.float32, dtypes[at % len(dtypes)])]
+    return [pytest.param(name, dtype, id=f"{name}-{dtype}") for name, dtype in pairs]
 
 
 @pytest.mark.parametrize(("name", "dtype"), _in_turn(LOOKUPS, torch.bfloat16, torch.int64, torch.uint8, torch.bool))

@@ -99,7 +99,8 @@ _NARROW, _WIDE = (torch.uint8, torch.int8), (torch.int16, torch.int32)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [
-    (name, kinds[at % 2]) for at, name in enumerate(WITH_NUMBERS) for kinds in (_NARROW, _WIDE)
+    pytest.param(name, kinds[at % 2], id=f"{name}-{kinds[at % 2]}")
+    for at, name in enumerate(WITH_NUMBERS) for kinds in (_NARROW, _WIDE)
 ])
 def test_a_number_beyond_an_integer_type(
     name: str, dtype: torch.dtype, tmp_path: Path, kernels: InPlaceBackend

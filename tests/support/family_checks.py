@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -175,7 +175,8 @@ _NEW = KV_LEN - PROMPT + 1
 
 
 def check_hits(
-    name: str, dtype: str, device: str, batches: tuple[int, ...], options: Mapping[str, Any] | None = None
+    name: str, dtype: str, device: str, batches: tuple[int, ...], options: Mapping[str, Any] | None = None,
+    caches: Sequence[str | None] = (None, "static"),
 ) -> list[Row]:
     """After a tune of these sizes: calls with and without a mask, and generation, find every region."""
     model: Any = families.build(name, dtype=DTYPES[dtype]).to(device)
@@ -189,7 +190,7 @@ def check_hits(
         rows.append(row)
         _add_stats(row)
     if families.task_of(name) == "causal":
-        prompts = [prompt for prompt in PROMPTS if prompt.batch in batches]
+        prompts = [prompt for prompt in PROMPTS if prompt.batch in batches and prompt.cache in caches]
         rows += [check_generate(name, dtype, prompt, device, options) for prompt in prompts]
     for row in rows:
         row.check = row.check.replace("generate", "hits generate")

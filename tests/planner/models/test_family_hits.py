@@ -24,14 +24,15 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return {"db": str(tmp_path / "tuning.db")}
 
 
-#: Families whose calls are tuned for, and the sequences of a call: of several, some are padded. Of others the graphs are
-#: compared: ``tests/planner/capture/test_trace.py``.
-_TUNED = [("llama", 3), ("t5", 1)]
+#: Families whose calls are tuned for, the sequences of a call (of several, some are padded), and the caches that are
+#: generated with: Gemma3's growing cache is Llama's, and its static one has windows.
+_TUNED = [("llama", 3, (None, "static")), ("gemma3", 1, ("static",)), ("t5", 1, ())]
 
 
-@pytest.mark.parametrize(("family", "batch"), _TUNED)
+@pytest.mark.parametrize(("family", "batch", "caches"), _TUNED)
 def test_calls_and_generation_that_follow_from_tuned_sizes_are_exact_hits(
-    family: str, batch: int, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, batch: int, caches: tuple[str | None, ...], options: dict[str, Any], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if family != "t5":  # one has all of them
         look_at_few_groups(monkeypatch)
@@ -45,7 +46,7 @@ def test_calls_and_generation_that_follow_from_tuned_sizes_are_exact_hits(
             for plan in planner.plan_graph(graph, regions=regions).unique():
                 session.database.put_plan(plan.record)
     session.database.close()
-    rows = checks.check_hits(family, "fp32", "cpu", (batch,), options)
+    rows = checks.check_hits(family, "fp32", "cpu", (batch,), options, caches)
     assert {row.check: row.problems for row in rows if row.problems} == {}
-    assert len(rows) == (5 if decode else 2)
+    assert len(rows) == {"llama": 5, "gemma3": 4, "t5": 2}[family]
     assert all(one.fused > 0 for row in rows for one in row.graphs)

@@ -346,8 +346,6 @@ bench patterns --pattern swiglu --modes ''
 bench patterns --pattern swiglu --modes graph --device cpu
 bench patterns --pattern swiglu --trials 0
 bench patterns --pattern swiglu --seconds nan
-bench patterns --pattern swiglu --minutes nan
-bench patterns --pattern swiglu --minutes -1
 bench patterns --pattern swiglu --dtype int8
 bench patterns --model llama
 bench launch

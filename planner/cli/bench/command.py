@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,7 +19,7 @@ _LAYERS = 2
 #: Seconds of rounds for one comparison, where it is not one second: one round of generate() may take several.
 _SECONDS = {"patterns": 0.3, "generate": 30.0}
 #: Options that only some topics take.
-_PATTERNS = frozenset(("pattern", "shape", "rows", "cols", "rivals", "modes", "minutes"))
+_PATTERNS = frozenset(("pattern", "shape", "rows", "cols", "rivals", "modes"))
 _TUNING = frozenset(("tune", "trials", "tune_seconds", "resume", "regime"))
 _SIZES = frozenset(("batch", "prompt", "new_tokens"))
 _WHOLE_MODEL = frozenset(("model", "config", "layers"))
@@ -88,9 +87,6 @@ def bench(
     resume: Annotated[bool, Option(
         "--resume", help="patterns: keep the cells that the result file has, measure the others.",
     )] = False,
-    minutes: Annotated[float | None, Option(
-        parser=opt.decimal(0.0), metavar="M", help="patterns: start no new cell after this long; see --resume.",
-    )] = None,
     out: Annotated[Path | None, Option(
         metavar="DIR", help="Where to write CSV, Markdown and JSON. Default: results/<device>.",
     )] = None,
@@ -132,8 +128,7 @@ def bench(
         session = ready(session, progress=current()) if tune else session
         topics.measure_patterns(
             PatternBench(session, peers, modes_of_all, spend), *cells,
-            Budget(trials=trials, seconds=tune_seconds) if tune else None, math.inf if minutes is None else minutes,
-            resume, out)
+            Budget(trials=trials, seconds=tune_seconds) if tune else None, resume, out)
         return
     session = open_session(kind, db, settings, mode="inspect")
     layers = given.layers or (_LAYERS if topic != "generate" and given.module is None else None)

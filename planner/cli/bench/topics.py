@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -92,17 +91,16 @@ def modes_of(text: str | None, kind: str) -> tuple[str, ...]:
 
 
 def measure_patterns(
-    bench: PatternBench, name: str, cells: Sequence[Cell], said: list[str], budget: Budget | None, minutes: float,
-    resume: bool, out: Path | None,
+    bench: PatternBench, name: str, cells: Sequence[Cell], said: list[str], budget: Budget | None, resume: bool,
+    out: Path | None,
 ) -> None:
     """Tune and time the cells, writing rows as they come, and publish what there is whatever happens.
 
-    ``name`` is that of the results, ``said`` what else is told. Without a ``budget`` nothing is tuned; no cell is
-    started after ``minutes``.
+    ``name`` is that of the results, ``said`` what else is told. Without a ``budget`` nothing is tuned.
     """
     log = RowLog(results_folder(bench.session, out) / f"{name}-cells.csv", resume)
     try:
-        _fill(bench, [cell for cell in cells if not log.has(cell.key)], budget, minutes, log, said)
+        _fill(bench, [cell for cell in cells if not log.has(cell.key)], budget, log, said)
     finally:  # an interrupted bench keeps what it has measured
         if log.frame.empty:
             for line in said:
@@ -116,25 +114,19 @@ def measure_patterns(
 
 
 def _fill(
-    bench: PatternBench, cells: Sequence[Cell], budget: Budget | None, minutes: float, log: RowLog, said: list[str]
+    bench: PatternBench, cells: Sequence[Cell], budget: Budget | None, log: RowLog, said: list[str]
 ) -> None:
     """Measure cells into the log; what else should be said goes to ``said``."""
-    end, done, tuned = time.monotonic() + 60 * minutes, 0, bench.session
+    done, tuned = 0, bench.session
     with make_pool(tuned.target.device_type) as workers:
         for _, group in groupby(cells, lambda cell: cell.pattern):
-            if time.monotonic() >= end:
-                break
             batch = list(group)
             tuned = tune_cells(tuned, batch, budget, workers, said)
             with current().status("measuring") as say:
                 for cell in batch:
-                    if time.monotonic() >= end:
-                        break
                     say(f"cell {done + 1} of {len(cells)}: measuring {cell.key}")
                     log.add(bench.rows(cell))
                     done += 1
-    if done < len(cells):
-        said.append(f"stopped after {minutes:g} minutes with {len(cells) - done} cells left; --resume goes on")
 
 
 def tune_cells(

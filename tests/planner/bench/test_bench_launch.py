@@ -198,11 +198,6 @@ def test_an_interrupted_bench_keeps_its_cells_and_goes_on(
     assert pd.read_csv(path)["workload"].unique().tolist() == ["1x17", "3x17", "5x17"]
 
 
-def test_no_cell_is_started_after_the_time_is_up(plan: Run) -> None:
-    status, out, _ = plan("patterns", "--pattern", "swiglu", "--rows", "1", "--cols", "17", "--minutes", "0", *_QUICK)
-    assert status == 0 and "with 1 cells left; --resume goes on" in out
-
-
 @pytest.mark.parametrize(
     "argv, words",
     [

@@ -111,7 +111,7 @@ def program(steps: list[Step], results: int) -> Callable[..., Tensors]:
     return run
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(STEP, min_size=1, max_size=10), st.integers(0, 2))
 @example([("swap", 0, 0), ("reshape", 0, 0), ("add_", 2, 0)], 0)
 @example([("double", 0, 0), ("swap", 0, 0), ("flat", 0, 0), ("halves", 0, 0)], 1)

@@ -14,6 +14,8 @@ from pathlib import Path
 
 # Before PyTorch is imported: OpenMP's threads otherwise spin while they wait, on cores that other test processes need.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# The processes that tests start need not compile our code each for itself.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
 from postgres_server import server as server

@@ -44,8 +44,8 @@ def db(tmp_path: Path) -> Path:
     return samples.known_machine(tmp_path / "fleet.db")
 
 
-def llama(tmp_path: Path, decode: str = "1") -> ModelArguments:
-    return ModelArguments(config=write_config(tmp_path, "llama"), layers=2, decode=decode, kv_len=16, calls=False)
+def llama(tmp_path: Path) -> ModelArguments:
+    return ModelArguments(config=write_config(tmp_path, "llama"), layers=2, decode="1", kv_len=16, calls=False)
 
 
 def by_fleet(db: Path, given: ModelArguments) -> list[Tuned]:
@@ -64,7 +64,7 @@ def said(plan: PlanRecord) -> list[tuple[Any, ...]]:
 
 def test_a_fleet_ends_with_the_plans_of_a_tune_here(tmp_path: Path, db: Path) -> None:
     alone = samples.known_machine(tmp_path / "alone.db")
-    given = llama(tmp_path, "1,2")
+    given = llama(tmp_path)
     (expected,) = tune_request(TuneRequest("cpu", given, db=alone))
     assert isinstance(expected, Tuned)
     (found,) = by_fleet(db, given)

@@ -18,7 +18,7 @@ from programs import Input, Program, Step, make_program
 from fuseplan.planner.ops.table import OPS
 
 #: The last ones pass through several dtypes, or sum what cancels.
-SEEDS = (*range(7000, 7016), 315, 833, 2866, 3735)
+SEEDS = (*range(7000, 7009), 315, 833, 2866, 3735)
 
 
 @pytest.fixture(autouse=True)

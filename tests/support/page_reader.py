@@ -11,6 +11,7 @@ import importlib
 import io
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -26,12 +27,14 @@ import doc_pages
 import pandas as pd
 import pytest
 import report_samples as samples
+import torch
 from distributed import Client, Security
 from fleet_here import workers_here
 from packaging.requirements import Requirement
 from paths import ROOT
 from postgres_server import Server
 
+from fuseplan.planner import reset_stats
 from fuseplan.planner.cli import main
 from fuseplan.search.store.location import default_path
 
@@ -71,6 +74,7 @@ class Reader:
     run: list[str] = field(default_factory=list)
     not_run: list[str] = field(default_factory=list)
     _examples: dict[str, str] = field(default_factory=dict)
+    _hosts: dict[str, str] = field(default_factory=dict)
     _databases: dict[str, str] = field(default_factory=dict)
 
     def sit_down(self, page: Path, patch: pytest.MonkeyPatch) -> None:
@@ -121,20 +125,38 @@ class Reader:
         return out.getvalue()
 
     def example(self, script: str, settings: Mapping[str, str] | None = None) -> str:
-        """What an example prints in a process of its own; run once for all who ask for no settings of their own."""
-        if settings or script not in self._examples:
-            arguments = []
-            if Path(script).stem == "ship_a_database":  # its database knows the machine, which takes long to measure
-                arguments = [str(self.folder / "shipped")]
-                (self.folder / "shipped").mkdir()
-                samples.known_machine(self.folder / "shipped" / "tuning.db")
+        """What an example prints: in a process of its own where it has settings, else run once for all who ask."""
+        if settings:
             done = subprocess.run(
-                [sys.executable, str(ROOT / script), *arguments], capture_output=True, text=True, check=False,
-                timeout=300, cwd=self.folder, env=os.environ | (settings or {}),
+                [sys.executable, str(ROOT / script)], capture_output=True, text=True, check=False, timeout=300,
+                cwd=self.folder, env=os.environ | settings,
             )
             assert done.returncode == 0, f"{script}: {done.stdout[-1000:]}\n{done.stderr[-3000:]}"
-            self._examples[script] = done.stdout + done.stderr
+            return done.stdout + done.stderr
+        if script not in self._examples:
+            self._examples[script] = self._example_here(ROOT / script)
         return self._examples[script]
+
+    def _example_here(self, script: Path) -> str:
+        """What an example prints in this process, where times are given: also to the commands that it runs."""
+        folder = self.folder / script.stem
+        folder.mkdir()
+        samples.known_machine(folder / "tuning.db")
+        out, run = io.StringIO(), subprocess.run
+
+        def here(command: list[str], **given: Any) -> object:
+            if command[:3] != [sys.executable, "-m", "fuseplan.planner"]:
+                return run(command, **given)
+            with contextlib.chdir(given["cwd"]):
+                return print(run_plan(*command[3:]))
+
+        torch._dynamo.reset()
+        reset_stats()
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+            patch.setattr(subprocess, "run", here)
+            patch.setattr(sys, "argv", [str(script), *([str(folder)] if script.stem == "ship_a_database" else [])])
+            runpy.run_path(str(script), run_name="__main__")
+        return out.getvalue()
 
     def _call(self, settings: Mapping[str, str], words: list[str]) -> str:
         match words:
@@ -161,7 +183,7 @@ class Reader:
         return ""
 
     def _plan(self, argv: list[str]) -> str:
-        named = {"local", _SCHEDULER, _LOCKED}.intersection(argv)
+        named, shown = {"local", _SCHEDULER, _LOCKED}.intersection(argv), " ".join(argv)
         if named:
             # This CPU is the fleet: two workers that measure nothing, and for a moment those that a host would start.
             files = {f"tls_{role}_{what}": f"fleet.{end}" for role in ("client", "scheduler", "worker")
@@ -169,7 +191,11 @@ class Reader:
             security = Security(True, tls_ca_file="fleet.pem", **files) if _LOCKED in named else None
             with pytest.MonkeyPatch.context() as patch, workers_here(patch, 2, security) as client:
                 argv = [client.scheduler.address if word in named else word for word in argv]
-                return run_host(client, argv) if argv[:2] == ["fleet", "worker"] else self._planned(argv)
+                if argv[:2] != ["fleet", "worker"]:
+                    return self._planned(argv)
+                if shown not in self._hosts:  # several pages start the same one
+                    self._hosts[shown] = run_host(client, argv)
+                return self._hosts[shown]
         return self._planned(argv)
 
     def _planned(self, argv: list[str]) -> str:

@@ -66,9 +66,11 @@ def test_the_import_check_sees_what_it_should(tmp_path: Path) -> None:
 
 
 def run(code: str, *args: str) -> str:
-    """Output of a fresh interpreter started in the root of the checkout, where `kernels` and `search` are folders."""
+    """Output of a fresh interpreter, which keeps no byte code, started in the root of the checkout, where `kernels` and
+    `search` are folders.
+    """
     done = subprocess.run(
-        [sys.executable, "-c", code, *args], cwd=ROOT, capture_output=True, text=True, check=False, timeout=600
+        [sys.executable, "-B", "-c", code, *args], cwd=ROOT, capture_output=True, text=True, check=False, timeout=600
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.strip()
@@ -94,9 +96,7 @@ except ImportError:
 seen = []
 def hook(event, args):
     writes = event == "open" and isinstance(args[1], str) and set(args[1]) & set("wax+")
-    if event in ("subprocess.Popen", "os.mkdir", "socket.connect", "sqlite3.connect", "os.putenv") or (
-        writes and "pycache" not in str(args[0])
-    ):
+    if event in ("subprocess.Popen", "os.mkdir", "socket.connect", "sqlite3.connect", "os.putenv") or writes:
         seen.append(f"{name}: {event} {args[0]}")
 name = ""
 sys.addaudithook(hook)

@@ -29,7 +29,6 @@ with torch.no_grad():
 
 
 LLAMA = """
-import sys, torch
 from transformers import LlamaConfig, LlamaForCausalLM
 config = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
                      num_key_value_heads=2, vocab_size=31)
@@ -53,7 +52,9 @@ def shown(tmp_path: Path, debug: bool = False, script: str = SCRIPT, **variables
 
 
 def artifacts(folder: Path) -> dict[str, tuple[dict[str, Any], str]]:
-    """Ours in a structured trace: each line is a prefix and JSON; lines of its payload follow, each behind a tab."""
+    """Ours in a structured trace, the first of each name: each line is a prefix and JSON; lines of its payload follow,
+    each behind a tab.
+    """
     (log,) = folder.glob("dedicated_log_torch_trace_*.log")
     found: dict[str, tuple[dict[str, Any], str]] = {}
     for entry in re.split(r"\n(?!\t)", log.read_text()):
@@ -61,17 +62,25 @@ def artifacts(folder: Path) -> dict[str, tuple[dict[str, Any], str]]:
         told = json.loads(head[head.index("{"):]) if "{" in head else {}
         name = told.get("artifact", {}).get("name", "")
         if name.startswith("fuseplan"):
-            found[name] = told, "\n".join(line.removeprefix("\t") for line in payload.split("\n"))
+            found.setdefault(name, (told, "\n".join(line.removeprefix("\t") for line in payload.split("\n"))))
     return found
 
 
-def test_plans_and_kernels_are_artifacts_of_torch_logs_and_of_the_trace(tmp_path: Path) -> None:
-    said = shown(tmp_path, TORCH_LOGS=f"{PLANS},{KERNELS}", TORCH_TRACE=str(tmp_path / "trace"))
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A trace of the function and then of a Llama, and what was shown meanwhile."""
+    folder = tmp_path_factory.mktemp("traced")
+    said = shown(folder, script=SCRIPT + LLAMA, TORCH_LOGS=f"{PLANS},{KERNELS}", TORCH_TRACE=str(folder / "trace"))
+    return folder / "trace", said
+
+
+def test_plans_and_kernels_are_artifacts_of_torch_logs_and_of_the_trace(traced: tuple[Path, str]) -> None:
+    trace, said = traced
     assert "[0/0] plan of graph 0/0" in said
     assert "silu+mul 3x8 float32: fused by cpp" in said and "by the cost model" in said
     assert "kernel of silu+mul" in said and "fuseplan_sigmoid_mul" in said
 
-    found = artifacts(tmp_path / "trace")
+    found = artifacts(trace)
     assert all((told["frame_id"], told["frame_compile_id"]) == (0, 0) for told, _ in found.values())
     told, payload = found[PLANS]
     assert told["artifact"]["encoding"] == "json"
@@ -84,22 +93,23 @@ def test_plans_and_kernels_are_artifacts_of_torch_logs_and_of_the_trace(tmp_path
     assert "fused_0_silu_mul" in found["fuseplan_graph"][1]
 
 
-def test_tlparse_shows_plans_kernels_and_the_fused_graph_of_a_llama(tmp_path: Path) -> None:
+def test_tlparse_shows_plans_kernels_and_the_fused_graph_of_a_llama(
+    traced: tuple[Path, str], tmp_path: Path
+) -> None:
     tlparse = shutil.which("tlparse", path=str(Path(sys.executable).parent))
     if tlparse is None:
         pytest.skip("tlparse is not installed")
-    shown(tmp_path, script=LLAMA, TORCH_TRACE=str(tmp_path / "trace"))
-    (log,) = (tmp_path / "trace").glob("dedicated_log_torch_trace_*.log")
+    (log,) = traced[0].glob("dedicated_log_torch_trace_*.log")
     site = tmp_path / "site"
     subprocess.run([tlparse, str(log), "-o", str(site), "--no-browser"], check=True, capture_output=True, timeout=300)
     index = (site / "index.html").read_text()
-    pages = {name: page for name in (PLANS, KERNELS, "fuseplan_graph") for page in site.rglob(f"{name}_*")}
-    assert pages.keys() == {PLANS, KERNELS, "fuseplan_graph"}
-    assert all(str(page.relative_to(site)) in index for page in pages.values())
-    plan = json.loads(pages[PLANS].read_text())
-    places = [place for region in plan["regions"] for place in region["places"]]
+    pages = {name: list(site.rglob(f"{name}_*")) for name in (PLANS, KERNELS, "fuseplan_graph")}
+    assert [len(found) for found in pages.values()] == [2, 2, 2]  # of the function, and of the Llama
+    assert all(str(page.relative_to(site)) in index for found in pages.values() for page in found)
+    plans = [json.loads(page.read_text()) for page in pages[PLANS]]
+    places = [place for plan in plans for region in plan["regions"] for place in region["places"]]
     assert "model.layers.*.mlp: act_fn -> (itself)  x2" in places
-    assert "fuseplan_" in pages[KERNELS].read_text()
+    assert all("fuseplan_" in page.read_text() for page in pages[KERNELS])
 
 
 def test_a_level_for_all_of_fuseplan_does_not_ask_for_artifacts(tmp_path: Path) -> None:

@@ -35,9 +35,9 @@ COMBINATION_GAIN = 0.03
 HOPELESS_GAIN = 0.5
 #: A measured partition this near to the lower bound is not improved further.
 GAP_TOLERANCE = 0.01
-#: Below this share of a graph's time the kernels of a part are tuned with little effort: a search gains some percent of
-#: it, and models of many small regions have half of their parts there.
-MINOR_SHARE = 0.01
+#: Below this share of a graph's time the kernels of a part are tuned with little effort, and libraries are not asked.
+#: With twice as much a tune of Swin takes as long, and attention that cuDNN is slow at keeps a fifth of the step.
+MINOR_SHARE = 0.005
 #: By which factor the median of times that are measured again may differ from the stored ones.
 RECHECK_TOLERANCE = 1.25
 #: A plan serves sizes of the token dimension up to this factor away from the one it was tuned for.

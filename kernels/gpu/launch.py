@@ -76,6 +76,15 @@ class GpuKernel(CompiledKernel):
         return self._launcher.bind((inputs, outputs, len(loader.symbols)), addresses, loader.run, slow_fused, reuse)
 
 
+def _known(direct: Any, key: tuple[int, bool, bool], entry: DriverEntry) -> bool:
+    """Tell a direct call path how to launch a kernel in the current context; whether that was new."""
+    try:
+        return bool(direct.add_binary(*key, *entry))
+    except RuntimeError:  # a thread has no context until it first asks the device for anything
+        torch.cuda.mem_get_info(key[0])
+        return bool(direct.add_binary(*key, *entry))
+
+
 def _never(*_: Any) -> None:
     raise AssertionError("this call path has no outputs to allocate")
 
@@ -120,7 +129,7 @@ class Loader:
                 self._binaries[key] = compiled, None if direct is None else self._entry(compiled, key[1])
             compiled, entry = self._binaries[key]
             if direct is not None and entry is not None:
-                learns = direct.add_binary(*key, *entry) or learns
+                learns = _known(direct, key, entry) or learns
             if learns and entry is not None:
                 direct.run(*args)
             else:

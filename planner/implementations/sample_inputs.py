@@ -37,7 +37,7 @@ _PACKED = {"bitwise_right_shift": 0, "__rshift__": 0}
 _PLACES = {"index_copy_": 1}
 #: Operand that masks attention, and the share of the keys, the last, that such masks hide.
 _MASKS, _HIDDEN_SHARE = {"scaled_dot_product_attention": 3}, 8
-_DECODE_ATTENTION = "fuseplan.decode_attention.default"
+_DECODE_ATTENTION, _BAGS = "fuseplan.decode_attention.default", "aten.embedding_bag."
 #: Types that hold any index; bytes have all their numbers.
 _INDEX_TYPES = (torch.int32, torch.int64)
 
@@ -83,6 +83,14 @@ def sample_inputs(
             _hide_last(tensor)
         made.append(tensor)
     return made
+
+
+def start_bags(nodes: Sequence[OpNode], specs: Mapping[str, TensorSpec], inputs: Mapping[str, torch.Tensor]) -> None:
+    """Let bags of embeddings whose starts are among the ``inputs`` all be as large."""
+    for node in nodes:
+        if node.op.startswith(_BAGS) and (starts := inputs.get(node.inputs[2])) is not None:
+            size = specs[node.inputs[1]].numel // max(1, starts.numel())
+            starts.copy_(torch.arange(starts.numel(), device=starts.device) * size)
 
 
 def _paged(

@@ -22,7 +22,7 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.graph.execute import bind_call, resolve_op
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.implementations.direct_calls import Direct
-from fuseplan.planner.implementations.sample_inputs import sample_inputs
+from fuseplan.planner.implementations.sample_inputs import sample_inputs, start_bags
 from fuseplan.planner.libraries.library_call import Call, LibraryCall, OpGroup
 from fuseplan.planner.lowering.lower import group_nodes, lower
 from fuseplan.planner.ops.table import kind_of
@@ -77,7 +77,9 @@ class TunableGroup:
         """
         def made(most: int | None) -> list[torch.Tensor]:
             generator = torch.Generator(device).manual_seed(seed)
-            return sample_inputs(self.ir, self.nodes, self.operands, generator, most)
+            found = sample_inputs(self.ir, self.nodes, self.operands, generator, most)
+            start_bags(self.nodes, self.specs, dict(zip(self.operands, found, strict=True)))
+            return found
 
         if not computes_indices(self.ir):
             return made(None)

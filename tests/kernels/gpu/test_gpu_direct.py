@@ -91,17 +91,19 @@ def test_alignment_of_any_buffer_chooses_the_binary() -> None:
 
 
 @needs_compiler
-def test_another_context_gets_a_binary_of_its_own() -> None:
-    machine = Machine(addresses=1)
+def test_another_context_gets_a_binary_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, asked = Machine(addresses=1), list[int]()
+
+    def ask_device(number: int) -> None:
+        asked.append(number)
+        machine.context = 3
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", ask_device)
     kernel = machine.kernel(((0, 0),), 1)
-    for context in (1, 1, 2, 2, 1, 0, 0):  # 0: a thread that has none yet
+    for context in (1, 1, 2, 2, 1, 0, 3, 0):  # 0: a thread that has none yet
         machine.context = context
-        if context:
-            kernel(aligned(4))
-        else:
-            with pytest.raises(RuntimeError, match="no CUDA context is current"):
-                kernel(aligned(4))
-    assert len(machine.direct) == 5
+        kernel(aligned(4))
+    assert len(machine.direct) == 7 and len(machine.slow) == 1 and asked == [-1, -1]
 
 
 @needs_compiler

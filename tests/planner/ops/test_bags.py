@@ -10,7 +10,10 @@ from graphs import Builder
 from kernel_reference import run_reference
 
 from fuseplan.planner.errors import NotLowerable
+from fuseplan.planner.groups.candidates import single_candidates
 from fuseplan.planner.groups.compute_graph import lower_group
+from fuseplan.planner.groups.regions import find_regions
+from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.ops.table import kind_of
 
 OP = "aten.embedding_bag.padding_idx"
@@ -61,6 +64,18 @@ def test_large_bags_have_no_kernel(count: int, size: int, reason: str) -> None:
     graph = b.graph(value)
     with pytest.raises(NotLowerable, match=reason):
         lower_group(graph, [node.name for node in graph if node.op == OP])
+
+
+def test_a_tune_times_bags_that_are_bags() -> None:
+    """Random starts are an error in ATen, and on a GPU the end of the process."""
+    b, value = bags(5, 3)
+    graph = b.graph(value)
+    table = GroupTable(graph, "fp32", "cpu")
+    groups = [one for region in find_regions(graph) for one in single_candidates(graph, region)]
+    (subject,) = (table.subject(one) for one in groups if graph.op(one.ops[0]).op == OP)
+    inputs = subject.make_inputs(0, "cpu")
+    (result,) = run_reference(subject.ir, inputs)
+    torch.testing.assert_close(result.float(), subject.eager(*inputs)[0])
 
 
 def test_a_model_with_bags_runs_in_kernels_and_fails_where_eager_fails() -> None:

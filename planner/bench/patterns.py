@@ -32,9 +32,6 @@ from fuseplan.search.timing.timers import Operands, Run, cold_timer, timer_for
 from fuseplan.search.timing.verify import errors
 from fuseplan.search.workers.jobs import free_bytes
 
-#: Ours with results in the memory of activations, as dispatch runs a group in which they die. It takes part where a
-#: peer works so.
-OURS_IN_PLACE = f"{OURS} in place"
 #: A device-to-device copy of as many bytes as ours moves, in the same run: what memory gives.
 COPY = "copy"
 #: Cells that move this much are compared with it.
@@ -49,8 +46,7 @@ _MAX_SETS = 32
 class PatternRow(BenchRow):
     """One contestant's time for one pattern (``subject``) at one size (``workload``).
 
-    ``bytes`` have to be moved, in ``kernels`` launches of our plan for the cell; ``measured_at`` is UTC. ``in_place``
-    says that the contestant writes results over operands.
+    ``bytes`` have to be moved, in ``kernels`` launches of our plan for the cell; ``measured_at`` is UTC.
     """
 
     dtype: str = ""
@@ -59,7 +55,6 @@ class PatternRow(BenchRow):
     config: str = ""
     registers: str = ""
     measured_at: str = ""
-    in_place: bool = False
 
 
 def plan_case(session: Session, cell: Cell) -> tuple[Case, CompileStats]:
@@ -148,20 +143,18 @@ class PatternBench:
         race, entered = Race(PatternRow, measured_at=now(), **common, **facts), dict[str, Contestant]()
 
         def make(name: str) -> tuple[Run, Mapping[str, Any]]:
-            ours = name in (OURS, OURS_IN_PLACE)
+            ours = name == OURS
             if not ours and not PEERS[name].runs_on(device):
                 raise PeerError(f"{name} does not run on {device}")
-            contestant = fused(case, case.groups, name == OURS_IN_PLACE) if ours else PEERS[name].build(case)
+            contestant = fused(case, case.groups) if ours else PEERS[name].build(case)
             error = judge.error(contestant)
             if error > judge.allowed:
                 raise PeerError(f"another result: its error against float64 is {error:.1e}")
             entered[name] = contestant
             note = "; ".join(filter(None, (contestant.note, plan_note(case, seen) if ours else "")))
-            return contestant.run, {"error": error, "note": note, "in_place": contestant.in_place}
+            return contestant.run, {"error": error, "note": note}
 
         race.enter((OURS, *self.peers), make)
-        if any(contestant.in_place for contestant in entered.values()):
-            race.enter([OURS_IN_PLACE], make)
         if is_gpu(device) and facts["bytes"] >= LARGE_BYTES:
             entered[COPY] = copy = copy_of(facts["bytes"], device)
             race.enter([COPY], lambda _: (copy.run, {"compile_s": None}))

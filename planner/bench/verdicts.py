@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from fuseplan.planner.bench.patterns import COPY, LARGE_BYTES, OURS_IN_PLACE
+from fuseplan.planner.bench.patterns import COPY, LARGE_BYTES
 from fuseplan.planner.peers.contestant import OURS
 from fuseplan.planner.reports.frames import geometric_mean
 
@@ -20,47 +20,31 @@ _COPY_SHARE = 0.94
 def pattern_table(frame: pd.DataFrame) -> pd.DataFrame:
     """One line per cell and mode: everyone's median, the best peer, what ours moves per second.
 
-    Like is compared with like: a peer that writes over its operands with ours that does (with ours that does not, where
-    the pattern allows it no more), every other peer with ours that allocates. ``vs_best`` is the best peer's time over
-    ours, and the worse of the two where both kinds took part: above 1, ours is faster. ``vs_in_place`` is the second
-    kind alone. ``copy_share`` is ours over what a copy of
-    as many bytes reaches in the same run; only large cells have one. In a CUDA graph a copy of another mode
-    counts where it is faster: graphs copy some sizes at two thirds of the speed.
+    ``vs_best`` is the best peer's time over ours: above 1, ours is faster. ``copy_share`` is ours over what a copy of
+    as many bytes reaches in the same run; only large cells have one. In a CUDA graph a copy of another mode counts
+    where it is faster: graphs copy some sizes at two thirds of the speed.
     """
     copies = frame[frame["contestant"] == COPY].groupby("key")["median_us"].min().to_dict()
     present = dict.fromkeys(frame["contestant"])
-    names = [*(name for name in (OURS, OURS_IN_PLACE) if name in present),
-             *(name for name in present if name not in (OURS, OURS_IN_PLACE, COPY))]
+    names = sorted((name for name in present if name != COPY), key=lambda name: name != OURS)
     rows = []
     for (subject, workload, mode, key), part in frame.groupby(["subject", "workload", "mode", "key"], sort=False):
         times: dict[str, float] = dict(zip(part["contestant"], part["median_us"], strict=True))
         known = {name: time_us for name, time_us in times.items() if time_us > 0}
         copy_us = copies.get(key) if mode == "graph" else times.get(COPY)
-        in_place = set(part.loc[part["in_place"].eq(True), "contestant"])
         rows.append({
             "pattern": subject, "shape": workload, "mode": mode, **{f"{name}_us": times.get(name) for name in names},
-            **_standing(known, copy_us, in_place, float(part["bytes"].max())),
+            **_standing(known, copy_us, float(part["bytes"].max())),
         })
     return pd.DataFrame(rows)
 
 
-def _standing(
-    times: Mapping[str, float], copy_us: float | None, in_place: set[str], moved_bytes: float
-) -> dict[str, Any]:
+def _standing(times: Mapping[str, float], copy_us: float | None, moved_bytes: float) -> dict[str, Any]:
     ours = times.get(OURS)
-    rivals = sorted((name for name in times if name not in (OURS, OURS_IN_PLACE, COPY)), key=lambda name: times[name])
-    overwriting = next((name for name in rivals if name in in_place), None)
-    others = next((name for name in rivals if name not in in_place), None)
-    ratios = {}
-    if overwriting is not None and (own := times.get(OURS_IN_PLACE, ours)) is not None:
-        ratios[overwriting] = times[overwriting] / own
-    if others is not None and ours is not None:
-        ratios[others] = times[others] / ours
-    best = min(ratios, key=lambda name: ratios[name], default=None)
+    best = min((name for name in times if name not in (OURS, COPY)), key=lambda name: times[name], default="")
     return {
-        "best_peer": best or others or overwriting or "",
-        "vs_best": ratios.get(best or ""),
-        "vs_in_place": ratios.get(overwriting or ""),
+        "best_peer": best,
+        "vs_best": times[best] / ours if best and ours else None,
         "mb": moved_bytes / 1e6,
         "gbps": moved_bytes / ours / 1e3 if ours else None,
         "copy_share": copy_us / ours if copy_us and ours else None,
@@ -91,20 +75,18 @@ def pattern_verdict(frame: pd.DataFrame) -> list[str]:
 
 def _losses(frame: pd.DataFrame, table: pd.DataFrame) -> list[str]:
     """Every lost cell with what explains it; times with their 20th and 80th percentile."""
-    timed = frame[frame["median_us"].notna()].assign(in_place=frame["in_place"].eq(True)).to_dict("records")
+    timed = frame[frame["median_us"].notna()].to_dict("records")
     facts = {(row["subject"], row["workload"], row["mode"], row["contestant"]): row for row in timed}
     lines = []
     for row in table[table["vs_best"] < LOST].to_dict("records"):
         cell = (row["pattern"], row["shape"], row["mode"])
         own, peer = facts[*cell, OURS], facts[*cell, row["best_peer"]]
-        overwriting = facts.get((*cell, OURS_IN_PLACE))
-        same_kind = overwriting if peer["in_place"] and overwriting is not None else own
         words = [f"{row['mb']:.2f} MB at {row['gbps']:.0f} GB/s", f"{own['kernels']} kernels"]
         words += [f"{own['registers']} registers"] if own["registers"] else []
         words += [own["config"]] if own["config"] else []
         lines.append(
             f"lost: {row['mode']}, {row['pattern']} {row['shape']}: {row['vs_best']:.2f}x {row['best_peer']} ("
-            f"{_spread(same_kind)} against {_spread(peer)} us, noise {own['noise']:.1%}); {', '.join(words)}"
+            f"{_spread(own)} against {_spread(peer)} us, noise {own['noise']:.1%}); {', '.join(words)}"
         )
     return lines
 

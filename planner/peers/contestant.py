@@ -117,14 +117,12 @@ class Contestant:
             is overwritten. None: it takes the inputs as they are.
         outputs: The pattern's outputs, in order, from what ``run`` returned and its operands.
         note: What was special, for the table.
-        in_place: It writes results over operands, which halves what it moves through the caches.
     """
 
     run: Run
     prepare: Callable[..., tuple[torch.Tensor, ...]] | None = None
     outputs: Callable[[Any, Sequence[torch.Tensor]], Sequence[torch.Tensor]] = tensors_of
     note: str = ""
-    in_place: bool = False
 
     def operands(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """What ``run`` is called with."""

@@ -55,7 +55,6 @@ def _rope(case: Case) -> Contestant:
     return Contestant(
         lambda q, k, cos, sin: forward(q.transpose(1, 2), k.transpose(1, 2), cos, sin),
         lambda q, k, cos, sin: (q.clone(), k.clone(), cos, sin), _picked(0, 1), "writes q and k in place",
-        in_place=True,
     )
 
 
@@ -117,7 +116,7 @@ def _flat_add_rms_norm(case: Case, name: str) -> Contestant:
     return Contestant(
         lambda x, residual, weight: norm(x, residual, weight, _RMS_EPSILON),
         lambda residual, x, weight: (_flat(x).clone(), _flat(residual).clone(), weight), outputs,
-        "writes x and residual in place", in_place=True,
+        "writes x and residual in place",
     )
 
 

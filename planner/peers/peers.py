@@ -45,30 +45,18 @@ class Peer:
     runs_on: Callable[[str], bool] = lambda device_type: True
 
 
-def fused(case: Case, groups: Sequence[PlannedGroup], in_place: bool = False) -> Contestant:
+def fused(case: Case, groups: Sequence[PlannedGroup]) -> Contestant:
     """The whole pattern with ``groups`` as kernels, called as dispatch runs it.
 
-    With ``in_place`` its activations are given away, as intermediates are that die in a group: results may lie in them.
-    A group that cannot be built or placed is a :class:`PeerError`, and so is it where no result can lie in one.
+    A group that cannot be built or placed is a :class:`PeerError`.
     """
     tally = Tally(f"bench {case.cell.pattern}")
-    donated = {at for at, hot in enumerate(case.hot) if in_place and hot}
-    forward = executable(case.traced, groups, case.target, tally, case.numerics, donated=donated)
+    forward = executable(case.traced, groups, case.target, tally, case.numerics)
     if not tally.snapshot().fallbacks:
-        # A kernel that fails does so in its first call, and its ATen ops take over; so that call overwrites nothing.
-        forward(*case.inputs)
-    seen = tally.snapshot()
-    if seen.fallbacks:
-        raise PeerError("; ".join(seen.fallbacks))
-    if not in_place:
-        return Contestant(forward)
-    if not seen.in_place:
-        raise PeerError("no result can lie in the memory of an activation")
-
-    def copies(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(one.clone() if at in donated else one for at, one in enumerate(inputs))
-
-    return Contestant(forward, copies, note=f"writes {seen.in_place} of its results over activations", in_place=True)
+        forward(*case.inputs)  # a kernel that fails does so in its first call, and its ATen ops take over
+    if seen := tally.snapshot().fallbacks:
+        raise PeerError("; ".join(seen))
+    return Contestant(forward)
 
 
 def _inductor(case: Case, max_autotune: bool) -> Contestant:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -86,14 +85,13 @@ class Memory:
     """Who holds which storage until when. A storage is known by a number; a tensor and its views share one.
 
     ``graph`` has groups placed (:func:`fuseplan.planner.runtime.placement.fused_graph`) and was made of ``traced``.
-    ``donated`` are positions of graph inputs that the caller gives away: nobody else sees their memory, or needs it.
     """
 
-    def __init__(self, graph: fx.Graph, traced: Traced, donated: Collection[int]) -> None:
+    def __init__(self, graph: fx.Graph, traced: Traced) -> None:
         self._traced = {node.name: node for node in traced.module.graph.nodes}
         self._flow = traced.graph
         self._storages: dict[fx.Node, frozenset[int]] = {}
-        self._new = {node for at, node in enumerate(graph.find_nodes(op="placeholder")) if at in donated}
+        self._new = set[fx.Node]()
         self._first: dict[int, fx.Node] = {}
         self._last: dict[int, fx.Node] = {}
         self._bytes: dict[int, int] = {}
@@ -104,9 +102,9 @@ class Memory:
     def _visit(self, node: fx.Node) -> None:
         touched = {one for source in node.all_input_nodes for one in self._storages[source]}
         self._last.update(dict.fromkeys(touched, node))
-        is_known = node in self._new or (node.op == "call_function" and (
+        is_known = node.op == "call_function" and (
             isinstance(node.target, torch._ops.OpOverload | GroupCall) or node.target in _HARMLESS
-        ))
+        )
         if self._makes_new(node):
             self._new.add(node)
         self._storages[node] = self._storages_of(node)

@@ -34,7 +34,7 @@ from fuseplan.search.workers.compilers import COMPILERS
 
 def executable(
     traced: Traced, groups: Sequence[PlannedGroup], target: Target, tally: Tally, numerics: str = "fp32",
-    debug: bool = False, in_place: bool = True, donated: Collection[int] = (), parameters: Collection[int] = (),
+    debug: bool = False, in_place: bool = True, parameters: Collection[int] = (),
 ) -> Callable[..., Any]:
     """A function with the signature and results of ``traced.module`` that runs ``groups`` by their implementations.
 
@@ -42,9 +42,8 @@ def executable(
     ``debug`` the code is shown, and in its first call how far each kernel is from the ATen ops.
 
     With ``in_place``, outputs of a kernel take the memory of inputs that nothing needs after it, from its second call
-    on, where the back end can do that; on CPUs so do results of ATen's pointwise ops. ``donated`` and
-    ``parameters`` are positions of arguments: those that the caller gives away, whose memory may be taken so, too, and
-    those that are parameters.
+    on, where the back end can do that; on CPUs so do results of ATen's pointwise ops. ``parameters`` are positions of
+    the arguments that are parameters.
     """
     calls = _first_calls(traced, groups, target, tally, numerics, in_place)
     kernels = [(call.label or call.name, call.source) for call in calls if call.source is not None]
@@ -55,7 +54,7 @@ def executable(
     for call, group in calls.items():
         if call in reasons:
             group.implementation.leave_out(group, tally, reasons[call])
-    memory = Memory(graph, traced, donated)
+    memory = Memory(graph, traced)
     reused = plan_reuse(graph, memory)
     if not target.is_gpu:
         keep_freed(memory.peak_bytes(graph))

@@ -16,7 +16,7 @@ from curves import curve_of
 from fuseplan.costmodel.device import DeviceSpec, Latency, Peak
 from fuseplan.costmodel.identity import DeviceIdentity, current_identity
 from fuseplan.planner.bench import model as bench_model
-from fuseplan.planner.bench.patterns import COPY, OURS_IN_PLACE, PatternBench
+from fuseplan.planner.bench.patterns import COPY, PatternBench
 from fuseplan.planner.models.build import build_model
 from fuseplan.planner.models.sources import find_source
 from fuseplan.planner.models.workload import decode
@@ -94,11 +94,10 @@ def test_every_peer_of_a_pattern_is_right_in_every_mode(session: Session, name: 
     modes = ("eager", "graph", "cold")
     peers = peer_names(None, "cuda", without=(MAX_AUTOTUNE,))
     rows = PatternBench(session, peers, modes, 0.0).rows(cell(name, shape, "bfloat16"))
-    ours = (OURS, OURS_IN_PLACE) if any(row.in_place for row in rows) else (OURS,)
-    assert {(row.contestant, row.mode) for row in rows} == {(who, mode) for who in (*ours, *peers) for mode in modes}
+    assert {(row.contestant, row.mode) for row in rows} == {(who, mode) for who in (OURS, *peers) for mode in modes}
     for row in rows:
-        # A library may lack the op or not be installed, and no result of RoPE fits an input; whoever answers is right.
-        others = (LIGER, FLASHINFER, "ninetoothed default", OURS_IN_PLACE)
+        # A library may lack the op or not be installed; whoever answers is right.
+        others = (LIGER, FLASHINFER, "ninetoothed default")
         absent = row.contestant in others and row.median_us is None
         said = f"{row.contestant}, {row.mode}: {row.note or 'no note'}; {row}"
         assert absent or row.median_us is not None, said

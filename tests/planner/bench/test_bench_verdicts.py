@@ -7,7 +7,7 @@ import pytest
 from bench_samples import row
 from headlines import headline_table
 
-from fuseplan.planner.bench.patterns import COPY, OURS_IN_PLACE, PatternRow
+from fuseplan.planner.bench.patterns import COPY
 from fuseplan.planner.bench.rows import bench_frame
 from fuseplan.planner.bench.verdicts import notes, pattern_table, pattern_verdict
 from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, OURS
@@ -46,26 +46,6 @@ def test_each_cell_is_held_against_its_best_peer() -> None:
     assert (large["vs_best"], large["copy_share"], large["mb"]) == (0.9, 0.93, 400.0)
     assert f"{COPY}_us" not in table.columns
     assert list(table.columns[1:3]) == [f"{OURS}_us", f"{EAGER}_us"]
-
-
-def test_peers_that_work_in_place_are_held_against_ours_that_does() -> None:
-    def cell_of(shape: str, own: float | None, *, liger: float = 4.0) -> list[PatternRow]:
-        return [
-            row(shape, OURS, 3.0), row(shape, INDUCTOR, 3.3), row(shape, "flashinfer", 2.1, in_place=True),
-            row(shape, "liger", liger, in_place=True),
-            *([] if own is None else [row(shape, OURS_IN_PLACE, own, in_place=True)]),
-        ]
-
-    rows = bench_frame([*cell_of("1x8", 2.0), *cell_of("2x8", 1.5), *cell_of("3x8", None), *cell_of("4x8", 3.0)])
-    table = pattern_table(rows).set_index("shape")
-    assert list(table.columns[2:5]) == [f"{OURS}_us", f"{OURS_IN_PLACE}_us", f"{INDUCTOR}_us"]
-    found = {shape: (one["best_peer"], round(one["vs_best"], 3)) for shape, one in table.iterrows()}
-    assert found["1x8"] == ("flashinfer", 1.05)  # 2.1 over 2.0; TorchInductor's 3.3 over 3.0 is better
-    assert found["2x8"] == (INDUCTOR, 1.1)
-    assert found["3x8"] == ("flashinfer", 0.7)  # where ours cannot work in place, it is held against that all the same
-    assert found["4x8"] == ("flashinfer", 0.7)
-    assert table["vs_in_place"].round(3).tolist() == [1.05, 1.4, 0.7, 0.7]
-    assert any("0.70x flashinfer (3.00 against 2.10 us" in line for line in pattern_verdict(rows))
 
 
 def test_the_verdict_answers_the_bars() -> None:

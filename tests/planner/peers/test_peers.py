@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from in_place_backend import InPlaceBackend
 
 from fuseplan.kernels.cpp.backend import CppBackend
 from fuseplan.kernels.ir.backend import BuildError
@@ -24,7 +23,7 @@ from fuseplan.planner.ops.table import kind_of
 from fuseplan.planner.patterns.cells import cell
 from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, Case, Contestant, PeerError, make_case
 from fuseplan.planner.peers.libraries import FLASHINFER_OPS, LIGER_OPS
-from fuseplan.planner.peers.peers import FLASHINFER, LIGER, PEERS, _same, fused, peer_names, without_chatter
+from fuseplan.planner.peers.peers import FLASHINFER, LIGER, PEERS, _same, peer_names, without_chatter
 from fuseplan.search.timing.verify import errors
 
 SHAPES = {
@@ -115,29 +114,6 @@ def test_float8_results_can_be_compared() -> None:
     assert _same([one], [one.clone()])
     assert not _same([one], [torch.tensor([0.5, 2.5]).to(torch.float8_e4m3fn)])
     assert not _same([one], [one.float()])
-
-
-def test_ours_in_place_works_on_copies_and_gives_the_same_bits() -> None:
-    for name, taken in (("add_rms_norm", 2), ("swiglu", 1)):
-        case = case_of(name, "3x16", "bfloat16")
-        (group,) = case.groups
-        case = replace(case, groups=(replace(group, implementation=GeneratedKernel((InPlaceBackend(),), case.target)),))
-        plain, over = fused(case, case.groups), fused(case, case.groups, in_place=True)
-        assert over.in_place and not plain.in_place and over.note.startswith(f"writes {taken} of its results")
-        assert over.operands(case.inputs)[0] is not case.inputs[0]
-        for one, other in zip(results(case, plain), results(case, over), strict=True):
-            assert torch.equal(one, other)
-        operands = over.operands(case.inputs)
-        made = over.outputs(over.run(*operands), operands)
-        assert {one.data_ptr() for one in made} < {one.data_ptr() for one in operands}
-        assert_right(case, over, 2 * torch.finfo(torch.bfloat16).eps)
-
-
-def test_ours_is_not_in_place_where_nothing_can_be() -> None:
-    case = case_of("rope", "1x2x3x8")
-    with pytest.raises(PeerError, match="no result can lie"):
-        kernels = GeneratedKernel((InPlaceBackend(),), case.target)
-        fused(case, (replace(case.groups[0], implementation=kernels),), in_place=True)
 
 
 # -- libraries --------------------------------------------------------------------------------------------------

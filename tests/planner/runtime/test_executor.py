@@ -74,7 +74,8 @@ def test_writes_keep_their_place(steps: list[Step]) -> None:
     call = fused(program(steps), inputs, tally)
     for one, other in zip((*call(*mine), *mine), (*program(steps)(*theirs), *theirs), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-    assert tally.snapshot().fallbacks == {}
+    # Two regions may each write what the other one has read: one of them then runs unfused.
+    assert set(tally.snapshot().fallbacks) <= {"the group would have to run both before and after another op"}
 
 
 def test_the_programs_above_do_fuse_across_writes() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TypeAlias
 
@@ -34,8 +35,8 @@ class Compilers:
         self._end: threading.Timer | None = None
 
     def expect(self) -> None:
-        """Have the workers import what they need; at once returns."""
-        with self._lock:
+        """Have the workers import what they need; at once returns. Where none can be started, this process compiles."""
+        with self._lock, suppress(OSError):
             self._awake().start()
 
     def compile_ahead(self, wanted: Sequence[Compilation]) -> None:
@@ -43,7 +44,7 @@ class Compilers:
 
         Workers that would have to start first are worth it for many kernels alone.
         """
-        with self._lock:
+        with self._lock, suppress(OSError):
             if self._pool is None:  # running ones see at once what is there
                 wanted = [one for one in wanted if not one[0].is_compiled(*one[1:])]
             if self._pool is not None or len(wanted) >= policy.KERNELS_FOR_WORKERS:

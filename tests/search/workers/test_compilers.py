@@ -92,3 +92,13 @@ def test_a_kernel_compiled_ahead_is_found_in_the_cache(tmp_path: Path, monkeypat
     wait_for(lambda: backend.is_compiled(ir, config, target))
     made.close()
     assert backend.prepare(ir, config, target).registers
+
+
+def test_a_machine_that_starts_no_more_processes_compiles_in_this_one(tmp_path: Path) -> None:
+    def make() -> Any:
+        raise BlockingIOError("no more processes")
+
+    made = Compilers(make)
+    made.expect()
+    made.compile_ahead(kernels(tmp_path, policy.KERNELS_FOR_WORKERS))
+    made.close()

@@ -21,7 +21,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     taken = {"contributing.md": ROOT / "CONTRIBUTING.md", "changelog.md": ROOT / "CHANGELOG.md"}
     taken |= {f"evidence/{path.relative_to(ROOT / 'results')}": path for kind in ("md", "png", "txt", "csv")
               for path in sorted((ROOT / "results").rglob(f"*.{kind}"))}
-    taken |= {f"examples/{path.name}": path for path in sorted((ROOT / "examples").glob("*"))}
+    taken |= {f"examples/{path.name}": path for path in sorted((ROOT / "examples").glob("*")) if path.is_file()}
     for name, path in taken.items():
         files.append(File.generated(config, name, abs_src_path=str(path)))
     return files

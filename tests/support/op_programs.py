@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from graphs import Builder
-from op_samples import SAMPLES, X
+from op_samples import BAGS, SAMPLES, X
 from programs import Program, Step, twin
 
 from fuseplan.kernels.ir.dtypes import torch_dtype
@@ -58,7 +58,7 @@ def op_cases(words: str = "") -> Iterator[OpCase]:
     Of ops whose name has one of the ``words``, joined by commas; they are numbered from 0.
     """
     number = 0
-    fusible = [name for name, op in OPS.items() if op.is_fusible]
+    fusible = [name for name, op in OPS.items() if op.is_fusible and name not in BAGS]
     for op in (name for name in fusible if any(word in name for word in words.split(","))):
         own = [one for one in SAMPLES if one[0] == op] or [(op, _OPERANDS[: 3 if "index" in op else 2], {})]
         cases = [case for _, operands, attrs in own if (case := _case(op, operands, attrs))]

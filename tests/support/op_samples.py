@@ -31,7 +31,9 @@ GAIN = torch.randn(6)
 B = X > 0
 C = T > 0
 
-#: (op, operands, attributes): at least one per recipe.
+#: Held only beside another op, which says how large they all are (``test_bags.py``).
+BAGS = frozenset({"aten.embedding_bag.default", "aten.embedding_bag.padding_idx"})
+#: (op, operands, attributes): at least one per other recipe.
 SAMPLES: list[tuple[str, tuple[torch.Tensor, ...], dict[str, Any]]] = [
     *((f"aten.{name}.default", (X,), {}) for name in ("exp", "exp2", "sin", "cos", "tanh", "sigmoid", "erf", "neg",
                                                       "abs", "floor", "ceil", "relu", "silu", "square")),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from graphs import Builder, wide
 from kernel_reference import run_reference
-from op_samples import COUNTS, GAIN, HOLES, IMAGE, MORE, SAMPLES, TIES, B, P, T, X
+from op_samples import BAGS, COUNTS, GAIN, HOLES, IMAGE, MORE, SAMPLES, TIES, B, P, T, X
 
 from fuseplan.planner.graph.dataflow import Ref
 from fuseplan.planner.groups.compute_graph import lower_group
@@ -59,7 +59,7 @@ def test_an_extreme_and_its_position(op: str, operand: torch.Tensor, kept: int) 
 
 def test_every_recipe_has_a_sample() -> None:
     fusible = {name for name, op in OPS.items() if op.is_fusible}
-    assert fusible == {*PAIRS, *WRITES, *(op for op, _, _ in SAMPLES)}
+    assert fusible == {*PAIRS, *WRITES, *BAGS, *(op for op, _, _ in SAMPLES)}
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,8 @@ from fuseplan.planner.ops.positions import normalise_dim
 from fuseplan.planner.ops.table import op_of
 from fuseplan.planner.rewrites.attention_backends import whole_numbers
 
-#: Elements of a row at most: each is compared with every other.
-MOST_COLUMNS = 512
+#: Elements of a row at most, and comparisons: each is compared with every other, and ATen's ops need fewer.
+MOST_COLUMNS, MOST_COMPARED = 512, 2**24
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ def _kernel(group: OpGroup) -> FixedFunction:
     columns, count = shape[-1], math.prod(shape[:-1])
     if not 1 < columns <= MOST_COLUMNS or not count:
         raise RefusedError(f"a row has {columns} elements, and it orders 2 to {MOST_COLUMNS}")
+    if count * columns**2 > MOST_COMPARED:
+        raise RefusedError(f"{count} rows of {columns} elements take it longer than ATen's launches")
     if source.dtype in ("bool", "float8_e4m3fn"):
         raise RefusedError(f"of dtype {source.dtype}")
     kept = int(node.attrs.get("k", columns))

@@ -42,6 +42,7 @@ def test_it_is_right_under_the_interpreter() -> None:
     (torch.randn(4, 5), "aten.topk.default", {**TOPK, "dim": 0}, "another dimension than the last"),
     (torch.randn(2, MOST_COLUMNS + 1), "aten.topk.default", TOPK, "513 elements"),
     (torch.randn(4, 1), "aten.sort.default", {}, "1 elements"),
+    (torch.randn(4097, 64), "aten.topk.default", TOPK, "4097 rows of 64"),
     (torch.randn(0, 5), "aten.sort.default", {}, "orders 2 to"),
     (torch.randn(4, 5), "aten.topk.default", {**TOPK, "k": 0}, "keeps no element"),
     (torch.randn(4, 5) > 0, "aten.sort.default", {}, "bool"),

@@ -226,6 +226,8 @@ def database_error(error: Exception, engine: sa.Engine) -> DatabaseError:
                                      Argument("db"))
     if "is locked" in low:
         return _busy(name, text)
+    if "statements in progress" in low:  # a commit that SQLite refuses on a busy machine: nothing was written
+        return _busy(name, text, at_once=True)
     return DatabaseError(f"{name}: {text}")
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -156,3 +158,23 @@ def test_what_is_found_meanwhile_is_not_looked_for_again(file: Path) -> None:
         found.append("theirs")
     thread.join(60)
     assert answer == ["theirs"]
+
+
+def test_a_commit_that_sqlite_refuses_is_made_again(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so on a busy machine, and has written nothing then."""
+    with Database(file) as database, Database(file) as other:
+        assert database.engine is not None
+        commit, refusals = database.engine.dialect.do_commit, iter([True])
+
+        def refuse_once(connection: Any) -> None:
+            if next(refusals, False):
+                raise sqlite3.OperationalError("cannot commit transaction - SQL statements in progress")
+            commit(connection)
+
+        own = Leases(database, "me")
+        for step in (own.take, own.release):
+            refusals = iter([True])
+            monkeypatch.setattr(database.engine.dialect, "do_commit", refuse_once)
+            step([KEYS[0]])
+            assert next(refusals, None) is None
+            assert [lease.key for lease in listed(other)] == ([KEYS[0]] if step == own.take else [])

@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from itertools import chain, pairwise, product
 from weakref import WeakKeyDictionary
 
+import networkx as nx
 from networkx.utils import UnionFind
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.canonical import canonical_form
 from fuseplan.planner.groups.compute_graph import LIBRARY_KINDS, ComputeGraph, compute_graph_of
 from fuseplan.planner.groups.convex import Dependencies
-from fuseplan.planner.ops.table import op_of
+from fuseplan.planner.ops.table import op_of, written_value
 
 #: Readers of a value are compared with those on so many greater depths, and with so many on each of these (readers of
 #: equal depth are never separated). All pairs would be millions; reaching a limit only makes regions smaller.
@@ -129,14 +130,38 @@ def _search(graph: DataflowGraph, flow: ComputeGraph) -> Iterator[tuple[Region, 
     anchors = [[at] for at, kind in enumerate(flow.kinds) if kind in LIBRARY_KINDS and flow.live[at]]
     cut = compute_graph_of(graph, cut_at_anchors=True) if anchors else flow
     parts = [*_Finder(graph, cut).components(), *anchors]
-    home = {at: number for number, part in enumerate(parts) for at in part}
     finder = _Finder(graph, flow)
-    for members in finder.joined(parts) if anchors else parts:
+    found = finder.joined(parts) if anchors else parts
+    while (write := _circling_write(flow, found)) is not None:
+        found, parts = ([*filter(None, ([at for at in one if at != write] for one in lists)), [write]]
+                        for lists in (found, parts))
+    home = {at: number for number, part in enumerate(parts) for at in part}
+    for members in found:
         within = sorted({home[at] for at in members}, key=lambda number: parts[number][0])
         if len(within) == 1 or len(members) > MAX_PERIOD:
             yield from ((finder.region(parts[number]), [parts[number]]) for number in within)
         else:
             yield finder.region(members), [parts[number] for number in within]
+
+
+def _circling_write(flow: ComputeGraph, regions: Sequence[Sequence[int]]) -> int | None:
+    """A write that makes regions wait for each other in a circle: another one reads what it overwrites, and needs or
+    overwrites something of its own region. None where regions can run one after another, as far as writes go.
+    """
+    home = {at: number for number, members in enumerate(regions) for at in members}
+    writes = [at for at in home if written_value(flow.nodes[at]) is not None and len(regions[home[at]]) > 1]
+    if not writes:
+        return None
+    order: nx.DiGraph[int] = nx.DiGraph()
+    order.add_nodes_from(home.values())
+    order.add_edges_from((home.get(pred, ~pred), home.get(at, ~at))  # what is in no region is by itself
+                         for at, preds in enumerate(flow.preds) for pred in preds)
+    circle = {one: number for number, ones in enumerate(nx.strongly_connected_components(order)) for one in ones}
+
+    def circles(pred: int, at: int) -> bool:
+        return (pred, at) in flow.barriers and home[pred] != home[at] and circle[home[pred]] == circle[home[at]]
+
+    return max((at for at in writes if any(circles(pred, at) for pred in flow.preds[at] if pred in home)), default=None)
 
 
 def exact_form(graph: DataflowGraph, region: Region) -> Region:

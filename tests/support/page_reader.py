@@ -138,7 +138,7 @@ class Reader:
         return self._examples[script]
 
     def _example_here(self, script: Path) -> str:
-        """What an example prints in this process, where times are given: also to the commands that it runs."""
+        """What an example prints in this process. Times are given, to the commands that it runs, too."""
         folder = self.folder / script.stem
         folder.mkdir()
         samples.known_machine(folder / "tuning.db")

@@ -159,9 +159,11 @@ def _circling_write(flow: ComputeGraph, regions: Sequence[Sequence[int]]) -> int
     circle = {one: number for number, ones in enumerate(nx.strongly_connected_components(order)) for one in ones}
 
     def circles(pred: int, at: int) -> bool:
-        return (pred, at) in flow.barriers and home[pred] != home[at] and circle[home[pred]] == circle[home[at]]
+        before, own, read = home.get(pred, ~pred), home[at], flow.nodes[at].inputs
+        only_ordered = not any(value in flow.nodes[pred].outputs for value in read)
+        return only_ordered and before != own and circle[before] == circle[own]
 
-    return max((at for at in writes if any(circles(pred, at) for pred in flow.preds[at] if pred in home)), default=None)
+    return max((at for at in writes if any(circles(pred, at) for pred in flow.preds[at])), default=None)
 
 
 def exact_form(graph: DataflowGraph, region: Region) -> Region:

@@ -66,8 +66,10 @@ def fused(
 @settings(max_examples=80, deadline=None)
 @given(st.lists(STEP, min_size=2, max_size=9))
 @example([*[("add", 0, 0)] * 4, ("silu", 1, 0), ("add", 0, 0), ("copy_", 1, 0), ("copy_", 0, 6)])  # each needs both
-@example([("add_", 0, 6), ("copy", 4, 7), ("write_row", 3, 6), ("copy", 4, 7), ("copy", 5, 0), ("silu", 1, 6),
-          ("cast", 0, 4), ("softmax", 6, 3), ("mul_", 2, 0), ("add_", 2, 1), ("copy_", 3, 5), ("copy_", 7, 6)])  # by way of an opaque op
+@example([  # by way of an opaque op
+    ("add_", 0, 6), ("copy", 4, 7), ("write_row", 3, 6), ("copy", 4, 7), ("copy", 5, 0), ("silu", 1, 6), ("cast", 0, 4),
+    ("softmax", 6, 3), ("mul_", 2, 0), ("add_", 2, 1), ("copy_", 3, 5), ("copy_", 7, 6),
+])
 @example([("copy_", 0, 0), *[("mul_", 0, 0)] * 4])  # the 16th power doubles a relative error four times
 def test_writes_keep_their_place(steps: list[Step]) -> None:
     torch.manual_seed(0)

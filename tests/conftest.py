@@ -18,6 +18,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
+import torch
 from postgres_server import server as server
 
 from fuseplan.planner.dispatch_stats import reset_stats
@@ -67,10 +68,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         threading.settrace(in_threads)  # type: ignore[arg-type]
 
 
-def pytest_runtest_setup() -> None:
-    """Spare each ``torch.compile`` a fifth of its time: PyTorch times guards with cold caches for its debug log, and
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests marked ``gpu`` where there is none.
+
+    Spare each ``torch.compile`` a fifth of its time: PyTorch times guards with cold caches for its debug log, and
     pytest listens to the log that tlparse reads, which PyTorch writes only for somebody who listens.
     """
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
     if guards := sys.modules.get("torch._dynamo.guards"):
         guards.profile_guard_manager = lambda *_: 0.0
     logging.getLogger("torch.__trace").propagate = True  # pytest listens to those that do not

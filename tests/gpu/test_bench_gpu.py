@@ -9,7 +9,6 @@ from pathlib import Path
 import launch_costs
 import pytest
 import report_samples as samples
-import torch
 from compile_ahead import compile_ahead
 from curves import curve_of
 
@@ -27,10 +26,7 @@ from fuseplan.planner.peers.peers import FLASHINFER, LIGER, peer_names
 from fuseplan.planner.tuning.session import Session, open_session
 from fuseplan.search.store.database import Database
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def gpu_spec(identity: DeviceIdentity) -> DeviceSpec:

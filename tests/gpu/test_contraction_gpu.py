@@ -14,7 +14,7 @@ from quantised_groups import FORMATS, quantised
 from fuseplan.kernels.ir.backend import SM90
 from fuseplan.kernels.triton.backend import TritonBackend
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 #: Tests that share the groups of a type: most of their time goes into compiling.
 PARTS = 5
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -24,7 +24,7 @@ from fuseplan.planner.peers.contestant import make_inputs
 from fuseplan.planner.runtime.scheduler import FusionConfig, FusionScheduler
 from fuseplan.search.timing.verify import errors, rounding
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)

@@ -23,10 +23,7 @@ from fuseplan.search.tune.tuner import Budget, Tuner
 from fuseplan.search.workers import jobs
 from fuseplan.search.workers.worker import WorkerPool
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,7 @@ from fuseplan.planner.patterns.cells import cell
 from fuseplan.planner.peers.contestant import make_case
 from fuseplan.planner.peers.peers import fused
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 #: A race between threads does not show every time.
 _REPEATS = 20
 

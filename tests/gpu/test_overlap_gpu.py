@@ -19,10 +19,7 @@ from fuseplan.kernels.ninetoothed.backend import NinetoothedBackend
 from fuseplan.kernels.registry import local_target
 from fuseplan.kernels.triton.backend import TritonBackend
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 LENGTH, REPLAYS = 12, 20
 #: Fewer programs than multiprocessors, about one wave, and many waves; odd sizes too.
 SIZES = [(1, 127), (3, 4097), (512, 4096), (4097, 1024)]

@@ -16,7 +16,6 @@ from fuseplan.kernels.ir.contraction import with_weight_columns
 from fuseplan.kernels.ir.index import Index, Size, as_size, divides
 from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, KernelIR, Segment
 from fuseplan.kernels.ir.rewrite import cheaper_arithmetic
-from fuseplan.kernels.ir.validate import validate
 from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.lowering.puller import Puller, check_writes, looks_through, stored_spec, writer
@@ -111,7 +110,6 @@ class _Lowering:
         if self.group.numerics != "eager":
             segments = [cheaper_arithmetic(segment) for segment in segments]
         ir = KernelIR(buffers, tuple(map(_fitted, segments)))
-        validate(ir)
         return Lowered(ir, tuple(self.group.inputs), tuple(self.outputs))
 
     # -- iteration spaces ---------------------------------------------------------------------------------

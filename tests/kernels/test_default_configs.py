@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from matmul_groups import groups, lowered_whole
 from model_families import build, inputs
 from recipe_samples import recipe_samples
+from well_formed import validate
 
 from fuseplan.kernels.cpp.backend import CppBackend
 from fuseplan.kernels.ir.backend import Backend, Target, gpu_target, misfit
 from fuseplan.kernels.ir.ir import KernelIR
-from fuseplan.kernels.ir.validate import validate
 from fuseplan.kernels.ninetoothed.backend import NinetoothedBackend
 from fuseplan.kernels.triton.backend import TritonBackend
 from fuseplan.planner.capture.trace import record

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from well_formed import validate
 
 from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.index import Index, Size, evaluate, flatten, product, row_major_strides, symbol
@@ -27,7 +28,6 @@ from fuseplan.kernels.ir.ir import (
     register_type,
 )
 from fuseplan.kernels.ir.ops import float32_bits, op_spec
-from fuseplan.kernels.ir.validate import validate
 
 
 class Body:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+from well_formed import validate
 
 from fuseplan.kernels.ir.backend import OutsideTable
 from fuseplan.kernels.ir.dtypes import torch_dtype
@@ -48,6 +49,7 @@ def run_reference(
     Raises:
         OutsideTable: A check fails. Inputs are as they were.
     """
+    validate(ir)
     bound = ir.bind(symbols or {})
     flats = [_storage_view(tensor, float_dtype) for tensor in inputs]
     for buffer in bound.outputs:

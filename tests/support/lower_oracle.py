@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from graphs import Builder, wide
 from kernel_reference import run_reference
+from well_formed import validate
 
-from fuseplan.kernels.ir.validate import validate
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.implementations.tunable_group import _widened, chain_module

@@ -15,13 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernel_reference import run_reference
 from recipe_samples import recipe_samples
+from well_formed import validate
 
 from fuseplan.kernels.cpp.backend import CppBackend
 from fuseplan.kernels.cpp.types import STORAGE_TYPE
 from fuseplan.kernels.ir.backend import SM90, BuildError, Config, Target
 from fuseplan.kernels.ir.index import symbol
 from fuseplan.kernels.ir.ir import KernelIR
-from fuseplan.kernels.ir.validate import validate
 from fuseplan.planner.groups.compute_graph import lower_group
 
 REASON = CppBackend().unavailable()

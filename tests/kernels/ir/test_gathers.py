@@ -8,12 +8,12 @@ import pytest
 import torch
 from graphs import Builder
 from kernel_reference import run_reference
+from well_formed import validate
 
 from fuseplan.kernels.ir.backend import OutsideTable
 from fuseplan.kernels.ir.gathers import gathered_elements, index_limits, tables, value_axes
 from fuseplan.kernels.ir.index import Index, symbol
 from fuseplan.kernels.ir.ir import ITEMSIZE, Load, Segment
-from fuseplan.kernels.ir.validate import validate
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.implementations.sample_inputs import MOST_TABLE_ROWS, sample_inputs

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from in_place_oracle import Trace
 from ir_samples import Body, Sample, contiguous
 from paths import SUPPORT
+from well_formed import validate
 
 from fuseplan.kernels.ir.backend import SM90
 from fuseplan.kernels.ir.in_place import Execution, choose_reuse, reuse_options
 from fuseplan.kernels.ir.index import Index, symbol
 from fuseplan.kernels.ir.ir import Buffer, KernelIR
-from fuseplan.kernels.ir.validate import validate
 from fuseplan.kernels.triton.backend import TritonBackend
 
 HELD, LOOPED = Execution(False, False), Execution(True, False)

@@ -8,12 +8,12 @@ import ir_samples as samples
 import pytest
 import torch
 from kernel_reference import run_reference
+from well_formed import validate
 
 from fuseplan.kernels.ir.coalesce import coalesce, split_columns
 from fuseplan.kernels.ir.index import Index, symbol
 from fuseplan.kernels.ir.ir import Apply, Const, Iota, KernelIR, Load, Round, Segment
 from fuseplan.kernels.ir.rewrite import cheaper_arithmetic, without_repeated_clamps
-from fuseplan.kernels.ir.validate import validate
 
 SAMPLES = [
     pytest.param(one, id=samples.label(one)) for one in [*samples.static_samples(), *samples.dynamic_samples()]

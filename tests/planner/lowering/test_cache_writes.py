@@ -8,13 +8,13 @@ from graphs import Builder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_reference import run_reference
+from well_formed import validate
 
 from fuseplan.kernels.cpp.backend import CppBackend
 from fuseplan.kernels.ir.backend import OutsideTable, Target
 from fuseplan.kernels.ir.gathers import may_fail
 from fuseplan.kernels.ir.index import Index
 from fuseplan.kernels.ir.ir import Buffer, KernelIR, Load, Segment, Store
-from fuseplan.kernels.ir.validate import validate
 from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.groups.candidates import enumerate_candidates, single_candidates
 from fuseplan.planner.groups.compute_graph import lower_group

@@ -9,10 +9,10 @@ from kernel_reference import run_reference
 from lower_oracle import rms_norm
 from matmul_groups import attention_inputs, gated, heads, hidden, lowered_whole, rotated, weights
 from quantised_groups import FORMATS, quantised
+from well_formed import validate
 
 from fuseplan.kernels.ir.in_place import Execution, reuse_options
 from fuseplan.kernels.ir.ir import Dot, Reduce, Round, RowValue
-from fuseplan.kernels.ir.validate import validate
 from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.lowering.lower import Lowered

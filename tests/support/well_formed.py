@@ -1,4 +1,4 @@
-"""Checks that a kernel is well formed: an emitter may rely on what passes."""
+"""Checks that a kernel is well formed, as every emitter takes it to be."""
 
 from __future__ import annotations
 

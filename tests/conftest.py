@@ -17,6 +17,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # The processes that tests start need not compile our code each for itself.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+import hypothesis
 import pytest
 import torch
 from postgres_server import server as server
@@ -30,9 +31,11 @@ SLOW = Path(__file__).with_name("slow.txt")
 
 def pytest_configure() -> None:
     """Let a wide ``except`` hide no fault of our own; let Ctrl-C work in the tests that send it: a shell's background
-    job begins with it ignored.
+    job begins with it ignored. Hypothesis fails no example for its time: the machine may be busy.
     """
     OWN_FAULTS.raised = True
+    hypothesis.settings.register_profile("untimed", deadline=None)
+    hypothesis.settings.load_profile("untimed")
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

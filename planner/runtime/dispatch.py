@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from fuseplan.costmodel.devices import KINDS, is_gpu
+from fuseplan.kernels.native.overlap import span_bytes
 from fuseplan.planner.capture.normalise import normalise
 from fuseplan.planner.capture.trace import parameter_positions, trace_predispatch
 from fuseplan.planner.dispatch_stats import Tally, new_tally
@@ -36,7 +37,7 @@ from fuseplan.search.errors import DatabaseError
 
 logger = logging.getLogger(__name__)
 
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch._subclasses.FakeTensor)
+_PLAIN_TENSORS = (torch.Tensor, torch._subclasses.FakeTensor)
 
 
 def fuseplan(
@@ -147,13 +148,24 @@ def _unsupported(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str | Non
     context = torch._guards.TracingContext.try_get()
     mode = None if context is None else context.fake_mode
     for tensor in tensors:
-        if type(tensor) not in _PLAIN_TENSORS:
+        if not _is_plain(type(tensor)):
             return (f"an input is a {type(tensor).__name__}, and kernels read plain tensors; where that class adds "
                     "nothing, use torch.nn.Parameter or torch.Tensor")
         # Fakes of the compiler stand for inputs with memory.
         if isinstance(tensor, torch._subclasses.FakeTensor) and tensor.fake_mode is not mode:
             return "an input is the caller's FakeTensor; kernels read memory"
     return None
+
+
+def _is_plain(kind: type[torch.Tensor]) -> bool:
+    """True where ops treat a tensor of that class as a plain one, and return plain ones.
+
+    ``torch.nn.Parameter`` is such a class, and so are those derived from it that only add attributes and methods.
+    """
+    return kind in _PLAIN_TENSORS or (
+        kind.__torch_function__ is torch._C._disabled_torch_function_impl
+        and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    )
 
 
 def _device_type(example_inputs: Sequence[Any]) -> str:
@@ -173,9 +185,19 @@ def _device_type(example_inputs: Sequence[Any]) -> str:
 
 
 def _writes_shared(example_inputs: Sequence[Any], written: Collection[int]) -> bool:
-    """True when memory that is written holds two inputs (Dynamo passes the same tensor only once)."""
-    storages = {
-        at: item.untyped_storage()._cdata for at, item in enumerate(example_inputs) if isinstance(item, torch.Tensor)
-    }
-    counts = Counter(storages.values())
-    return any(counts[storages[at]] > 1 for at in written)
+    """True when memory that is written holds a part of another input; disjoint parts of one allocation share nothing.
+
+    Later calls are checked by :func:`~fuseplan.kernels.native.overlap.guarded`, in the same way.
+    """
+    spans = {at: _span(item) for at, item in enumerate(example_inputs) if isinstance(item, torch.Tensor)}
+    return any(
+        mine == other and max(begin, first) < min(end, last)
+        for at in written for mine, begin, end in [spans[at]]
+        for position, (other, first, last) in spans.items() if position != at
+    )
+
+
+def _span(tensor: torch.Tensor) -> tuple[Any, Any, Any]:
+    """A tensor's storage, and its first byte there and the one after its last."""
+    begin = tensor.storage_offset() * tensor.element_size()
+    return tensor.untyped_storage()._cdata, begin, begin + span_bytes(tensor)

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from fuseplan.kernels.native.overlap import span_bytes
 from fuseplan.planner.rewrites.trace_edit import fake_tensors
 
 #: Makes one result for the caller from the arguments of the call and the copies of what it computed.
@@ -209,12 +210,19 @@ def _part_of_argument(output: torch.Tensor, args: Sequence[Any]) -> _Result | No
     for same in sharing:
         if _place(args[same]) == place:
             return lambda args, fresh: args[same]
-    position = sharing[0]
+    # Two arguments may lie beside each other in one allocation now, and elsewhere in the next call.
+    position = next((at for at in sharing if _lies_in(output, args[at])), sharing[0])
     owner = args[position]
     if owner.dtype != output.dtype:
         raise NotRecordable(f"a result reads an argument of {owner.dtype} as {output.dtype}")
     shape, strides, shift = output.shape, output.stride(), output.storage_offset() - owner.storage_offset()
     return lambda args, fresh: args[position].as_strided(shape, strides, args[position].storage_offset() + shift)
+
+
+def _lies_in(output: torch.Tensor, owner: torch.Tensor) -> bool:
+    """True when a result's memory is a part of an argument's."""
+    begin, first = output.data_ptr(), owner.data_ptr()
+    return first <= begin and begin + span_bytes(output) <= first + span_bytes(owner)
 
 
 def _copier(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:

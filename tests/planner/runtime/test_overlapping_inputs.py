@@ -148,6 +148,23 @@ def test_halves_of_one_allocation_that_touch_are_fused(db: Path, kernels: Refere
     assert not fuseplan.planner.stats().fallbacks and len(kernels.calls) > called
 
 
+@pytest.mark.parametrize("write", ["mul_", "one token", "index_copy_"])
+def test_a_graph_compiled_for_parts_of_one_allocation_is_fused(write: str, db: Path, kernels: ReferenceBackend) -> None:
+    """As a cache whose keys and values are halves of one tensor."""
+    function = writes_by(WRITES[write])
+    fast = compiled(function, db)
+    for lie in (
+        lambda x: (x[:32].view(4, 8), x[32:64].view(4, 8)),
+        lambda x: (x[40:72].view(4, 8), x[:32].view(4, 8)),
+        apart,
+    ):
+        called = len(kernels.calls)
+        same_as_eager(function, fast, lie)
+        assert len(kernels.calls) > called and not fuseplan.planner.stats().fallbacks
+    same_as_eager(function, fast, LIES["overlapping slices"])
+    assert sum(fuseplan.planner.stats().fallbacks.values()) == 1
+
+
 def test_inputs_that_are_only_read_may_overlap(db: Path, kernels: ReferenceBackend) -> None:
     def function(x: Tensor, y: Tensor) -> Tensor:
         return torch.relu(x * 1.5 + 0.25) * y

@@ -117,3 +117,12 @@ def test_memory_read_as_another_dtype_is_not_recorded() -> None:
         Results((x.view(torch.int32),), (x,))
     with pytest.raises(NotRecordable, match="the same memory as different dtypes"):
         Results((x, x.view(torch.int32)), ())
+
+
+def test_a_view_of_one_of_two_arguments_in_one_allocation_is_of_that_one_in_every_call() -> None:
+    keys, values = torch.arange(24.0).view(2, 3, 4).unbind()
+    results = Results((values[:, 1:3], keys[2]), (keys, values))
+    others = torch.full((3, 4), -1.0), torch.arange(12.0).view(3, 4)
+    found, row = results.make(others)
+    assert torch.equal(found, others[1][:, 1:3]) and found.data_ptr() == others[1][:, 1:3].data_ptr()
+    assert torch.equal(row, others[0][2])

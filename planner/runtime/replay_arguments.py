@@ -252,9 +252,7 @@ def _overlaps(tensor: torch.Tensor) -> bool:
 
 def _extent(tensor: torch.Tensor) -> int:
     """Elements from the first to the last one in memory."""
-    if not tensor.numel():
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return span_bytes(tensor) // tensor.element_size()
 
 
 def _span(tensor: torch.Tensor) -> torch.Tensor:

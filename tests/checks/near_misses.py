@@ -23,7 +23,7 @@ from fuseplan.planner.models.sources import PRESETS
 
 WAYS = ("as tuned", "eps", "position ids", "mask", "4-d mask", "embeddings", "last logits",
         "eps+position ids+mask+embeddings+last logits")
-ROUNDS = 11
+ROUNDS = 41
 
 
 class Llamas:

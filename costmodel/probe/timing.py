@@ -167,10 +167,22 @@ class HostCallTimer:
 
 @contextmanager
 def cuda_graph(stream: torch.cuda.Stream | None = None) -> Iterator[torch.cuda.CUDAGraph]:
-    """A CUDA graph of what is launched within. Other threads go on using the device, and may allocate there."""
+    """A CUDA graph of what is launched within. Other threads go on using the device, and may allocate there.
+
+    Unlike ``torch.cuda.graph`` it leaves PyTorch's cached memory alone, unless little else is free (what is recorded
+    cannot use it): returning it to the driver, and asking for it again, takes longer than a short graph's replays.
+    """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        yield graph
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    if free < total / 4:
+        torch.cuda.empty_cache()
+    with torch.cuda.stream(stream if stream is not None else torch.cuda.Stream()):
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            yield graph
+        finally:
+            graph.capture_end()
 
 
 def record_calls(calls: Iterable[TimedCall], stream: torch.cuda.Stream | None = None) -> torch.cuda.CUDAGraph:

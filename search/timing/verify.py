@@ -113,13 +113,15 @@ def errors(value: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:
         wrong = float((value.to(torch.float64) != reference.to(torch.float64)).double().mean())
         return wrong, wrong
     wide, exact = value.to(torch.float64), reference.to(torch.float64)
-    # A number too large for the output's type is rightly infinite in it.
-    agree = torch.isinf(wide) & (wide == exact.to(value.dtype).to(torch.float64))
-    agree |= torch.isnan(wide) & torch.isnan(exact)
-    difference = torch.where(agree, 0.0, wide - exact).abs()
+    difference = (wide - exact).abs()
     if not bool(torch.isfinite(difference).all()):
-        return math.inf, math.inf
-    norm = float(torch.linalg.vector_norm(torch.where(agree, 0.0, exact)))
+        # A number too large for the output's type is rightly infinite in it.
+        agree = torch.isinf(wide) & (wide == exact.to(value.dtype).to(torch.float64))
+        agree |= torch.isnan(wide) & torch.isnan(exact)
+        difference, exact = (torch.where(agree, 0.0, one) for one in (difference, exact))
+        if not bool(torch.isfinite(difference).all()):
+            return math.inf, math.inf
+    norm = float(torch.linalg.vector_norm(exact))
     distance = float(torch.linalg.vector_norm(difference))
     return (distance / norm if norm > 0 else (0.0 if distance == 0 else math.inf)), float(difference.max())
 
@@ -176,11 +178,11 @@ def _judge(value: torch.Tensor, unwritten: int, expected: _Expected, ops: int) -
     reference = expected.reference
     if value.shape != reference.shape:
         return math.inf, f"has shape {tuple(value.shape)}, the reference {tuple(reference.shape)}"
-    if value.is_floating_point():  # what still holds the poison, or is NaN and should not be
+    norm, worst = errors(value, reference)
+    if value.is_floating_point() and math.isinf(norm):  # what still holds the poison, or is NaN and should not be
         unwritten = int((torch.isnan(value.to(torch.float64)) & ~torch.isnan(reference)).sum())
     if unwritten:
         return math.inf, f"{unwritten} of {value.numel()} elements are NaN or were never written"
-    norm, worst = errors(value, reference)
     if not value.is_floating_point():
         allowed = expected.eager_norm
         if expected.quantised:  # numbers halfway between two steps fall to either

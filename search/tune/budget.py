@@ -39,7 +39,7 @@ class Budget:
 
         A GPU's times vary less, and its default configurations are near the bandwidth: fewer trials and shorter runs.
         """
-        usual = Budget() if is_cpu(device_type) else Budget(trials=8, decide_s=0.16)
+        usual = Budget() if is_cpu(device_type) else Budget(trials=8, decide_s=0.1)
         said: dict[str, Any] = {
             "trials": trials, "steep_trials": trials, "seconds": seconds, "job_limit_s": job_limit_s}
         return replace(usual, **{name: value for name, value in said.items() if value is not None})

@@ -7,8 +7,8 @@ One interleaved run a model, launched from Python and, on a GPU, in a CUDA graph
 Weights are random. Says how long each first call took and how far results are from eager mode's. With ``--tune`` each
 model is then tuned as ``plan tune --module`` does it, into the user's database, and compared again. ``--small``, and a
 CPU, take few layers and small sizes. ``--max-autotune`` compares the tuned model alone, and has TorchInductor's
-max-autotune beside it, which takes minutes to compile. ``--twice`` only tunes each model two times from nothing, and counts the regions that got the
-same answer. ``--profile`` lists the kernels that take longest on a GPU. pytest does not
+max-autotune beside it, which takes minutes to compile. ``--twice`` only tunes each model two times from nothing, and
+counts the regions that got the same answer. ``--profile`` lists the kernels that take longest on a GPU. pytest does not
 collect it.
 """
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import ir_samples as samples
@@ -20,12 +19,6 @@ from fuseplan.kernels.ir.backend import Config, fused_call
 from fuseplan.kernels.ninetoothed.backend import NinetoothedBackend
 from fuseplan.kernels.registry import local_target
 from fuseplan.kernels.triton.backend import TritonBackend
-from fuseplan.planner.implementations.generated_kernel import GeneratedKernel
-from fuseplan.planner.implementations.implementation import PlannedGroup
-from fuseplan.planner.ops.table import kind_of
-from fuseplan.planner.patterns.cells import cell
-from fuseplan.planner.peers.contestant import make_case
-from fuseplan.planner.peers.peers import fused
 
 pytestmark = pytest.mark.gpu
 #: A race between threads does not show every time.
@@ -117,18 +110,3 @@ def test_a_model_gives_the_same_bits_with_and_without(cuda_graphs: bool, tmp_pat
         assert bool(done.recordings) == cuda_graphs
     for one, other in itertools.product(found[True], found[False]):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def test_the_bench_times_what_dispatch_runs(backend: GpuBackend) -> None:
-    target = local_target("cuda")
-    case = make_case(cell("add_rms_norm", "65x2048", "bfloat16"), target, (backend,))
-    graph = case.traced.graph
-    ops = tuple(node.name for node in graph if kind_of(node, graph.specs) == "compute")
-    config = backend.default_config(case.kernel(ops).ir, target)
-    case = replace(case, groups=(PlannedGroup(ops, GeneratedKernel((backend,), target), config),))
-    plain, over = fused(case, case.groups), fused(case, case.groups, in_place=True)
-    operands = over.operands(case.inputs)
-    wanted = plain.outputs(plain.run(*case.inputs), case.inputs)
-    made = over.outputs(over.run(*operands), operands)
-    assert {tensor.data_ptr() for tensor in made} == {tensor.data_ptr() for tensor in operands[:2]}
-    assert all(torch.equal(a, b) for a, b in zip(made, wanted, strict=True))

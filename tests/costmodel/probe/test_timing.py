@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -137,6 +137,13 @@ class FakeGraph:
     def __init__(self) -> None:
         self.nodes = 0
 
+    def capture_begin(self, capture_error_mode: str) -> None:
+        assert capture_error_mode == "thread_local", "other threads go on using the device"
+        FakeGraph.current = self
+
+    def capture_end(self) -> None:
+        FakeGraph.current = None
+
     def replay(self) -> None:
         FakeEvent.now_us += 3.0 * self.nodes  # every node takes 3 us
 
@@ -163,21 +170,13 @@ class FakeStream:
         pass
 
 
-@contextmanager
-def capture(graph: FakeGraph, stream: object, capture_error_mode: str):
-    assert capture_error_mode == "thread_local", "other threads go on using the device"
-    FakeGraph.current = graph
-    yield
-    FakeGraph.current = None
-
-
 def test_graph_timer_divides_a_replay_by_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3, 4))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     warm_ups: list[int] = []
 

@@ -95,9 +95,7 @@ def compile_graph(
         session.database.close()
     whole = _by_inductor(gm, example_inputs, lookup.by_inductor, tally) if lookup.by_inductor is not None else None
     call = whole or executable(
-        traced, lookup.groups, session.target, tally, options.numerics, options.debug, options.in_place,
-        parameters=parameter_positions(example_inputs),
-    )
+        traced, lookup.groups, session.target, tally, options.numerics, options.debug, options.in_place)
     show_plans(lookup.plans if whole is None else (), tally, options.debug, traced.graph)
     if options.cuda_graphs:
         stationary = traced.written | _stationary(gm, example_inputs)

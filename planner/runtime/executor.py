@@ -5,7 +5,7 @@ A group that cannot be placed, lowered or built is left as the ATen ops it was, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,6 @@ from fuseplan.planner.implementations.direct_calls import bind_calls, fill_names
 from fuseplan.planner.implementations.first_call import FirstCall
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementation import PlannedGroup
-from fuseplan.planner.implementations.view_chains import collapse_views
 from fuseplan.planner.module_paths import Paths, place
 from fuseplan.planner.runtime.buffer_donation import Memory, keep_freed, overwrite_operands, plan_reuse
 from fuseplan.planner.runtime.logs import debug_logger, show_graph, show_kernels, warn_once
@@ -34,7 +33,7 @@ from fuseplan.search.workers.compilers import COMPILERS
 
 def executable(
     traced: Traced, groups: Sequence[PlannedGroup], target: Target, tally: Tally, numerics: str = "fp32",
-    debug: bool = False, in_place: bool = True, parameters: Collection[int] = (),
+    debug: bool = False, in_place: bool = True,
 ) -> Callable[..., Any]:
     """A function with the signature and results of ``traced.module`` that runs ``groups`` by their implementations.
 
@@ -42,8 +41,7 @@ def executable(
     ``debug`` the code is shown, and in its first call how far each kernel is from the ATen ops.
 
     With ``in_place``, outputs of a kernel take the memory of inputs that nothing needs after it, from its second call
-    on, where the back end can do that; on CPUs so do results of ATen's pointwise ops. ``parameters`` are positions of
-    the arguments that are parameters.
+    on, where the back end can do that; on CPUs so do results of ATen's pointwise ops.
     """
     calls = _first_calls(traced, groups, target, tally, numerics, in_place)
     kernels = [(call.label or call.name, call.source) for call in calls if call.source is not None]
@@ -59,7 +57,6 @@ def executable(
     if not target.is_gpu:
         keep_freed(memory.peak_bytes(graph))
         tally.count("in_place", overwrite_operands(graph, traced, memory) if in_place else 0)
-    collapse_views(graph, traced.module.graph, parameters)
     bind_calls(graph, traced.module.graph)
     ask_for_profilers(graph)
     module = fx.GraphModule(traced.module, graph, class_name="Fused")

@@ -17,7 +17,6 @@ STILL = {
     "planner/bench/test_launch_costs.py",
     "planner/cli/output/test_in_a_terminal.py",
     "planner/implementations/test_tunable_group.py",
-    "planner/implementations/test_view_chains.py",
     "planner/libraries/test_decode_attention.py",
     "planner/rewrites/test_attention_masks.py",
     "planner/runtime/test_cuda_recorder.py",

@@ -13,10 +13,12 @@ from compiled_functions import compiled as built
 from dispatch_samples import compiled, fresh_start
 from in_place_backend import InPlaceBackend
 from reference_backend import ReferenceBackend
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fuseplan.planner
 from fuseplan.planner.dispatch_stats import Tally
+from fuseplan.planner.implementations import aten
 from fuseplan.planner.runtime import dispatch, executor
 
 fresh = pytest.fixture(autouse=True)(fresh_start)
@@ -98,3 +100,34 @@ def test_views_of_what_kernels_make(kernels: Any) -> None:
             for one, other in zip(call(*inputs), chained(*inputs), strict=True):
                 torch.testing.assert_close(one, other)
                 assert one.stride() == other.stride()
+
+
+def by_columns(x: torch.Tensor) -> torch.Tensor:
+    return x.mT.contiguous().mT
+
+
+def test_ops_in_place_of_a_kernel_lay_results_out_like_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels after a group were compiled for the strides of what its kernel allocates."""
+    usual = aten.chain_module
+
+    def elsewhere(*args: Any, **kwargs: Any) -> fx.GraphModule:
+        chain = usual(*args, **kwargs)
+        (end,) = chain.graph.find_nodes(op="output")
+        with chain.graph.inserting_before(end):
+            end.args = fx.map_arg(end.args, lambda one: chain.graph.call_function(by_columns, (one,)))
+        chain.recompile()
+        return chain
+
+    def doubled(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (torch.tanh(F.linear(torch.softmax(x * 2 + 1, -1).sin(), w) * 3), torch.exp(x + 1))
+
+    inputs, tally = [torch.randn(3, 8), torch.randn(4, 8)], Tally()
+    call = built(doubled, inputs, ReferenceBackend(fails_in_call=True), tally)
+    with torch.no_grad():
+        expected = doubled(*inputs)
+        monkeypatch.setattr(aten, "chain_module", elsewhere)
+        for _ in range(2):
+            for one, other in zip(call(*inputs), expected, strict=True):
+                torch.testing.assert_close(one, other)
+                assert one.stride() == other.stride()
+    assert tally.snapshot().fallbacks

@@ -1,13 +1,13 @@
-"""Convolutions in a pre-dispatch trace, laid out as libraries compute them: channels last.
+"""Convolutions in a pre-dispatch trace, laid out as the libraries of GPUs compute them: channels last.
 
-cuDNN's kernels for halves, and oneDNN's, read pictures whose channels follow one another. Of others they turn a copy
-round, and the result back, in each call. Here the first convolution of a chain reads a copy that lies so, made by whatever kernel computes
+Kernels for halves read pictures whose channels follow one another. Of others they turn a copy round, and the result
+back, in each call. Here the first convolution of a chain reads a copy that lies so, made by whatever kernel computes
 the picture; its result lies so by itself, and what follows inherits that. What the trace returns lies as before.
 
 * A convolution over one dimension is one over a picture of height 1, which PyTorch makes of it anyway.
 * A copy that a model makes of a picture which lies so already is not read.
 * Weights are copied so, too, as PyTorch does it in each call.
-* A bias is added by an op of its own on GPUs, as PyTorch does it there, so that the next kernel can hold it.
+* A bias is added by an op of its own, as PyTorch does it there, so that the next kernel can hold it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fuseplan.costmodel.devices import is_cpu, is_gpu
+from fuseplan.costmodel.devices import is_gpu
 from fuseplan.planner.rewrites import trace_edit as edit
 
 _aten = torch.ops.aten
@@ -30,9 +30,7 @@ _ROW_MAJOR = {"memory_format": torch.contiguous_format}
 
 
 def lay_channels_last(module: fx.GraphModule) -> int:
-    """Let convolutions of halves on a GPU, and of floats on a CPU, read and give pictures with channels last; how many
-    were changed.
-    """
+    """Let convolutions of halves on a GPU read and give pictures with channels last; how many were changed."""
     wanted = [node for node in module.graph.nodes if node.target in (_CONV1D, _CONV2D) and _is_wanted(node)]
     if not wanted:
         return 0
@@ -54,19 +52,12 @@ def _is_wanted(node: fx.Node) -> bool:
     call = edit.arguments_of(node)
     sizes, weight = edit.static_sizes(call["input"]), edit.static_sizes(call["weight"])
     value = edit.value_of(call["input"])
-    if sizes is None or weight is None or value is None:
+    if sizes is None or weight is None or value is None or not is_gpu(edit.trace_device(node)):
         return False
-    if not _is_faster_so(edit.trace_device(node), value.dtype, weight[1] != 1 and call["groups"] != 1):
+    if value.dtype not in _HALVES or len(sizes) != len(weight) or isinstance(call["padding"], str):
         return False
-    has_sides = len(sizes) == len(weight) and not isinstance(call["padding"], str)
-    return has_sides and min(sizes) > 0 and sizes[1] > 1 and sizes[-1] > 1
-
-
-def _is_faster_so(kind: str, dtype: torch.dtype, sums_over_group: bool) -> bool:
-    """Whether a library computes such convolutions with channels last; on GPUs those of groups are another matter."""
-    if is_gpu(kind):
-        return dtype in _HALVES and not sums_over_group
-    return is_cpu(kind) and torch.backends.mkldnn.is_available() and dtype in (torch.float32, *_HALVES)
+    sums_over_group = weight[1] != 1 and call["groups"] != 1  # kernels for groups are another matter
+    return not sums_over_group and min(sizes) > 0 and sizes[1] > 1 and sizes[-1] > 1
 
 
 def _change(node: fx.Node) -> bool:
@@ -88,12 +79,11 @@ def _change(node: fx.Node) -> bool:
         picture, weight = (
             one if _channels_last(one) else add(_aten.clone.default, one, memory_format=torch.channels_last)
             for one in (picture, weight))
-        own_bias = None if is_gpu(edit.trace_device(node)) else bias
-        made = add(_CONV2D, picture, weight, own_bias, *call.values())
+        made = add(_CONV2D, picture, weight, None, *call.values())
         if not _channels_last(made):  # no library computes it so here
             edit.erase_unused(made)
             return False
-        if bias is not own_bias:
+        if bias is not None:
             made = add(_aten.add.Tensor, made, add(_aten.view.default, bias, [-1, 1, 1]))
         if node.target is _CONV1D:
             made = add(_aten.squeeze.dim, made, 2)

@@ -60,8 +60,6 @@ SCREEN_SAMPLES, SCREEN_LEAST, SCREEN_PATIENCE = 7, 3, 12
 STEP_ROUNDS, LONG_STEP_ROUNDS = 7, 3
 #: Microseconds of an unfused step past which it is not timed, and past which few rounds have to do.
 LONGEST_STEP_US, LONG_STEP_US = 3e5, 2e4
-#: Rounds of generation at least: each generates all tokens.
-TOKEN_ROUNDS = 4
 
 # -- correctness: how much a kernel may differ from float64 beyond what eager differs ---------------------------------
 

@@ -1,4 +1,4 @@
-"""Our plan of a model beside eager and TorchInductor: the whole model, and each of its fused groups by itself.
+"""Our plan of a model beside eager and TorchInductor.
 
 Everyone has the same weights and inputs.
 """
@@ -19,19 +19,13 @@ from fuseplan.costmodel.devices import is_gpu
 from fuseplan.costmodel.probe.timing import cuda_graph
 from fuseplan.planner.bench.rows import BenchRow, Race
 from fuseplan.planner.dispatch_stats import CompileStats, reset_stats, stats
-from fuseplan.planner.graph.dataflow import DataflowGraph
-from fuseplan.planner.implementations.tunable_group import TunableGroup, group_subject
 from fuseplan.planner.models.build import Model, cache_name, rewind
 from fuseplan.planner.models.workload import Workload
-from fuseplan.planner.peers.contestant import EAGER, MAX_AUTOTUNE, OURS, tensors_of
-from fuseplan.planner.peers.peers import inductor_callable, without_chatter
-from fuseplan.planner.tuning.planner import GraphPlan
+from fuseplan.planner.peers.contestant import EAGER, MAX_AUTOTUNE, OURS
+from fuseplan.planner.peers.peers import without_chatter
 from fuseplan.planner.tuning.session import Session
-from fuseplan.search.store.record import GroupChoice
-from fuseplan.search.timing.contest import cache_bytes, rotating_operands
-from fuseplan.search.timing.timers import Operands, Run, Sampler, Timer, timer_for
+from fuseplan.search.timing.timers import Operands, Run, Sampler, Timer
 from fuseplan.search.timing.verify import errors
-from fuseplan.search.workers.jobs import free_bytes
 
 #: A sample is at least this long, so that the clock's resolution and one stray interrupt do not show.
 _SAMPLE_US = 20_000.0
@@ -181,61 +175,3 @@ def dispatch_note(seen: CompileStats) -> str:
     words += f", {seen.recordings} CUDA graphs recorded" if seen.recordings else ""
     words += f"; {'; '.join(seen.notes)[:150]}" if seen.notes else ""
     return words
-
-
-# -- groups ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class BenchGroup:
-    """A fused group of a plan, ready to be timed."""
-
-    workload: str
-    choice: GroupChoice
-    subject: TunableGroup
-
-
-def fused_groups(session: Session, planned: Sequence[tuple[str, DataflowGraph, GraphPlan]]) -> list[BenchGroup]:
-    """The distinct fused groups of the plans; ``workload`` is the first one that has the group."""
-    found: dict[str, BenchGroup] = {}
-    for workload, graph, plan in planned:
-        for region in plan.unique():
-            for choice in region.record.groups:
-                if not choice.is_kernel or choice.workload in found:
-                    continue
-                subject = group_subject(
-                    graph, region.group_ops(choice), choice.workload, session.settings.numerics,
-                    session.target.device_type,
-                )
-                found[choice.workload] = BenchGroup(workload, choice, subject)
-    return list(found.values())
-
-
-def bench_group(
-    session: Session, group: BenchGroup, peers: Sequence[str], modes: Sequence[str], seconds: float
-) -> list[BenchRow]:
-    """Rows of one group in every mode. A contestant that fails gets a row that says why."""
-    device, subject = session.target.device_type, group.subject
-    race = Race(BenchRow, workload=group.workload, subject=group.choice.label, key=group.choice.workload)
-    with torch.no_grad():
-        inputs = subject.make_inputs(0, device)
-        references = subject.reference(*inputs)
-        limit = free_bytes(device) // 4
-        operands = rotating_operands(inputs, subject.hot_inputs, cache_bytes(session.target.l2_bytes), limit)
-
-        def make(name: str) -> tuple[Run, dict[str, Any]]:
-            run = _contestant(session, group, name, inputs)
-            own = tensors_of(run(*inputs))
-            worst = max(errors(one.cpu(), exact.cpu())[0] for one, exact in zip(own, references, strict=True))
-            return run, {"error": worst}
-
-        race.enter((OURS, *peers), make)
-        return [row for mode in modes for row in race.rows(timer_for(device, mode), operands, seconds)]
-
-
-def _contestant(session: Session, group: BenchGroup, name: str, inputs: Sequence[torch.Tensor]) -> Run:
-    subject = group.subject
-    if name == OURS:
-        backend = next(backend for backend in session.backends if backend.name == group.choice.implementation)
-        return backend.fused_callable(subject.ir, group.choice.config, session.target)
-    return subject.eager if name == EAGER else inductor_callable(subject.chain, inputs, name == MAX_AUTOTUNE)

@@ -3,10 +3,13 @@
     python tests/checks/bench.py launch             # host time of a call, and of a look-up at compile
     python tests/checks/bench.py headlines          # gains over eager that are often quoted
     python tests/checks/bench.py planner            # planning at 1,000, 10,000 and 100,000 ops
+    python tests/checks/bench.py groups --model llama --layers 2
+    python tests/checks/bench.py tokens --model llama-3.1-8b --batch 1,16 --seconds 30
     python tests/checks/bench.py generate --model llama-3.1-8b --batch 1,16
 
-``generate`` says where the time of a decode step goes, and how long the first tokens take in a fresh process;
-`plan bench generate` compares the steps themselves.
+``groups`` has each fused group of a plan beside eager and TorchInductor. ``tokens`` compares decode steps of Hugging
+Face's `generate()` with its own compilation and with ours; ``generate`` says where their time goes, and how long the
+first tokens take in a fresh process.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 import pandas as pd
 from fresh_starts import Order, fresh_times
+from generation import Generation, contestants, forget, how_compiled, measure, results_name, sizes_of
+from group_bench import measure_groups
 from headlines import CLAIMS, headline_table
 from launch_costs import bench_launch, bench_lookup, launch_verdict
 from pattern_predictions import prediction_verdict, with_predictions
@@ -28,16 +33,15 @@ from synthetic_decoders import plan_scaling
 
 from fuseplan.planner.api.request import plan_settings
 from fuseplan.planner.api.run import ready
-from fuseplan.planner.bench.generate import Generation, contestants, forget, how_compiled
 from fuseplan.planner.bench.model import dispatch_options
 from fuseplan.planner.bench.patterns import PatternBench
 from fuseplan.planner.bench.rows import bench_frame, failure
 from fuseplan.planner.bench.verdicts import notes, pattern_verdict
-from fuseplan.planner.cli.bench.topics import modes_of, publish, results_name, sizes_of, tune_cells
+from fuseplan.planner.cli.bench.topics import modes_of, publish, publish_rows, tune_cells
 from fuseplan.planner.models.build import build_model
-from fuseplan.planner.models.sources import find_source
+from fuseplan.planner.models.sources import find_source, workloads_for
 from fuseplan.planner.patterns.cells import Cell, cell
-from fuseplan.planner.peers.contestant import EAGER, MAX_AUTOTUNE
+from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE
 from fuseplan.planner.peers.peers import peer_names
 from fuseplan.planner.tuning.session import Session, open_session
 from fuseplan.search.tune.tuner import Budget, make_pool
@@ -84,6 +88,22 @@ def planner(session: Session, options: argparse.Namespace) -> None:
     publish(session, "planner", {"planner": frame}, said, options.out)
 
 
+def groups(session: Session, options: argparse.Namespace) -> None:
+    kind = session.target.device_type
+    source = find_source(options.model, options.config, None, kind, None, options.layers)
+    workloads = workloads_for(source, kind, None, None, None)
+    rows = measure_groups(session, source, workloads, (EAGER, INDUCTOR), options.seconds)
+    publish_rows(session, source.label, "groups", rows, options.out)
+
+
+def tokens(session: Session, options: argparse.Namespace) -> None:
+    kind = session.target.device_type
+    source = find_source(options.model, options.config, None, kind, None, options.layers)
+    sizes = sizes_of(source, options.batch, options.prompt, options.new_tokens)
+    names = [name for name in contestants(kind) if name != MAX_AUTOTUNE]
+    measure(session, source, sizes, names, options.seconds, options.out)
+
+
 def generate(session: Session, options: argparse.Namespace) -> None:
     kind = session.target.device_type
     source = find_source(options.model, options.config, None, kind, None, options.layers)
@@ -127,22 +147,23 @@ def generate(session: Session, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    topics = {"launch": launch, "headlines": headlines, "planner": planner, "generate": generate}
+    topics = {"launch": launch, "headlines": headlines, "planner": planner, "groups": groups, "tokens": tokens,
+              "generate": generate}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("topic", choices=topics)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--db", help="tuning database; default: the user's own")
     parser.add_argument("--seconds", type=float, default=0.5, help="of rounds for each comparison")
     parser.add_argument("--out", type=Path, help="folder; default: results/<device>")
-    parser.add_argument("--model", help="generate: a preset")
-    parser.add_argument("--config", help="generate: a folder with a config.json, in its place")
+    parser.add_argument("--model", help="groups, tokens, generate: a preset")
+    parser.add_argument("--config", help="the same: a folder with a config.json, in its place")
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--batch", help="generate: sequences, such as 1,16")
+    parser.add_argument("--batch", help="tokens, generate: sequences, such as 1,16")
     parser.add_argument("--prompt", type=int)
     parser.add_argument("--new-tokens", type=int)
     parser.add_argument("--cold-caches", action="store_true", help="generate: fresh processes get empty caches")
     options = parser.parse_args()
-    in_graphs = options.device == "cuda" and options.topic in ("headlines", "generate")
+    in_graphs = options.device == "cuda" and options.topic in ("headlines", "tokens", "generate")
     settings = plan_settings(options.device, "fp32", "graph" if in_graphs else "eager")
     tunes = options.topic in ("launch", "headlines")
     session = open_session(options.device, options.db, settings, mode="write" if tunes else "inspect")

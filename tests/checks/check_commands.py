@@ -171,7 +171,7 @@ tune --module toys:gated --dtype int8
 explain --module toys:raises_base
 explain --module exits_well_on_import:factory
 bench model --module toys:exits_well
-bench groups --module toys:forward_raises_base
+bench model --module toys:forward_raises_base
 tune --pattern ''
 tune --pattern swiglu
 tune --pattern swiglou --shape 3x8
@@ -301,17 +301,6 @@ explain --db nosuchdialect://host/db --pattern swiglu --shape 3x8
 bench frobnicate
 bench model --model ''
 bench model --pattern swiglu
-bench model --batch 1
-bench patterns --batch 1
-bench generate --module toys:gated
-bench generate --decode 1
-bench generate --peers eager
-bench generate --batch 0
-bench generate --batch ''
-bench generate --prompt 0
-bench generate --new-tokens 1
-bench generate --prompt 131072
-bench generate --rows 4
 bench patterns --pattern ''
 bench patterns --pattern swiglou
 bench patterns --shape 3x8
@@ -349,14 +338,15 @@ bench patterns --pattern swiglu --seconds nan
 bench patterns --pattern swiglu --dtype int8
 bench patterns --model llama
 bench launch
+bench generate
+bench groups --model llama
 bench patterns --pattern swiglu --shape 0x8
 bench patterns --layers 1
-bench groups --rows 4
+bench model --rows 4
 bench model --decode 0
 bench model --seconds 0
 bench model --layers 0
-bench generate --format pdf
-bench groups --format html
+bench model --format html
 report frobnicate
 report --format pdf
 report --regime warp

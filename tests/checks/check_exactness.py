@@ -38,14 +38,14 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
+import generation
 import torch
 import transformers
 from decoder_layers import MODELS, probe_once
+from generation import forget
 from layer_errors import Call, LayerRow, layer_rows, run_layer
 
 import fuseplan.planner
-from fuseplan.planner.bench import generate as generation
-from fuseplan.planner.bench.generate import forget
 from fuseplan.planner.dispatch_stats import Stats
 from fuseplan.planner.models.sources import find_source, hf_config, quiet
 from fuseplan.planner.peers.contestant import EAGER, OURS

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import group_bench
 import launch_costs
 import pytest
 import report_samples as samples
@@ -52,8 +53,8 @@ def session(tmp_path: Path) -> Session:
 def test_group_in_both_modes(session: Session) -> None:
     graph = pattern_graph("add_rms_norm", "3x4097", "bfloat16")
     plan = session.planner().plan_graph(graph)
-    for group in bench_model.fused_groups(session, [("3x4097", graph, plan)]):
-        rows = bench_model.bench_group(session, group, (EAGER, INDUCTOR), ("eager", "graph"), 0.0)
+    for group in group_bench.fused_groups(session, [("3x4097", graph, plan)]):
+        rows = group_bench.bench_group(session, group, (EAGER, INDUCTOR), ("eager", "graph"), 0.0)
         assert len(rows) == 6
         for row in rows:
             assert row.median_us is not None, row

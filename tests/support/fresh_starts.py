@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from generation import Generation, Sizes, how_compiled
 
 from fuseplan.costmodel.devices import is_gpu
-from fuseplan.planner.bench.generate import Generation, Sizes, how_compiled
 from fuseplan.planner.models.build import build_model
 from fuseplan.planner.models.sources import ModelSource
 from fuseplan.planner.peers.contestant import PeerError
@@ -62,7 +62,7 @@ def fresh_times(order: Order, cold: bool = False) -> list[float]:
         caches = ["env", *(f"{name}={Path(folder) / name.lower()}" for name in _CACHES)] if folder else []
         try:
             done = subprocess.run(
-                [*caches, sys.executable, "-P", __file__], input=order.to_json(), capture_output=True, text=True,
+                [*caches, sys.executable, __file__], input=order.to_json(), capture_output=True, text=True,
                 timeout=_LIMIT_S,
             )
         except subprocess.TimeoutExpired:

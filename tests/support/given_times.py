@@ -19,9 +19,7 @@ from fast_tunes import count_instead_of_timing
 
 from fuseplan.costmodel.devices import ByDevice
 from fuseplan.costmodel.identity import current_identity
-from fuseplan.planner.bench import generate as generation
 from fuseplan.planner.bench import model
-from fuseplan.planner.cli.bench import topics
 from fuseplan.planner.models import sources, workload
 from fuseplan.planner.patterns import cells
 from fuseplan.planner.tuning import session
@@ -71,12 +69,7 @@ def _benches(patch: pytest.MonkeyPatch) -> None:
         found, left_out = every_cell(*asked)
         return found[:CELLS], left_out
 
-    def few_tokens(*asked: Any) -> list[generation.Sizes]:
-        return [replace(one, prompt=min(one.prompt, 16), new=min(one.new, 8)) for one in every_size(*asked)]
-
-    every_cell, every_size = cells.sweep_cells, topics.sizes_of
-    patch.setattr(topics, "sizes_of", few_tokens)
+    every_cell = cells.sweep_cells
     patch.setattr(compile_fx, "compile_fx", as_it_is)
     patch.setattr(cells, "sweep_cells", sweep)
     patch.setattr(model.ForwardTimer, "_time", lambda self, go, calls: 100.0)
-    patch.setattr(generation.TokenTimer, "_us", lambda self, run, new: 1000.0 + 100.0 * new)

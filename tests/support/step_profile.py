@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from generation import Generation
 
-from fuseplan.planner.bench.generate import Generation
 from fuseplan.planner.bench.model import synchronise
 
 #: Decode steps that the profiler looks at, at most: more have no other kernels.

@@ -16,48 +16,34 @@ from fuseplan.planner.models.manifest import ModelArguments
 
 #: Layers of the end-to-end model unless the user says otherwise: enough for every region to occur.
 _LAYERS = 2
-#: Seconds of rounds for one comparison, where it is not one second: one round of generate() may take several.
-_SECONDS = {"patterns": 0.3, "generate": 30.0}
-#: Options that only some topics take.
+#: Seconds of rounds for one comparison.
+_SECONDS = {"model": 1.0, "patterns": 0.3}
+#: Options of patterns alone.
 _PATTERNS = frozenset(("pattern", "shape", "rows", "cols", "rivals", "modes"))
-_TUNING = frozenset(("tune", "trials", "tune_seconds", "resume", "regime"))
-_SIZES = frozenset(("batch", "prompt", "new_tokens"))
-_WHOLE_MODEL = frozenset(("model", "config", "layers"))
-_WORKLOADS = frozenset(("module", "decode", "kv_len", "prefill"))
-#: Options that a topic does not take; the other topics take those of a model.
-_NOT_OF = {"patterns": _WHOLE_MODEL | _WORKLOADS | _SIZES, "generate": _PATTERNS | _TUNING | _WORKLOADS}
+#: Options that a topic does not take.
+_NOT_OF = {
+    "model": _PATTERNS,
+    "patterns": frozenset(("model", "config", "layers", "module", "decode", "kv_len", "prefill")),
+}
 
 
 @answers("the first that is printed", out=False, without=("pattern", "shape", "calls", "pack_weights", "regime"))
 def bench(
     context: Context,
     given: ModelArguments,
-    topic: Annotated[Literal["all", "model", "groups", "generate", "patterns"], Argument(
-        help="model: end to end. groups: every fused group. all: both. generate: Hugging Face's generate(), with its "
-        "own compilation and with ours. patterns: named patterns beside every peer, tuned first.",
-    )] = "all",
+    topic: Annotated[Literal["model", "patterns"], Argument(
+        help="model: end to end. patterns: named patterns beside every peer, tuned first.",
+    )] = "model",
     regime: Annotated[opt.RegimeChoice | None, Option(
         help="Plans tuned for launches from Python, or for CUDA graphs. Default: eager; "
         "graph for patterns on CUDA, where device time decides.",
     )] = None,
     seconds: Annotated[float | None, Option(
         parser=opt.decimal(0.01), metavar="S", help="Seconds of interleaved rounds per comparison, seven rounds at "
-        "least. Default: 1; 30 for generate, 0.3 for patterns.",
+        "least. Default: 1; 0.3 for patterns.",
     )] = None,
-    max_autotune: Annotated[bool | None, Option(
-        "--max-autotune/--no-max-autotune",
-        help="Also time TorchInductor with max-autotune (slow). Default: yes; in generate no.",
-    )] = None,
+    max_autotune: Annotated[bool, Option(help="Also time TorchInductor with max-autotune (slow).")] = True,
     inductor: Annotated[bool, Option(help="Time TorchInductor at all.")] = True,
-    batch: Annotated[str | None, Option(
-        metavar="1,16", help="generate: sequences; each number is a comparison of its own. Default: 1,16.",
-    )] = None,
-    prompt: Annotated[int | None, Option(
-        parser=opt.whole(1), metavar="N", help="generate: tokens of each prompt. Default: 512.",
-    )] = None,
-    new_tokens: Annotated[int | None, Option(
-        parser=opt.whole(2), metavar="N", help="generate: tokens to make. Default: 128.",
-    )] = None,
     pattern: Annotated[list[str] | None, Option(
         metavar="NAME", autocompletion=opt.known_patterns,
         help="patterns: this pattern; repeatable. Default: a set.",
@@ -97,11 +83,10 @@ def bench(
 
     Tune a model first: what is not stored is planned by the cost model, and said so. Patterns are tuned here. On CUDA
     everything is timed both launched from Python and replayed from a CUDA graph; patterns also with a cold cache. An
-    interrupted bench keeps the cells, groups, models and batch sizes that it has finished.
+    interrupted bench keeps the cells and workloads that it has finished.
     """
     from fuseplan.planner.api.request import plan_settings
     from fuseplan.planner.api.run import ready
-    from fuseplan.planner.bench.generate import contestants
     from fuseplan.planner.bench.patterns import PatternBench
     from fuseplan.planner.cli.bench import topics
     from fuseplan.planner.models.sources import DTYPES, find_source, workloads_for
@@ -113,14 +98,12 @@ def bench(
     _check_options(context, topic)
     kind = device_kind(device)
     if regime is None:
-        regime = "graph" if topic in ("patterns", "generate") and is_gpu(kind) else "eager"
+        regime = "graph" if topic == "patterns" and is_gpu(kind) else "eager"
     settings = plan_settings(kind, given.numerics, regime)
     if out is not None:  # before anything is measured
         check_writable(out / f"{topic}.csv", "--out")
-    if max_autotune is None:
-        max_autotune = topic != "generate"
     kept = {INDUCTOR: inductor, MAX_AUTOTUNE: inductor and max_autotune}
-    without, spend = tuple(name for name in kept if not kept[name]), seconds or _SECONDS.get(topic, 1.0)
+    without, spend = tuple(name for name in kept if not kept[name]), seconds or _SECONDS[topic]
     if topic == "patterns":
         cells = topics.cells_of(pattern or (), shape or (), rows, cols, DTYPES.get(given.dtype, given.dtype))
         peers, modes_of_all = peer_names(rivals, kind, without), topics.modes_of(modes, kind)
@@ -131,17 +114,11 @@ def bench(
             Budget(trials=trials, seconds=tune_seconds) if tune else None, resume, out)
         return
     session = open_session(kind, db, settings, mode="inspect")
-    layers = given.layers or (_LAYERS if topic != "generate" and given.module is None else None)
+    layers = given.layers or (_LAYERS if given.module is None else None)
     source = find_source(given.model, given.config, given.module, kind, given.dtype, layers)
-    if topic == "generate":
-        sizes = topics.sizes_of(source, batch, prompt, new_tokens)
-        names = [name for name in contestants(kind) if name not in without]
-        topics.measure_generate(session, source, sizes, names, spend, out)
-        return
     workloads = workloads_for(source, kind, given.decode, given.kv_len, given.prefill)
-    parts = ("groups", "model") if topic == "all" else (topic,)
     standard = [name for name in STANDARD_PEERS if name not in without]
-    topics.measure_model(session, source, workloads, parts, standard, spend, out)
+    topics.measure_model(session, source, workloads, standard, spend, out)
 
 
 def _check_options(context: Context, topic: str) -> None:
@@ -150,8 +127,7 @@ def _check_options(context: Context, topic: str) -> None:
 
     sources = {name: context.get_parameter_source(name) for name in context.params}
     given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
-    if wrong := given & _NOT_OF.get(topic, _PATTERNS | _SIZES):
+    if wrong := given & _NOT_OF[topic]:
         spelt = sorted(max(one.opts, key=len) for one in context.command.params if one.name in wrong)
-        hint = "; it measures named patterns" if topic == "patterns" else (
-            "; `plan bench patterns` does" if wrong <= _PATTERNS else "")
-        raise ConfigError(f"`plan bench {topic}` takes no {', '.join(spelt)}{hint}")
+        hint = "it measures named patterns" if topic == "patterns" else "`plan bench patterns` does"
+        raise ConfigError(f"`plan bench {topic}` takes no {', '.join(spelt)}; {hint}")

@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
 import pandas as pd
 
 from fuseplan.costmodel.devices import is_cpu, is_gpu
-from fuseplan.planner.api.request import capture_all
 from fuseplan.planner.bench import evidence, verdicts
-from fuseplan.planner.bench import generate as generation
-from fuseplan.planner.bench.generate import GenerateRow, Sizes
-from fuseplan.planner.bench.model import bench_group, bench_model, fused_groups
+from fuseplan.planner.bench.model import bench_model
 from fuseplan.planner.bench.patterns import PatternBench, RowLog
 from fuseplan.planner.bench.rows import BenchRow, bench_frame, comparison, failure, verdict
 from fuseplan.planner.cli.output.options import current
-from fuseplan.planner.errors import Argument, ConfigError, DeviceError, PlanError
+from fuseplan.planner.errors import ConfigError, DeviceError
 from fuseplan.planner.models.build import build_model
 from fuseplan.planner.models.sources import ModelSource
-from fuseplan.planner.models.workload import Workload, read_size
+from fuseplan.planner.models.workload import Workload
 from fuseplan.planner.patterns import cells as sweeps
 from fuseplan.planner.patterns.cells import Cell
 from fuseplan.planner.peers import contestant
 from fuseplan.planner.peers.contestant import EAGER, INDUCTOR
 from fuseplan.planner.tuning.session import Session
-from fuseplan.planner.tuning.tune import Batch, RegionFailure, noting, tune
+from fuseplan.planner.tuning.tune import Batch, tune
 from fuseplan.search.tune.tuner import Budget, make_pool
 from fuseplan.search.workers.worker import WorkerPool
-
-#: Of generate(), unless the user says otherwise: sequences, tokens of a prompt, and new ones.
-_BATCHES, _PROMPT, _NEW = "1,16", 512, 128
 
 
 def results_folder(session: Session, out: Path | None) -> Path:
@@ -153,138 +147,32 @@ def tune_cells(
     return result.session
 
 
-# -- generate -------------------------------------------------------------------------------------------------
-
-
-def results_name(source: ModelSource, sizes: Sequence[Sizes]) -> str:
-    """Name of the results: other sizes do not take the place of a published result."""
-    text = f"{','.join(str(one.batch) for one in sizes)}x{sizes[0].prompt}+{sizes[0].new}"
-    return source.label if text == f"{_BATCHES}x{_PROMPT}+{_NEW}" else f"{source.label} {text}"
-
-
-def sizes_of(source: ModelSource, batches: str | None, prompt: int | None, new: int | None) -> list[Sizes]:
-    """The sizes that the options name; ConfigError where the model cannot be asked for one of them."""
-    text = _BATCHES if batches is None else batches
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words:
-        raise ConfigError("--batch is empty; write it like --batch 1,16")
-    numbers = dict.fromkeys(read_size(word, Argument("batch"), "1,16") for word in words)
-    found = [Sizes(number, _PROMPT if prompt is None else prompt, _NEW if new is None else new) for number in numbers]
-    for one in found:
-        generation.check_sizes(source, one)
-    return found
-
-
-def measure_generate(
-    session: Session, source: ModelSource, sizes: Sequence[Sizes], names: Sequence[str], seconds: float,
-    out: Path | None,
-) -> None:
-    """Time the contestants at each size, ``seconds`` of rounds each, and publish what there is whatever happens."""
-    rows: list[GenerateRow] = []
-    try:
-        with current().status(f"building {source.label}") as say:
-            module = build_model(source, session.target.device_type).module
-            for one in sizes:
-                say(f"{source.label}, {one.label}: compiling and measuring every contestant")
-                rows += generation.bench_generate(session, module, one, names, seconds)
-    finally:  # an interrupted bench keeps what it has measured
-        if rows:
-            _publish_generate(session, source, sizes, rows, out)
-
-
-def _publish_generate(
-    session: Session, source: ModelSource, sizes: Sequence[Sizes], rows: Sequence[GenerateRow], out: Path | None
-) -> None:
-    frame = bench_frame(rows)
-    table = generation.generate_table(frame)
-    current().table(table, "generate", f"{source.label}, generate(): ms a token", spare=("p20", "p80"),
-                    keep=("workload", "contestant", "ms_token", "vs_inductor"))
-    said = generation.generate_verdict(frame)
-    if frame["floor_us"].isna().all():
-        said.append("what reading the weights takes is unknown: the device was never probed (`plan probe`), or a "
-                    "token chooses its weights")
-    if any(" misses" in row.note for row in rows):
-        said.append(f"what was missed is tuned by: {tune_command(source, sizes, session.target.device_type)}")
-    name = results_name(source, sizes)
-    publish(session, name, {"generate": frame}, said, out, {"generate": table}, generation.LEGEND)
-
-
-def tune_command(source: ModelSource, sizes: Sequence[Sizes], device_type: str) -> str:
-    """The ``plan tune`` of the very calls that were measured. A config is named by its file alone."""
-    named = f"--model {source.name}" if source.kind == "preset" else f"--config {Path(source.name).name}"
-    words = [f"plan tune {named}"]
-    words += [f"--layers {source.layers}"] if source.layers else []
-    words += [f"--dtype {source.dtype}"] if source.dtype else []
-    first, batches = sizes[0], [one.batch for one in sizes]
-    prefills = ",".join(f"{batch}x{first.prompt}" for batch in batches)
-    words += [f"--decode {','.join(map(str, batches))} --kv-len {first.kv_len} --prefill {prefills}"]
-    # CUDA graphs have plans of their own.
-    words += ["--regime graph, and the same without it"] if is_gpu(device_type) else []
-    return " ".join(words)
-
-
-# -- model and groups -----------------------------------------------------------------------------------------
+# -- model ----------------------------------------------------------------------------------------------------
 
 
 def measure_model(
-    session: Session, source: ModelSource, workloads: tuple[Workload, ...], parts: Sequence[str], peers: Sequence[str],
-    seconds: float, out: Path | None,
+    session: Session, source: ModelSource, workloads: tuple[Workload, ...], peers: Sequence[str], seconds: float,
+    out: Path | None,
 ) -> None:
-    """Time ``"groups"``, the ``"model"`` or both, and publish what there is whatever happens."""
+    """Time the model's workloads, and publish what there is whatever happens."""
     modes = ("eager", "graph") if is_gpu(session.target.device_type) else ("eager",)
-    found: dict[str, list[BenchRow]] = {}
+    rows: list[BenchRow] = []
     try:
-        for part in parts:
-            measured = _groups if part == "groups" else _models
-            for rows in measured(session, source, workloads, peers, modes, seconds):
-                found.setdefault(part, []).extend(rows)
+        with current().status(f"building {source.label}") as say:
+            model = build_model(source, session.target.device_type)
+            for workload in workloads:
+                say(f"{source.label}, {workload.label}: compiling and measuring every contestant")
+                rows += bench_model(session, model, workload, peers, modes, seconds)
     finally:  # an interrupted bench keeps what it has measured
-        if found:
-            _publish_model(session, source.label, found, out)
+        if rows:
+            publish_rows(session, source.label, "model", rows, out)
 
 
-def _groups(
-    session: Session, source: ModelSource, workloads: tuple[Workload, ...], peers: Sequence[str],
-    modes: Sequence[str], seconds: float,
-) -> Iterator[list[BenchRow]]:
-    graphs = capture_all(source, workloads, session.target.device_type, progress=current())
-    failures: list[RegionFailure] = []
-    planned = [
-        (name, graph, session.planner().plan_graph(graph, on_failure=noting(failures, name, graph)))
-        for name, graph in graphs
-    ]
-    for one in failures:
-        current().warn(str(one))
-    untuned = {one.region.key for _, _, plan in planned for one in plan.regions if one.source == "model"}
-    if untuned:
-        current().warn(f"{len(untuned)} regions have no tuned plan and run as the cost model says; tune first")
-    groups = fused_groups(session, planned)
-    if not groups:
-        raise PlanError("the plan fuses nothing, so there is no group to measure; run `plan tune` first")
-    with current().status("measuring") as say:
-        for number, group in enumerate(groups, 1):
-            say(f"group {number} of {len(groups)}: {group.choice.label}")
-            yield bench_group(session, group, peers, modes, seconds)
-
-
-def _models(
-    session: Session, source: ModelSource, workloads: tuple[Workload, ...], peers: Sequence[str],
-    modes: Sequence[str], seconds: float,
-) -> Iterator[list[BenchRow]]:
-    with current().status(f"building {source.label}") as say:
-        model = build_model(source, session.target.device_type)
-        for workload in workloads:
-            say(f"{source.label}, {workload.label}: compiling and measuring every contestant")
-            yield bench_model(session, model, workload, peers, modes, seconds)
-
-
-def _publish_model(session: Session, name: str, parts: dict[str, list[BenchRow]], out: Path | None) -> None:
-    frames = {part: bench_frame(rows) for part, rows in parts.items()}
-    words: list[str] = []
-    for part, frame in frames.items():
-        current().table(
-            comparison(frame), part, f"{name}, {part}: median us", spare=("mode",),
-            keep=("workload", "subject", f"vs_{EAGER}", f"vs_{INDUCTOR}"))
-        words += verdict(frame, part)
-        words += [f"{row.contestant}, {row.workload}, {row.mode}: {row.note}" for row in parts[part] if row.note]
-    publish(session, name, frames, words, out)
+def publish_rows(session: Session, name: str, part: str, rows: Sequence[BenchRow], out: Path | None) -> None:
+    frame = bench_frame(rows)
+    current().table(
+        comparison(frame), part, f"{name}, {part}: median us", spare=("mode",),
+        keep=("workload", "subject", f"vs_{EAGER}", f"vs_{INDUCTOR}"))
+    words = verdict(frame, part) + [f"{row.contestant}, {row.workload}, {row.mode}: {row.note}"
+                                    for row in rows if row.note]
+    publish(session, name, {part: frame}, words, out)

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
+import group_bench
 import pandas as pd
 import pytest
 import report_samples as samples
@@ -190,16 +191,16 @@ def test_file_and_folder_names() -> None:
 # -- groups -----------------------------------------------------------------------------------------------------
 
 
-def _groups(session: Session, name: str, shape: str) -> list[bench_model.BenchGroup]:
+def _groups(session: Session, name: str, shape: str) -> list[group_bench.BenchGroup]:
     graph = pattern_graph(name, shape, "float32")
     plan = session.planner().plan_graph(graph)
-    return bench_model.fused_groups(session, [(shape, graph, plan), (f"again {shape}", graph, plan)])
+    return group_bench.fused_groups(session, [(shape, graph, plan), (f"again {shape}", graph, plan)])
 
 
 def test_every_contestant_of_a_group_computes_the_same(session: Session) -> None:
     (group,) = _groups(session, "add_rms_norm", "3x127")
     assert group.workload == "3x127"
-    rows = {row.contestant: row for row in bench_model.bench_group(session, group, (EAGER,), ("eager",), 0.0)}
+    rows = {row.contestant: row for row in group_bench.bench_group(session, group, (EAGER,), ("eager",), 0.0)}
     assert rows.keys() == {OURS, EAGER}
     for row in rows.values():
         assert row.median_us is not None and row.median_us > 0
@@ -211,7 +212,7 @@ def test_inductor_kernel_is_right(session: Session) -> None:
     (group,) = _groups(session, "swiglu", "3x17")
     inputs = group.subject.make_inputs(0, "cpu")
     with torch.no_grad():
-        outputs = bench_model.inductor_callable(group.subject.chain, inputs, max_autotune=False)(*inputs)
+        outputs = group_bench.inductor_callable(group.subject.chain, inputs, max_autotune=False)(*inputs)
     reference = group.subject.reference(*inputs)
     torch.testing.assert_close(next(iter(outputs)).double(), reference[0], rtol=1e-5, atol=1e-6)
 
@@ -220,9 +221,9 @@ def test_a_peer_that_fails_gets_a_row_with_the_reason(session: Session, monkeypa
     def fail(*_: object) -> None:
         raise RuntimeError("no\nkernel")
 
-    monkeypatch.setattr(bench_model, "inductor_callable", fail)
+    monkeypatch.setattr(group_bench, "inductor_callable", fail)
     (group,) = _groups(session, "swiglu", "3x17")
-    rows = {row.contestant: row for row in bench_model.bench_group(session, group, (EAGER, INDUCTOR), ("eager",), 0.0)}
+    rows = {row.contestant: row for row in group_bench.bench_group(session, group, (EAGER, INDUCTOR), ("eager",), 0.0)}
     assert rows[INDUCTOR].median_us is None and rows[INDUCTOR].note == "RuntimeError: no kernel"
     assert rows[OURS].gain is None and rows[EAGER].gain is not None
 

@@ -15,12 +15,14 @@ import pytest
 import report_samples as samples
 import torch
 from graphs import Builder
+from group_bench import measure_groups
 from inline_executor import InlineExecutor
 
 from fuseplan.planner.bench.patterns import PatternBench
 from fuseplan.planner.cli import main
 from fuseplan.planner.cli.bench import topics
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+from fuseplan.planner.models.sources import find_source, workloads_for
 from fuseplan.planner.patterns.cells import cell
 from fuseplan.planner.peers import contestant
 from fuseplan.planner.peers.contestant import EAGER, OURS
@@ -148,7 +150,7 @@ def test_a_region_that_cannot_be_tuned_is_said(plan: Run, monkeypatch: pytest.Mo
 
 
 def test_groups_are_measured_without_the_region_that_cannot_be_planned(
-    plan: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     decide = Planner._decide
 
@@ -158,11 +160,12 @@ def test_groups_are_measured_without_the_region_that_cannot_be_planned(
         return decide(self, graph, region, *rest)
 
     monkeypatch.setattr(Planner, "_decide", fails_for_tanh)
-    status, _, err = plan("groups", "--module", "toy_models:two_regions", "--no-inductor")
-    assert status == 0, err
+    session = open_session("cpu", samples.known_machine(tmp_path / "tuning.db"))
+    source = find_source(module="toy_models:two_regions")
+    rows = measure_groups(session, source, workloads_for(source, "cpu", None, None, None), (EAGER,), 0.0)
+    err = capsys.readouterr().err
     assert "tanh" in err and "is not planned and runs unfused: ZeroDivisionError: no groups" in err
-    (table,) = (tmp_path / "out").glob("*-groups.csv")
-    assert set(pd.read_csv(table)["subject"]) == {"silu+mul 3x24 float32"}
+    assert {row.subject for row in rows} == {"silu+mul 3x24 float32"}
 
 
 def test_a_machine_that_fails_ends_the_bench(plan: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ import model_samples
 import pytest
 import torch
 from fresh_starts import Order, Stopwatch
+from generation import Sizes
 
-from fuseplan.planner.bench.generate import Sizes
 from fuseplan.planner.models.sources import find_source
 from fuseplan.planner.peers.contestant import EAGER, PeerError
 

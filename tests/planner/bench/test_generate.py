@@ -8,15 +8,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import generation as bench
 import model_samples
 import pytest
 import report_samples as samples
 import step_profile
 import torch
+from generation import OURS_LAUNCHED, GenerateRow, Generation, Sizes, TokenTimer
 from reference_backend import ReferenceBackend
 
-from fuseplan.planner.bench import generate as bench
-from fuseplan.planner.bench.generate import OURS_LAUNCHED, GenerateRow, Generation, Sizes, TokenTimer
 from fuseplan.planner.bench.model import dispatch_options
 from fuseplan.planner.bench.rows import bench_frame
 from fuseplan.planner.errors import ConfigError

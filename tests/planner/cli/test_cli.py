@@ -385,10 +385,10 @@ def test_tune_stores_and_the_second_run_measures_nothing(
     assert status == 0, err
     rows = pd.read_csv(folder / "toy_models-gated-model.csv")
     assert set(rows["contestant"]) == {"fuseplan", "eager"} and (rows["median_us"] > 0).all()
-    facts = json.loads((folder / "toy_models-gated-groups-model.json").read_text())
+    facts = json.loads((folder / "toy_models-gated-model.json").read_text())
     assert facts["versions"]["torch"] == metadata.version("torch")  # torch.__version__ may name a build, too
     assert facts["device_key"] == current_identity("cpu").key()
-    assert "vs_eager" in (folder / "toy_models-gated-groups-model.md").read_text()
+    assert "vs_eager" in (folder / "toy_models-gated-model.md").read_text()
 
 
 def test_explain_without_a_tune_uses_the_cost_model(plan: Run, db: Path) -> None:

@@ -10,6 +10,7 @@ import gc
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -18,18 +19,24 @@ import torch
 
 from fuseplan.costmodel.devices import is_gpu
 from fuseplan.planner.bench.model import dispatch_note, dispatch_options, synchronise
-from fuseplan.planner.bench.rows import BenchRow, Race, failure
+from fuseplan.planner.bench.rows import BenchRow, Race, bench_frame, failure
+from fuseplan.planner.cli.bench.topics import publish
+from fuseplan.planner.cli.output.options import current
 from fuseplan.planner.dispatch_stats import reset_stats, stats, total
 from fuseplan.planner.errors import Argument, ConfigError
+from fuseplan.planner.models.build import build_model
 from fuseplan.planner.models.sources import ModelSource, generates, hf_config, quiet
-from fuseplan.planner.models.workload import fits
+from fuseplan.planner.models.workload import fits, read_size
 from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, OURS, PeerError
 from fuseplan.planner.peers.peers import without_chatter
 from fuseplan.planner.runtime.dispatch import fuseplan
 from fuseplan.planner.tuning.session import Session, stored_spec
-from fuseplan.search import policy
 from fuseplan.search.timing.timers import Operands, Run, Sampler, Timer
 
+#: Rounds at least: each makes all tokens.
+_ROUNDS = 4
+#: Unless said otherwise: sequences, tokens of a prompt, and new ones.
+_BATCHES, _PROMPT, _NEW = "1,16", 512, 128
 #: Tokens of a call that are as eager's.
 SAME = "as eager's"
 #: What stands below the table.
@@ -95,7 +102,7 @@ def how_compiled(name: str, device_type: str, options: Mapping[str, Any]) -> dic
     if name == INDUCTOR and is_gpu(device_type):
         return {}
     if name == INDUCTOR:
-        config: Any = CompileConfig()
+        config = CompileConfig()
     elif name == MAX_AUTOTUNE:
         config = CompileConfig(mode="max-autotune")
     else:
@@ -103,7 +110,7 @@ def how_compiled(name: str, device_type: str, options: Mapping[str, Any]) -> dic
         # The function: its name is known where the package is installed, not where it is only on the path.
         config = CompileConfig(backend=fuseplan, options={**options, "cuda_graphs": graphs})
         config.mode = None  # torch.compile takes no mode beside options
-    config._compile_all_devices = True
+    vars(config)["_compile_all_devices"] = True
     return {"compile_config": config}
 
 
@@ -265,7 +272,7 @@ def bench_generate(
         try:
             timer = TokenTimer(session.target.device_type)
             # Eager's calls take longest, so the noise is that of ours.
-            rows = race.rows(timer, [()], seconds, twice=OURS, min_rounds=policy.TOKEN_ROUNDS)
+            rows = race.rows(timer, [()], seconds, twice=OURS, min_rounds=_ROUNDS)
         except Exception as error:  # such as a device without the memory: the other sizes fit
             return [GenerateRow(contestant=name, mode="eager", note=failure(error), **common) for name in names]
         # Not before the rounds are over: a kernel may fail, and a moved cache be recorded anew, in any of them.
@@ -321,3 +328,73 @@ def generate_verdict(frame: pd.DataFrame) -> list[str]:
             lines += [f"{workload}: {name} is {', '.join(others)}"] if others else []
     noted = frame[frame["note"] != ""].to_dict("records")
     return lines + [f"{row['contestant']}, {row['workload']}: {row['note']}" for row in noted]
+
+
+# -- as plan bench shows it ------------------------------------------------------------------------------------
+
+
+def results_name(source: ModelSource, sizes: Sequence[Sizes]) -> str:
+    """Name of the results: other sizes do not take the place of a published result."""
+    text = f"{','.join(str(one.batch) for one in sizes)}x{sizes[0].prompt}+{sizes[0].new}"
+    return source.label if text == f"{_BATCHES}x{_PROMPT}+{_NEW}" else f"{source.label} {text}"
+
+
+def sizes_of(source: ModelSource, batches: str | None, prompt: int | None, new: int | None) -> list[Sizes]:
+    """The sizes that the options name; ConfigError where the model cannot be asked for one of them."""
+    text = _BATCHES if batches is None else batches
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words:
+        raise ConfigError("--batch is empty; write it like --batch 1,16")
+    numbers = dict.fromkeys(read_size(word, Argument("batch"), "1,16") for word in words)
+    found = [Sizes(number, _PROMPT if prompt is None else prompt, _NEW if new is None else new) for number in numbers]
+    for one in found:
+        check_sizes(source, one)
+    return found
+
+
+def measure(
+    session: Session, source: ModelSource, sizes: Sequence[Sizes], names: Sequence[str], seconds: float,
+    out: Path | None,
+) -> None:
+    """Time the contestants at each size, ``seconds`` of rounds each, and publish what there is whatever happens."""
+    rows: list[GenerateRow] = []
+    try:
+        with current().status(f"building {source.label}") as say:
+            module = build_model(source, session.target.device_type).module
+            for one in sizes:
+                say(f"{source.label}, {one.label}: compiling and measuring every contestant")
+                rows += bench_generate(session, module, one, names, seconds)
+    finally:  # an interrupted bench keeps what it has measured
+        if rows:
+            _publish_generate(session, source, sizes, rows, out)
+
+
+def _publish_generate(
+    session: Session, source: ModelSource, sizes: Sequence[Sizes], rows: Sequence[GenerateRow], out: Path | None
+) -> None:
+    frame = bench_frame(rows)
+    table = generate_table(frame)
+    current().table(table, "generate", f"{source.label}, generate(): ms a token", spare=("p20", "p80"),
+                    keep=("workload", "contestant", "ms_token", "vs_inductor"))
+    said = generate_verdict(frame)
+    if frame["floor_us"].isna().all():
+        said.append("what reading the weights takes is unknown: the device was never probed (`plan probe`), or a "
+                    "token chooses its weights")
+    if any(" misses" in row.note for row in rows):
+        said.append(f"what was missed is tuned by: {tune_command(source, sizes, session.target.device_type)}")
+    name = results_name(source, sizes)
+    publish(session, name, {"generate": frame}, said, out, {"generate": table}, LEGEND)
+
+
+def tune_command(source: ModelSource, sizes: Sequence[Sizes], device_type: str) -> str:
+    """The ``plan tune`` of the very calls that were measured. A config is named by its file alone."""
+    named = f"--model {source.name}" if source.kind == "preset" else f"--config {Path(source.name).name}"
+    words = [f"plan tune {named}"]
+    words += [f"--layers {source.layers}"] if source.layers else []
+    words += [f"--dtype {source.dtype}"] if source.dtype else []
+    first, batches = sizes[0], [one.batch for one in sizes]
+    prefills = ",".join(f"{batch}x{first.prompt}" for batch in batches)
+    words += [f"--decode {','.join(map(str, batches))} --kv-len {first.kv_len} --prefill {prefills}"]
+    # CUDA graphs have plans of their own.
+    words += ["--regime graph, and the same without it"] if is_gpu(device_type) else []
+    return " ".join(words)

@@ -1,0 +1,266 @@
+"""Graphs whose arguments are tensor subclasses (quantised or distributed weights), as graphs of the tensors inside.
+
+A class with ``__tensor_flatten__`` and ``__torch_dispatch__`` says of which tensors it is made, and which ops on these
+stand for an op on it. So a graph is given the tensors inside, makes the subclasses of them, and runs as it did: a trace
+of it holds the ops that the classes call. Dynamo guards the tensors inside, and what else a class knows of itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, TypeAlias
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.overrides import TorchFunctionMode, _get_overloaded_args
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
+
+from fuseplan.planner.errors import CaptureError
+
+#: A result of a call: the argument at a position, a subclass of this form, or, None, the next plain result.
+_Result: TypeAlias = "int | _Form | None"
+
+
+@dataclass(frozen=True)
+class Apart:
+    """A graph without tensor subclasses.
+
+    Attributes:
+        module: The graph; the one that was given where there are none.
+        inputs: What it is compiled for.
+        parameters: Positions among ``inputs`` of parameters and of what lies inside of them.
+        whole: Makes a function of what the graph took before from one that takes what ``module`` does.
+    """
+
+    module: fx.GraphModule
+    inputs: Sequence[Any]
+    parameters: frozenset[int]
+    whole: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def take_apart(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Apart:
+    """A Dynamo graph on the tensors inside of its arguments. Call it inside a ``torch.compile`` back end.
+
+    CaptureError where a class is not made of tensors alone.
+    """
+    inputs, owners, read = list[Any](), list[Any](), list[fx.Node]()
+    graph, reader, parts = fx.Graph(), fx.Graph(), dict[str, torch.nn.Module]()
+    made, checks = dict[fx.Node, fx.Node](), list[tuple[str, tuple[fx.Node, ...]]]()
+    placeholders = module.graph.find_nodes(op="placeholder")
+    for node, item in zip(placeholders, example_inputs, strict=True):
+        argument = reader.placeholder(node.name)
+        if is_traceable_wrapper_subclass(item):
+            fake, form = node.meta["example_value"], _Form.of(node.meta["example_value"])
+            _hand_down_sizes(item)
+            read += form.nodes(argument)
+            # Sizes are numbers of the graph.
+            values = [real if isinstance(real, torch.Tensor) else size
+                      for real, size in zip(form.flatten(item), form.flatten(fake), strict=True)]
+            given = tuple(graph.placeholder(f"{node.name}_{number}") for number in range(len(values)))
+            for one in given:
+                one.meta["tensor_dict"] = node.meta.get("tensor_dict")
+            parts |= {f"make_{node.name}": _Calls(form.make), f"check_{node.name}": _Calls(form.check)}
+            made[node] = graph.call_module(f"make_{node.name}", given)
+            checks.append((f"check_{node.name}", (made[node], *given)))
+        else:
+            read.append(argument)
+            values, made[node] = [item], graph.node_copy(node)
+        inputs += values
+        owners += [item] * len(values)
+    parameters = frozenset(at for at, owner in enumerate(owners) if isinstance(owner, torch.nn.Parameter))
+    if not checks:
+        return Apart(module, example_inputs, parameters, lambda call: call)
+    reader.output(tuple(read))
+    returned: Any = graph.graph_copy(module.graph, made)
+    for name, operands in checks:
+        graph.call_module(name, operands)
+    results = _flatten_results(module.graph, graph, returned)
+    held = {str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")}
+    root = {name: parts.get(name) or attrgetter(name)(module) for name in sorted(held)}
+    whole = _Whole(fx.GraphModule({}, reader).forward, results)
+    return Apart(fx.GraphModule(root, graph), inputs, parameters, whole)
+
+
+class _Calls(torch.nn.Module):
+    """A function that a graph calls, which may know what no graph can hold."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.forward = function
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What a tensor subclass is made of.
+
+    Attributes:
+        inside: The tensors, and for each that is a subclass itself what that is made of.
+        size, stride: Its own; None where they are dynamic: these follow on the tensors inside.
+    """
+
+    kind: Any
+    context: Any
+    inside: Mapping[str, _Form | None]
+    size: tuple[int | None, ...]
+    stride: tuple[int | None, ...]
+
+    @staticmethod
+    def of(value: Any) -> _Form:
+        names, context = value.__tensor_flatten__()
+        inside = {name: getattr(value, name) for name in names}
+        if not all(isinstance(one, torch.Tensor) for one in inside.values()):
+            raise CaptureError(f"a {type(value).__name__} is not made of tensors alone")
+        size, stride = (tuple(one if isinstance(one, int) else None for one in numbers)
+                        for numbers in (value.size(), value.stride()))
+        forms = {name: _Form.of(one) if is_traceable_wrapper_subclass(one) else None for name, one in inside.items()}
+        return _Form(type(value), context, forms, size, stride)
+
+    def flatten(
+        self, value: Any, get: Callable[[Any, str], Any] = getattr,
+        number: Callable[[Any, str, int], Any] = lambda value, which, dim: getattr(value, which)(dim),
+    ) -> list[Any]:
+        """The plain tensors inside, and sizes. ``get`` reads an attribute, ``number`` a size or stride."""
+        found = list[Any]()
+        for name, form in self.inside.items():
+            part = get(value, name)
+            found += [part] if form is None else form.flatten(part, get, number)
+        for which, numbers in (("size", self.size), ("stride", self.stride)):
+            found += [number(value, which, dim) for dim, known in enumerate(numbers) if known is None]
+        return found
+
+    def nodes(self, value: fx.Node) -> list[fx.Node]:
+        """Nodes that flatten what a node stands for."""
+        graph = value.graph
+        return self.flatten(
+            value, lambda node, name: graph.call_function(getattr, (node, name)),
+            lambda node, which, dim: graph.call_method(which, (node, dim)))
+
+    def make(self, *parts: Any) -> Any:
+        return self.make_of(iter(parts))
+
+    def make_of(self, parts: Iterator[Any]) -> Any:
+        """The subclass, of the next of ``parts``."""
+        inside = {name: next(parts) if form is None else form.make_of(parts) for name, form in self.inside.items()}
+        size, stride = (tuple(next(parts) if known is None else known for known in numbers)
+                        for numbers in (self.size, self.stride))
+        return self.kind.__tensor_unflatten__(inside, self.context, torch.Size(size), stride)
+
+    def check(self, value: Any, *parts: Any) -> None:
+        """CaptureError where a subclass has other tensors inside than it was made of: the argument would keep its own.
+
+        What was written to these is written to the argument.
+        """
+        same = all(one is part for one, part in zip(self.flatten(value), parts, strict=True) if torch.is_tensor(part))
+        if not same or value.__tensor_flatten__()[1] != self.context:
+            raise CaptureError(f"an op puts other tensors into a {self.kind.__name__} that the graph is given")
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """Reads the tensors inside of a call's arguments, and makes its results; None where these are as they should be."""
+
+    read: Callable[..., Sequence[Any]]
+    results: Sequence[_Result] | None
+
+    def __call__(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        read, results = self.read, self.results
+        if results is None:
+            return lambda *args: call(*read(*args))
+
+        def whole(*args: Any) -> Any:
+            parts = iter(call(*read(*args)))
+            return tuple(
+                next(parts) if how is None else args[how] if isinstance(how, int) else how.make_of(parts)
+                for how in results
+            )
+
+        return whole
+
+
+def _flatten_results(before: fx.Graph, graph: fx.Graph, returned: Sequence[Any]) -> list[_Result] | None:
+    """End ``graph`` with what lies inside of what it returned ``before``; how that is made of it, None where it is it.
+
+    A subclass that is an argument is that in each call.
+    """
+    given = {id(node.meta.get("example_value")): at for at, node in enumerate(before.find_nodes(op="placeholder"))}
+    results, flat = list[_Result](), list[Any]()
+    for node, leaf in zip(before.output_node().args[0], returned, strict=True):  # type: ignore[arg-type]
+        fake = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+        form = _Form.of(fake) if is_traceable_wrapper_subclass(fake) else None
+        at = None if form is None else given.get(id(fake))
+        results.append(form if at is None else at)
+        if at is None:
+            flat += [leaf] if form is None else form.nodes(leaf)
+    graph.output(tuple(flat))
+    return None if all(how is None for how in results) else results
+
+
+def _hand_down_sizes(tensor: Any) -> None:
+    """Let what Dynamo knows of the sizes of tensors inside be found by these tensors."""
+    contexts: Any = torch._guards.TracingContext.get().tensor_to_context
+    known = getattr(contexts.get(tensor), "inner_contexts", {})
+    for name in known:
+        inside = getattr(tensor, name)
+        if inside not in contexts:
+            contexts[inside] = known[name]
+        if is_traceable_wrapper_subclass(inside):
+            _hand_down_sizes(inside)
+
+
+# -- tracing ----------------------------------------------------------------------------------------------
+
+
+def classes_first(module: fx.GraphModule) -> AbstractContextManager[Any]:
+    """Within, a pre-dispatch trace of a graph that was taken apart sees what its classes call."""
+    return _ClassesFirst() if any(isinstance(one, _Calls) for one in module.children()) else nullcontext()
+
+
+class _ClassesFirst(TorchFunctionMode):
+    """Hands calls with subclasses to their classes: a pre-dispatch trace comes before these, and knows no subclass."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        subclasses = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if is_traceable_wrapper_subclass(leaf)]
+        trace = torch._ops._get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)
+        if not subclasses or trace is None:
+            return function(*args, **kwargs)
+        if overriding := _get_overloaded_args(subclasses):
+            kinds: Any = tuple(map(type, overriding))
+            with self:
+                return _first(function, [kind.__torch_function__ for kind in kinds], kinds, args, kwargs)
+        keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+        with disable_proxy_modes_tracing(), _Turn(self, trace, keys):
+            return function(*args, **kwargs)
+
+
+class _Turn(TorchDispatchMode):
+    """Where eager mode calls a class: what that calls is traced."""
+
+    def __init__(self, classes_first: _ClassesFirst, trace: Any, keys: tuple[Any, Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._classes_first, self._trace, self._keys = classes_first, trace, keys
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kinds: list[Any] = [kind for kind in types if is_traceable_wrapper_subclass_type(kind)]
+        # Down here the dispatcher has left the keys of traces behind.
+        with torch._C._ForceDispatchKeyGuard(*self._keys), self._classes_first, self._trace:
+            if not kinds:
+                return function(*args, **(kwargs or {}))
+            return _first(function, [kind.__torch_dispatch__ for kind in kinds], types, args, kwargs or {})
+
+
+def _first(function: Any, turns: Sequence[Callable[..., Any]], types: Any, args: Any, kwargs: Any) -> Any:
+    """What the first class gives that knows the function."""
+    for turn in turns:
+        if (result := turn(function, types, args, kwargs)) is not NotImplemented:
+            return result
+    raise TypeError(f"no class knows {function}")

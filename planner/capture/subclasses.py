@@ -117,8 +117,9 @@ class _Form:
     def of(value: Any) -> _Form:
         names, context = value.__tensor_flatten__()
         inside = {name: getattr(value, name) for name in names}
-        if not all(isinstance(one, torch.Tensor) for one in inside.values()):
-            raise CaptureError(f"a {type(value).__name__} is not made of tensors alone")
+        is_fixed = not any(isinstance(one, torch.SymInt) for one in pytree.tree_leaves(context))
+        if not is_fixed or not all(isinstance(one, torch.Tensor) for one in inside.values()):
+            raise CaptureError(f"a {type(value).__name__} is not made of tensors and constants alone")
         size, stride = (tuple(one if isinstance(one, int) else None for one in numbers)
                         for numbers in (value.size(), value.stride()))
         forms = {name: _Form.of(one) if is_traceable_wrapper_subclass(one) else None for name, one in inside.items()}
@@ -196,6 +197,8 @@ def _flatten_results(before: fx.Graph, graph: fx.Graph, returned: Sequence[Any])
     for node, leaf in zip(before.output_node().args[0], returned, strict=True):  # type: ignore[arg-type]
         fake = node.meta.get("example_value") if isinstance(node, fx.Node) else None
         form = _Form.of(fake) if is_traceable_wrapper_subclass(fake) else None
+        if form is not None:
+            form.make(*form.flatten(fake))  # fails here where calls would: a class may know its sizes by other names
         at = None if form is None else given.get(id(fake))
         results.append(form if at is None else at)
         if at is None:
@@ -237,22 +240,24 @@ class _ClassesFirst(TorchFunctionMode):
             kinds: Any = tuple(map(type, overriding))
             with self:
                 return _first(function, [kind.__torch_function__ for kind in kinds], kinds, args, kwargs)
-        keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-        with disable_proxy_modes_tracing(), _Turn(self, trace, keys):
+        with disable_proxy_modes_tracing(), _Turn(self, trace):
             return function(*args, **kwargs)
 
 
 class _Turn(TorchDispatchMode):
     """Where eager mode calls a class: what that calls is traced."""
 
-    def __init__(self, classes_first: _ClassesFirst, trace: Any, keys: tuple[Any, Any]) -> None:
+    def __init__(self, classes_first: _ClassesFirst, trace: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._classes_first, self._trace, self._keys = classes_first, trace, keys
+        self._classes_first, self._trace = classes_first, trace
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kinds: list[Any] = [kind for kind in types if is_traceable_wrapper_subclass_type(kind)]
-        # Down here the dispatcher has left the keys of traces behind.
-        with torch._C._ForceDispatchKeyGuard(*self._keys), self._classes_first, self._trace:
+        # Down here the dispatcher has left behind what calls a trace.
+        included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+        for key in (torch._C.DispatchKey.PreDispatch, torch._C.DispatchKey.PythonTLSSnapshot):
+            excluded = excluded.remove(key)
+        with torch._C._ForceDispatchKeyGuard(included, excluded), self._classes_first, self._trace:
             if not kinds:
                 return function(*args, **(kwargs or {}))
             return _first(function, [kind.__torch_dispatch__ for kind in kinds], types, args, kwargs or {})

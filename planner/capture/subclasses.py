@@ -26,6 +26,9 @@ from torch.utils._python_dispatch import (
 
 from fuseplan.planner.errors import CaptureError
 
+#: Of a graph module, in ``meta``.
+_HOLDS_SUBCLASSES = "holds_subclasses"
+
 #: A result of a call: the argument at a position, a subclass of this form, or, None, the next plain result.
 _Result: TypeAlias = "int | _Form | None"
 
@@ -52,6 +55,8 @@ def take_apart(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Apart:
 
     CaptureError where a class is not made of tensors alone.
     """
+    if not any(is_traceable_wrapper_subclass(node.meta.get("example_value")) for node in module.graph.nodes):
+        return Apart(module, example_inputs, _parameters(example_inputs), lambda call: call)
     inputs, owners, read = list[Any](), list[Any](), list[fx.Node]()
     graph, reader, parts = fx.Graph(), fx.Graph(), dict[str, torch.nn.Module]()
     made, checks = dict[fx.Node, fx.Node](), list[tuple[str, tuple[fx.Node, ...]]]()
@@ -76,9 +81,6 @@ def take_apart(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Apart:
             values, made[node] = [item], graph.node_copy(node)
         inputs += values
         owners += [item] * len(values)
-    parameters = frozenset(at for at, owner in enumerate(owners) if isinstance(owner, torch.nn.Parameter))
-    if not checks:
-        return Apart(module, example_inputs, parameters, lambda call: call)
     reader.output(tuple(read))
     returned: Any = graph.graph_copy(module.graph, made)
     for name, operands in checks:
@@ -86,8 +88,13 @@ def take_apart(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Apart:
     results = _flatten_results(module.graph, graph, returned)
     held = {str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")}
     root = {name: parts.get(name) or attrgetter(name)(module) for name in sorted(held)}
-    whole = _Whole(fx.GraphModule({}, reader).forward, results)
-    return Apart(fx.GraphModule(root, graph), inputs, parameters, whole)
+    apart = fx.GraphModule(root, graph)
+    apart.meta[_HOLDS_SUBCLASSES] = True
+    return Apart(apart, inputs, _parameters(owners), _Whole(fx.GraphModule({}, reader).forward, results))
+
+
+def _parameters(owners: Sequence[Any]) -> frozenset[int]:
+    return frozenset(at for at, owner in enumerate(owners) if isinstance(owner, torch.nn.Parameter))
 
 
 class _Calls(torch.nn.Module):
@@ -224,7 +231,7 @@ def _hand_down_sizes(tensor: Any) -> None:
 
 def classes_first(module: fx.GraphModule) -> AbstractContextManager[Any]:
     """Within, a pre-dispatch trace of a graph that was taken apart sees what its classes call."""
-    return _ClassesFirst() if any(isinstance(one, _Calls) for one in module.children()) else nullcontext()
+    return _ClassesFirst() if _HOLDS_SUBCLASSES in module.meta else nullcontext()
 
 
 class _ClassesFirst(TorchFunctionMode):

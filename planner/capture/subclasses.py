@@ -65,6 +65,8 @@ def take_apart(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Apart:
         argument = reader.placeholder(node.name)
         if is_traceable_wrapper_subclass(item):
             fake, form = node.meta["example_value"], _Form.of(node.meta["example_value"])
+            if type(item) is not form.kind:
+                raise CaptureError(f"a {type(item).__name__} cannot be made again")
             _hand_down_sizes(item)
             read += form.nodes(argument)
             # Sizes are numbers of the graph.
@@ -163,13 +165,13 @@ class _Form:
         return self.kind.__tensor_unflatten__(inside, self.context, torch.Size(size), stride)
 
     def check(self, value: Any, *parts: Any) -> None:
-        """CaptureError where a subclass has other tensors inside than it was made of: the argument would keep its own.
+        """CaptureError where a subclass is not what it was made as, once the graph has run: the argument is.
 
-        What was written to these is written to the argument.
+        What was written to the tensors inside is written to the argument.
         """
         same = all(one is part for one, part in zip(self.flatten(value), parts, strict=True) if torch.is_tensor(part))
-        if not same or value.__tensor_flatten__()[1] != self.context:
-            raise CaptureError(f"an op puts other tensors into a {self.kind.__name__} that the graph is given")
+        if type(value) is not self.kind or not same or value.__tensor_flatten__()[1] != self.context:
+            raise CaptureError(f"a {self.kind.__name__} cannot be made again, or has other tensors inside after an op")
 
 
 @dataclass(frozen=True)
@@ -204,8 +206,9 @@ def _flatten_results(before: fx.Graph, graph: fx.Graph, returned: Sequence[Any])
     for node, leaf in zip(before.output_node().args[0], returned, strict=True):  # type: ignore[arg-type]
         fake = node.meta.get("example_value") if isinstance(node, fx.Node) else None
         form = _Form.of(fake) if is_traceable_wrapper_subclass(fake) else None
-        if form is not None:
-            form.make(*form.flatten(fake))  # fails here where calls would: a class may know its sizes by other names
+        # It fails here where calls would: a class may know its sizes by other names.
+        if form is not None and type(form.make(*form.flatten(fake))) is not form.kind:
+            raise CaptureError(f"a {form.kind.__name__} cannot be made again")
         at = None if form is None else given.get(id(fake))
         results.append(form if at is None else at)
         if at is None:

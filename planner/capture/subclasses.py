@@ -75,7 +75,7 @@ def take_apart(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Apart:
             given = tuple(graph.placeholder(f"{node.name}_{number}") for number in range(len(values)))
             for one in given:
                 one.meta["tensor_dict"] = node.meta.get("tensor_dict")
-            parts |= {f"make_{node.name}": _Calls(form.make), f"check_{node.name}": _Calls(form.check)}
+            parts |= {f"make_{node.name}": _Calls(form.make_of), f"check_{node.name}": _Calls(form.check)}
             made[node] = graph.call_module(f"make_{node.name}", given)
             checks.append((f"check_{node.name}", (made[node], *given)))
         else:
@@ -92,11 +92,25 @@ def take_apart(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Apart:
     root = {name: parts.get(name) or attrgetter(name)(module) for name in sorted(held)}
     apart = fx.GraphModule(root, graph)
     apart.meta[_HOLDS_SUBCLASSES] = True
-    return Apart(apart, inputs, _parameters(owners), _Whole(fx.GraphModule({}, reader).forward, results))
+    read_parts = fx.GraphModule({}, reader).forward
+
+    def whole(call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: _made_of(results, args, call(*read_parts(*args)))
+
+    return Apart(apart, inputs, _parameters(owners), whole)
 
 
 def _parameters(owners: Sequence[Any]) -> frozenset[int]:
     return frozenset(at for at, owner in enumerate(owners) if isinstance(owner, torch.nn.Parameter))
+
+
+def _made_of(results: Sequence[_Result] | None, args: Sequence[Any], flat: Sequence[Any]) -> Sequence[Any]:
+    """The results of a call; None where they are as they should be."""
+    if results is None:
+        return flat
+    parts = iter(flat)
+    return tuple(
+        next(parts) if how is None else args[how] if isinstance(how, int) else how.make(parts) for how in results)
 
 
 class _Calls(torch.nn.Module):
@@ -154,15 +168,15 @@ class _Form:
             value, lambda node, name: graph.call_function(getattr, (node, name)),
             lambda node, which, dim: graph.call_method(which, (node, dim)))
 
-    def make(self, *parts: Any) -> Any:
-        return self.make_of(iter(parts))
-
-    def make_of(self, parts: Iterator[Any]) -> Any:
+    def make(self, parts: Iterator[Any]) -> Any:
         """The subclass, of the next of ``parts``."""
-        inside = {name: next(parts) if form is None else form.make_of(parts) for name, form in self.inside.items()}
+        inside = {name: next(parts) if form is None else form.make(parts) for name, form in self.inside.items()}
         size, stride = (tuple(next(parts) if known is None else known for known in numbers)
                         for numbers in (self.size, self.stride))
         return self.kind.__tensor_unflatten__(inside, self.context, torch.Size(size), stride)
+
+    def make_of(self, *parts: Any) -> Any:
+        return self.make(iter(parts))
 
     def check(self, value: Any, *parts: Any) -> None:
         """CaptureError where a subclass is not what it was made as, once the graph has run: the argument is.
@@ -172,28 +186,6 @@ class _Form:
         same = all(one is part for one, part in zip(self.flatten(value), parts, strict=True) if torch.is_tensor(part))
         if type(value) is not self.kind or not same or value.__tensor_flatten__()[1] != self.context:
             raise CaptureError(f"a {self.kind.__name__} cannot be made again, or has other tensors inside after an op")
-
-
-@dataclass(frozen=True)
-class _Whole:
-    """Reads the tensors inside of a call's arguments, and makes its results; None where these are as they should be."""
-
-    read: Callable[..., Sequence[Any]]
-    results: Sequence[_Result] | None
-
-    def __call__(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        read, results = self.read, self.results
-        if results is None:
-            return lambda *args: call(*read(*args))
-
-        def whole(*args: Any) -> Any:
-            parts = iter(call(*read(*args)))
-            return tuple(
-                next(parts) if how is None else args[how] if isinstance(how, int) else how.make_of(parts)
-                for how in results
-            )
-
-        return whole
 
 
 def _flatten_results(before: fx.Graph, graph: fx.Graph, returned: Sequence[Any]) -> list[_Result] | None:
@@ -207,7 +199,7 @@ def _flatten_results(before: fx.Graph, graph: fx.Graph, returned: Sequence[Any])
         fake = node.meta.get("example_value") if isinstance(node, fx.Node) else None
         form = _Form.of(fake) if is_traceable_wrapper_subclass(fake) else None
         # It fails here where calls would: a class may know its sizes by other names.
-        if form is not None and type(form.make(*form.flatten(fake))) is not form.kind:
+        if form is not None and type(form.make(iter(form.flatten(fake)))) is not form.kind:
             raise CaptureError(f"a {form.kind.__name__} cannot be made again")
         at = None if form is None else given.get(id(fake))
         results.append(form if at is None else at)

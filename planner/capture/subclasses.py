@@ -55,60 +55,94 @@ def take_apart(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Apart:
 
     CaptureError where a class is not made of tensors alone.
     """
+    owners = example_inputs
     if not any(is_traceable_wrapper_subclass(node.meta.get("example_value")) for node in module.graph.nodes):
-        return Apart(module, example_inputs, _parameters(example_inputs), lambda call: call)
-    inputs, owners, read = list[Any](), list[Any](), list[fx.Node]()
-    graph, reader, parts = fx.Graph(), fx.Graph(), dict[str, torch.nn.Module]()
-    made, checks = dict[fx.Node, fx.Node](), list[tuple[str, tuple[fx.Node, ...]]]()
-    placeholders = module.graph.find_nodes(op="placeholder")
-    for node, item in zip(placeholders, example_inputs, strict=True):
-        argument = reader.placeholder(node.name)
-        if is_traceable_wrapper_subclass(item):
-            fake, form = node.meta["example_value"], _Form.of(node.meta["example_value"])
-            if type(item) is not form.kind:
-                raise CaptureError(f"a {type(item).__name__} cannot be made again")
-            _hand_down_sizes(item)
-            read += form.nodes(argument)
-            # Sizes are numbers of the graph.
-            values = [real if isinstance(real, torch.Tensor) else size
-                      for real, size in zip(form.flatten(item), form.flatten(fake), strict=True)]
-            given = tuple(graph.placeholder(f"{node.name}_{number}") for number in range(len(values)))
-            for one in given:
-                one.meta["tensor_dict"] = node.meta.get("tensor_dict")
-            parts |= {f"make_{node.name}": _Calls(form.make_of), f"check_{node.name}": _Calls(form.check)}
-            made[node] = graph.call_module(f"make_{node.name}", given)
-            checks.append((f"check_{node.name}", (made[node], *given)))
-        else:
-            read.append(argument)
-            values, made[node] = [item], graph.node_copy(node)
-        inputs += values
-        owners += [item] * len(values)
-    reader.output(tuple(read))
-    returned: Any = graph.graph_copy(module.graph, made)
-    for name, operands in checks:
-        graph.call_module(name, operands)
-    results = _flatten_results(module.graph, graph, returned)
-    held = {str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")}
-    root = {name: parts.get(name) or attrgetter(name)(module) for name in sorted(held)}
-    apart = fx.GraphModule(root, graph)
-    apart.meta[_HOLDS_SUBCLASSES] = True
-    read_parts = fx.GraphModule({}, reader).forward
+        return Apart(module, example_inputs, _parameters(owners), lambda call: call)
+    fakes = [node.meta["example_value"] for node in module.graph.find_nodes(op="placeholder")]
+    forms = [_Form.of_argument(*pair) for pair in zip(example_inputs, fakes, strict=True)]
+    parts = [_parts(*argument) for argument in zip(example_inputs, fakes, forms, strict=True)]
+    owners = [item for item, inside in zip(example_inputs, parts, strict=True) for _ in inside]
+    apart, results = _on_parts(module, forms, list(map(len, parts)))
+    read = _reader(forms)
 
     def whole(call: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args: _made_of(results, args, call(*read_parts(*args)))
+        if not any(isinstance(how, int | _Form) for how in results):
+            return lambda *args: call(*read(*args))
+        return lambda *args: _remade(results, args, iter(call(*read(*args))))
 
-    return Apart(apart, inputs, _parameters(owners), whole)
+    return Apart(apart, [one for inside in parts for one in inside], _parameters(owners), whole)
 
 
 def _parameters(owners: Sequence[Any]) -> frozenset[int]:
     return frozenset(at for at, owner in enumerate(owners) if isinstance(owner, torch.nn.Parameter))
 
 
-def _made_of(results: Sequence[_Result] | None, args: Sequence[Any], flat: Sequence[Any]) -> Sequence[Any]:
-    """The results of a call; None where they are as they should be."""
-    if results is None:
-        return flat
-    parts = iter(flat)
+def _parts(item: Any, fake: Any, form: _Form | None) -> list[Any]:
+    """What stands for an argument: itself, or the tensors inside, and its sizes as the graph knows them."""
+    if form is None:
+        return [item]
+    pairs = zip(form.flatten(item), form.flatten(fake), strict=True)
+    return [real if isinstance(real, torch.Tensor) else size for real, size in pairs]
+
+
+def _reader(forms: Sequence[_Form | None]) -> Callable[..., Any]:
+    """Makes what stands for the arguments from these: straight code, for it is part of each call."""
+    graph = fx.Graph()
+    arguments = [graph.placeholder(f"argument_{at}") for at in range(len(forms))]
+    graph.output(tuple(part for argument, form in zip(arguments, forms, strict=True)
+                       for part in ([argument] if form is None else form.nodes(argument))))
+    return fx.GraphModule({}, graph).forward
+
+
+def _on_parts(
+    module: fx.GraphModule, forms: Sequence[_Form | None], counts: Sequence[int]
+) -> tuple[fx.GraphModule, list[_Result]]:
+    """The graph on what stands for its arguments, ``counts`` each, and how its results are made of that one's."""
+    graph, made, calls = fx.Graph(), dict[fx.Node, fx.Node](), dict[str, torch.nn.Module]()
+    checks: list[tuple[str, tuple[fx.Node, ...]]] = []
+    for node, form, count in zip(module.graph.find_nodes(op="placeholder"), forms, counts, strict=True):
+        if form is None:
+            made[node] = graph.node_copy(node)
+            continue
+        given = tuple(graph.placeholder(f"{node.name}_{number}") for number in range(count))
+        for one in given:
+            one.meta["tensor_dict"] = node.meta.get("tensor_dict")  # says whether it ever moves
+        calls |= {f"make_{node.name}": _Calls(form.make_of), f"check_{node.name}": _Calls(form.check)}
+        made[node] = graph.call_module(f"make_{node.name}", given)
+        checks.append((f"check_{node.name}", (made[node], *given)))
+    returned: Any = graph.graph_copy(module.graph, made)
+    for check in checks:
+        graph.call_module(*check)
+    results = _flatten_results(module.graph, graph, returned)
+    held = {str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")}
+    apart = fx.GraphModule({name: calls.get(name) or attrgetter(name)(module) for name in sorted(held)}, graph)
+    apart.meta[_HOLDS_SUBCLASSES] = True
+    return apart, results
+
+
+def _flatten_results(before: fx.Graph, graph: fx.Graph, returned: Sequence[Any]) -> list[_Result]:
+    """End ``graph`` with what lies inside of what it returned ``before``; how that is made of it."""
+    given = {id(node.meta.get("example_value")): at for at, node in enumerate(before.find_nodes(op="placeholder"))}
+    results, flat = list[_Result](), list[Any]()
+    for node, leaf in zip(before.output_node().args[0], returned, strict=True):  # type: ignore[arg-type]
+        fake = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+        if not is_traceable_wrapper_subclass(fake):
+            results.append(None)
+            flat.append(leaf)
+        elif (at := given.get(id(fake))) is not None:
+            results.append(at)
+        else:
+            form = _Form.of(fake)
+            # It fails here where calls would: a class may know its sizes by other names.
+            if type(form.make_of(*form.flatten(fake))) is not form.kind:
+                raise CaptureError(f"a {form.kind.__name__} cannot be made again")
+            results.append(form)
+            flat += form.nodes(leaf)
+    graph.output(tuple(flat))
+    return results
+
+
+def _remade(results: Sequence[_Result], args: Sequence[Any], parts: Iterator[Any]) -> tuple[Any, ...]:
     return tuple(
         next(parts) if how is None else args[how] if isinstance(how, int) else how.make(parts) for how in results)
 
@@ -135,6 +169,16 @@ class _Form:
     inside: Mapping[str, _Form | None]
     size: tuple[int | None, ...]
     stride: tuple[int | None, ...]
+
+    @staticmethod
+    def of_argument(item: Any, fake: Any) -> _Form | None:
+        """None of what is no subclass; CaptureError where a graph's fake argument is of another class."""
+        if not is_traceable_wrapper_subclass(item):
+            return None
+        if type(item) is not type(fake):
+            raise CaptureError(f"a {type(item).__name__} cannot be made again")
+        _hand_down_sizes(item)
+        return _Form.of(fake)
 
     @staticmethod
     def of(value: Any) -> _Form:
@@ -186,27 +230,6 @@ class _Form:
         same = all(one is part for one, part in zip(self.flatten(value), parts, strict=True) if torch.is_tensor(part))
         if type(value) is not self.kind or not same or value.__tensor_flatten__()[1] != self.context:
             raise CaptureError(f"a {self.kind.__name__} cannot be made again, or has other tensors inside after an op")
-
-
-def _flatten_results(before: fx.Graph, graph: fx.Graph, returned: Sequence[Any]) -> list[_Result] | None:
-    """End ``graph`` with what lies inside of what it returned ``before``; how that is made of it, None where it is it.
-
-    A subclass that is an argument is that in each call.
-    """
-    given = {id(node.meta.get("example_value")): at for at, node in enumerate(before.find_nodes(op="placeholder"))}
-    results, flat = list[_Result](), list[Any]()
-    for node, leaf in zip(before.output_node().args[0], returned, strict=True):  # type: ignore[arg-type]
-        fake = node.meta.get("example_value") if isinstance(node, fx.Node) else None
-        form = _Form.of(fake) if is_traceable_wrapper_subclass(fake) else None
-        # It fails here where calls would: a class may know its sizes by other names.
-        if form is not None and type(form.make(iter(form.flatten(fake)))) is not form.kind:
-            raise CaptureError(f"a {form.kind.__name__} cannot be made again")
-        at = None if form is None else given.get(id(fake))
-        results.append(form if at is None else at)
-        if at is None:
-            flat += [leaf] if form is None else form.nodes(leaf)
-    graph.output(tuple(flat))
-    return None if all(how is None for how in results) else results
 
 
 def _hand_down_sizes(tensor: Any) -> None:

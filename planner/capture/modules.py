@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fuseplan.planner.errors import CaptureError
 from fuseplan.planner.module_paths import user_paths
@@ -29,13 +30,15 @@ def trace_ops(
 ) -> fx.GraphModule:
     """``make_fx`` of a graph, whose nodes keep what Dynamo says of their modules.
 
-    CaptureError where the trace would hold a fake tensor, which has no memory: it did not see what makes it.
+    CaptureError where the trace would hold a fake tensor, which has no memory, or a subclass: it did not see what makes
+    it.
     """
     with fx.traceback.preserve_node_meta():
         table = dict(decompositions or {})
         trace = make_fx(_Interpreter(module).run, table, pre_dispatch=pre_dispatch)(*arguments)
     for node in trace.graph.find_nodes(op="get_attr"):
-        if isinstance(operator.attrgetter(str(node.target))(trace), FakeTensor):
+        held = operator.attrgetter(str(node.target))(trace)
+        if isinstance(held, FakeTensor) or is_traceable_wrapper_subclass(held):
             readers = " and ".join(str(user.target) for user in node.users) or "the result"
             raise CaptureError(f"{readers} reads a tensor that no op of the trace makes")
     return trace

@@ -20,13 +20,15 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
 from fuseplan.costmodel.devices import traced_on
 from fuseplan.planner.capture.fake_layouts import correct_layouts, laid_out
 from fuseplan.planner.capture.modules import name_modules, trace_ops
 from fuseplan.planner.capture.normalise import Traced, normalise
+from fuseplan.planner.capture.subclasses import classes_first, take_apart
 from fuseplan.planner.capture.transforms import modes_restored, without_transforms
-from fuseplan.planner.errors import CaptureError, ConfigError, FuseplanError, in_words
+from fuseplan.planner.errors import CaptureError, ConfigError, FuseplanError, UnknownOpError, in_words
 from fuseplan.planner.graph.dataflow import DataflowGraph, bind_graph
 from fuseplan.planner.graph.execute import resolve_op
 from fuseplan.planner.models.build import Model, construct, foreign_code, load_module
@@ -62,10 +64,9 @@ def trace_predispatch(
         raise CaptureError("autocast is on; cast the model with model.to(dtype) instead")
     fakes = [_fake(item, context) for item in example_inputs]
     try:
-        with context.fake_mode, modes_restored():
+        with context.fake_mode, modes_restored(), classes_first(module):
             plain = without_transforms(module, fakes)
-            composed = [resolve_op(name) for name, op in OPS.items() if op.family == "composed"]
-            trace = trace_ops(plain, fakes, {op: op.decompose for op in composed}, pre_dispatch=True)
+            trace = trace_ops(plain, fakes, {op: op.decompose for op in _composed()}, pre_dispatch=True)
         name_modules(trace)
         correct_layouts(trace)
         trace.meta["attention"] = rewrite_attention(trace, grouped_queries, attention_masks, decode_attention)
@@ -78,6 +79,18 @@ def trace_predispatch(
     return trace
 
 
+def _composed() -> list[torch._ops.OpOverload]:
+    """Ops that are written in other ops: those that only rearrange elements, and those of libraries."""
+    names = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
+    of_libraries = [name.replace("::", ".") for name in names if not name.startswith(("aten::", "prim"))]
+    ours = [name for name, op in OPS.items() if op.family == "composed"]
+    found = []
+    for name in (*ours, *of_libraries):
+        with suppress(UnknownOpError):
+            found.append(resolve_op(name))
+    return found
+
+
 def _fake(item: Any, context: Any) -> Any:
     """The argument under the back end's fake mode, with the dynamic sizes that Dynamo gave it."""
     if not isinstance(item, torch.Tensor):
@@ -86,11 +99,6 @@ def _fake(item: Any, context: Any) -> Any:
     return context.fake_mode.from_tensor(
         item, symbolic_context=symbolic, source=getattr(symbolic, "tensor_source", None)
     )
-
-
-def parameter_positions(example_inputs: Sequence[Any]) -> frozenset[int]:
-    """Which arguments of a Dynamo graph are parameters."""
-    return frozenset(at for at, item in enumerate(example_inputs) if isinstance(item, torch.nn.Parameter))
 
 
 def capture(source: ModelSource, workload: Workload, device_type: str, pack_weights: bool = False) -> Graphs:
@@ -219,12 +227,13 @@ class _Recorder:
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
-            trace = trace_predispatch(graph, example_inputs)
+            apart = take_apart(graph, example_inputs)
+            trace = trace_predispatch(apart.module, apart.inputs)
             if self._pack_weights:
-                merge_projections(trace, parameter_positions(example_inputs))
-            run = laid_out(graph.forward, trace)
+                merge_projections(trace, apart.parameters)
+            run = laid_out(apart.module.forward, trace)
             self.traces.append(normalise(trace))
-            return run
+            return apart.whole(run)
         except FuseplanError as error:
             self.errors.append(error)
             return graph.forward
@@ -283,7 +292,10 @@ def _faked(model: Model, mode: FakeTensorMode, device: str) -> Model:
 
     @cache  # by identity
     def fake(tensor: torch.Tensor) -> Any:
-        twin = mode.from_tensor(tensor.detach()).to(device)
+        if is_traceable_wrapper_subclass(tensor):
+            twin: Any = transform_subclass(tensor, lambda _, inside: fake(inside))
+        else:
+            twin = mode.from_tensor(tensor.detach()).to(device)
         return torch.nn.Parameter(twin, requires_grad=False) if isinstance(tensor, torch.nn.Parameter) else twin
 
     for module in model.module.modules():

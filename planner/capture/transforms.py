@@ -14,10 +14,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fuseplan.planner.capture.modules import trace_ops
+from fuseplan.planner.errors import CaptureError
 
 #: What leaves a functorch level, by its kind.
 _LEAVE = {
@@ -72,6 +75,8 @@ def _flat(
         own[node] = graph.node_copy(node, own.__getitem__)
     graph.output(tuple(own[node] for node in outputs))
     given = [node for node in read if node.op != "get_attr"]
+    if any(is_traceable_wrapper_subclass(leaf) for node in given for leaf in pytree.tree_leaves(values[node])):
+        raise CaptureError("a function transform reads a tensor subclass")
     # Below pre-dispatch, levels are resolved before an op is recorded.
     flat = trace_ops(fx.GraphModule(module, graph), [values[node] for node in given])
     return given, outputs, flat

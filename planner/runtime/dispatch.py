@@ -20,7 +20,8 @@ from torch import fx
 from fuseplan.costmodel.devices import KINDS, is_gpu
 from fuseplan.kernels.native.overlap import span_bytes
 from fuseplan.planner.capture.normalise import normalise
-from fuseplan.planner.capture.trace import parameter_positions, trace_predispatch
+from fuseplan.planner.capture.subclasses import Apart, take_apart
+from fuseplan.planner.capture.trace import trace_predispatch
 from fuseplan.planner.dispatch_stats import Tally, new_tally
 from fuseplan.planner.errors import RefusedError, failure_reason
 from fuseplan.planner.implementations import inductor
@@ -55,12 +56,10 @@ def fuseplan(
     parsed = parse_options(options, mode)
     compile_id = torch._guards.CompileContext.current_compile_id()
     tally = new_tally("" if compile_id is None else str(compile_id))
-    reason = _unsupported(gm, example_inputs)
-    if reason is None:
-        try:
-            return compile_graph(gm, example_inputs, parsed, tally)
-        except Exception as error:  # the model must run whatever is wrong with its plan
-            reason = failure_reason(error)
+    try:
+        return compile_graph(gm, example_inputs, parsed, tally)
+    except Exception as error:  # the model must run whatever is wrong with its plan
+        reason = failure_reason(error)
     tally.refuse(reason)
     warn_once(reason, "graph %s runs unfused: %s", tally.compile_id, reason)
     show_plans((), tally, parsed.debug)
@@ -73,13 +72,22 @@ def compile_graph(
     """Trace, normalise, plan and rewrite one graph; RefusedError where it must run unfused, FuseplanError where it
     cannot be traced, or the device not be used.
     """
+    _check_no_gradients(gm, example_inputs)
+    apart = take_apart(gm, example_inputs)
+    return apart.whole(_compile(apart, options, tally))
+
+
+def _compile(apart: Apart, options: DispatchOptions, tally: Tally) -> Callable[..., Any]:
+    """What runs a graph without tensor subclasses."""
+    gm, example_inputs = apart.module, apart.inputs
+    _check_plain(gm, example_inputs)
     module = trace_predispatch(
         gm, example_inputs, options.grouped_queries, options.attention_masks, options.decode_attention)
     for name, number in asdict(module.meta["attention"]).items():
         tally.count(name, number)
     tally.count("channels_last", module.meta["channels_last"])
     if options.pack_weights:
-        found = merge_projections(module, parameter_positions(example_inputs), partial(pack, example_inputs))
+        found = merge_projections(module, apart.parameters, partial(pack, example_inputs))
         tally.count("merged_projections", found.merged)
         for reason, number in found.refused.items():
             tally.note(f"linear ops stay apart: {reason}", number)
@@ -137,22 +145,26 @@ def _stationary(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> set[int]:
     }
 
 
-def _unsupported(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str | None:
-    """Why no part of the graph may be fused, None when parts may."""
-    tensors = [item for item in (*example_inputs, *gm.parameters(), *gm.buffers()) if isinstance(item, torch.Tensor)]
+def _check_no_gradients(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     switched_on = any(node.target is torch._C._set_grad_enabled and node.args[:1] == (True,) for node in gm.graph.nodes)
-    if any(tensor.requires_grad for tensor in tensors) and (torch.is_grad_enabled() or switched_on):
-        return "gradients are enabled; call the model under torch.no_grad() or torch.inference_mode()"
+    if (torch.is_grad_enabled() or switched_on) and any(one.requires_grad for one in _tensors(gm, example_inputs)):
+        raise RefusedError("gradients are enabled; call the model under torch.no_grad() or torch.inference_mode()")
+
+
+def _check_plain(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     context = torch._guards.TracingContext.try_get()
     mode = None if context is None else context.fake_mode
-    for tensor in tensors:
+    for tensor in _tensors(gm, example_inputs):
         if not _is_plain(type(tensor)):
-            return (f"an input is a {type(tensor).__name__}, and kernels read plain tensors; where that class adds "
-                    "nothing, use torch.nn.Parameter or torch.Tensor")
+            raise RefusedError(f"an input is a {type(tensor).__name__}, and kernels read plain tensors; where that "
+                               "class adds nothing, use torch.nn.Parameter or torch.Tensor")
         # Fakes of the compiler stand for inputs with memory.
         if isinstance(tensor, torch._subclasses.FakeTensor) and tensor.fake_mode is not mode:
-            return "an input is the caller's FakeTensor; kernels read memory"
-    return None
+            raise RefusedError("an input is the caller's FakeTensor; kernels read memory")
+
+
+def _tensors(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[torch.Tensor]:
+    return [one for one in (*example_inputs, *gm.parameters(), *gm.buffers()) if isinstance(one, torch.Tensor)]
 
 
 def _is_plain(kind: type[torch.Tensor]) -> bool:

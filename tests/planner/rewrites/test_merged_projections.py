@@ -12,7 +12,8 @@ from dispatch_samples import fresh_start
 from torch import fx, nn
 
 from fuseplan.planner.capture.normalise import normalise
-from fuseplan.planner.capture.trace import parameter_positions, trace_predispatch
+from fuseplan.planner.capture.subclasses import take_apart
+from fuseplan.planner.capture.trace import trace_predispatch
 from fuseplan.planner.graph.merged_linear import MERGED
 from fuseplan.planner.rewrites.merged_projections import MergedProjections, merge_projections
 
@@ -47,7 +48,7 @@ def merged(model: nn.Module, *args: torch.Tensor, pack: Any = None, dynamic: boo
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Forward:
         trace = trace_predispatch(gm, example_inputs)
-        traces.append((trace, merge_projections(trace, parameter_positions(example_inputs), pack)))
+        traces.append((trace, merge_projections(trace, take_apart(gm, example_inputs).parameters, pack)))
         return trace.forward
 
     expected_args = [one.clone() for one in args]

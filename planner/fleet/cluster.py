@@ -305,7 +305,7 @@ def ask_workers(client: Client, function: Callable[..., Any], *args: Any, worker
 
 #: Names of tasks that are not of a region, in words.
 _WORDS = {"time_step": "timing a whole step", "time_again": "checking shipped times", "probe_device": "probing",
-          "probe": "probing", "capture": "capturing", "prepare": "preparing"}
+          "capture": "capturing", "prepare": "preparing"}
 #: Seconds without a heartbeat after which nothing is asked of a worker any more; hundreds of workers send one in five.
 _SILENT_S = 15.0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib import metadata
@@ -13,17 +13,14 @@ from distributed import Client
 from fuseplan.costmodel.devices import Kind, kind_of_key
 from fuseplan.planner.api.device import device_kind
 from fuseplan.planner.api.many import Models
-from fuseplan.planner.api.regions import CapturedModel, captured_model, in_words
-from fuseplan.planner.api.request import Asked, TuneRequest
+from fuseplan.planner.api.request import TuneRequest
 from fuseplan.planner.api.run import Ran, Runner, Wanted
-from fuseplan.planner.api.tune import OneModel
-from fuseplan.planner.errors import Argument, ConfigError, FuseplanError, NothingForDeviceError
+from fuseplan.planner.errors import Argument, ConfigError, NothingForDeviceError
 from fuseplan.planner.fleet import worker_state
 from fuseplan.planner.fleet.cluster import LOCAL, ask_workers, connected, device_workers, scheduler_client
-from fuseplan.planner.fleet.terms import Captured, WorkerDevice, device_of_worker
-from fuseplan.planner.fleet.tune import Fleet, Order, graphs_of
-from fuseplan.planner.graph.dataflow import DataflowGraph
-from fuseplan.planner.tuning.progress import SILENT, Progress
+from fuseplan.planner.fleet.terms import WorkerDevice, device_of_worker
+from fuseplan.planner.fleet.tune import Fleet, Order
+from fuseplan.planner.tuning.progress import Progress
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.location import location_name, resolve_url, sqlite_file
 from fuseplan.search.store.record import Versions
@@ -40,12 +37,30 @@ def run_by(workers: str) -> Runner:
     def run(
         request: TuneRequest, wanted_on: Callable[[str], Wanted], progress: Progress, account: TimeAccount
     ) -> list[tuple[Wanted, Ran]]:
-        with fleet(workers, request, progress, account) as found:
+        with ExitStack() as stack:
+            found = stack.enter_context(fleet(workers, request, progress, account))
             wanted = _wanted(found, wanted_on)
-            one = next(iter(wanted.values()))
-            if isinstance(one, OneModel):
-                return _tuned(found, one, account)
-            return _tuned_together(found, {key: one for key, one in wanted.items() if isinstance(one, Models)}, account)
+            with account.spend("probing"):
+                found.probe(wanted)
+            models = {asked: None for one in wanted.values() if isinstance(one, Models) for asked in one.models}
+            for asked in models:  # all at once
+                if asked.source is not None and asked.source.kind != "module":
+                    for workload in asked.workloads:
+                        found.capture(asked.source, workload, asked.kind, asked.pack_weights)
+            orders: dict[str, list[Order]] = {}
+            for device, one in wanted.items():
+                if len(wanted) > 1:
+                    progress.note(f"on {device}:")
+                one.capture(stack, progress, account, found.capture)
+                orders[device] = [Order(device, replace(found.terms, settings=batch.settings), batch)
+                                  for batch in one.batches(found.session(device, found.terms), progress, account)]
+            results = iter(found.tune([order for its in orders.values() for order in its], account))
+            ran: list[tuple[Wanted, Ran]] = []
+            for device, one in wanted.items():
+                its = tuple((order.batch, next(results)) for order in orders[device])
+                session = its[-1][1].session if its else found.session(device, found.terms)
+                ran.append((one, Ran(its, session, found.load)))
+            return ran
 
     return run
 
@@ -62,76 +77,6 @@ def _wanted(found: Fleet, wanted_on: Callable[[str], Wanted]) -> dict[str, Wante
     if not wanted:
         raise refused[0]
     return wanted
-
-
-def _tuned(found: Fleet, model: OneModel, account: TimeAccount) -> list[tuple[Wanted, Ran]]:
-    """One model: workers tune what they have captured of it while they capture the rest."""
-    asked, graphs = model.asked, list[tuple[str, DataflowGraph]]()
-    here = _is_captured_here(asked)
-    if here:
-        with account.spend("capturing"):
-            graphs = asked.graphs(found.progress)
-    orders = [Order(device, replace(found.terms, settings=asked.settings), model.batch(graphs))
-              for device in found.devices]
-
-    def captured(place: int, part: Captured) -> None:
-        for name, graph in graphs_of(asked.workloads[place], part, asked.pack_weights, found.progress.note):
-            for order in orders:
-                found.arrive(order, place, name, graph)
-
-    found.probe(found.devices)
-    if not here:
-        found.capture(asked, captured)
-    results = found.tune(orders, account, "tuning on workers" if here else "capturing")
-    return [(model, Ran(((order.batch, result),), result.session, found.load))
-            for order, result in zip(orders, results, strict=True)]
-
-
-def _is_captured_here(asked: Asked) -> bool:
-    """Patterns, and users' own modules: workers may not have their code."""
-    return asked.source is None or asked.source.kind == "module"
-
-
-def _tuned_together(found: Fleet, wanted: Mapping[str, Models], account: TimeAccount) -> list[tuple[Wanted, Ran]]:
-    """The models of a manifest: all are captured first, so that each region is measured once."""
-    progress, orders = found.progress, dict[str, list[Order]]()
-    models = list(dict.fromkeys(asked for one in wanted.values() for asked in one.models))
-    with account.spend("capturing"):
-        found.probe(wanted)
-        captured = _captured(found, models)
-    sessions = {device: found.session(device, found.terms) for device in wanted}
-    for device, one in wanted.items():
-        for name, why in one.left_out:
-            progress.note(f"{name} is left out on {device}: {why}")
-        one.captured = tuple(captured[asked] for asked in one.models)
-        batches = one.batches(sessions[device], SILENT, account)
-        words = in_words(one.regions)
-        progress.note(words if len(wanted) == 1 else f"{device}: {words}")
-        orders[device] = [Order(device, replace(found.terms, settings=batch.settings), batch) for batch in batches]
-    results = iter(found.tune([order for its in orders.values() for order in its], account))
-    ran: list[tuple[Wanted, Ran]] = []
-    for device, one in wanted.items():
-        its = tuple((order.batch, next(results)) for order in orders[device])
-        ran.append((one, Ran(its, its[-1][1].session if its else sessions[device], found.load)))
-    return ran
-
-
-def _captured(found: Fleet, models: Sequence[Asked]) -> dict[Asked, CapturedModel]:
-    """The graphs of models, while devices are probed. One that cannot be captured costs only itself."""
-    parts = {asked: dict[int, Captured]() for asked in models if not _is_captured_here(asked)}
-    for asked, its in parts.items():
-        found.capture(asked, its.__setitem__)
-    made = {asked: captured_model(asked, found.progress) for asked in models if asked not in parts}
-    found.run("capturing")
-    for asked, its in parts.items():
-        graphs, failure = list[tuple[str, DataflowGraph]](), ""
-        try:
-            for place, workload in enumerate(asked.workloads):
-                graphs += graphs_of(workload, its[place], asked.pack_weights, found.progress.note)
-        except FuseplanError as error:
-            graphs, failure = [], f"{asked.label} is left out: {error}"
-        made[asked] = CapturedModel(asked, tuple(graphs), failure, sum(part.elapsed_s for part in its.values()))
-    return made
 
 
 def fleet_kind(workers: str, device: str) -> Kind:

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import click
+import torch
 from distributed import Worker, WorkerPlugin, get_worker, secede
 
 from fuseplan.costmodel.devices import is_gpu, local_kind
@@ -25,11 +25,11 @@ from fuseplan.costmodel.probe import probe
 from fuseplan.kernels.registry import local_target
 from fuseplan.planner.api.device import DEVICES
 from fuseplan.planner.api.run import ready
-from fuseplan.planner.capture.cache import capture_as_text
-from fuseplan.planner.errors import FuseplanError
+from fuseplan.planner.capture.cache import cached_capture
+from fuseplan.planner.capture.trace import Graphs
+from fuseplan.planner.errors import FuseplanError, PlanError
 from fuseplan.planner.fleet.terms import (
     PLENTY,
-    Captured,
     Prepared,
     Rankings,
     RegionOutcome,
@@ -49,7 +49,7 @@ from fuseplan.planner.tuning.plans import GraphPlan, RegionPlan
 from fuseplan.planner.tuning.recheck import recheck
 from fuseplan.planner.tuning.session import Session, open_session
 from fuseplan.planner.tuning.whole_step import measure_step, step_problem
-from fuseplan.planner.work.extract import region_graph
+from fuseplan.planner.work.extract import find_region
 from fuseplan.search.errors import OWN_FAULTS, DatabaseError, MachineFailureError
 from fuseplan.search.store.record import TuningRecord, Versions
 from fuseplan.search.timing.subject import Subject
@@ -60,8 +60,6 @@ from fuseplan.search.workers.worker import WorkerPool, usable_cores
 _NAME = "fuseplan"
 #: What a capture imports.
 _CAPTURING = ("fuseplan.planner.capture.cache", "transformers.modeling_utils")
-#: So many processes that capture are started before there is anything to capture.
-_WAITING = 2
 #: A GPU's memory for each worker that measures on it: their contexts, and what they hold between measurements.
 _GPU_BYTES_EACH = 7 * 2**30
 #: Seconds after which a capture counts as hanging.
@@ -82,8 +80,6 @@ async def dask_setup(worker: Worker, device: str, compilers: int, beside: int) -
     ``compilers`` are compilers at once, 0 for one a core; ``beside`` are workers that have the same GPU and come first:
     where its memory is too small for one more, this one only captures.
     """
-    import torch
-
     if threading.current_thread() is threading.main_thread():
         # A Ctrl-C reaches the whole process group; the nanny ends this process in order.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -102,7 +98,7 @@ async def dask_setup(worker: Worker, device: str, compilers: int, beside: int) -
     state = WorkerState(compilers)
     await worker.plugin_add(plugin=state, name=_NAME)
     if is_gpu(kind):
-        state.start(kind, captures)
+        state.pool(kind).start()  # it imports what it needs meanwhile
 
 
 def state() -> WorkerState:
@@ -125,7 +121,7 @@ class WorkerState(WorkerPlugin):
         self._lock = threading.RLock()
         self._pools: dict[str, WorkerPool] = {}
         self._tuners: dict[Terms, RegionTuner] = {}
-        #: Those that captured before, and wait for more.
+        #: Processes that captured before, and wait for more.
         self.capturing: list[WorkerPool] = []
 
     def pool(self, kind: str) -> WorkerPool:
@@ -136,13 +132,6 @@ class WorkerState(WorkerPlugin):
                 if self._compilers:
                     pool.compilers = self._compilers
             return self._pools[kind]
-
-    def start(self, kind: str, captures: int) -> None:
-        """Have the processes that measure and capture import what they need, which takes a while; at once returns."""
-        self.pool(kind).start()
-        self.capturing = [WorkerPool(compilers=1, preload=_CAPTURING) for _ in range(min(captures, _WAITING))]
-        for pool in self.capturing:
-            pool.start()
 
     def region_tuner(self, terms: Terms) -> RegionTuner:
         """The tuner for these terms, made when the first region comes. Those of other tunes end but for the last."""
@@ -173,8 +162,9 @@ class RegionTuner:
 
     def __init__(self, terms: Terms, pool: WorkerPool) -> None:
         with ExitStack() as stack:
-            self.session = session = opened(terms)
+            session = opened(terms)
             stack.callback(session.database.close)
+            self.session = session = ready(session)  # another worker may be probing the device
             self.tuner = stack.enter_context(session.tuner(terms.how.budget(terms.kind), terms.how.seed, executor=pool))
             self._planner = session.planner(self.tuner)
             stack.enter_context(self._planner.lookahead() or nullcontext())
@@ -211,19 +201,22 @@ class RegionTuner:
         return new
 
     def _graph(self, task: RegionTask) -> tuple[DataflowGraph, Region]:
+        """The same objects for what prepares a region and what measures it."""
         if task.key not in self._graphs:
-            graph, region = region_graph(task.data, task.key)
-            graph.shares = task.shares
-            self._graphs[task.key] = graph, region
+            region = find_region(task.graph, task.key)
+            if region is None:
+                raise PlanError("its graph has no such region")
+            self._graphs[task.key] = task.graph, region
         return self._graphs[task.key]
 
 
-def _captured(*args: Any) -> tuple[str, Exception | None]:
-    """A job: the text, or the error."""
+def _captured(source: ModelSource, workload: Workload, kind: str, pack_weights: bool) -> Graphs | Exception:
+    """A job, in a process that does nothing else."""
+    torch.set_num_threads(1)
     try:
-        return capture_as_text(*args), None
+        return cached_capture(source, workload, kind, None, pack_weights)
     except FuseplanError as error:
-        return "", carried(error)
+        return carried(error)
 
 
 def opened(terms: Terms) -> Session:
@@ -247,14 +240,14 @@ def probe_device(terms: Terms) -> None:
         ready(session)
 
 
-def capture(source: ModelSource, workload: Workload, kind: str, pack_weights: bool) -> Captured:
-    """A workload's graphs, or why it cannot be captured, found out in a process that does nothing else.
+def capture(source: ModelSource, workload: Workload, kind: str, pack_weights: bool) -> Graphs | Exception:
+    """A workload's graphs, or why it cannot be captured.
 
     Raises:
         MachineFailureError: The process failed.
     """
     secede()  # regions are measured and prepared meanwhile
-    began, idle = time.monotonic(), state().capturing
+    idle = state().capturing
     pool = idle.pop() if idle else WorkerPool(compilers=1, preload=_CAPTURING)
     try:
         outcome = pool.call(_captured, source, workload, kind, pack_weights, limit_s=_CAPTURE_S)
@@ -262,8 +255,8 @@ def capture(source: ModelSource, workload: Workload, kind: str, pack_weights: bo
         idle.append(pool)
     if not outcome.ok:
         raise MachineFailureError(f"a capture failed: {outcome.failure}")
-    text, failure = outcome.value
-    return Captured(text, failure, time.monotonic() - began)
+    found: Graphs | Exception = outcome.value
+    return found
 
 
 def prepare(terms: Terms, task: RegionTask, rankings: Rankings) -> Prepared:

@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 from distributed import Client, LocalCluster, get_worker
 
 from fuseplan.planner.api.request import HowToTune
-from fuseplan.planner.fleet.scheduler import RegionScheduler, Tasks
+from fuseplan.planner.fleet.scheduler import RegionScheduler
 from fuseplan.planner.fleet.terms import (
     PLENTY,
     Prepared,
@@ -25,6 +26,7 @@ from fuseplan.planner.fleet.terms import (
     preparing,
     unit,
 )
+from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.tuning.plans import PlanSettings
 
 DEVICE = "cpu-sample-0"
@@ -59,7 +61,7 @@ def resources(device: str, shared: str = "") -> dict[str, float]:
 
 
 def region(key: str, ops: float = 1.0) -> RegionTask:
-    return RegionTask(key, f"region {key}", {}, {}, ops)
+    return RegionTask(key, f"region {key}", DataflowGraph([], {}, (), ()), ops)
 
 
 @dataclass
@@ -113,7 +115,7 @@ def capture(*args: object) -> object:
     return args
 
 
-TASKS = Tasks(capture=capture, probe=capture, prepare=prepare, measure=measure)
+TASKS = SimpleNamespace(capture=capture, prepare=prepare, measure=measure)
 
 
 def spread(client: Client, kind: str = "cpu") -> RegionScheduler:

@@ -1,26 +1,57 @@
-"""A run by a fleet: its workers and devices, models that workers capture, and regions measured once for each device."""
+"""A run by a fleet: its devices, graphs as workers capture them, their regions each once, and what workers stored."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import metadata
+from itertools import zip_longest
 
 from distributed import Client
 
-from fuseplan.costmodel.devices import Kind, kind_of_key
+from fuseplan.costmodel.devices import Kind, is_cpu, kind_of_key
+from fuseplan.costmodel.probe.probe import MachineLoad
 from fuseplan.planner.api.device import device_kind
 from fuseplan.planner.api.many import Models
 from fuseplan.planner.api.request import TuneRequest
-from fuseplan.planner.api.run import Ran, Runner, Wanted
-from fuseplan.planner.errors import Argument, ConfigError, NothingForDeviceError
-from fuseplan.planner.fleet import worker_state
-from fuseplan.planner.fleet.cluster import LOCAL, ask_workers, connected, device_workers, scheduler_client
-from fuseplan.planner.fleet.terms import WorkerDevice, device_of_worker
-from fuseplan.planner.fleet.tune import Fleet, Order
+from fuseplan.planner.api.run import Ran, Runner, Wanted, doubts
+from fuseplan.planner.capture.trace import Graphs
+from fuseplan.planner.cost.prices import part_shares
+from fuseplan.planner.errors import (
+    Argument,
+    ConfigError,
+    DeviceError,
+    FuseplanError,
+    NothingForDeviceError,
+    PlanError,
+)
+from fuseplan.planner.fleet import terms, worker_state
+from fuseplan.planner.fleet.cluster import (
+    LOCAL,
+    ask_workers,
+    connected,
+    device_workers,
+    scheduler_client,
+    workers_of,
+)
+from fuseplan.planner.fleet.scheduler import RegionScheduler
+from fuseplan.planner.fleet.terms import RegionOutcome, Terms, WorkerDevice
+from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+from fuseplan.planner.implementations.group_table import GroupTable
+from fuseplan.planner.models.sources import ModelSource
+from fuseplan.planner.models.workload import Workload
+from fuseplan.planner.partition.plan_record import located_label
+from fuseplan.planner.tuning.plans import PlanSettings, RegionPlan
 from fuseplan.planner.tuning.progress import Progress
+from fuseplan.planner.tuning.recheck import longest_shipped, rechecked
+from fuseplan.planner.tuning.session import Session, session_on
+from fuseplan.planner.tuning.tune import Batch, RegionFailure, TuneResult, Work
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.location import location_name, resolve_url, sqlite_file
 from fuseplan.search.store.record import Versions
@@ -38,7 +69,7 @@ def run_by(workers: str) -> Runner:
         request: TuneRequest, wanted_on: Callable[[str], Wanted], progress: Progress, account: TimeAccount
     ) -> list[tuple[Wanted, Ran]]:
         with ExitStack() as stack:
-            found = stack.enter_context(fleet(workers, request, progress, account))
+            found = _joined(stack, workers, request, progress, account)
             wanted = _wanted(found, wanted_on)
             with account.spend("probing"):
                 found.probe(wanted)
@@ -54,10 +85,10 @@ def run_by(workers: str) -> Runner:
                 one.capture(stack, progress, account, found.capture)
                 orders[device] = [Order(device, replace(found.terms, settings=batch.settings), batch)
                                   for batch in one.batches(found.session(device, found.terms), progress, account)]
-            results = iter(found.tune([order for its in orders.values() for order in its], account))
+            results = found.tune([order for its in orders.values() for order in its], account)
             ran: list[tuple[Wanted, Ran]] = []
             for device, one in wanted.items():
-                its = tuple((order.batch, next(results)) for order in orders[device])
+                its = tuple((order.batch, results[order]) for order in orders[device])
                 session = its[-1][1].session if its else found.session(device, found.terms)
                 ran.append((one, Ran(its, session, found.load)))
             return ran
@@ -93,10 +124,10 @@ def fleet_kind(workers: str, device: str) -> Kind:
         return "cuda" if device_workers(client, "cuda") else "cpu"
 
 
-
-@contextmanager
-def fleet(workers: str, request: TuneRequest, progress: Progress, account: TimeAccount) -> Iterator[Fleet]:
-    """Connect to workers (``local``, or a scheduler's address) that own devices of a request's type.
+def _joined(
+    stack: ExitStack, workers: str, request: TuneRequest, progress: Progress, account: TimeAccount
+) -> Fleet:
+    """The workers that own devices of a request's type, connected until the ``stack`` ends.
 
     Raises:
         FuseplanError: There are none, they do not agree on the software, or one cannot open the database.
@@ -109,11 +140,9 @@ def fleet(workers: str, request: TuneRequest, progress: Progress, account: TimeA
                           location_name(url))
     location = file or url.render_as_string(hide_password=False)  # as every worker reaches it
     Database(location).close()  # a file is there before workers look for it
-    with ExitStack() as stack:
-        with account.spend("starting workers"), progress.status("waiting for workers"):
-            client = stack.enter_context(connected(workers, request.kind))
-            devices = _devices(client, request.kind, file, progress)
-        yield Fleet(client, devices, location, request, progress)
+    with account.spend("starting workers"), progress.status("waiting for workers"):
+        client = stack.enter_context(connected(workers, request.kind))
+        return Fleet(client, _devices(client, request.kind, file, progress), location, request, progress)
 
 
 def described(client: Client, kind: str, file: str = "") -> list[WorkerDevice]:
@@ -125,7 +154,7 @@ def described(client: Client, kind: str, file: str = "") -> list[WorkerDevice]:
     """
     owners = {address: key for key, addresses in device_workers(client, kind).items() for address in addresses}
     found = ask_workers(client, worker_state.describe, kind, file, workers=owners.keys())
-    return [device_of_worker(one, kind, owners.get(address, "")) for address, one in found.items()]
+    return [terms.device_of_worker(one, kind, owners.get(address, "")) for address, one in found.items()]
 
 
 def _devices(client: Client, kind: Kind, file: str, progress: Progress) -> tuple[WorkerDevice, ...]:
@@ -154,3 +183,211 @@ def _devices(client: Client, kind: Kind, file: str, progress: Progress) -> tuple
     if file and {one.host for one in found} != {socket.gethostname()}:
         progress.note(f"{file} is a file that several hosts write; a server is safer: postgresql://...")
     return tuple({one.device: one for one in found}.values())
+
+
+
+@dataclass(eq=False)
+class Order:
+    """A batch of graphs to be tuned on a device, by its key, and what came of them.
+
+    Attributes:
+        work: The graphs that have arrived.
+        waiting: By the key of a region that is asked for: which graphs wait for it, that which had it first before all.
+        plans, errors: By the key of a region that is done.
+        untimed: Why the whole step of a graph is not timed; "" where it is.
+    """
+
+    device: str
+    terms: Terms
+    batch: Batch
+    work: list[Work] = field(default_factory=list)
+    waiting: dict[str, list[Work]] = field(default_factory=dict)
+    plans: dict[str, RegionPlan] = field(default_factory=dict)
+    errors: dict[str, Exception] = field(default_factory=dict)
+    untimed: dict[str, str] = field(default_factory=dict)
+
+
+class WorkerCapture(Future[Graphs]):
+    """A workload that a worker captures: who waits for its graphs lets the fleet go on with what it does."""
+
+    def __init__(self, go_on: Callable[[Callable[[], bool]], None]) -> None:
+        super().__init__()
+        self._go_on = go_on
+
+    def result(self, timeout: float | None = None) -> Graphs:
+        self._go_on(self.done)
+        return super().result(timeout)
+
+    def captured(self, found: object) -> None:
+        """This is what the worker sent back."""
+        try:
+            self.set_result(terms.checked_capture(found))
+        except FuseplanError as error:
+            self.set_exception(error)
+
+
+class Fleet:
+    """Workers that are connected, their ``devices`` (each key once), and a database that all of them reach, by its
+    ``location``.
+
+    Raises:
+        DatabaseError: The database cannot be opened for writing.
+    """
+
+    def __init__(
+        self, client: Client, devices: Sequence[WorkerDevice], location: str, request: TuneRequest, progress: Progress
+    ) -> None:
+        self.devices = {one.device: one for one in devices}
+        self.progress = progress
+        #: Of all tunes of this run; each adds its settings.
+        self.terms = Terms(uuid.uuid4().hex[:8], request.kind, location, PlanSettings(), request.how)
+        self._client, self._kind = client, request.kind
+        self._scheduler = RegionScheduler(client, request.kind, self.terms.run, tell=self._tell, note=progress.note)
+        self._databases = {key: Database(location, versions=one.versions) for key, one in self.devices.items()}
+        self._sessions: dict[tuple[str, Terms], Session] = {}
+        self._captures: dict[tuple[object, ...], WorkerCapture] = {}
+        #: Whole steps that are under way.
+        self._timing = 0
+        self._say: Callable[[str], None] = lambda text: None
+
+    @property
+    def load(self) -> MachineLoad:
+        """How busy the busiest machine was when it began."""
+        return max((one.load for one in self.devices.values()), key=lambda one: one.average / one.cores)
+
+    def session(self, device: str, terms: Terms) -> Session:
+        """A session to look plans up with, by the device's key."""
+        found = self._sessions.get((device, terms))
+        if found is None or found.spec is None:  # it may have been probed since
+            there = session_on(device, self.devices[device].target, self._databases[device], terms.settings)
+            found = self._sessions[device, terms] = terms.how.of(there, None, terms.run)
+        return found
+
+    def probe(self, devices: Iterable[str]) -> None:
+        """Have those of these devices probed that are not known yet; on a CPU nothing else is done meanwhile."""
+        for device in devices:
+            if self.session(device, self.terms).spec is None:
+                self._scheduler.call(worker_state.probe_device, device, self.terms, then=lambda found: None)
+        if is_cpu(self._kind):
+            self.run("probing")
+
+    def capture(self, source: ModelSource, workload: Workload, kind: str, pack_weights: bool) -> Future[Graphs]:
+        """Have a workload captured, once for all who ask."""
+        asked = source, workload, kind, pack_weights
+        if asked not in self._captures:
+            self._captures[asked] = coming = WorkerCapture(self._scheduler.run)
+            self._scheduler.capture(*asked, then=coming.captured)
+        return self._captures[asked]
+
+    def run(self, what: str) -> None:
+        """Until all that was asked for is done, which progress calls ``what``.
+
+        Raises:
+            MachineFailureError: Several workers' machines fail what a tune needs.
+            DatabaseError: Several workers cannot write the database.
+        """
+        with self._status(what):
+            self._scheduler.run()
+
+    @contextmanager
+    def _status(self, what: str) -> Iterator[None]:
+        with self.progress.status(what) as self._say:
+            yield
+        self._say = lambda text: None
+
+    def tune(self, orders: Sequence[Order], account: TimeAccount) -> dict[Order, TuneResult]:
+        """What came of each order. What was finished when it raises (as :meth:`run`, or what a stream of graphs does)
+        is stored.
+        """
+        began = time.monotonic()
+        with account.spend("tuning on workers"):
+            with self._status("tuning on workers"):
+                for graphs in zip_longest(*(order.batch.graphs for order in orders)):
+                    for order, found in zip(orders, graphs, strict=True):
+                        if found is not None:
+                            self._arrive(order, *found)
+                self._scheduler.run()
+            results = {order: self._result(order, began) for order in orders}
+        for session in {order.device: result.session for order, result in results.items()}.values():
+            for doubt in doubts(session.spec) if session.spec is not None else ():
+                self.progress.warn(f"{session.device}: {doubt}")
+        with suppress(DeviceError):  # whoever does not answer ends it with the next tune
+            ask_workers(self._client, worker_state.end, self.terms.run, workers=workers_of(self._client).keys())
+        return results
+
+    def _arrive(self, order: Order, name: str, graph: DataflowGraph) -> None:
+        """Ask for those regions of a graph that have no plan yet, and that nobody has asked for."""
+        session = self.session(order.device, order.terms)
+        planner = session.planner()
+        work = Work(name, graph, planner.look_up_regions(graph, order.batch.split(name))[0], order.plans, order.errors)
+        order.work.append(work)
+        fresh = [one for one in planner.undecided(graph, work.regions)
+                 if one.key not in order.plans and one.key not in order.errors]
+        new = [one for one in fresh if one.key not in order.waiting]
+        for region in fresh:
+            order.waiting.setdefault(region.key, []).append(work)
+        if new:
+            table = GroupTable(graph, session.settings.numerics, session.target.device_type)
+            shares = part_shares(table, planner.implementations.aten)
+            for region in new:
+                task = terms.region_task(graph, region, shares, order.terms.settings.minor)
+                self._scheduler.region(order.device, order.terms, task, partial(self._done, order, region))
+        if not fresh:
+            self._complete(order, work)
+
+    def _done(self, order: Order, region: Region, outcome: RegionOutcome) -> None:
+        waiting, failure = order.waiting.pop(region.key), outcome.failure
+        if failure is None:
+            try:
+                session = self.session(order.device, order.terms)
+                order.plans[region.key] = terms.stored_plan(session, waiting[0].graph, region, outcome)
+            except PlanError as error:
+                failure = error
+        if failure is not None:
+            order.errors[region.key] = failure
+        waiting[0].elapsed_s += outcome.elapsed_s
+        for work in waiting:
+            if order.waiting.keys().isdisjoint(one.key for one in work.regions):
+                self._complete(order, work)
+
+    def _complete(self, order: Order, work: Work) -> None:
+        """All regions of a graph are done."""
+        session = self.session(order.device, order.terms)
+        work.left = [one for one in work.left if one.key not in order.errors]
+        work.plan(session.planner(), [])
+        done = work.planned()
+        order.batch.keep_summary(session, done)
+        if order.batch.timed(work.workload):
+            self._timing += 1
+            self._scheduler.call(worker_state.time_step, order.device, order.terms, work.workload, work.graph,
+                                 done.plan, then=partial(self._timed, order, work))
+
+    def _timed(self, order: Order, work: Work, found: object) -> None:
+        order.untimed[work.workload], elapsed_s = terms.checked_step(work.workload, found)
+        work.elapsed_s += elapsed_s
+        self._timing -= 1
+
+    def _result(self, order: Order, began: float) -> TuneResult:
+        session = self.session(order.device, order.terms)
+        plans = tuple(one.planned() for one in order.work)
+        kernels = longest_shipped(session, [(one.graph, one.plan) for one in plans])
+        if len(rechecked(session, kernels)) < len(kernels):
+            self._scheduler.call(worker_state.time_again, order.device, order.terms, kernels, then=lambda found: None)
+            self.run("checking shipped times")
+        checked = rechecked(session, kernels)
+        if len(checked) < len(kernels):
+            self.progress.note(f"whether shipped times hold on {order.device} is not known")
+        failures: dict[str, RegionFailure] = {}
+        for work in order.work:
+            for region in (one for one in work.regions if one.key in order.errors):
+                label = located_label(work.graph, region)
+                failures.setdefault(region.key, RegionFailure(work.workload, label, order.errors[region.key]))
+        untimed = filter(None, (order.untimed.get(one.workload) for one in order.work))
+        result = TuneResult(
+            plans, session, time.monotonic() - began, checked, tuple(failures.values()), tuple(untimed))
+        return replace(result, session=session.recalibrated()) if result.measured else result
+
+    def _tell(self) -> None:
+        counts = self._scheduler.counts
+        is_timing = self._timing and counts.regions_done == counts.regions
+        self._say(f"timing {self._timing} whole steps" if is_timing else str(counts))

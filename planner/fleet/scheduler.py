@@ -12,7 +12,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -55,7 +55,7 @@ class Counts:
     ops: float = 0.0
     ops_done: float = 0.0
     devices: int = 0
-    began: float = field(default_factory=time.monotonic)
+    began: float = 0.0
 
     def stored(self) -> str:
         """In words, for the end of a tune."""
@@ -112,11 +112,38 @@ class RegionScheduler:
 
     def region(self, device: str, terms: Terms, task: RegionTask, then: Callable[[RegionOutcome], None]) -> None:
         """Ask for a region on a device."""
-        if not self.counts.regions:
-            self.counts.began = time.monotonic()
-        self.counts.regions += 1
-        self.counts.ops += task.ops
-        self._region(device, terms, task, then)
+        if not task.waits:
+            self.counts.began = self.counts.began or time.monotonic()
+            self.counts.regions += 1
+            self.counts.ops += task.ops
+        urgency = 0.0 if task.waits else task.ops  # what another tuner is at work on comes last: its plan may be there
+        # Dask learns by the first part of their names how long tasks take: regions of one size take equally long.
+        size = "abcdefghijklmnopqrstuvwxyz"[min(25, max(0, int(math.log2(max(task.ops, 1.0)) * 2)))] * 3
+        name = (self._run, device, hash(terms), task.key, int(task.waits), task.label)
+
+        def begin() -> Future[Any]:
+            known = dict(self._rankings[device, terms])
+            prepared = self._submit(self._tasks.prepare, preparing(device), _PREPARE + urgency,
+                                    (f"prepare-{size}", *name), terms, task, known)
+            return self._submit(self._tasks.measure, measuring(device), _MEASURE + urgency,
+                                (f"measure-{size}", *name), terms, task, prepared)
+
+        def measured(future: Future[Any]) -> None:
+            try:
+                outcome = checked_outcome(future.result())
+            except KilledWorker as error:  # a region that costs every worker its life is at fault itself
+                outcome = RegionOutcome(failure=PlanError(
+                    f"{error.allowed_failures + 1} workers ended while they tuned it; their memory or a kernel may be "
+                    "at fault"))
+            self._rankings[device, terms] |= outcome.rankings
+            if not outcome.stored and outcome.failure is None:  # a worker that waits for it does nothing else
+                return self.region(device, terms, replace(task, waits=True), then)
+            self.counts.regions_done += 1
+            self.counts.ops_done += task.ops
+            return then(outcome)
+
+        job = _Job(measuring(device), (-urgency, next(self._numbers)), begin, measured, tuple(task.graph.shares))
+        self._waiting[job.resource].append(job)
 
     def call(
         self, function: Callable[..., Any], device: str, terms: Terms, *args: Any, then: Callable[[Any], None]
@@ -129,7 +156,8 @@ class RegionScheduler:
 
         Raises:
             MachineFailureError: The scheduler is lost, or no worker is left for a device.
-            Exception: Of a task that failed for no fault of its region. What has not begun is cancelled then.
+            Exception: Of a task that failed for no fault of its region. What has not begun is cancelled then; what a
+                worker measures at the moment is finished and stored.
         """
         try:
             with self._watch.in_words():
@@ -142,13 +170,9 @@ class RegionScheduler:
                         self._tell()
                     self._watch.look(self._without_worker)
         except BaseException:
-            self.cancel()
+            if self._client.status == "running":
+                self._client.cancel([future for future, _ in self._coming.values()])
             raise
-
-    def cancel(self) -> None:
-        """Give up what is not done. What a worker measures at the moment is finished and stored."""
-        if self._client.status == "running":
-            self._client.cancel([future for future, _ in self._coming.values()])
 
     def _without_worker(self) -> set[str]:
         """Devices that no worker owns at the moment, although something is to be done there."""
@@ -175,38 +199,6 @@ class RegionScheduler:
                 future = job.begin()
                 self._coming[future.key] = future, job
                 future.add_done_callback(self._done.put)
-
-    def _region(
-        self, device: str, terms: Terms, task: RegionTask, then: Callable[[RegionOutcome], None]
-    ) -> None:
-        urgency = 0.0 if task.waits else task.ops  # what another tuner is at work on comes last: its plan may be there
-        # Dask learns by the first part of their names how long tasks take: regions of one size take equally long.
-        size = "abcdefghijklmnopqrstuvwxyz"[min(25, max(0, int(math.log2(max(task.ops, 1.0)) * 2)))] * 3
-        name = (self._run, device, hash(terms), task.key, int(task.waits), task.label)
-
-        def begin() -> Future[Any]:
-            known = dict(self._rankings[device, terms])
-            prepared = self._submit(self._tasks.prepare, preparing(device), _PREPARE + urgency,
-                                    (f"prepare-{size}", *name), terms, task, known)
-            return self._submit(self._tasks.measure, measuring(device), _MEASURE + urgency,
-                                (f"measure-{size}", *name), terms, task, prepared)
-
-        def measured(future: Future[Any]) -> None:
-            try:
-                outcome = checked_outcome(future.result())
-            except KilledWorker as error:  # a region that costs every worker its life is at fault itself
-                outcome = RegionOutcome(failure=PlanError(
-                    f"{error.allowed_failures + 1} workers ended while they tuned it; their memory or a kernel may be "
-                    "at fault"))
-            self._rankings[device, terms] |= outcome.rankings
-            if not outcome.stored and outcome.failure is None:  # a worker that waits for it does nothing else
-                return self._region(device, terms, replace(task, waits=True), then)
-            self.counts.regions_done += 1
-            self.counts.ops_done += task.ops
-            return then(outcome)
-
-        job = _Job(measuring(device), (-urgency, next(self._numbers)), begin, measured, tuple(task.graph.shares))
-        self._waiting[job.resource].append(job)
 
     def _ask(
         self, function: Callable[..., Any], resource: str, priority: int, args: tuple[Any, ...],

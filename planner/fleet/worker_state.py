@@ -47,7 +47,7 @@ from fuseplan.planner.models.sources import ModelSource
 from fuseplan.planner.models.workload import Workload
 from fuseplan.planner.tuning.plans import GraphPlan, RegionPlan
 from fuseplan.planner.tuning.recheck import recheck
-from fuseplan.planner.tuning.session import Session, open_session
+from fuseplan.planner.tuning.session import open_session
 from fuseplan.planner.tuning.whole_step import measure_step, step_problem
 from fuseplan.planner.work.extract import find_region
 from fuseplan.search.errors import OWN_FAULTS, DatabaseError, MachineFailureError
@@ -95,43 +95,31 @@ async def dask_setup(worker: Worker, device: str, compilers: int, beside: int) -
         offered |= {measuring(key): 1, preparing(key): PLENTY, unit(here): 1}
     for resource, amount in offered.items():
         worker.state.total_resources[resource] = worker.state.available_resources[resource] = amount
-    state = WorkerState(compilers)
-    await worker.plugin_add(plugin=state, name=_NAME)
+    pool = tuner.make_pool(kind)
+    if compilers:
+        pool.compilers = compilers
     if is_gpu(kind):
-        state.pool(kind).start()  # it imports what it needs meanwhile
+        pool.start()  # it imports what it needs meanwhile
+    await worker.plugin_add(plugin=WorkerState(pool), name=_NAME)
 
 
-def state() -> WorkerState:
-    """That of the worker that runs this task."""
-    return state_of(get_worker())
-
-
-def state_of(worker: Worker) -> WorkerState:
-    """What a worker keeps."""
-    found = worker.plugins[_NAME]
+def state(worker: Worker | None = None) -> WorkerState:
+    """What a worker keeps, by default the one that runs this task."""
+    found = (worker or get_worker()).plugins[_NAME]
     assert isinstance(found, WorkerState)
     return found
 
 
 class WorkerState(WorkerPlugin):
-    """The processes of a worker, and a tuner for each tune that it takes part in; closed with the worker."""
+    """What a worker has until it ends: the ``pool`` where the jobs of all tunes run, processes that have captured and
+    wait for more, and a tuner for each tune that it takes part in.
+    """
 
-    def __init__(self, compilers: int = 0) -> None:
-        self._compilers = compilers
-        self._lock = threading.RLock()
-        self._pools: dict[str, WorkerPool] = {}
-        self._tuners: dict[Terms, RegionTuner] = {}
-        #: Processes that captured before, and wait for more.
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
         self.capturing: list[WorkerPool] = []
-
-    def pool(self, kind: str) -> WorkerPool:
-        """Where the jobs of all tunes run."""
-        with self._lock:
-            if kind not in self._pools:
-                pool = self._pools[kind] = tuner.make_pool(kind)
-                if self._compilers:
-                    pool.compilers = self._compilers
-            return self._pools[kind]
+        self._lock = threading.RLock()
+        self._tuners: dict[Terms, RegionTuner] = {}
 
     def region_tuner(self, terms: Terms) -> RegionTuner:
         """The tuner for these terms, made when the first region comes. Those of other tunes end but for the last."""
@@ -140,7 +128,7 @@ class WorkerState(WorkerPlugin):
                 runs = list(dict.fromkeys(known.run for known in self._tuners if known.run != terms.run))
                 for run in runs[:-1]:  # whoever asked for them is gone
                     self.end(run)
-                self._tuners[terms] = RegionTuner(terms, self.pool(terms.kind))
+                self._tuners[terms] = RegionTuner(terms, self._pool)
             return self._tuners[terms]
 
     def end(self, run: str) -> None:
@@ -153,7 +141,7 @@ class WorkerState(WorkerPlugin):
         """The worker ends."""
         for run in {terms.run for terms in self._tuners}:
             self.end(run)
-        for pool in (*self._pools.values(), *self.capturing):
+        for pool in (self._pool, *self.capturing):
             pool.close()
 
 
@@ -162,9 +150,10 @@ class RegionTuner:
 
     def __init__(self, terms: Terms, pool: WorkerPool) -> None:
         with ExitStack() as stack:
-            session = opened(terms)
-            stack.callback(session.database.close)
-            self.session = session = ready(session)  # another worker may be probing the device
+            there = open_session(terms.kind, terms.db, terms.settings)
+            stack.callback(there.database.close)
+            # Whoever comes first probes the device.
+            self.session = session = ready(terms.how.of(there, terms.how.studies(), terms.run))
             self.tuner = stack.enter_context(session.tuner(terms.how.budget(terms.kind), terms.how.seed, executor=pool))
             self._planner = session.planner(self.tuner)
             stack.enter_context(self._planner.lookahead() or nullcontext())
@@ -219,12 +208,6 @@ def _captured(source: ModelSource, workload: Workload, kind: str, pack_weights: 
         return carried(error)
 
 
-def opened(terms: Terms) -> Session:
-    """The session of this worker's device, for these terms."""
-    studies = terms.how.studies()
-    return terms.how.of(open_session(terms.kind, terms.db, terms.settings), studies, terms.run)
-
-
 def describe(kind: str, database: str) -> WorkerDevice:
     """Which device this worker owns, and whether it sees a database that is a file; "" for a server's."""
     return WorkerDevice(
@@ -235,9 +218,7 @@ def describe(kind: str, database: str) -> WorkerDevice:
 
 def probe_device(terms: Terms) -> None:
     """Measure the device, and store what is found, unless it is stored."""
-    session = opened(terms)
-    with session.database:
-        ready(session)
+    state().region_tuner(terms)
 
 
 def capture(source: ModelSource, workload: Workload, kind: str, pack_weights: bool) -> Graphs | Exception:
@@ -297,4 +278,4 @@ def time_again(terms: Terms, kernels: Sequence[tuple[Subject, TuningRecord]]) ->
 
 async def end(run: str, dask_worker: Worker) -> None:
     """A tune has ended: forget what was made for it."""
-    await asyncio.to_thread(state_of(dask_worker).end, run)
+    await asyncio.to_thread(state(dask_worker).end, run)

@@ -46,18 +46,18 @@ def fleet(
         Client(cluster) as client,
     ):
         for number in range(workers):
-            device = devices[number % len(devices)]
+            device, shared = devices[number % len(devices)], units[number % len(units)] or str(number)
             cluster.worker_spec[number] = {**cluster.new_spec, "options": {
-                **cluster.new_spec["options"], "resources": resources(device, units[number % len(units)])}}
+                **cluster.new_spec["options"], "resources": resources(device, shared)}}
         cluster.sync(cluster._correct_state)
         client.wait_for_workers(workers)
         yield client
 
 
 def resources(device: str, shared: str = "") -> dict[str, float]:
-    """What a worker offers that owns this device, alone or with those that have the same ``shared``."""
-    own = {unit(shared): 1.0} if shared else {}
-    return {**own, measuring(device): 1, preparing(device): PLENTY, capturing(device.partition("-")[0]): 1}
+    """What a worker offers that owns this device, with those that have the same ``shared``."""
+    kind = device.partition("-")[0]
+    return {unit(shared): 1.0, measuring(device): 1, preparing(device): PLENTY, capturing(kind): 1}
 
 
 def region(key: str, ops: float = 1.0) -> RegionTask:

@@ -19,9 +19,8 @@ from fuseplan.planner.api.request import TuneRequest
 from fuseplan.planner.api.tune import Tuned, tune_request
 from fuseplan.planner.errors import CaptureError, ConfigError
 from fuseplan.planner.fleet import terms, worker_state
-from fuseplan.planner.fleet.run import run_by
+from fuseplan.planner.fleet.run import WorkerCapture, run_by
 from fuseplan.planner.fleet.terms import RegionOutcome, RegionTask, WorkerDevice
-from fuseplan.planner.fleet.tune import WorkerCapture
 from fuseplan.planner.fleet.worker_state import RegionTuner
 from fuseplan.planner.models.manifest import ModelArguments
 from fuseplan.planner.models.sources import find_source

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -78,19 +78,16 @@ def run_by(workers: str) -> Runner:
                 if asked.source is not None and asked.source.kind != "module":
                     for workload in asked.workloads:
                         found.capture(asked.source, workload, asked.kind, asked.pack_weights)
-            orders: dict[str, list[Order]] = {}
+            batches: dict[str, Sequence[Batch]] = {}
             for device, one in wanted.items():
                 if len(wanted) > 1:
                     progress.note(f"on {device}:")
                 one.capture(stack, progress, account, found.capture)
-                orders[device] = [Order(device, replace(found.terms, settings=batch.settings), batch)
-                                  for batch in one.batches(found.session(device, found.terms), progress, account)]
-            results = found.tune([order for its in orders.values() for order in its], account)
+                batches[device] = one.batches(found.session(device), progress, account)
             ran: list[tuple[Wanted, Ran]] = []
-            for device, one in wanted.items():
-                its = tuple((order.batch, results[order]) for order in orders[device])
-                session = its[-1][1].session if its else found.session(device, found.terms)
-                ran.append((one, Ran(its, session, found.load)))
+            for device, its in found.tune(batches, account).items():
+                session = its[-1][1].session if its else found.session(device)
+                ran.append((wanted[device], Ran(tuple(its), session, found.load)))
             return ran
 
     return run
@@ -188,7 +185,7 @@ def _devices(client: Client, kind: Kind, file: str, progress: Progress) -> tuple
 
 @dataclass(eq=False)
 class Order:
-    """A batch of graphs to be tuned on a device, by its key, and what came of them.
+    """A batch of graphs to be tuned on a session's device, and what came of them.
 
     Attributes:
         work: The graphs that have arrived.
@@ -197,7 +194,7 @@ class Order:
         untimed: Why the whole step of a graph is not timed; "" where it is.
     """
 
-    device: str
+    session: Session
     terms: Terms
     batch: Batch
     work: list[Work] = field(default_factory=list)
@@ -244,7 +241,6 @@ class Fleet:
         self._client, self._kind = client, request.kind
         self._scheduler = RegionScheduler(client, request.kind, self.terms.run, tell=self._tell, note=progress.note)
         self._databases = {key: Database(location, versions=one.versions) for key, one in self.devices.items()}
-        self._sessions: dict[tuple[str, Terms], Session] = {}
         self._captures: dict[tuple[object, ...], WorkerCapture] = {}
         #: Whole steps that are under way.
         self._timing = 0
@@ -255,18 +251,15 @@ class Fleet:
         """How busy the busiest machine was when it began."""
         return max((one.load for one in self.devices.values()), key=lambda one: one.average / one.cores)
 
-    def session(self, device: str, terms: Terms) -> Session:
+    def session(self, device: str, settings: PlanSettings | None = None) -> Session:
         """A session to look plans up with, by the device's key."""
-        found = self._sessions.get((device, terms))
-        if found is None or found.spec is None:  # it may have been probed since
-            there = session_on(device, self.devices[device].target, self._databases[device], terms.settings)
-            found = self._sessions[device, terms] = terms.how.of(there, None, terms.run)
-        return found
+        there = session_on(device, self.devices[device].target, self._databases[device], settings)
+        return self.terms.how.of(there, None, self.terms.run)
 
     def probe(self, devices: Iterable[str]) -> None:
         """Have those of these devices probed that are not known yet; on a CPU nothing else is done meanwhile."""
         for device in devices:
-            if self.session(device, self.terms).spec is None:
+            if self.session(device).spec is None:
                 self._scheduler.call(worker_state.probe_device, device, self.terms, then=lambda found: None)
         if is_cpu(self._kind):
             self.run("probing")
@@ -295,11 +288,15 @@ class Fleet:
             yield
         self._say = lambda text: None
 
-    def tune(self, orders: Sequence[Order], account: TimeAccount) -> dict[Order, TuneResult]:
-        """What came of each order. What was finished when it raises (as :meth:`run`, or what a stream of graphs does)
-        is stored.
+    def tune(
+        self, batches: Mapping[str, Iterable[Batch]], account: TimeAccount
+    ) -> dict[str, list[tuple[Batch, TuneResult]]]:
+        """What came of each batch of each device. What was finished when it raises (as :meth:`run`, or what a stream of
+        graphs does) is stored.
         """
-        began = time.monotonic()
+        began, results = time.monotonic(), {device: list[tuple[Batch, TuneResult]]() for device in batches}
+        orders = [Order(self.session(device, one.settings), replace(self.terms, settings=one.settings), one)
+                  for device, its in batches.items() for one in its]
         with account.spend("tuning on workers"):
             with self._status("tuning on workers"):
                 for graphs in zip_longest(*(order.batch.graphs for order in orders)):
@@ -307,18 +304,18 @@ class Fleet:
                         if found is not None:
                             self._arrive(order, *found)
                 self._scheduler.run()
-            results = {order: self._result(order, began) for order in orders}
-        for session in {order.device: result.session for order, result in results.items()}.values():
-            for doubt in doubts(session.spec) if session.spec is not None else ():
-                self.progress.warn(f"{session.device}: {doubt}")
+            for order in orders:
+                results[order.session.device].append((order.batch, self._result(order, began)))
+        for device, its in results.items():
+            for doubt in doubts(spec) if its and (spec := its[-1][1].session.spec) is not None else ():
+                self.progress.warn(f"{device}: {doubt}")
         with suppress(DeviceError):  # whoever does not answer ends it with the next tune
             ask_workers(self._client, worker_state.end, self.terms.run, workers=workers_of(self._client).keys())
         return results
 
     def _arrive(self, order: Order, name: str, graph: DataflowGraph) -> None:
         """Ask for those regions of a graph that have no plan yet, and that nobody has asked for."""
-        session = self.session(order.device, order.terms)
-        planner = session.planner()
+        session, planner = order.session, order.session.planner()
         work = Work(name, graph, planner.look_up_regions(graph, order.batch.split(name))[0], order.plans, order.errors)
         order.work.append(work)
         fresh = [one for one in planner.undecided(graph, work.regions)
@@ -330,8 +327,8 @@ class Fleet:
             table = GroupTable(graph, session.settings.numerics, session.target.device_type)
             shares = part_shares(table, planner.implementations.aten)
             for region in new:
-                task = terms.region_task(graph, region, shares, order.terms.settings.minor)
-                self._scheduler.region(order.device, order.terms, task, partial(self._done, order, region))
+                task = terms.region_task(graph, region, shares, session.settings.minor)
+                self._scheduler.region(session.device, order.terms, task, partial(self._done, order, region))
         if not fresh:
             self._complete(order, work)
 
@@ -339,8 +336,7 @@ class Fleet:
         waiting, failure = order.waiting.pop(region.key), outcome.failure
         if failure is None:
             try:
-                session = self.session(order.device, order.terms)
-                order.plans[region.key] = terms.stored_plan(session, waiting[0].graph, region, outcome)
+                order.plans[region.key] = terms.stored_plan(order.session, waiting[0].graph, region, outcome)
             except PlanError as error:
                 failure = error
         if failure is not None:
@@ -352,14 +348,13 @@ class Fleet:
 
     def _complete(self, order: Order, work: Work) -> None:
         """All regions of a graph are done."""
-        session = self.session(order.device, order.terms)
         work.left = [one for one in work.left if one.key not in order.errors]
-        work.plan(session.planner(), [])
+        work.plan(order.session.planner(), [])
         done = work.planned()
-        order.batch.keep_summary(session, done)
+        order.batch.keep_summary(order.session, done)
         if order.batch.timed(work.workload):
             self._timing += 1
-            self._scheduler.call(worker_state.time_step, order.device, order.terms, work.workload, work.graph,
+            self._scheduler.call(worker_state.time_step, order.session.device, order.terms, work.workload, work.graph,
                                  done.plan, then=partial(self._timed, order, work))
 
     def _timed(self, order: Order, work: Work, found: object) -> None:
@@ -368,15 +363,15 @@ class Fleet:
         self._timing -= 1
 
     def _result(self, order: Order, began: float) -> TuneResult:
-        session = self.session(order.device, order.terms)
+        session = order.session.with_stored_spec() or order.session  # it may have been probed since
         plans = tuple(one.planned() for one in order.work)
         kernels = longest_shipped(session, [(one.graph, one.plan) for one in plans])
         if len(rechecked(session, kernels)) < len(kernels):
-            self._scheduler.call(worker_state.time_again, order.device, order.terms, kernels, then=lambda found: None)
+            self._scheduler.call(worker_state.time_again, session.device, order.terms, kernels, then=lambda found: None)
             self.run("checking shipped times")
         checked = rechecked(session, kernels)
         if len(checked) < len(kernels):
-            self.progress.note(f"whether shipped times hold on {order.device} is not known")
+            self.progress.note(f"whether shipped times hold on {session.device} is not known")
         failures: dict[str, RegionFailure] = {}
         for work in order.work:
             for region in (one for one in work.regions if one.key in order.errors):

@@ -54,7 +54,6 @@ from fuseplan.search.errors import OWN_FAULTS, DatabaseError, MachineFailureErro
 from fuseplan.search.store.record import TuningRecord, Versions
 from fuseplan.search.timing.subject import Subject
 from fuseplan.search.tune import tuner
-from fuseplan.search.tune.resources import Alike
 from fuseplan.search.workers.worker import WorkerPool, usable_cores
 
 _NAME = "fuseplan"
@@ -160,7 +159,6 @@ class RegionTuner:
             #: Ends it when it is closed.
             self.stack = stack.pop_all()
         self._graphs: dict[str, tuple[DataflowGraph, Region]] = {}
-        self._told: set[Alike] = set()
 
     def prepare(self, task: RegionTask, rankings: Rankings) -> None:
         """Begin to enumerate a region and to compile its kernels, where that disturbs no measurement; at once returns.
@@ -168,7 +166,6 @@ class RegionTuner:
         ``rankings`` are those that others have :meth:`learnt`.
         """
         self.tuner.take_rankings(rankings)
-        self._told.update(rankings)
         if self.session.target.is_gpu:
             graph, region = self._graph(task)
             self._planner.prepare(graph, [region])
@@ -184,10 +181,8 @@ class RegionTuner:
         return plans[0] if plans else None
 
     def learnt(self) -> Rankings:
-        """Of kernels alike, the fastest configurations of those that were searched since it was asked last."""
-        new = {alike: ranking[:_FASTEST] for alike, ranking in self.tuner.rankings.items() if alike not in self._told}
-        self._told.update(new)
-        return new
+        """Of kernels alike, the fastest configurations."""
+        return {alike: ranking[:_FASTEST] for alike, ranking in self.tuner.rankings.items()}
 
     def _graph(self, task: RegionTask) -> tuple[DataflowGraph, Region]:
         """The same objects for what prepares a region and what measures it."""

@@ -112,6 +112,12 @@ def test_models_of_a_manifest_share_regions_and_what_is_stored_is_not_measured(
 
         [[model]]
         config = "llama/config.json"
+        name = "rounded as eager"
+        layers = 1
+        numerics = "eager"
+
+        [[model]]
+        config = "llama/config.json"
         name = "elsewhere"
         devices = ["cuda-of-nobody"]
     """)

@@ -258,10 +258,10 @@ class Fleet:
 
     def probe(self, devices: Iterable[str]) -> None:
         """Have those of these devices probed that are not known yet; on a CPU nothing else is done meanwhile."""
-        for device in devices:
-            if self.session(device).spec is None:
-                self._scheduler.call(worker_state.probe_device, device, self.terms, then=lambda found: None)
-        if is_cpu(self._kind):
+        unknown = [device for device in devices if self.session(device).spec is None]
+        for device in unknown:
+            self._scheduler.call(worker_state.probe_device, device, self.terms, then=lambda found: None)
+        if unknown and is_cpu(self._kind):
             self.run("probing")
 
     def capture(self, source: ModelSource, workload: Workload, kind: str, pack_weights: bool) -> Future[Graphs]:
@@ -384,5 +384,7 @@ class Fleet:
 
     def _tell(self) -> None:
         counts = self._scheduler.counts
-        is_timing = self._timing and counts.regions_done == counts.regions
-        self._say(f"timing {self._timing} whole steps" if is_timing else str(counts))
+        if self._timing and counts.regions_done == counts.regions:
+            self._say(f"timing {self._timing} whole steps")
+        elif counts.regions:
+            self._say(str(counts))

@@ -51,7 +51,7 @@ from fuseplan.planner.tuning.plans import PlanSettings, RegionPlan
 from fuseplan.planner.tuning.progress import Progress
 from fuseplan.planner.tuning.recheck import longest_shipped, rechecked
 from fuseplan.planner.tuning.session import Session, session_on
-from fuseplan.planner.tuning.tune import Batch, RegionFailure, TuneResult, Work
+from fuseplan.planner.tuning.tune import Batch, GraphTune, RegionFailure, TuneResult
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.location import location_name, resolve_url, sqlite_file
 from fuseplan.search.store.record import Versions
@@ -197,8 +197,8 @@ class Order:
     session: Session
     terms: Terms
     batch: Batch
-    work: list[Work] = field(default_factory=list)
-    waiting: dict[str, list[Work]] = field(default_factory=dict)
+    work: list[GraphTune] = field(default_factory=list)
+    waiting: dict[str, list[GraphTune]] = field(default_factory=dict)
     plans: dict[str, RegionPlan] = field(default_factory=dict)
     errors: dict[str, Exception] = field(default_factory=dict)
     untimed: dict[str, str] = field(default_factory=dict)
@@ -316,9 +316,10 @@ class Fleet:
     def _arrive(self, order: Order, name: str, graph: DataflowGraph) -> None:
         """Ask for those regions of a graph that have no plan yet, and that nobody has asked for."""
         session, planner = order.session, order.session.planner()
-        work = Work(name, graph, planner.look_up_regions(graph, order.batch.split(name))[0], order.plans, order.errors)
+        regions, _ = planner.look_up_regions(graph, order.batch.split(name))
+        work = GraphTune(name, graph, regions, order.plans, order.errors)
         order.work.append(work)
-        fresh = [one for one in planner.undecided(graph, work.regions)
+        fresh = [one for one in planner.undecided(graph, regions)
                  if one.key not in order.plans and one.key not in order.errors]
         new = [one for one in fresh if one.key not in order.waiting]
         for region in fresh:
@@ -346,7 +347,7 @@ class Fleet:
             if order.waiting.keys().isdisjoint(one.key for one in work.regions):
                 self._complete(order, work)
 
-    def _complete(self, order: Order, work: Work) -> None:
+    def _complete(self, order: Order, work: GraphTune) -> None:
         """All regions of a graph are done."""
         work.left = [one for one in work.left if one.key not in order.errors]
         work.plan(order.session.planner(), [])
@@ -357,7 +358,7 @@ class Fleet:
             self._scheduler.call(worker_state.time_step, order.session.device, order.terms, work.workload, work.graph,
                                  done.plan, then=partial(self._timed, order, work))
 
-    def _timed(self, order: Order, work: Work, found: object) -> None:
+    def _timed(self, order: Order, work: GraphTune, found: object) -> None:
         order.untimed[work.workload], elapsed_s = terms.checked_step(work.workload, found)
         work.elapsed_s += elapsed_s
         self._timing -= 1

@@ -22,6 +22,7 @@ from fuseplan.planner.reports import frames
 from fuseplan.planner.reports.document import Table, table_of
 from fuseplan.planner.reports.step_words import step_words
 from fuseplan.planner.reports.steps import step_frame, steps
+from fuseplan.planner.tuning.graph_stream import CaptureElsewhere
 from fuseplan.planner.tuning.plans import PlanSettings
 from fuseplan.planner.tuning.progress import Progress
 from fuseplan.planner.tuning.session import Session
@@ -134,11 +135,14 @@ class Models:
         #: By settings and name of a graph.
         self._of: dict[tuple[PlanSettings, str], CapturedModel] = {}
 
-    def capture(self, stack: ExitStack, progress: Progress, account: TimeAccount) -> None:
+    def capture(
+        self, stack: ExitStack, progress: Progress, account: TimeAccount,
+        elsewhere: CaptureElsewhere | None = None,
+    ) -> None:
         for name, why in self.left_out:
             progress.note(f"{name} is left out: {why}")
         with account.spend("capturing"):
-            self.captured = tuple(captured_model(asked, progress) for asked in self.models)
+            self.captured = tuple(captured_model(asked, progress, elsewhere) for asked in self.models)
 
     def batches(self, session: Session, progress: Progress, account: TimeAccount) -> Sequence[Batch]:
         with account.spend("looking regions up"):

@@ -20,7 +20,7 @@ from fuseplan.planner.models.build import twin
 from fuseplan.planner.models.manifest import ModelArguments
 from fuseplan.planner.models.sources import DTYPES, ModelSource, find_source, source_of, workloads_for
 from fuseplan.planner.models.workload import Workload
-from fuseplan.planner.tuning.graph_stream import GraphStream
+from fuseplan.planner.tuning.graph_stream import CaptureElsewhere, GraphStream
 from fuseplan.planner.tuning.plans import PlanSettings
 from fuseplan.planner.tuning.progress import SILENT, Progress
 from fuseplan.planner.tuning.session import Session
@@ -60,11 +60,13 @@ class Asked:
         """Whether a model's graph, by its name, is of sizes that were given."""
         return self.source is not None and not self.is_derived(graph)
 
-    def graphs(self, progress: Progress = SILENT) -> list[tuple[str, DataflowGraph]]:
+    def graphs(
+        self, progress: Progress = SILENT, elsewhere: CaptureElsewhere | None = None
+    ) -> list[tuple[str, DataflowGraph]]:
         """All graphs by workload name, captured now."""
         if self.source is None:
             return list(self.pattern)
-        return capture_all(self.source, self.workloads, self.kind, self.pack_weights, progress)
+        return capture_all(self.source, self.workloads, self.kind, self.pack_weights, progress, elsewhere)
 
 
 @dataclass(frozen=True)
@@ -152,13 +154,13 @@ class TuneRequest:
 
 def capture_all(
     source: ModelSource, workloads: tuple[Workload, ...], kind: str, pack_weights: bool = False,
-    progress: Progress = SILENT,
+    progress: Progress = SILENT, elsewhere: CaptureElsewhere | None = None,
 ) -> list[tuple[str, DataflowGraph]]:
     """Name and graph of each workload (:class:`~fuseplan.planner.tuning.graph_stream.GraphStream`), all captured."""
     found = []
     with (
         progress.status(f"capturing {source.label}") as say,
-        GraphStream(source, workloads, kind, pack_weights, progress.note) as graphs,
+        GraphStream(source, workloads, kind, pack_weights, progress.note, elsewhere=elsewhere) as graphs,
     ):
         while graphs.waiting:
             say(f"capturing {source.label}, {graphs.waiting}")

@@ -14,6 +14,7 @@ from fuseplan.costmodel.identity import current_identity
 from fuseplan.costmodel.probe import probe
 from fuseplan.planner.api.request import TuneRequest
 from fuseplan.planner.tuning import tune as offline
+from fuseplan.planner.tuning.graph_stream import CaptureElsewhere
 from fuseplan.planner.tuning.progress import SILENT, Progress
 from fuseplan.planner.tuning.session import Session, open_session
 from fuseplan.planner.tuning.tune import Batch, TuneResult
@@ -51,8 +52,11 @@ def ready(session: Session, account: TimeAccount | None = None, progress: Progre
 class Wanted(Protocol):
     """What a run tunes on a device: a model, the models of a manifest, or what was missed."""
 
-    def capture(self, stack: ExitStack, progress: Progress, account: TimeAccount) -> None:
-        """Capture what needs no database; ``stack`` ends with the run."""
+    def capture(
+        self, stack: ExitStack, progress: Progress, account: TimeAccount,
+        elsewhere: CaptureElsewhere | None = None,
+    ) -> None:
+        """Capture what needs no database, here or ``elsewhere``; ``stack`` ends with the run."""
 
     def batches(self, session: Session, progress: Progress, account: TimeAccount) -> Sequence[Batch]:
         """What is planned together, in order; none where there is nothing to do.

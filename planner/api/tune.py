@@ -37,7 +37,7 @@ from fuseplan.planner.models.manifest import read_manifest
 from fuseplan.planner.models.sources import hf_config
 from fuseplan.planner.reports import frames, step_words
 from fuseplan.planner.reports.document import Table, table_of
-from fuseplan.planner.tuning.graph_stream import GraphStream
+from fuseplan.planner.tuning.graph_stream import CaptureElsewhere, GraphStream
 from fuseplan.planner.tuning.progress import SILENT, Progress
 from fuseplan.planner.tuning.recheck import recheck_verdict
 from fuseplan.planner.tuning.session import Session
@@ -219,26 +219,25 @@ class OneModel:
         self.asked = asked
         self._graphs: Iterable[tuple[str, DataflowGraph]] = ()
 
-    def capture(self, stack: ExitStack, progress: Progress, account: TimeAccount) -> None:
+    def capture(
+        self, stack: ExitStack, progress: Progress, account: TimeAccount,
+        elsewhere: CaptureElsewhere | None = None,
+    ) -> None:
         asked = self.asked
         if is_gpu(asked.kind) and asked.source is not None:  # by the host beside what is measured on the GPU
-            stream = GraphStream(asked.source, asked.workloads, asked.kind, asked.pack_weights, progress.note)
+            stream = GraphStream(asked.source, asked.workloads, asked.kind, asked.pack_weights, progress.note,
+                                 elsewhere=elsewhere)
             self._graphs = stack.enter_context(stream)
         else:
             with account.spend("capturing"):
-                self._graphs = asked.graphs(progress)
-
-    def batch(self, graphs: Iterable[tuple[str, DataflowGraph]]) -> Batch:
-        """Graphs of it, as they are captured."""
-        asked = self.asked
-        return Batch(
-            graphs, asked.settings, lambda name: (asked.label, name), asked.is_asked_for, asked.is_derived)
+                self._graphs = asked.graphs(progress, elsewhere)
 
     def batches(self, session: Session, progress: Progress, account: TimeAccount) -> Sequence[Batch]:
-        source = self.asked.source
+        asked, source = self.asked, self.asked.source
         if session.spec is None and source is not None and source.kind != "module":
             hf_config(source)  # a faulty one is told before the device is probed
-        return [self.batch(self._graphs)]
+        return [Batch(
+            self._graphs, asked.settings, lambda name: (asked.label, name), asked.is_asked_for, asked.is_derived)]
 
     def answer(self, ran: Ran) -> Tuned:
         """What came of it, as a report."""

@@ -61,12 +61,6 @@ def capture_to_disk(
     cached_capture(source, workload, device_type, folder, pack_weights)
 
 
-def capture_as_text(source: ModelSource, workload: Workload, device_type: str, pack_weights: bool) -> str:
-    """As :func:`capture_to_disk`, in the user's folder; what :func:`graphs_of_text` reads."""
-    torch.set_num_threads(1)
-    return _text_of(cached_capture(source, workload, device_type, None, pack_weights))
-
-
 def graphs_of_text(text: str) -> Graphs:
     """Graphs as they were written; ValueError, KeyError or TypeError where text has another form."""
     # A file holds a hundred thousand lists, none of them garbage: the collector would look through them for longer

@@ -73,12 +73,9 @@ def device_workers(client: Client, kind: str) -> dict[str, list[str]]:
 
 def devices_here(client: Client, kind: str) -> int:
     """How many devices of this type all workers together own: one that workers share counts once."""
-    owned: set[str] = set()
-    for address, worker in workers_of(client).items():
-        if any((device_of(one) or "").startswith(f"{kind}-") for one in worker["resources"]):
-            owned.update([one for one in worker["resources"] if one.startswith(unit(""))] or [address])
-    return len(owned)
-
+    offers = [set(worker["resources"]) for worker in workers_of(client).values()]
+    owned = [one for one in offers if any((device_of(name) or "").startswith(f"{kind}-") for name in one)]
+    return len({name for one in owned for name in one if name.startswith(unit(""))})
 
 
 @contextmanager
@@ -137,8 +134,6 @@ def scheduler_client(address: str) -> Client:
     return client
 
 
-
-
 def nannies(kind: str, **options: Any) -> list[dict[str, Any]]:
     """How the nannies of this host's devices are started: one for the CPU, a few a GPU, which is all that their workers
     see.
@@ -157,7 +152,6 @@ def nannies(kind: str, **options: Any) -> list[dict[str, Any]]:
          "dashboard": False, "dashboard_address": None, **options}
         for environment, number in places
     ]
-
 
 
 def visible_gpus() -> list[str]:
@@ -305,7 +299,7 @@ def ask_workers(client: Client, function: Callable[..., Any], *args: Any, worker
 
 #: Names of tasks that are not of a region, in words.
 _WORDS = {"time_step": "timing a whole step", "time_again": "checking shipped times", "probe_device": "probing",
-          "probe": "probing", "capture": "capturing", "prepare": "preparing"}
+          "capture": "capturing", "prepare": "preparing"}
 #: Seconds without a heartbeat after which nothing is asked of a worker any more; hundreds of workers send one in five.
 _SILENT_S = 15.0
 
@@ -346,7 +340,6 @@ def region_of(key: Any) -> tuple[str, str] | None:
     if isinstance(key, tuple) and str(key[0]).startswith("measure-"):
         return str(key[-3]), str(key[-1])
     return None
-
 
 
 def _under_way(dask_worker: Worker) -> list[Any]:

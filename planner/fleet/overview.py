@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TypeAlias
 
@@ -40,24 +41,24 @@ def wanted_by(request: TuneRequest, progress: Progress = SILENT) -> WantedOn:
 
     A manifest's model that cannot be captured is told to ``progress``.
     """
-    captured: dict[Asked, CapturedModel] = {}
     if request.manifest is None:
         asked = asked_for(request.kind, request.given)
-        captured[asked] = CapturedModel(asked, tuple(asked.graphs(progress)))
-        return lambda device: [captured[asked]] if device.startswith(f"{asked.kind}-") else ()
+        only = CapturedModel(asked, tuple(asked.graphs(progress)))
+        return lambda device: [only] if device.startswith(f"{asked.kind}-") else ()
     manifest = read_manifest(request.manifest)
+
+    @cache
+    def captured(model: Asked) -> CapturedModel:
+        found = captured_model(model, progress)
+        if found.failure:
+            progress.note(found.failure)
+        return found
 
     def wanted(device: str) -> Sequence[CapturedModel]:
         try:
-            models = Models(manifest, kind_of_key(device), device).models
+            return [captured(model) for model in Models(manifest, kind_of_key(device), device).models]
         except NothingForDeviceError:
             return ()
-        for model in models:
-            if model not in captured:
-                captured[model] = captured_model(model, progress)
-                if captured[model].failure:
-                    progress.note(captured[model].failure)
-        return [captured[model] for model in models]
 
     return wanted
 

@@ -1,29 +1,57 @@
-"""A run by a fleet: its workers and devices, models that workers capture, and regions measured once for each device."""
+"""A run by a fleet: its devices, graphs as workers capture them, their regions each once, and what workers stored."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import metadata
+from itertools import zip_longest
 
 from distributed import Client
 
-from fuseplan.costmodel.devices import Kind, kind_of_key
+from fuseplan.costmodel.devices import Kind, is_cpu, kind_of_key
+from fuseplan.costmodel.probe.probe import MachineLoad
 from fuseplan.planner.api.device import device_kind
 from fuseplan.planner.api.many import Models
-from fuseplan.planner.api.regions import CapturedModel, captured_model, in_words
-from fuseplan.planner.api.request import Asked, TuneRequest
-from fuseplan.planner.api.run import Ran, Runner, Wanted
-from fuseplan.planner.api.tune import OneModel
-from fuseplan.planner.errors import Argument, ConfigError, FuseplanError, NothingForDeviceError
-from fuseplan.planner.fleet import worker_state
-from fuseplan.planner.fleet.cluster import LOCAL, ask_workers, connected, device_workers, scheduler_client
-from fuseplan.planner.fleet.terms import Captured, WorkerDevice, device_of_worker
-from fuseplan.planner.fleet.tune import Fleet, Order, graphs_of
-from fuseplan.planner.graph.dataflow import DataflowGraph
-from fuseplan.planner.tuning.progress import SILENT, Progress
+from fuseplan.planner.api.request import TuneRequest
+from fuseplan.planner.api.run import Ran, Runner, Wanted, doubts
+from fuseplan.planner.capture.trace import Graphs
+from fuseplan.planner.cost.prices import part_shares
+from fuseplan.planner.errors import (
+    Argument,
+    ConfigError,
+    DeviceError,
+    FuseplanError,
+    NothingForDeviceError,
+    PlanError,
+)
+from fuseplan.planner.fleet import terms, worker_state
+from fuseplan.planner.fleet.cluster import (
+    LOCAL,
+    ask_workers,
+    connected,
+    device_workers,
+    scheduler_client,
+    workers_of,
+)
+from fuseplan.planner.fleet.scheduler import RegionScheduler
+from fuseplan.planner.fleet.terms import RegionOutcome, Terms, WorkerDevice
+from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+from fuseplan.planner.implementations.group_table import GroupTable
+from fuseplan.planner.models.sources import ModelSource
+from fuseplan.planner.models.workload import Workload
+from fuseplan.planner.partition.plan_record import located_label
+from fuseplan.planner.tuning.plans import PlanSettings, RegionPlan
+from fuseplan.planner.tuning.progress import Progress
+from fuseplan.planner.tuning.recheck import longest_shipped, rechecked
+from fuseplan.planner.tuning.session import Session, session_on
+from fuseplan.planner.tuning.tune import Batch, GraphTune, RegionFailure, TuneResult
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.location import location_name, resolve_url, sqlite_file
 from fuseplan.search.store.record import Versions
@@ -40,12 +68,27 @@ def run_by(workers: str) -> Runner:
     def run(
         request: TuneRequest, wanted_on: Callable[[str], Wanted], progress: Progress, account: TimeAccount
     ) -> list[tuple[Wanted, Ran]]:
-        with fleet(workers, request, progress, account) as found:
+        with ExitStack() as stack:
+            found = _joined(stack, workers, request, progress, account)
             wanted = _wanted(found, wanted_on)
-            one = next(iter(wanted.values()))
-            if isinstance(one, OneModel):
-                return _tuned(found, one, account)
-            return _tuned_together(found, {key: one for key, one in wanted.items() if isinstance(one, Models)}, account)
+            with account.spend("probing"):
+                found.probe(wanted)
+            models = {asked: None for one in wanted.values() if isinstance(one, Models) for asked in one.models}
+            for asked in models:  # all at once
+                if asked.source is not None and asked.source.kind != "module":
+                    for workload in asked.workloads:
+                        found.capture(asked.source, workload, asked.kind, asked.pack_weights)
+            batches: dict[str, Sequence[Batch]] = {}
+            for device, one in wanted.items():
+                if len(wanted) > 1:
+                    progress.note(f"on {device}:")
+                one.capture(stack, progress, account, found.capture)
+                batches[device] = one.batches(found.session(device), progress, account)
+            ran: list[tuple[Wanted, Ran]] = []
+            for device, its in found.tune(batches, account).items():
+                session = its[-1][1].session if its else found.session(device)
+                ran.append((wanted[device], Ran(tuple(its), session, found.load)))
+            return ran
 
     return run
 
@@ -64,76 +107,6 @@ def _wanted(found: Fleet, wanted_on: Callable[[str], Wanted]) -> dict[str, Wante
     return wanted
 
 
-def _tuned(found: Fleet, model: OneModel, account: TimeAccount) -> list[tuple[Wanted, Ran]]:
-    """One model: workers tune what they have captured of it while they capture the rest."""
-    asked, graphs = model.asked, list[tuple[str, DataflowGraph]]()
-    here = _is_captured_here(asked)
-    if here:
-        with account.spend("capturing"):
-            graphs = asked.graphs(found.progress)
-    orders = [Order(device, replace(found.terms, settings=asked.settings), model.batch(graphs))
-              for device in found.devices]
-
-    def captured(place: int, part: Captured) -> None:
-        for name, graph in graphs_of(asked.workloads[place], part, asked.pack_weights, found.progress.note):
-            for order in orders:
-                found.arrive(order, place, name, graph)
-
-    found.probe(found.devices)
-    if not here:
-        found.capture(asked, captured)
-    results = found.tune(orders, account, "tuning on workers" if here else "capturing")
-    return [(model, Ran(((order.batch, result),), result.session, found.load))
-            for order, result in zip(orders, results, strict=True)]
-
-
-def _is_captured_here(asked: Asked) -> bool:
-    """Patterns, and users' own modules: workers may not have their code."""
-    return asked.source is None or asked.source.kind == "module"
-
-
-def _tuned_together(found: Fleet, wanted: Mapping[str, Models], account: TimeAccount) -> list[tuple[Wanted, Ran]]:
-    """The models of a manifest: all are captured first, so that each region is measured once."""
-    progress, orders = found.progress, dict[str, list[Order]]()
-    models = list(dict.fromkeys(asked for one in wanted.values() for asked in one.models))
-    with account.spend("capturing"):
-        found.probe(wanted)
-        captured = _captured(found, models)
-    sessions = {device: found.session(device, found.terms) for device in wanted}
-    for device, one in wanted.items():
-        for name, why in one.left_out:
-            progress.note(f"{name} is left out on {device}: {why}")
-        one.captured = tuple(captured[asked] for asked in one.models)
-        batches = one.batches(sessions[device], SILENT, account)
-        words = in_words(one.regions)
-        progress.note(words if len(wanted) == 1 else f"{device}: {words}")
-        orders[device] = [Order(device, replace(found.terms, settings=batch.settings), batch) for batch in batches]
-    results = iter(found.tune([order for its in orders.values() for order in its], account))
-    ran: list[tuple[Wanted, Ran]] = []
-    for device, one in wanted.items():
-        its = tuple((order.batch, next(results)) for order in orders[device])
-        ran.append((one, Ran(its, its[-1][1].session if its else sessions[device], found.load)))
-    return ran
-
-
-def _captured(found: Fleet, models: Sequence[Asked]) -> dict[Asked, CapturedModel]:
-    """The graphs of models, while devices are probed. One that cannot be captured costs only itself."""
-    parts = {asked: dict[int, Captured]() for asked in models if not _is_captured_here(asked)}
-    for asked, its in parts.items():
-        found.capture(asked, its.__setitem__)
-    made = {asked: captured_model(asked, found.progress) for asked in models if asked not in parts}
-    found.run("capturing")
-    for asked, its in parts.items():
-        graphs, failure = list[tuple[str, DataflowGraph]](), ""
-        try:
-            for place, workload in enumerate(asked.workloads):
-                graphs += graphs_of(workload, its[place], asked.pack_weights, found.progress.note)
-        except FuseplanError as error:
-            graphs, failure = [], f"{asked.label} is left out: {error}"
-        made[asked] = CapturedModel(asked, tuple(graphs), failure, sum(part.elapsed_s for part in its.values()))
-    return made
-
-
 def fleet_kind(workers: str, device: str) -> Kind:
     """The type of the devices that are tuned for: with ``auto`` CUDA where the fleet has a GPU.
 
@@ -148,10 +121,10 @@ def fleet_kind(workers: str, device: str) -> Kind:
         return "cuda" if device_workers(client, "cuda") else "cpu"
 
 
-
-@contextmanager
-def fleet(workers: str, request: TuneRequest, progress: Progress, account: TimeAccount) -> Iterator[Fleet]:
-    """Connect to workers (``local``, or a scheduler's address) that own devices of a request's type.
+def _joined(
+    stack: ExitStack, workers: str, request: TuneRequest, progress: Progress, account: TimeAccount
+) -> Fleet:
+    """The workers that own devices of a request's type, connected until the ``stack`` ends.
 
     Raises:
         FuseplanError: There are none, they do not agree on the software, or one cannot open the database.
@@ -164,11 +137,9 @@ def fleet(workers: str, request: TuneRequest, progress: Progress, account: TimeA
                           location_name(url))
     location = file or url.render_as_string(hide_password=False)  # as every worker reaches it
     Database(location).close()  # a file is there before workers look for it
-    with ExitStack() as stack:
-        with account.spend("starting workers"), progress.status("waiting for workers"):
-            client = stack.enter_context(connected(workers, request.kind))
-            devices = _devices(client, request.kind, file, progress)
-        yield Fleet(client, devices, location, request, progress)
+    with account.spend("starting workers"), progress.status("waiting for workers"):
+        client = stack.enter_context(connected(workers, request.kind))
+        return Fleet(client, _devices(client, request.kind, file, progress), location, request, progress)
 
 
 def described(client: Client, kind: str, file: str = "") -> list[WorkerDevice]:
@@ -180,7 +151,7 @@ def described(client: Client, kind: str, file: str = "") -> list[WorkerDevice]:
     """
     owners = {address: key for key, addresses in device_workers(client, kind).items() for address in addresses}
     found = ask_workers(client, worker_state.describe, kind, file, workers=owners.keys())
-    return [device_of_worker(one, kind, owners.get(address, "")) for address, one in found.items()]
+    return [terms.device_of_worker(one, kind, owners.get(address, "")) for address, one in found.items()]
 
 
 def _devices(client: Client, kind: Kind, file: str, progress: Progress) -> tuple[WorkerDevice, ...]:
@@ -209,3 +180,212 @@ def _devices(client: Client, kind: Kind, file: str, progress: Progress) -> tuple
     if file and {one.host for one in found} != {socket.gethostname()}:
         progress.note(f"{file} is a file that several hosts write; a server is safer: postgresql://...")
     return tuple({one.device: one for one in found}.values())
+
+
+
+@dataclass(eq=False)
+class Order:
+    """A batch of graphs to be tuned on a session's device, and what came of them.
+
+    Attributes:
+        work: The graphs that have arrived.
+        waiting: By the key of a region that is asked for: which graphs wait for it, that which had it first before all.
+        plans, errors: By the key of a region that is done.
+        untimed: Why the whole step of a graph is not timed; "" where it is.
+    """
+
+    session: Session
+    terms: Terms
+    batch: Batch
+    work: list[GraphTune] = field(default_factory=list)
+    waiting: dict[str, list[GraphTune]] = field(default_factory=dict)
+    plans: dict[str, RegionPlan] = field(default_factory=dict)
+    errors: dict[str, Exception] = field(default_factory=dict)
+    untimed: dict[str, str] = field(default_factory=dict)
+
+
+class WorkerCapture(Future[Graphs]):
+    """A workload that a worker captures: who waits for its graphs lets the fleet go on with what it does."""
+
+    def __init__(self, go_on: Callable[[Callable[[], bool]], None]) -> None:
+        super().__init__()
+        self._go_on = go_on
+
+    def result(self, timeout: float | None = None) -> Graphs:
+        self._go_on(self.done)
+        return super().result(timeout)
+
+    def captured(self, found: object) -> None:
+        """This is what the worker sent back."""
+        try:
+            self.set_result(terms.checked_capture(found))
+        except FuseplanError as error:
+            self.set_exception(error)
+
+
+class Fleet:
+    """Workers that are connected, their ``devices`` (each key once), and a database that all of them reach, by its
+    ``location``.
+
+    Raises:
+        DatabaseError: The database cannot be opened for writing.
+    """
+
+    def __init__(
+        self, client: Client, devices: Sequence[WorkerDevice], location: str, request: TuneRequest, progress: Progress
+    ) -> None:
+        self.devices = {one.device: one for one in devices}
+        self.progress = progress
+        #: Of all tunes of this run; each adds its settings.
+        self.terms = Terms(uuid.uuid4().hex[:8], request.kind, location, PlanSettings(), request.how)
+        self._client, self._kind = client, request.kind
+        self._scheduler = RegionScheduler(client, request.kind, self.terms.run, tell=self._tell, note=progress.note)
+        self._databases = {key: Database(location, versions=one.versions) for key, one in self.devices.items()}
+        self._captures: dict[tuple[object, ...], WorkerCapture] = {}
+        #: Whole steps that are under way.
+        self._timing = 0
+        self._say: Callable[[str], None] = lambda text: None
+
+    @property
+    def load(self) -> MachineLoad:
+        """How busy the busiest machine was when it began."""
+        return max((one.load for one in self.devices.values()), key=lambda one: one.average / one.cores)
+
+    def session(self, device: str, settings: PlanSettings | None = None) -> Session:
+        """A session to look plans up with, by the device's key."""
+        there = session_on(device, self.devices[device].target, self._databases[device], settings)
+        return self.terms.how.of(there, None, self.terms.run)
+
+    def probe(self, devices: Iterable[str]) -> None:
+        """Have those of these devices probed that are not known yet; on a CPU nothing else is done meanwhile."""
+        unknown = [device for device in devices if self.session(device).spec is None]
+        for device in unknown:
+            self._scheduler.call(worker_state.probe_device, device, self.terms, then=lambda found: None)
+        if unknown and is_cpu(self._kind):
+            self.run("probing")
+
+    def capture(self, source: ModelSource, workload: Workload, kind: str, pack_weights: bool) -> Future[Graphs]:
+        """Have a workload captured, once for all who ask."""
+        asked = source, workload, kind, pack_weights
+        if asked not in self._captures:
+            self._captures[asked] = coming = WorkerCapture(self._scheduler.run)
+            self._scheduler.capture(*asked, then=coming.captured)
+        return self._captures[asked]
+
+    def run(self, what: str) -> None:
+        """Until all that was asked for is done, which progress calls ``what``.
+
+        Raises:
+            MachineFailureError: Several workers' machines fail what a tune needs.
+            DatabaseError: Several workers cannot write the database.
+        """
+        with self._status(what):
+            self._scheduler.run()
+
+    @contextmanager
+    def _status(self, what: str) -> Iterator[None]:
+        with self.progress.status(what) as self._say:
+            yield
+        self._say = lambda text: None
+
+    def tune(
+        self, batches: Mapping[str, Iterable[Batch]], account: TimeAccount
+    ) -> dict[str, list[tuple[Batch, TuneResult]]]:
+        """What came of each batch of each device. What was finished when it raises (as :meth:`run`, or what a stream of
+        graphs does) is stored.
+        """
+        began, results = time.monotonic(), {device: list[tuple[Batch, TuneResult]]() for device in batches}
+        orders = [Order(self.session(device, one.settings), replace(self.terms, settings=one.settings), one)
+                  for device, its in batches.items() for one in its]
+        with account.spend("tuning on workers"):
+            with self._status("tuning on workers"):
+                for graphs in zip_longest(*(order.batch.graphs for order in orders)):
+                    for order, found in zip(orders, graphs, strict=True):
+                        if found is not None:
+                            self._arrive(order, *found)
+                self._scheduler.run()
+            for order in orders:
+                results[order.session.device].append((order.batch, self._result(order, began)))
+        for device, its in results.items():
+            for doubt in doubts(spec) if its and (spec := its[-1][1].session.spec) is not None else ():
+                self.progress.warn(f"{device}: {doubt}")
+        with suppress(DeviceError):  # whoever does not answer ends it with the next tune
+            ask_workers(self._client, worker_state.end, self.terms.run, workers=workers_of(self._client).keys())
+        return results
+
+    def _arrive(self, order: Order, name: str, graph: DataflowGraph) -> None:
+        """Ask for those regions of a graph that have no plan yet, and that nobody has asked for."""
+        session, planner = order.session, order.session.planner()
+        regions, _ = planner.look_up_regions(graph, order.batch.split(name))
+        work = GraphTune(name, graph, regions, order.plans, order.errors)
+        order.work.append(work)
+        fresh = [one for one in planner.undecided(graph, regions)
+                 if one.key not in order.plans and one.key not in order.errors]
+        new = [one for one in fresh if one.key not in order.waiting]
+        for region in fresh:
+            order.waiting.setdefault(region.key, []).append(work)
+        if new:
+            table = GroupTable(graph, session.settings.numerics, session.target.device_type)
+            shares = part_shares(table, planner.implementations.aten)
+            for region in new:
+                task = terms.region_task(graph, region, shares, session.settings.minor)
+                self._scheduler.region(session.device, order.terms, task, partial(self._done, order, region))
+        if not fresh:
+            self._complete(order, work)
+
+    def _done(self, order: Order, region: Region, outcome: RegionOutcome) -> None:
+        waiting, failure = order.waiting.pop(region.key), outcome.failure
+        if failure is None:
+            try:
+                order.plans[region.key] = terms.stored_plan(order.session, waiting[0].graph, region, outcome)
+            except PlanError as error:
+                failure = error
+        if failure is not None:
+            order.errors[region.key] = failure
+        waiting[0].elapsed_s += outcome.elapsed_s
+        for work in waiting:
+            if order.waiting.keys().isdisjoint(one.key for one in work.regions):
+                self._complete(order, work)
+
+    def _complete(self, order: Order, work: GraphTune) -> None:
+        """All regions of a graph are done."""
+        work.left = [one for one in work.left if one.key not in order.errors]
+        work.plan(order.session.planner(), [])
+        done = work.planned()
+        order.batch.keep_summary(order.session, done)
+        if order.batch.timed(work.workload):
+            self._timing += 1
+            self._scheduler.call(worker_state.time_step, order.session.device, order.terms, work.workload, work.graph,
+                                 done.plan, then=partial(self._timed, order, work))
+
+    def _timed(self, order: Order, work: GraphTune, found: object) -> None:
+        order.untimed[work.workload], elapsed_s = terms.checked_step(work.workload, found)
+        work.elapsed_s += elapsed_s
+        self._timing -= 1
+
+    def _result(self, order: Order, began: float) -> TuneResult:
+        session = order.session.with_stored_spec() or order.session  # it may have been probed since
+        plans = tuple(one.planned() for one in order.work)
+        kernels = longest_shipped(session, [(one.graph, one.plan) for one in plans])
+        if len(rechecked(session, kernels)) < len(kernels):
+            self._scheduler.call(worker_state.time_again, session.device, order.terms, kernels, then=lambda found: None)
+            self.run("checking shipped times")
+        checked = rechecked(session, kernels)
+        if len(checked) < len(kernels):
+            self.progress.note(f"whether shipped times hold on {session.device} is not known")
+        failures: dict[str, RegionFailure] = {}
+        for work in order.work:
+            for region in (one for one in work.regions if one.key in order.errors):
+                label = located_label(work.graph, region)
+                failures.setdefault(region.key, RegionFailure(work.workload, label, order.errors[region.key]))
+        untimed = filter(None, (order.untimed.get(one.workload) for one in order.work))
+        result = TuneResult(
+            plans, session, time.monotonic() - began, checked, tuple(failures.values()), tuple(untimed))
+        return replace(result, session=session.recalibrated()) if result.measured else result
+
+    def _tell(self) -> None:
+        counts = self._scheduler.counts
+        if self._timing and counts.regions_done == counts.regions:
+            self._say(f"timing {self._timing} whole steps")
+        elif counts.regions:
+            self._say(str(counts))

@@ -17,12 +17,16 @@ from sqlalchemy import or_
 from fuseplan.costmodel.probe.probe import MachineLoad
 from fuseplan.kernels.ir.backend import Config, Target
 from fuseplan.planner.api.request import HowToTune
+from fuseplan.planner.capture.trace import Graphs
 from fuseplan.planner.errors import CaptureError, ConfigError, FuseplanError, PlanError, failure_reason
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import region_parts
 from fuseplan.planner.implementations.group_table import GroupTable
+from fuseplan.planner.partition.plan_record import located_label
 from fuseplan.planner.tuning.plans import PlanSettings, RegionPlan
 from fuseplan.planner.tuning.session import Session
+from fuseplan.planner.work.extract import extract
 from fuseplan.search.errors import RecordError, plain
 from fuseplan.search.store import codec, rows, tables
 from fuseplan.search.store.database import Lookup
@@ -30,8 +34,6 @@ from fuseplan.search.store.limits import Key, Label
 from fuseplan.search.store.record import Versions
 from fuseplan.search.tune.resources import Alike
 
-#: How the names of our resources begin: ``fuseplan <device key>`` is a device, for one measurement at a time.
-_PREFIX = "fuseplan"
 #: What a measurement on a device asks for, and what prepares one, by the device's key; a capture, by the type of the
 #: devices. A worker has one of the first, :data:`PLENTY` of the second, of the third as many as it captures at once.
 measuring, preparing, capturing = "fuseplan {}".format, "fuseplan beside {}".format, "fuseplan capture {}".format
@@ -41,7 +43,10 @@ unit = "fuseplan unit {}".format
 PLENTY = 1000
 #: About how long an op of a region takes to be prepared.
 _PREPARING_S = 0.03
-
+#: What an op of a part counts that takes too little of the model's time for an elaborate search.
+_MINOR_OP = 0.1
+#: Microseconds that nothing takes which is measured.
+_LONGEST_US = 1e12
 
 #: See :attr:`~fuseplan.search.tune.tuner.Tuner.rankings`.
 Rankings: TypeAlias = Mapping[Alike, Sequence[Config]]
@@ -58,7 +63,7 @@ def needs_dask() -> None:
 def device_of(resource: str) -> str | None:
     """The device's key, of a :func:`measuring` resource; None of any other."""
     words = resource.split(" ")
-    return words[1] if len(words) == 2 and words[0] == _PREFIX else None
+    return words[1] if len(words) == 2 and resource == measuring(words[1]) else None
 
 
 @dataclass(frozen=True)
@@ -81,23 +86,35 @@ class Terms:
 
 @dataclass(frozen=True)
 class RegionTask:
-    """A region to be tuned, by itself.
+    """A region to be tuned.
 
     Attributes:
         key: Its workload key.
         label: What it computes, and where it is, for people.
-        data: Its graph (:func:`~fuseplan.planner.work.extract.region_data`).
-        shares: Of the model's time, by the key of each of its parts.
+        graph: That of the region by itself, with its ``shares`` of the model's time; the whole graph where the region
+            depends on more of it.
         ops: Its compute ops and matmuls, those that are searched: what the time of its tune grows with.
         waits: Whether it waits for another tuner that is at work on it.
     """
 
     key: str
     label: str
-    data: Mapping[str, Any] = field(repr=False)
-    shares: Mapping[str, float] = field(repr=False)
+    graph: DataflowGraph = field(repr=False)
     ops: float
     waits: bool = False
+
+
+def region_task(graph: DataflowGraph, region: Region, shares: Mapping[str, float], minor: float) -> RegionTask:
+    """A region of a static graph; ``shares`` are those of all its parts, by their keys."""
+    parts, flow = region_parts(graph, region), compute_graph_of(graph)
+    ops = sum((1.0 if shares.get(part.key, 1.0) >= minor else _MINOR_OP)
+              for part in parts for name in part.ops if flow.is_member(flow.position[name]))
+    try:
+        alone = extract(graph, region)
+        alone.shares = {one.key: shares[one.key] for one in parts if one.key in shares}
+    except ValueError:
+        alone = graph
+    return RegionTask(region.key, located_label(graph, region), alone, ops)
 
 
 @dataclass(frozen=True)
@@ -132,19 +149,6 @@ class RegionOutcome:
     elapsed_s: float = 0.0
     rankings: Rankings = field(default_factory=dict, repr=False)
 
-    @property
-    def taken(self) -> bool:
-        return not self.stored and self.failure is None
-
-
-@dataclass(frozen=True)
-class Captured:
-    """A workload's graphs as text (:func:`~fuseplan.planner.capture.cache.graphs_of_text`), or why there are none."""
-
-    text: str
-    failure: FuseplanError | None
-    elapsed_s: float
-
 
 @dataclass(frozen=True)
 class WorkerDevice:
@@ -168,10 +172,6 @@ def carried(error: Exception) -> Exception:
     return PlanError(failure_reason(error))
 
 
-#: Microseconds that nothing takes which is measured.
-_LONGEST_US = 1e12
-
-
 def device_of_worker(found: object, kind: str, offered: str) -> WorkerDevice:
     """What a worker says of its device; ``offered`` is the key that it has told the scheduler.
 
@@ -189,14 +189,17 @@ def device_of_worker(found: object, kind: str, offered: str) -> WorkerDevice:
     return one
 
 
-def checked_capture(found: object) -> Captured:
-    """A capture, or one that failed where it is none."""
-    if (
-        isinstance(found, Captured) and isinstance(found.text, str) and _is_time(found.elapsed_s)
-        and isinstance(found.failure, FuseplanError | None)
-    ):
+def checked_capture(found: object) -> Graphs:
+    """A workload's graphs.
+
+    Raises:
+        FuseplanError: It cannot be captured, or the answer is no capture.
+    """
+    if isinstance(found, FuseplanError):
+        raise found
+    if isinstance(found, tuple) and all(isinstance(one, DataflowGraph) for one in found):
         return found
-    return Captured("", CaptureError("what a worker sent back is no capture"), 0.0)
+    raise CaptureError("what a worker sent back is no capture")
 
 
 def checked_outcome(found: object) -> RegionOutcome:
@@ -207,6 +210,18 @@ def checked_outcome(found: object) -> RegionOutcome:
     ):
         return found
     return RegionOutcome(failure=PlanError("what its worker sent back is no outcome"))
+
+
+def checked_step(workload: str, found: object) -> tuple[str, float]:
+    """Why a whole step is not timed, "" where it is; and how many seconds that took."""
+    match found:
+        case (str(problem), float(elapsed_s)) if _is_time(elapsed_s):
+            return plain(problem), elapsed_s
+    return f"{workload}: whether its whole step is timed is not known: its worker sent back something else", 0.0
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and 0.0 <= value < _LONGEST_US
 
 
 def stored_plan(session: Session, graph: DataflowGraph, region: Region, found: RegionOutcome) -> RegionPlan:
@@ -220,26 +235,13 @@ def stored_plan(session: Session, graph: DataflowGraph, region: Region, found: R
     wanted = [region, *(part for part in region_parts(graph, region) if part.key in found.decided)]
     table = GroupTable(graph, session.settings.numerics, session.target.device_type)
     there = planner.stored.just_written(table, wanted)
-    damaged = [one for one in there if there[one].record is None]
+    damaged = [rows.same_key(tables.PLANS, planner.key(one)) for one in there if there[one].record is None]
     if damaged:
-        rows_of = [rows.same_key(tables.PLANS, planner.key(one)) for one in damaged]
-        session.database.change(lambda connection: connection.execute(tables.PLANS.delete().where(or_(*rows_of))))
+        session.database.change(lambda connection: connection.execute(tables.PLANS.delete().where(or_(*damaged))))
     lookup = there.get(region.key, Lookup())
     if lookup.record is None:
         why = planner.refused.get(region.key, "it cannot be read from the database, or is of other software")
         raise PlanError(f"the plan of its worker is refused: {why}")
-    parts = dict.fromkeys(part.key for part in wanted if part.key in found.decided)
+    parts = dict.fromkeys(part.key for part in wanted[1:])
     decided = tuple(record for key in parts if key in there and (record := there[key].record) is not None)
     return RegionPlan(region, lookup.record, "tuned" if found.tuned else "database", lookup.shipped, decided)
-
-
-def checked_step(workload: str, found: object) -> tuple[str, float]:
-    """Why a whole step is not timed, "" where it is; and how many seconds that took."""
-    match found:
-        case (str(problem), float(elapsed_s)) if _is_time(elapsed_s):
-            return plain(problem), elapsed_s
-    return f"{workload}: whether its whole step is timed is not known: its worker sent back something else", 0.0
-
-
-def _is_time(value: Any) -> bool:
-    return type(value) in (int, float) and 0.0 <= value < _LONGEST_US

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import click
+import torch
 from distributed import Worker, WorkerPlugin, get_worker, secede
 
 from fuseplan.costmodel.devices import is_gpu, local_kind
@@ -25,11 +25,11 @@ from fuseplan.costmodel.probe import probe
 from fuseplan.kernels.registry import local_target
 from fuseplan.planner.api.device import DEVICES
 from fuseplan.planner.api.run import ready
-from fuseplan.planner.capture.cache import capture_as_text
-from fuseplan.planner.errors import FuseplanError
+from fuseplan.planner.capture.cache import cached_capture
+from fuseplan.planner.capture.trace import Graphs
+from fuseplan.planner.errors import FuseplanError, PlanError
 from fuseplan.planner.fleet.terms import (
     PLENTY,
-    Captured,
     Prepared,
     Rankings,
     RegionOutcome,
@@ -47,21 +47,18 @@ from fuseplan.planner.models.sources import ModelSource
 from fuseplan.planner.models.workload import Workload
 from fuseplan.planner.tuning.plans import GraphPlan, RegionPlan
 from fuseplan.planner.tuning.recheck import recheck
-from fuseplan.planner.tuning.session import Session, open_session
+from fuseplan.planner.tuning.session import open_session
 from fuseplan.planner.tuning.whole_step import measure_step, step_problem
-from fuseplan.planner.work.extract import region_graph
+from fuseplan.planner.work.extract import find_region
 from fuseplan.search.errors import OWN_FAULTS, DatabaseError, MachineFailureError
 from fuseplan.search.store.record import TuningRecord, Versions
 from fuseplan.search.timing.subject import Subject
 from fuseplan.search.tune import tuner
-from fuseplan.search.tune.resources import Alike
 from fuseplan.search.workers.worker import WorkerPool, usable_cores
 
 _NAME = "fuseplan"
 #: What a capture imports.
 _CAPTURING = ("fuseplan.planner.capture.cache", "transformers.modeling_utils")
-#: So many processes that capture are started before there is anything to capture.
-_WAITING = 2
 #: A GPU's memory for each worker that measures on it: their contexts, and what they hold between measurements.
 _GPU_BYTES_EACH = 7 * 2**30
 #: Seconds after which a capture counts as hanging.
@@ -82,8 +79,6 @@ async def dask_setup(worker: Worker, device: str, compilers: int, beside: int) -
     ``compilers`` are compilers at once, 0 for one a core; ``beside`` are workers that have the same GPU and come first:
     where its memory is too small for one more, this one only captures.
     """
-    import torch
-
     if threading.current_thread() is threading.main_thread():
         # A Ctrl-C reaches the whole process group; the nanny ends this process in order.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -99,50 +94,31 @@ async def dask_setup(worker: Worker, device: str, compilers: int, beside: int) -
         offered |= {measuring(key): 1, preparing(key): PLENTY, unit(here): 1}
     for resource, amount in offered.items():
         worker.state.total_resources[resource] = worker.state.available_resources[resource] = amount
-    state = WorkerState(compilers)
-    await worker.plugin_add(plugin=state, name=_NAME)
+    pool = tuner.make_pool(kind)
+    if compilers:
+        pool.compilers = compilers
     if is_gpu(kind):
-        state.start(kind, captures)
+        pool.start()  # it imports what it needs meanwhile
+    await worker.plugin_add(plugin=WorkerState(pool), name=_NAME)
 
 
-def state() -> WorkerState:
-    """That of the worker that runs this task."""
-    return state_of(get_worker())
-
-
-def state_of(worker: Worker) -> WorkerState:
-    """What a worker keeps."""
-    found = worker.plugins[_NAME]
+def state(worker: Worker | None = None) -> WorkerState:
+    """What a worker keeps, by default the one that runs this task."""
+    found = (worker or get_worker()).plugins[_NAME]
     assert isinstance(found, WorkerState)
     return found
 
 
 class WorkerState(WorkerPlugin):
-    """The processes of a worker, and a tuner for each tune that it takes part in; closed with the worker."""
+    """What a worker has until it ends: the ``pool`` where the jobs of all tunes run, processes that have captured and
+    wait for more, and a tuner for each tune that it takes part in.
+    """
 
-    def __init__(self, compilers: int = 0) -> None:
-        self._compilers = compilers
-        self._lock = threading.RLock()
-        self._pools: dict[str, WorkerPool] = {}
-        self._tuners: dict[Terms, RegionTuner] = {}
-        #: Those that captured before, and wait for more.
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
         self.capturing: list[WorkerPool] = []
-
-    def pool(self, kind: str) -> WorkerPool:
-        """Where the jobs of all tunes run."""
-        with self._lock:
-            if kind not in self._pools:
-                pool = self._pools[kind] = tuner.make_pool(kind)
-                if self._compilers:
-                    pool.compilers = self._compilers
-            return self._pools[kind]
-
-    def start(self, kind: str, captures: int) -> None:
-        """Have the processes that measure and capture import what they need, which takes a while; at once returns."""
-        self.pool(kind).start()
-        self.capturing = [WorkerPool(compilers=1, preload=_CAPTURING) for _ in range(min(captures, _WAITING))]
-        for pool in self.capturing:
-            pool.start()
+        self._lock = threading.RLock()
+        self._tuners: dict[Terms, RegionTuner] = {}
 
     def region_tuner(self, terms: Terms) -> RegionTuner:
         """The tuner for these terms, made when the first region comes. Those of other tunes end but for the last."""
@@ -151,7 +127,7 @@ class WorkerState(WorkerPlugin):
                 runs = list(dict.fromkeys(known.run for known in self._tuners if known.run != terms.run))
                 for run in runs[:-1]:  # whoever asked for them is gone
                     self.end(run)
-                self._tuners[terms] = RegionTuner(terms, self.pool(terms.kind))
+                self._tuners[terms] = RegionTuner(terms, self._pool)
             return self._tuners[terms]
 
     def end(self, run: str) -> None:
@@ -164,7 +140,7 @@ class WorkerState(WorkerPlugin):
         """The worker ends."""
         for run in {terms.run for terms in self._tuners}:
             self.end(run)
-        for pool in (*self._pools.values(), *self.capturing):
+        for pool in (self._pool, *self.capturing):
             pool.close()
 
 
@@ -173,15 +149,16 @@ class RegionTuner:
 
     def __init__(self, terms: Terms, pool: WorkerPool) -> None:
         with ExitStack() as stack:
-            self.session = session = opened(terms)
-            stack.callback(session.database.close)
+            there = open_session(terms.kind, terms.db, terms.settings)
+            stack.callback(there.database.close)
+            # Whoever comes first probes the device.
+            self.session = session = ready(terms.how.of(there, terms.how.studies(), terms.run))
             self.tuner = stack.enter_context(session.tuner(terms.how.budget(terms.kind), terms.how.seed, executor=pool))
             self._planner = session.planner(self.tuner)
             stack.enter_context(self._planner.lookahead() or nullcontext())
             #: Ends it when it is closed.
             self.stack = stack.pop_all()
         self._graphs: dict[str, tuple[DataflowGraph, Region]] = {}
-        self._told: set[Alike] = set()
 
     def prepare(self, task: RegionTask, rankings: Rankings) -> None:
         """Begin to enumerate a region and to compile its kernels, where that disturbs no measurement; at once returns.
@@ -189,7 +166,6 @@ class RegionTuner:
         ``rankings`` are those that others have :meth:`learnt`.
         """
         self.tuner.take_rankings(rankings)
-        self._told.update(rankings)
         if self.session.target.is_gpu:
             graph, region = self._graph(task)
             self._planner.prepare(graph, [region])
@@ -205,31 +181,26 @@ class RegionTuner:
         return plans[0] if plans else None
 
     def learnt(self) -> Rankings:
-        """Of kernels alike, the fastest configurations of those that were searched since it was asked last."""
-        new = {alike: ranking[:_FASTEST] for alike, ranking in self.tuner.rankings.items() if alike not in self._told}
-        self._told.update(new)
-        return new
+        """Of kernels alike, the fastest configurations."""
+        return {alike: ranking[:_FASTEST] for alike, ranking in self.tuner.rankings.items()}
 
     def _graph(self, task: RegionTask) -> tuple[DataflowGraph, Region]:
+        """The same objects for what prepares a region and what measures it."""
         if task.key not in self._graphs:
-            graph, region = region_graph(task.data, task.key)
-            graph.shares = task.shares
-            self._graphs[task.key] = graph, region
+            region = find_region(task.graph, task.key)
+            if region is None:
+                raise PlanError("its graph has no such region")
+            self._graphs[task.key] = task.graph, region
         return self._graphs[task.key]
 
 
-def _captured(*args: Any) -> tuple[str, Exception | None]:
-    """A job: the text, or the error."""
+def _captured(source: ModelSource, workload: Workload, kind: str, pack_weights: bool) -> Graphs | Exception:
+    """A job, in a process that does nothing else."""
+    torch.set_num_threads(1)
     try:
-        return capture_as_text(*args), None
+        return cached_capture(source, workload, kind, None, pack_weights)
     except FuseplanError as error:
-        return "", carried(error)
-
-
-def opened(terms: Terms) -> Session:
-    """The session of this worker's device, for these terms."""
-    studies = terms.how.studies()
-    return terms.how.of(open_session(terms.kind, terms.db, terms.settings), studies, terms.run)
+        return carried(error)
 
 
 def describe(kind: str, database: str) -> WorkerDevice:
@@ -242,19 +213,17 @@ def describe(kind: str, database: str) -> WorkerDevice:
 
 def probe_device(terms: Terms) -> None:
     """Measure the device, and store what is found, unless it is stored."""
-    session = opened(terms)
-    with session.database:
-        ready(session)
+    state().region_tuner(terms)
 
 
-def capture(source: ModelSource, workload: Workload, kind: str, pack_weights: bool) -> Captured:
-    """A workload's graphs, or why it cannot be captured, found out in a process that does nothing else.
+def capture(source: ModelSource, workload: Workload, kind: str, pack_weights: bool) -> Graphs | Exception:
+    """A workload's graphs, or why it cannot be captured.
 
     Raises:
         MachineFailureError: The process failed.
     """
     secede()  # regions are measured and prepared meanwhile
-    began, idle = time.monotonic(), state().capturing
+    idle = state().capturing
     pool = idle.pop() if idle else WorkerPool(compilers=1, preload=_CAPTURING)
     try:
         outcome = pool.call(_captured, source, workload, kind, pack_weights, limit_s=_CAPTURE_S)
@@ -262,8 +231,8 @@ def capture(source: ModelSource, workload: Workload, kind: str, pack_weights: bo
         idle.append(pool)
     if not outcome.ok:
         raise MachineFailureError(f"a capture failed: {outcome.failure}")
-    text, failure = outcome.value
-    return Captured(text, failure, time.monotonic() - began)
+    found: Graphs | Exception = outcome.value
+    return found
 
 
 def prepare(terms: Terms, task: RegionTask, rankings: Rankings) -> Prepared:
@@ -304,4 +273,4 @@ def time_again(terms: Terms, kernels: Sequence[tuple[Subject, TuningRecord]]) ->
 
 async def end(run: str, dask_worker: Worker) -> None:
     """A tune has ended: forget what was made for it."""
-    await asyncio.to_thread(state_of(dask_worker).end, run)
+    await asyncio.to_thread(state(dask_worker).end, run)

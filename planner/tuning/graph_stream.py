@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from pathlib import Path
-from typing import Self
+from typing import Any, Self, TypeAlias
 
 from fuseplan.planner.capture.cache import cached_capture, capture_path, capture_to_disk
 from fuseplan.planner.capture.trace import Graphs
@@ -21,6 +21,8 @@ from fuseplan.search.workers.worker import usable_cores
 
 #: Cores for each capturing process: a second one is busy with what it imports.
 _CORES_EACH = 2
+#: Begins to capture a workload of a source elsewhere: its type of device, and whether weights are packed.
+CaptureElsewhere: TypeAlias = Callable[[ModelSource, Workload, str, bool], Future[Graphs]]
 
 
 class GraphStream:
@@ -33,17 +35,25 @@ class GraphStream:
     Calls that were not asked for, but follow from those that were, are left out where a model does not take them;
     ``note`` is told. With ``pack_weights`` the names say so: reports then have both. ``cores`` are those to use, None
     for all that this process may; captures are kept in ``folder``, None for the user's cache.
+    With ``elsewhere`` no process is started: all but a user's own module is captured there.
     """
 
     def __init__(
         self, source: ModelSource, workloads: Sequence[Workload], device_type: str, pack_weights: bool = False,
         note: Callable[[str], None] | None = None, cores: int | None = None, folder: Path | None = None,
+        elsewhere: CaptureElsewhere | None = None,
     ) -> None:
         self._source, self._device_type, self._pack_weights = source, device_type, pack_weights
         self._note, self._folder = note, folder
         self._left = deque(workloads)
-        self._jobs: dict[Workload, Future[None]] = {}
+        self._jobs: dict[Workload, Future[Any]] = {}
         self._pool: ProcessPoolExecutor | None = None
+        self._here: set[Workload] = set()
+        self._is_elsewhere = False
+        if elsewhere is not None and source.kind != "module":
+            self._is_elsewhere = True
+            self._jobs = {one: elsewhere(source, one, device_type, pack_weights) for one in workloads}
+            return
         missing = [
             one for one in workloads if not capture_path(source, one, device_type, folder, pack_weights).exists()
         ]
@@ -100,28 +110,22 @@ class GraphStream:
             CaptureError, ConfigError: It cannot be captured.
         """
         workload = self._left[0]
-        if workload in self._jobs:
-            wait([self._jobs[workload]])
         try:
-            graphs = cached_capture(self._source, workload, self._device_type, self._folder, self._pack_weights)
+            if self._is_elsewhere:
+                graphs: Graphs = self._jobs[workload].result()
+            else:
+                if workload in self._jobs:
+                    wait([self._jobs[workload]])
+                graphs = cached_capture(
+                    self._source, workload, self._device_type, self._folder, self._pack_weights)
         except CaptureError as error:
-            graphs, words = (), left_out(workload, error)
+            if not workload.derived:
+                raise
+            graphs = ()
             if self._note is not None:
-                self._note(words)
+                self._note(f"{workload.label} is left out: {error}")
         self._left.popleft()
-        return named_graphs(workload, graphs, self._pack_weights)
-
-
-def named_graphs(workload: Workload, graphs: Graphs, pack_weights: bool) -> list[tuple[str, DataflowGraph]]:
-    """A workload's graphs under the names that reports have."""
-    name = workload.label + (" packed" if pack_weights else "")
-    if len(graphs) == 1:
-        return [(name, graphs[0])]
-    return [(f"{name} part {number}", graph) for number, graph in enumerate(graphs, 1)]
-
-
-def left_out(workload: Workload, error: CaptureError) -> str:
-    """Says that a call that was not asked for is not planned; raises the error of one that was."""
-    if not workload.derived:
-        raise error
-    return f"{workload.label} is left out: {error}"
+        name = workload.label + (" packed" if self._pack_weights else "")
+        if len(graphs) == 1:
+            return [(name, graphs[0])]
+        return [(f"{name} part {number}", graph) for number, graph in enumerate(graphs, 1)]

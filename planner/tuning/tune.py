@@ -156,8 +156,8 @@ def tune(
         tuner = stack.enter_context(session.tuner(budget, seed, told.on_trial, account, executor))
         planner = session.planner(tuner, learner=learner)
         stack.enter_context(planner.lookahead() or nullcontext())
-        waiting: deque[_Work] = deque()
-        work: list[_Work] = []
+        waiting: deque[GraphTune] = deque()
+        work: list[GraphTune] = []
         plans, errors, sent = dict[str, RegionPlan](), dict[str, Exception](), set[str]()
 
         def arrive(found: Iterable[tuple[str, DataflowGraph]]) -> None:
@@ -168,7 +168,7 @@ def tune(
                 fresh = [region for region in undecided if region.key not in sent]
                 planner.prepare(graph, fresh, regions if batch.timed(workload) else ())
                 sent.update(region.key for region in undecided)
-                work.append(_Work(workload, graph, regions, plans, errors))
+                work.append(GraphTune(workload, graph, regions, plans, errors))
                 waiting.append(work[-1])
 
         stream = batch.graphs if isinstance(batch.graphs, GraphStream) else None
@@ -221,7 +221,7 @@ def tune(
 
 
 @dataclass
-class _Work:
+class GraphTune:
     """A workload that is being planned: ``left`` are the regions that other tuners are at work on.
 
     All of a tune share what it has decided, and what it failed at and why, by key of the region.

@@ -16,14 +16,16 @@ _OUTSIDE = "fuseplan.outside.default"
 
 
 def extract(graph: DataflowGraph, region: Region) -> DataflowGraph:
-    """A static graph with the ops of ``region`` alone, under their names; what it reads are its inputs. ValueError
-    where by itself it would not be the region that it is in ``graph``.
+    """A static graph with the ops of ``region`` alone, under their names; what it reads are its inputs, ``fresh`` where
+    an op makes them. ValueError where by itself it would not be the region that it is in ``graph``.
     """
     alone = _extract(graph, region, [])
     if apart := _detours(graph, region) - _detours(alone, region):
         alone = _extract(graph, region, sorted(apart))
     if find_region(alone, region.key) is None:
         raise ValueError("its key depends on ops around it")
+    hot = zip(region.inputs, hot_inputs(graph, region.inputs), strict=True)
+    alone.fresh = frozenset(value for value, is_hot in hot if is_hot)
     return alone
 
 
@@ -38,8 +40,7 @@ def region_data(graph: DataflowGraph, region: Region) -> dict[str, Any]:
     ValueError where it depends on more of the graph, or an attribute cannot be written.
     """
     alone = extract(graph, region)
-    hot = zip(region.inputs, hot_inputs(graph, region.inputs), strict=True)
-    return {"graph": graph_to_json(alone), "fresh": [value for value, is_hot in hot if is_hot]}
+    return {"graph": graph_to_json(alone), "fresh": [value for value in alone.inputs if value in alone.fresh]}
 
 
 def region_graph(data: Mapping[str, Any], key: str) -> tuple[DataflowGraph, Region]:

@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 from distributed import Client, LocalCluster, get_worker
 
 from fuseplan.planner.api.request import HowToTune
-from fuseplan.planner.fleet.scheduler import RegionScheduler, Tasks
+from fuseplan.planner.fleet.scheduler import RegionScheduler
 from fuseplan.planner.fleet.terms import (
     PLENTY,
     Prepared,
@@ -25,6 +26,7 @@ from fuseplan.planner.fleet.terms import (
     preparing,
     unit,
 )
+from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.tuning.plans import PlanSettings
 
 DEVICE = "cpu-sample-0"
@@ -44,22 +46,22 @@ def fleet(
         Client(cluster) as client,
     ):
         for number in range(workers):
-            device = devices[number % len(devices)]
+            device, shared = devices[number % len(devices)], units[number % len(units)] or str(number)
             cluster.worker_spec[number] = {**cluster.new_spec, "options": {
-                **cluster.new_spec["options"], "resources": resources(device, units[number % len(units)])}}
+                **cluster.new_spec["options"], "resources": resources(device, shared)}}
         cluster.sync(cluster._correct_state)
         client.wait_for_workers(workers)
         yield client
 
 
 def resources(device: str, shared: str = "") -> dict[str, float]:
-    """What a worker offers that owns this device, alone or with those that have the same ``shared``."""
-    own = {unit(shared): 1.0} if shared else {}
-    return {**own, measuring(device): 1, preparing(device): PLENTY, capturing(device.partition("-")[0]): 1}
+    """What a worker offers that owns this device, with those that have the same ``shared``."""
+    kind = device.partition("-")[0]
+    return {unit(shared): 1.0, measuring(device): 1, preparing(device): PLENTY, capturing(kind): 1}
 
 
 def region(key: str, ops: float = 1.0) -> RegionTask:
-    return RegionTask(key, f"region {key}", {}, {}, ops)
+    return RegionTask(key, f"region {key}", DataflowGraph([], {}, (), ()), ops)
 
 
 @dataclass
@@ -113,7 +115,7 @@ def capture(*args: object) -> object:
     return args
 
 
-TASKS = Tasks(capture=capture, probe=capture, prepare=prepare, measure=measure)
+TASKS = SimpleNamespace(capture=capture, prepare=prepare, measure=measure)
 
 
 def spread(client: Client, kind: str = "cpu") -> RegionScheduler:

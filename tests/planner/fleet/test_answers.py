@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import fleet_here
@@ -19,12 +18,14 @@ from fuseplan.kernels.ir.backend import Target
 from fuseplan.planner.api.request import TuneRequest
 from fuseplan.planner.api.tune import Tuned, tune_request
 from fuseplan.planner.errors import CaptureError, ConfigError
-from fuseplan.planner.fleet import scheduler, terms
-from fuseplan.planner.fleet.run import run_by
-from fuseplan.planner.fleet.terms import Captured, RegionOutcome, RegionTask, WorkerDevice
-from fuseplan.planner.fleet.tune import graphs_of
+from fuseplan.planner.fleet import terms, worker_state
+from fuseplan.planner.fleet.run import WorkerCapture, run_by
+from fuseplan.planner.fleet.terms import RegionOutcome, RegionTask, WorkerDevice
 from fuseplan.planner.fleet.worker_state import RegionTuner
 from fuseplan.planner.models.manifest import ModelArguments
+from fuseplan.planner.models.sources import find_source
+from fuseplan.planner.models.workload import Workload
+from fuseplan.planner.tuning.graph_stream import GraphStream
 from fuseplan.planner.tuning.plans import RegionPlan
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.maintenance import verify_database
@@ -114,7 +115,7 @@ ODD: dict[str, object] = {
 
 @pytest.mark.parametrize("how", ODD)
 def test_an_answer_of_another_form_costs_its_region(how: str, db: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "Tasks", partial(scheduler.Tasks, measure=lambda *args: ODD[how]))
+    monkeypatch.setattr(worker_state, "measure", lambda *args: ODD[how])
     found = tune_swiglu(db)
     (told,) = found.warnings
     assert "runs unfused" in told and told.isprintable()
@@ -142,18 +143,21 @@ def test_another_description_of_a_device_is_refused(found: object) -> None:
     assert str(refused.value).isprintable()
 
 
-@pytest.mark.parametrize("found", [
-    None, (), Captured(7, None, 0.0), Captured("", ValueError(), 0.0), Captured("", None, -1.0),  # type: ignore[arg-type]
-    Captured("no json", None, 0.0), Captured("{}", None, 0.0), Captured('{"graphs": [{}]}', None, 0.0),
-    Captured('{"graphs": 1}', None, 0.0), Captured("[" * 100_000, None, 0.0),
-])
+@pytest.mark.parametrize("found", [None, ESCAPE, 7, ("no graph",), [], ValueError(ESCAPE)])
 def test_a_capture_of_another_form_costs_its_workload(found: object) -> None:
     told: list[str] = []
-    workload: Any = SimpleNamespace(label="prefill 1x16", derived=True)
-    assert graphs_of(workload, terms.checked_capture(found), False, told.append) == []
-    assert len(told) == 1 and "prefill 1x16" in told[0]
-    with pytest.raises(CaptureError):
-        graphs_of(SimpleNamespace(label="x", derived=False), terms.checked_capture(found), False, told.append)  # type: ignore[arg-type]
+    asked = Workload("prefill", 1, 16)
+    for workload in (asked, replace(asked, given="masked")):
+        answer = WorkerCapture(lambda done: None)
+        answer.captured(found)
+        there = partial(lambda found, *asked: found, answer)
+        with GraphStream(find_source(), [workload], "cpu", note=told.append, elsewhere=there) as stream:
+            if workload.derived:
+                assert stream.take() == [] and not stream.waiting
+            else:
+                with pytest.raises(CaptureError):
+                    stream.take()
+    assert len(told) == 1 and "prefill 1x16" in told[0] and told[0].isprintable()
 
 
 @pytest.mark.parametrize("found", [None, ESCAPE, ("", -1.0), ("", float("nan")), (7, 1.0), ("", 1.0, 2.0)])

@@ -55,7 +55,7 @@ def test_workers_of_a_gpu_with_little_memory_do_not_measure(
     gpu = SimpleNamespace(uuid="a-gpu", total_memory=int(gigabytes * 0.98 * 2**30))  # drivers keep some
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: gpu)
     monkeypatch.setattr(worker_state, "current_identity", lambda kind: SimpleNamespace(key=lambda: "cuda-x-1"))
-    monkeypatch.setattr(worker_state.WorkerState, "start", lambda self, kind, captures: None)
+    monkeypatch.setattr(worker_state.tuner, "make_pool", lambda kind: SimpleNamespace(start=lambda: None))
     offered = []
     for beside in range(3):
         offers = dict[str, float]()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,16 +16,22 @@ import report_samples as samples
 from distributed import Client
 from model_samples import write_config
 
+from fuseplan.planner.api import tune
 from fuseplan.planner.api.many import TunedMany
 from fuseplan.planner.api.request import TuneRequest
 from fuseplan.planner.api.tune import Tuned, run_here, tune_request
+from fuseplan.planner.capture.trace import Graphs
 from fuseplan.planner.cli import main
-from fuseplan.planner.fleet import cluster
+from fuseplan.planner.errors import CaptureError
+from fuseplan.planner.fleet import cluster, worker_state
 from fuseplan.planner.fleet.overview import fleet_status, wanted_by
 from fuseplan.planner.fleet.run import run_by
 from fuseplan.planner.fleet.worker_state import RegionTuner
 from fuseplan.planner.models.manifest import ModelArguments
+from fuseplan.planner.models.sources import ModelSource
+from fuseplan.planner.models.workload import Workload
 from fuseplan.planner.tuning.summary import load_summaries
+from fuseplan.planner.tuning.tune import Batch
 from fuseplan.search.errors import SubjectError
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.leases import Leases
@@ -81,6 +89,32 @@ def test_a_fleet_ends_with_the_plans_of_a_tune_here(tmp_path: Path, db: Path) ->
         assert {one.workload for one in load_summaries(mine)} == {one.workload for one in load_summaries(theirs)}
 
 
+def test_graphs_are_tuned_as_workers_capture_them(
+    tmp_path: Path, db: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where captures disturb no measurement. The first is there when all its regions are measured."""
+    alone, given = samples.known_machine(tmp_path / "alone.db"), replace(llama(tmp_path), layers=1, decode="1,2")
+    (expected,) = tune_request(TuneRequest("cpu", given, db=alone))
+    first_done, capture, keep = threading.Event(), worker_state.cached_capture, Batch.keep_summary
+
+    def later(source: ModelSource, workload: Workload, *rest: Any) -> Graphs:
+        if workload.batch > 1 and not first_done.wait(60):
+            raise CaptureError("nothing is tuned meanwhile")
+        return capture(source, workload, *rest)
+
+    def keeps(self: Batch, *args: Any) -> None:
+        keep(self, *args)
+        first_done.set()
+
+    monkeypatch.setattr(worker_state, "cached_capture", later)
+    monkeypatch.setattr(Batch, "keep_summary", keeps)
+    monkeypatch.setattr(tune, "is_gpu", lambda kind: True)
+    (found,) = by_fleet(db, given)
+    assert decided(db) == decided(alone) != {} and isinstance(expected, Tuned)
+    assert found.result is not None and expected.result is not None
+    assert [one.workload for one in found.result.plans] == [one.workload for one in expected.result.plans]
+
+
 def test_models_of_a_manifest_share_regions_and_what_is_stored_is_not_measured(
     tmp_path: Path, db: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -109,6 +143,12 @@ def test_models_of_a_manifest_share_regions_and_what_is_stored_is_not_measured(
         config = "llama/config.json"
         name = "two layers"
         layers = 2
+
+        [[model]]
+        config = "llama/config.json"
+        name = "rounded as eager"
+        layers = 1
+        numerics = "eager"
 
         [[model]]
         config = "llama/config.json"

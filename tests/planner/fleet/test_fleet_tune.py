@@ -18,7 +18,7 @@ from model_samples import write_config
 
 from fuseplan.planner.api import tune
 from fuseplan.planner.api.many import TunedMany
-from fuseplan.planner.api.request import TuneRequest
+from fuseplan.planner.api.request import TuneRequest, asked_for
 from fuseplan.planner.api.tune import Tuned, run_here, tune_request
 from fuseplan.planner.capture.trace import Graphs
 from fuseplan.planner.cli import main
@@ -188,6 +188,7 @@ def test_a_region_that_fails_costs_only_itself(
     tmp_path: Path, db: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given, measure = llama(tmp_path), RegionTuner.measure
+    asked_for("cpu", given).graphs()  # kept on disk: workers capture in processes of their own, not in threads as here
     failing: dict[str, str] = {}
 
     def fails(self: RegionTuner, task: Any) -> Any:

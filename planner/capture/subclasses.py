@@ -40,7 +40,7 @@ class Apart:
     Attributes:
         module: The graph; the one that was given where there are none.
         inputs: What it is compiled for.
-        parameters: Positions among ``inputs`` of parameters and of what lies inside of them.
+        parameters: Positions in ``inputs`` of parameters, and of the tensors inside parameters.
         whole: Makes a function of what the graph took before from one that takes what ``module`` does.
     """
 
@@ -121,7 +121,7 @@ def _on_parts(
 
 
 def _flatten_results(before: fx.Graph, graph: fx.Graph, returned: Sequence[Any]) -> list[_Result]:
-    """End ``graph`` with what lies inside of what it returned ``before``; how that is made of it."""
+    """Let ``graph`` return the tensors inside the results of ``before``; says how a call makes each result of them."""
     given = {id(node.meta.get("example_value")): at for at, node in enumerate(before.find_nodes(op="placeholder"))}
     results, flat = list[_Result](), list[Any]()
     for node, leaf in zip(before.output_node().args[0], returned, strict=True):  # type: ignore[arg-type]
@@ -157,7 +157,7 @@ class _Calls(torch.nn.Module):
 
 @dataclass(frozen=True)
 class _Form:
-    """What a tensor subclass is made of.
+    """How to take a tensor subclass apart, and how to make it again.
 
     Attributes:
         inside: The tensors, and for each that is a subclass itself what that is made of.
@@ -225,7 +225,7 @@ class _Form:
     def check(self, value: Any, *parts: Any) -> None:
         """CaptureError where a subclass is not what it was made as, once the graph has run: the argument is.
 
-        What was written to the tensors inside is written to the argument.
+        An op that writes to a tensor inside writes to the argument, for both share that tensor.
         """
         same = all(one is part for one, part in zip(self.flatten(value), parts, strict=True) if torch.is_tensor(part))
         if type(value) is not self.kind or not same or value.__tensor_flatten__()[1] != self.context:

@@ -182,7 +182,6 @@ def _devices(client: Client, kind: Kind, file: str, progress: Progress) -> tuple
     return tuple({one.device: one for one in found}.values())
 
 
-
 @dataclass(eq=False)
 class Order:
     """A batch of graphs to be tuned on a session's device, and what came of them.

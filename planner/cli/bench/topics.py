@@ -169,6 +169,7 @@ def measure_model(
 
 
 def publish_rows(session: Session, name: str, part: str, rows: Sequence[BenchRow], out: Path | None) -> None:
+    """Show a part of a bench, contestants side by side with times in microseconds, and write it."""
     frame = bench_frame(rows)
     current().table(
         comparison(frame), part, f"{name}, {part}: median us", spare=("mode",),

@@ -114,6 +114,18 @@ def test_a_call_that_is_longer_than_a_replay_is_recorded_once(machine: Machine) 
     assert machine.recordings == [1]
 
 
+@pytest.mark.parametrize(("free", "emptied"), [(3, False), (1, False), (0, True)])
+def test_cached_memory_is_returned_where_little_else_is_free(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, free: int, emptied: bool
+) -> None:
+    """What is recorded cannot use what PyTorch has cached."""
+    seen: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 4))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append(machine.recording is None))
+    CudaGraphTimer().prepare(lambda: machine.kernel(100.0), [()])
+    assert seen == [True] * emptied
+
+
 def test_a_kernel_that_is_long_enough_is_recorded_once(machine: Machine) -> None:
     CudaGraphTimer().prepare(lambda: machine.kernel(100.0), [()])
     assert machine.recordings == [2]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers as hf
+from static_caches import cache_argument
 from torch import nn
 
 Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
@@ -22,6 +23,21 @@ class Function(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         return self.function(*args)
+
+
+class FixedCache(hf.StaticCache):
+    """Each call writes to the same position, so that calls do not run out of room."""
+
+    def __init__(self, config: Any, position: torch.Tensor, length: int) -> None:
+        super().__init__(config=config, max_cache_len=length)
+        self.position = position
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        layer = self.layers[layer_idx]
+        return layer.keys.index_copy_(2, self.position, keys), layer.values.index_copy_(2, self.position, values)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
 
 
 class Models:
@@ -98,6 +114,27 @@ class Models:
             num_key_value_heads=2, vocab_size=32768)
         return self._made(config, "Qwen2ForCausalLM"), (), {
             "input_ids": self._ids(1, 128 if self.small else 1024), "use_cache": False}
+
+    def llama(self) -> Made:
+        """Decodes one token with a static cache, as Llama-3.2-1B does."""
+        config = hf.LlamaConfig(
+            hidden_size=2048, intermediate_size=8192, num_hidden_layers=2 if self.small else 16, num_attention_heads=32,
+            num_key_value_heads=8, head_dim=64, vocab_size=8192 if self.small else 128256)
+        model = self._made(config, "LlamaForCausalLM")
+        position = torch.tensor([256], device=self.device)
+        cache = FixedCache(config, position, 512)
+        cache.early_initialization(1, 8, 64, self.dtype, torch.device(self.device))
+        mask = (torch.arange(512, device=self.device) <= position)[None, None, None]
+        return model, (), {"input_ids": self._ids(1, 1), "position_ids": position[None], "attention_mask": mask,
+                           **cache_argument(model, cache)}
+
+    def int8_llama(self) -> Made:
+        """The same with torchao's int8 weights: each is a tensor subclass."""
+        from torchao import quantization  # type: ignore[import-not-found]
+
+        model, args, kwargs = self.llama()
+        quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+        return model, args, kwargs
 
     def unet(self) -> Made:
         class Block(nn.Module):

@@ -17,7 +17,7 @@ from fuseplan.kernels.ir.ops import float32_bits
 from fuseplan.planner.capture.normalise import MODE_SWITCHES, Traced
 from fuseplan.planner.implementations.first_call import GroupCall
 from fuseplan.planner.ops.table import kind_of, op_of, written_value
-from fuseplan.planner.rewrites.trace_edit import fake_tensors
+from fuseplan.planner.rewrites.trace_edit import fake_tensors, storage_of, value_of
 
 
 def fused_graph(traced: Traced, groups: Sequence[GroupCall]) -> tuple[fx.Graph, list[tuple[GroupCall, str]]]:
@@ -131,7 +131,8 @@ class _Rewrite:
         for unit in order:
             if isinstance(unit, fx.Node):
                 if unit.op not in ("placeholder", "output"):
-                    made[unit] = graph.node_copy(unit, made.__getitem__)
+                    same = _operand_it_gives_back(unit)
+                    made[unit] = graph.node_copy(unit, made.__getitem__) if same is None else made[same]
                 continue
             args = [made[self._node(value)] for value in unit.inputs]
             args += [self.symbols.emit(name, graph, made) for name in unit.symbols]
@@ -143,8 +144,31 @@ class _Rewrite:
         for node in graph.nodes:
             node.meta = {}  # the trace's fake tensors would live as long as the compiled graph
         for node, result in made.items():
-            result.meta["traced"] = node.name
+            result.meta.setdefault("traced", node.name)
         return graph
+
+
+def _operand_it_gives_back(node: fx.Node) -> fx.Node | None:
+    """The operand that is a node's result, as of a dropout outside of training, or a cast to the dtype it has.
+
+    None where an output must be a tensor of its own, or an op that writes could change the operand's sizes.
+    """
+    users = [user.target for user in node.users]
+    if not isinstance(node.target, torch._ops.OpOverload) or "output" in users or not node.args:
+        return None
+    if any(isinstance(one, torch._ops.OpOverload) and one._schema.is_mutable for one in (node.target, *users)):
+        return None
+    result, operand = value_of(node), value_of(node.args[0])
+    if result is None or operand is None or storage_of(result) != storage_of(operand):
+        return None
+    return node.args[0] if _reads_as(result) == _reads_as(operand) else None  # type: ignore[return-value]
+
+
+def _reads_as(value: torch.Tensor) -> tuple[object, ...]:
+    """How the memory of a fake tensor is read. Comparing dynamic sizes adds no guard."""
+    numbers = (*value.shape, *value.stride(), value.storage_offset())
+    return (value.dtype, value.is_conj(), value.is_neg(), value.dim(),
+            *(one.node.expr if isinstance(one, torch.SymInt) else one for one in numbers))
 
 
 def _item_nodes(traced: Traced) -> dict[str, fx.Node]:

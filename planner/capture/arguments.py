@@ -46,10 +46,6 @@ class Storages:
         self._renewed -= 1
         self._merged[int(tensor.fake.untyped_storage()._cdata)] = self._renewed
 
-    def merge(self, tensor: TracedTensor, other: TracedTensor) -> None:
-        """Declare that ``tensor`` is in the memory of ``other``, although the trace shows two storages."""
-        self._merged[self.of(tensor)] = self.of(other)
-
 
 @dataclass(frozen=True)
 class Bound:

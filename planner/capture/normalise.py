@@ -85,11 +85,6 @@ MODE_SWITCHES = (
 )
 
 
-def _drops_nothing(name: str, bound: Bound) -> bool:
-    """Whether an op is a dropout that gives its operand back, as outside of training."""
-    return op_of(name).drops and (not bound.attrs["train"] or bound.attrs["p"] == 0)
-
-
 @dataclass
 class _Builder:
     root: fx.GraphModule
@@ -210,13 +205,11 @@ class _Builder:
         results, value = self._results(node)
         if not results:
             return self._append_opaque(node, name, bound.operands, (), bound.written)
-        if bound.written and _drops_nothing(name, bound):
-            return bound.operands[0]
         twin = functional_twin(target) if len(results) == len(bound.written) == 1 else None
         if twin is not None and self._may_be_functional(node, twin, bound.written[0]):
             self._append_functional(str(twin), bound, results, node)
             return value
-        if len(results) == 1 and bound.operands and not bound.written and self._is_same(name, bound, results[0]):
+        if len(results) == 1 and bound.operands and not bound.written and self._is_same(bound.operands[0], results[0]):
             # A split into a single part lists it.
             return bound.operands[0] if isinstance(value, TracedTensor) else bound.operands[:1]
         # Attention draws random numbers only with dropout.
@@ -254,12 +247,8 @@ class _Builder:
         self.overwritten.add(written.name)
         self.storages.renew(written)
 
-    def _is_same(self, op: str, bound: Bound, result: TracedTensor) -> bool:
-        """True when the op handed back its operand: same memory, same layout, same bits."""
-        operand = bound.operands[0]
-        if _drops_nothing(op, bound):
-            # Its fake result has memory of its own; its real one has not.
-            self.storages.merge(result, operand)
+    def _is_same(self, operand: TracedTensor, result: TracedTensor) -> bool:
+        """True when an op handed back its operand: same memory, same layout, same bits."""
         if self.storages.of(operand) != self.storages.of(result) or operand.fake.dtype.is_complex:
             return False
         offsets = [self.names.size(tensor.fake.storage_offset()) for tensor in (operand, result)]

@@ -41,12 +41,14 @@ class Apart:
         module: The graph; the one that was given where there are none.
         inputs: What it is compiled for.
         parameters: Positions in ``inputs`` of parameters, and of the tensors inside parameters.
+        inner: Positions in ``inputs`` of tensors inside of arguments.
         whole: Makes a function of what the graph took before from one that takes what ``module`` does.
     """
 
     module: fx.GraphModule
     inputs: Sequence[Any]
     parameters: frozenset[int]
+    inner: frozenset[int]
     whole: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -57,7 +59,7 @@ def take_apart(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Apart:
     """
     owners = example_inputs
     if not any(is_traceable_wrapper_subclass(node.meta.get("example_value")) for node in module.graph.nodes):
-        return Apart(module, example_inputs, _parameters(owners), lambda call: call)
+        return Apart(module, example_inputs, _parameters(owners), frozenset(), lambda call: call)
     fakes = [node.meta["example_value"] for node in module.graph.find_nodes(op="placeholder")]
     forms = [_Form.of_argument(*pair) for pair in zip(example_inputs, fakes, strict=True)]
     parts = [_parts(*argument) for argument in zip(example_inputs, fakes, forms, strict=True)]
@@ -70,7 +72,9 @@ def take_apart(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Apart:
             return lambda *args: call(*read(*args))
         return lambda *args: _remade(results, args, iter(call(*read(*args))))
 
-    return Apart(apart, [one for inside in parts for one in inside], _parameters(owners), whole)
+    inputs = [one for inside in parts for one in inside]
+    inner = frozenset(at for at, pair in enumerate(zip(inputs, owners, strict=True)) if pair[0] is not pair[1])
+    return Apart(apart, inputs, _parameters(owners), inner, whole)
 
 
 def _parameters(owners: Sequence[Any]) -> frozenset[int]:

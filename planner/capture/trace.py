@@ -66,7 +66,7 @@ def trace_predispatch(
     try:
         with context.fake_mode, modes_restored(), classes_first(module):
             plain = without_transforms(module, fakes)
-            trace = trace_ops(plain, fakes, {op: op.decompose for op in _composed()}, pre_dispatch=True)
+            trace = trace_ops(plain, fakes, decompositions(), pre_dispatch=True)
         name_modules(trace)
         correct_layouts(trace)
         trace.meta["attention"] = rewrite_attention(trace, grouped_queries, attention_masks, decode_attention)
@@ -79,16 +79,26 @@ def trace_predispatch(
     return trace
 
 
-def _composed() -> list[torch._ops.OpOverload]:
-    """Ops that are written in other ops: those that only rearrange elements, and those of libraries."""
+def decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
+    """How ops are traced that are written in other ops, those of libraries among them; or that give an operand back."""
     names = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
     of_libraries = [name.replace("::", ".") for name in names if not name.startswith(("aten::", "prim"))]
-    ours = [name for name, op in OPS.items() if op.family == "composed"]
-    found = []
-    for name in (*ours, *of_libraries):
-        with suppress(UnknownOpError):
-            found.append(resolve_op(name))
+    found = {op: op.decompose for name in of_libraries if (op := _resolved(name)) is not None}
+    for name, kind in OPS.items():
+        if (kind.family == "composed" or kind.drops) and (op := _resolved(name)) is not None:
+            found[op] = _undropped if kind.drops else op.decompose
     return found
+
+
+def _resolved(name: str) -> torch._ops.OpOverload | None:
+    with suppress(UnknownOpError):
+        return resolve_op(name)
+    return None
+
+
+def _undropped(operand: torch.Tensor, p: float, train: bool) -> Any:
+    """A dropout's operand, where it drops nothing; it is one op otherwise."""
+    return NotImplemented if train and p > 0 else operand
 
 
 def _fake(item: Any, context: Any) -> Any:

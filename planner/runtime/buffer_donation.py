@@ -22,7 +22,7 @@ from fuseplan.planner.ops.table import kind_of, op_of
 from fuseplan.planner.rewrites.trace_edit import fake_tensors, is_written, schema_of
 
 #: Calls that read no memory, besides ops with a schema.
-_HARMLESS = (operator.getitem, *MODE_SWITCHES)
+HARMLESS = (operator.getitem, *MODE_SWITCHES)
 #: glibc learns nothing from a larger block (32 MiB with what it adds); it takes these from the system each time.
 _LARGEST_KEPT = (32 << 20) - (64 << 10)
 
@@ -103,7 +103,7 @@ class Memory:
         touched = {one for source in node.all_input_nodes for one in self._storages[source]}
         self._last.update(dict.fromkeys(touched, node))
         is_known = node.op == "call_function" and (
-            isinstance(node.target, torch._ops.OpOverload | GroupCall) or node.target in _HARMLESS
+            isinstance(node.target, torch._ops.OpOverload | GroupCall) or node.target in HARMLESS
         )
         if self._makes_new(node):
             self._new.add(node)
@@ -112,6 +112,10 @@ class Memory:
             self._first.setdefault(one, node)
         if not is_known:
             self._pinned |= touched | self._storages[node]
+
+    def storages(self, node: fx.Node) -> frozenset[int]:
+        """Numbers of the storages that a node's result may be in."""
+        return self._storages[node]
 
     def dies_in(self, call: fx.Node, number: int) -> bool:
         """Whether argument ``number`` of a call is memory of its own that nothing uses after the call."""

@@ -103,7 +103,8 @@ def _compile(apart: Apart, options: DispatchOptions, tally: Tally) -> Callable[.
         session.database.close()
     whole = _by_inductor(gm, example_inputs, lookup.by_inductor, tally) if lookup.by_inductor is not None else None
     call = whole or executable(
-        traced, lookup.groups, session.target, tally, options.numerics, options.debug, options.in_place)
+        traced, lookup.groups, session.target, tally, options.numerics, options.debug, options.in_place,
+        unguarded=apart.parameters | apart.inner)
     show_plans(lookup.plans if whole is None else (), tally, options.debug, traced.graph)
     if options.cuda_graphs:
         stationary = traced.written | _stationary(gm, example_inputs)

@@ -5,7 +5,7 @@ A group that cannot be placed, lowered or built is left as the ATen ops it was, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,13 +27,14 @@ from fuseplan.planner.runtime.buffer_donation import Memory, keep_freed, overwri
 from fuseplan.planner.runtime.logs import debug_logger, show_graph, show_kernels, warn_once
 from fuseplan.planner.runtime.placement import fused_graph
 from fuseplan.planner.runtime.profiler_ranges import add_ranges, ask_for_profilers, range_name
+from fuseplan.planner.runtime.short_views import shorten_views
 from fuseplan.search.errors import OWN_FAULTS
 from fuseplan.search.workers.compilers import COMPILERS
 
 
 def executable(
     traced: Traced, groups: Sequence[PlannedGroup], target: Target, tally: Tally, numerics: str = "fp32",
-    debug: bool = False, in_place: bool = True,
+    debug: bool = False, in_place: bool = True, unguarded: Collection[int] = (),
 ) -> Callable[..., Any]:
     """A function with the signature and results of ``traced.module`` that runs ``groups`` by their implementations.
 
@@ -41,7 +42,8 @@ def executable(
     ``debug`` the code is shown, and in its first call how far each kernel is from the ATen ops.
 
     With ``in_place``, outputs of a kernel take the memory of inputs that nothing needs after it, from its second call
-    on, where the back end can do that; on CPUs so do results of ATen's pointwise ops.
+    on, where the back end can do that; on CPUs so do results of ATen's pointwise ops. ``unguarded`` are positions of
+    graph inputs whose strides no guard checks.
     """
     calls = _first_calls(traced, groups, target, tally, numerics, in_place)
     kernels = [(call.label or call.name, call.source) for call in calls if call.source is not None]
@@ -57,6 +59,7 @@ def executable(
     if not target.is_gpu:
         keep_freed(memory.peak_bytes(graph))
         tally.count("in_place", overwrite_operands(graph, traced, memory) if in_place else 0)
+    shorten_views(graph, traced, memory, unguarded)
     bind_calls(graph, traced.module.graph)
     ask_for_profilers(graph)
     module = fx.GraphModule(traced.module, graph, class_name="Fused")

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fuseplan.planner.capture.normalise import normalise
+from fuseplan.planner.capture.trace import decompositions
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.implementations.generated_kernel import GeneratedKernel
 from fuseplan.planner.implementations.implementation import PlannedGroup
@@ -24,7 +25,8 @@ def compiled(
 ) -> Callable[..., Any]:
     """The function with every region fused as the launch count says; without ``kernels``, by ATen's ops."""
     with FakeTensorMode() as mode:
-        module = make_fx(function, pre_dispatch=True)(*[mode.from_tensor(tensor) for tensor in inputs])
+        fakes = [mode.from_tensor(tensor) for tensor in inputs]
+        module = make_fx(function, pre_dispatch=True, decomposition_table=decompositions())(*fakes)
     traced = normalise(module)
     if kernels is None:
         return executable(traced, [], CPU, tally, **how)

@@ -11,11 +11,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from fuseplan.planner.capture.trace import decompositions
+
 Function = Callable[..., Any]
 
 
 def traced(function: Function, *inputs: torch.Tensor, symbolic: bool = False) -> fx.GraphModule:
+    """With the ops that are traced as others, as in a back end."""
+    tracing: dict[str, Any] = {"pre_dispatch": True, "decomposition_table": decompositions()}
     if symbolic:
-        return make_fx(function, pre_dispatch=True, tracing_mode="symbolic")(*inputs)
+        return make_fx(function, tracing_mode="symbolic", **tracing)(*inputs)
     with FakeTensorMode(shape_env=ShapeEnv()) as mode:
-        return make_fx(function, pre_dispatch=True)(*[mode.from_tensor(one, static_shapes=True) for one in inputs])
+        return make_fx(function, **tracing)(*[mode.from_tensor(one, static_shapes=True) for one in inputs])

@@ -1,0 +1,111 @@
+"""Chains of views as one call: where each view begins in its root, and its strides, are known when a graph is compiled.
+
+A call of a view op costs the host one to five microseconds; a transformer layer has a dozen of them, in chains. Each
+view whose root certainly has the strides of its fake tensor becomes one reinterpretation of the root's memory, as in
+TorchInductor's code. Certain are graph inputs, whose strides Dynamo guards; results of fused kernels, which allocate as
+their IR says; and matrix products. A library's other results may have other strides than their fake tensors, and
+PyTorch 2.11 does not notice that a parameter's ``data`` was replaced: their views stay.
+
+So do views of what the graph returns or writes to, whose version counters and ``_base`` must be eager mode's; and views
+with a dynamic size.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import fx
+
+from fuseplan.planner.capture.normalise import Traced
+from fuseplan.planner.implementations.direct_calls import Direct, FakeValues
+from fuseplan.planner.implementations.first_call import FirstCall, GroupCall
+from fuseplan.planner.ops.table import op_of
+from fuseplan.planner.rewrites.trace_edit import is_written, operands_where
+from fuseplan.planner.runtime.buffer_donation import HARMLESS, Memory
+
+#: ``(tensor, shape, strides, offset from the tensor's own)``; None where this PyTorch has no such function.
+_FUNCTION = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "_reinterpret_tensor", None)
+_REINTERPRET = None if _FUNCTION is None else Direct(_FUNCTION, "reinterpret")
+
+
+def shorten_views(graph: fx.Graph, traced: Traced, memory: Memory, unguarded: Collection[int]) -> None:
+    """Make each chain of views one call, share equal ones, and drop what nobody reads then.
+
+    ``graph`` has groups placed (:func:`fuseplan.planner.runtime.placement.fused_graph`) and was made of ``traced``.
+    ``unguarded`` are positions of graph inputs whose strides may change from call to call.
+    """
+    source = traced.module.graph
+    if _REINTERPRET is None or any(torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in source.nodes):
+        return  # a tensor's sizes are changed under way
+    values = FakeValues(source)
+    exposed = {one for node in graph.nodes for read in _exposed_by(node) for one in memory.storages(read)}
+    unknown = {node for at, node in enumerate(graph.find_nodes(op="placeholder")) if at in unguarded}
+    roots: dict[frozenset[int], tuple[fx.Node, torch.Tensor]] = {}
+    views: dict[fx.Node, frozenset[int]] = {}
+    made: dict[tuple[Any, ...], fx.Node] = {}
+    for node in list(graph.nodes):
+        value, storage = values[node], memory.storages(node)
+        if len(storage) != 1 or not exposed.isdisjoint(storage):
+            continue
+        if node.op in ("placeholder", "get_attr") and storage in roots:
+            exposed |= storage  # parts of one allocation may be apart in a later call
+            continue
+        if storage not in roots:
+            if node not in unknown and _is_plain(value) and _is_certain(node, value, traced):
+                roots[storage] = node, value
+            else:
+                exposed |= storage  # nothing is known of the memory behind its views
+            continue
+        views[node] = storage
+        root, whole = roots[storage]
+        if not _is_plain(value) or value.dtype != whole.dtype:
+            continue
+        place = tuple(value.shape), value.stride(), int(value.storage_offset() - whole.storage_offset())
+        if place == (tuple(whole.shape), whole.stride(), 0):
+            node.replace_all_uses_with(root)
+            continue
+        if (root, place) not in made:
+            with graph.inserting_before(node):
+                made[root, place] = graph.call_function(_REINTERPRET, (root, *place))
+            made[root, place].meta = dict(node.meta)
+        node.replace_all_uses_with(made[root, place])
+    for node in reversed(graph.nodes):
+        if not node.users and (node in views or node.target is _REINTERPRET):
+            graph.erase_node(node)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a fake value is a tensor whose elements are numbers as they are in memory, with static sizes."""
+    return (
+        isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized
+        and not value.dtype.is_complex and not value.is_neg()
+        and all(isinstance(one, int) for one in (*value.shape, *value.stride(), value.storage_offset()))
+    )
+
+
+def _is_certain(node: fx.Node, value: torch.Tensor, traced: Traced) -> bool:
+    """Whether a node's result has the strides of its fake value."""
+    if node.op == "placeholder":
+        return True
+    call, number = (node.args[0], node.args[1]) if node.target is operator.getitem else (node, 0)
+    if not isinstance(call, fx.Node) or not isinstance(call.target, GroupCall):
+        return op_of(str(node.target)).row_major and value.is_contiguous()
+    if not isinstance(call.target, FirstCall) or call.target.ir is None:  # a library's call
+        ops = [op_of(traced.graph.op(name).op) for name in call.target.ops]
+        return all(op.row_major for op in ops) and value.is_contiguous()
+    return isinstance(number, int) and tuple(call.target.buffers[number].strides) == value.stride()
+
+
+def _exposed_by(node: fx.Node) -> list[fx.Node]:
+    """What a node returns, or writes to, or may write to; and what it takes the place of in its storage as given."""
+    if isinstance(node.target, GroupCall):
+        return [one for one in (node.args[buffer.over] for buffer in node.target.buffers if buffer.over is not None)
+                if isinstance(one, fx.Node)]
+    if node.target is torch.ops.aten.as_strided.default:  # no guard checks where a graph input begins
+        return node.all_input_nodes
+    if isinstance(node.target, torch._ops.OpOverload):
+        return operands_where(node, is_written)
+    return [] if node.op in ("placeholder", "get_attr") or node.target in HARMLESS else node.all_input_nodes

@@ -5,7 +5,7 @@
 Each model runs untuned, or as the user's database has it. One row a kind of call: how many there are, microseconds of
 each (medians), and of all. What a wrapper of each call adds (a few tenths of a microsecond) is measured with a function
 that does nothing, and taken off. The last rows are the whole call without wrappers, until it returns (``host``) and
-until the device is done. pytest does not collect it.
+until the device is done. Both run in turn. pytest does not collect it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,27 +90,46 @@ def wrap_inductor(namespace: MutableMapping[str, Any], timers: Timers) -> None:
             namespace[name] = timers.wrapped(name, call)
 
 
-def spent_us(call: Callable[[], Any], device: str) -> Iterator[tuple[float, float]]:
-    """Microseconds of calls, until each returns and until the device is done."""
+@dataclass(frozen=True)
+class Run:
+    """A compiled model, and the namespaces of its code."""
+
+    call: Callable[[], Any]
+    wrap: Callable[[Timers], None]
+    timers: Timers = field(default_factory=Timers)
+
+
+def spent_us(runs: Mapping[str, Run], device: str) -> dict[str, tuple[float, float]]:
+    """Microseconds of a call, until it returns and until the device is done: medians of interleaved rounds."""
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     for _ in range(ROUNDS):
-        settle(device)
-        start = time.perf_counter()
-        call()
-        returned = time.perf_counter()
-        settle(device)
-        yield (returned - start) * 1e6, (time.perf_counter() - start) * 1e6
+        for name, run in runs.items():
+            settle(device)
+            start = time.perf_counter()
+            run.call()
+            returned = time.perf_counter()
+            settle(device)
+            samples[name].append(((returned - start) * 1e6, (time.perf_counter() - start) * 1e6))
+    return {name: (statistics.median(one[0] for one in own), statistics.median(one[1] for one in own))
+            for name, own in samples.items()}
 
 
-def report(title: str, run: Callable[[], Any], wrap: Callable[[Timers], None], device: str) -> None:
+def report(title: str, runs: Mapping[str, Run], device: str) -> None:
     for _ in range(3):
-        run()
-    host, done = (statistics.median(column) for column in zip(*spent_us(run, device), strict=True))
-    timers = Timers()
-    wrap(timers)
-    run()
-    for samples in timers.samples.values():
-        samples.clear()
-    list(spent_us(run, device))
+        for run in runs.values():
+            run.call()
+    times = spent_us(runs, device)
+    for run in runs.values():
+        run.wrap(run.timers)
+        run.call()
+        for samples in run.timers.samples.values():
+            samples.clear()
+    spent_us(runs, device)
+    for name, run in runs.items():
+        print_rows(f"{title}, {name}", run.timers, *times[name])
+
+
+def print_rows(title: str, timers: Timers, host: float, done: float) -> None:
     extra, total = timers.nothing_us(), 0.0
     rows: dict[str, tuple[int, float]] = {}
     for kind, samples in timers.samples.items():
@@ -142,18 +162,20 @@ def main() -> None:
     with torch.no_grad():
         for name in args.names or NAMES:
             made = getattr(Models(args.device, args.small), name)()
+            torch._dynamo.reset()
+            runs: dict[str, Run] = {}
             for way in ("fuseplan", "inductor"):
                 namespaces.clear()
                 before = len(PyCodeCache.modules)
-                run = compiled(made, way)
+                call = compiled(made, way)
                 spaces = namespaces if way == "fuseplan" else [vars(one) for one in PyCodeCache.modules[before:]]
-                report(f"{name}, {way}", run, partial(wrap_all, way, tuple(spaces)), args.device)
+                runs[way] = Run(call, partial(wrap_all, way, tuple(spaces)))
+            report(name, runs, args.device)
 
 
 def compiled(made: Made, way: str) -> Callable[[], Any]:
     """A model compiled and called once."""
     model, given, named = made
-    torch._dynamo.reset()
     call = torch.compile(model, dynamic=False, backend=compiler(way))
     call(*given, **named)
     return lambda: call(*given, **named)

@@ -14,11 +14,32 @@ from itertools import islice, product
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import Candidate, Legal, region_candidates, region_dependencies
+from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.convex import Dependencies, bits, union
 from fuseplan.planner.ops.table import op_of, written_value
 
 #: Epilogues and prologues of one matmul, best first, that are looked at before it goes without, and that are kept.
 _TRIES, _KEPT = 48, 2
+
+
+def unpacks_weights(graph: DataflowGraph, region: Region) -> bool:
+    """Whether a region makes what one of its matmuls reads out of two thirds of the bytes or fewer: of weights in 8
+    bits, say.
+    """
+    flow = compute_graph_of(graph)
+    maker = {value: name for name in region.ops for value in graph.op(name).outputs}
+
+    @cache
+    def least(value: str) -> float:
+        """Bytes out of which the region can make a value."""
+        own, name = float(graph.specs[value].nbytes()), maker.get(value)
+        if name is None or flow.kinds[flow.position[name]] != "compute":
+            return own
+        return min(own, sum(map(least, flow.sources[flow.position[name]])))
+
+    matmuls = (flow.position[name] for name in region.ops if op_of(graph.op(name).op).family in ("matmul", "product"))
+    read = (value for at in matmuls for value in flow.sources[at])
+    return any(0 < 1.5 * least(value) <= float(graph.specs[value].nbytes()) for value in read)
 
 
 def anchored_candidates(

@@ -113,6 +113,28 @@ def plan_across_anchors(
     return replace(record, evidence=replace(record.evidence, reason=reason))
 
 
+def predicted_across_anchors(
+    problem: RegionProblem, record: PlanRecord, writer: PlanWriter, prices: ModelPrices, margin: float
+) -> PlanRecord:
+    """The record of a region by the cost model; or one whose groups make the weights of matmuls in their kernels, where
+    that spares half of what the device would take at best.
+    """
+    table = prices.table
+    alone = {one.group.ops[0]: one for one in problem.plain}
+
+    def spares(one: Choice) -> bool:
+        if one.is_plain or not any(table.is_anchor(alone[name].group) for name in one.group.ops):
+            return True
+        return 2.0 * prices.bound_us(one) <= sum(prices.bound_us(alone[name]) for name in one.group.ops)
+
+    reason = f"{record.evidence.reason}; weights are unpacked inside of matmuls"
+    chosen = replace(problem, choices=tuple(one for one in problem.choices if spares(one)))
+    result = predicted_partition(chosen, prices.predict_s, margin, reason)
+    groups = (one.choice.group for one in result.chosen if len(one.choice.group.ops) > 1)
+    is_around = any(table.is_anchor(alone[name].group) for group in groups for name in group.ops)
+    return writer.record(prices, result, 0.0) if is_around else record
+
+
 def _left_over(
     kernels: Iterable[Candidate], anchored: Iterable[Candidate], enumerated: Sequence[Candidate]
 ) -> list[Candidate]:

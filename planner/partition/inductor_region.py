@@ -14,6 +14,7 @@ from fuseplan.costmodel.roofline import predict
 from fuseplan.costmodel.work import Work
 from fuseplan.planner.cost.prices import ModelPrices
 from fuseplan.planner.graph.dataflow import Region
+from fuseplan.planner.groups.anchored import unpacks_weights
 from fuseplan.planner.groups.candidates import Candidate, convex_runs, single_candidates
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import unique_regions
@@ -107,7 +108,9 @@ def predicted_by_inductor(
 
 
 def decided_whole(table: GroupTable, regions: Iterable[Region], ways: Implementations) -> list[Region]:
-    """Those of which the cost model decides more than the islands: with foreign ops, or matmuls to be padded."""
+    """Those of which the cost model decides more than the islands: with foreign ops, matmuls to be padded, or weights
+    to be unpacked.
+    """
 
     def counts(one: Candidate) -> bool:
         kind = _kind(table, one)
@@ -116,5 +119,6 @@ def decided_whole(table: GroupTable, regions: Iterable[Region], ways: Implementa
 
     listed = list(regions)
     distinct = unique_regions(listed).items()
-    chosen = {key for key, (first, *_) in distinct if any(map(counts, single_candidates(table.graph, first)))}
+    chosen = {key for key, (first, *_) in distinct
+              if unpacks_weights(table.graph, first) or any(map(counts, single_candidates(table.graph, first)))}
     return [region for region in listed if region.key in chosen]

@@ -16,12 +16,13 @@ from fuseplan.planner.cost.prices import MeasuredPrices, ModelPrices, part_share
 from fuseplan.planner.cost.running_calibration import RunningCalibration
 from fuseplan.planner.cost.samples import region_samples, store_samples
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+from fuseplan.planner.groups.anchored import unpacks_weights
 from fuseplan.planner.groups.candidates import enumerate_parts
 from fuseplan.planner.groups.regions import find_regions, is_anchor, parts_to_plan, region_parts, unique_regions
 from fuseplan.planner.implementations.choices import RegionProblem, region_problem
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import Implementations, implementations_for
-from fuseplan.planner.partition.across_anchors import JointProblems, plan_across_anchors
+from fuseplan.planner.partition.across_anchors import JointProblems, plan_across_anchors, predicted_across_anchors
 from fuseplan.planner.partition.by_measurement import MeasuredRegion
 from fuseplan.planner.partition.guided_loop import Prices, guided_partition, predicted_partition
 from fuseplan.planner.partition.inductor_region import predicted_by_inductor, whole_by_inductor
@@ -248,7 +249,12 @@ class Planner:
             plans = [(part, self._by_model(table, part)) for part in parts]
             joined = self._joined(table, region, plans, 0.0, plans[0][1].evidence.reason)
             prices = ModelPrices(table, self.spec, region)
-            record = predicted_by_inductor(joined, plans, self._writer(table, region), prices)
+            writer = self._writer(table, region)
+            record = predicted_by_inductor(joined, plans, writer, prices)
+            if record is joined and self.spec is not None and unpacks_weights(graph, region):
+                problem = self._joint.planned(table, region, plans)
+                if problem is not None:
+                    record = predicted_across_anchors(problem, joined, writer, prices, self._margin)
             return lambda: RegionPlan(region, record, "model")
         return self._by_measurement(region, parts, table, self.tuner)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from costmodel_samples import GPU
 from dispatch_samples import Block, compiled
 from graphs import Builder
 from lower_oracle import rms_norm
@@ -119,6 +120,21 @@ def test_narrow_weights_are_read_by_the_matmul_where_that_pays(
         tuner.database, None, "dev", TARGET, backends, PlanSettings(margin=0.0), tuner)  # type: ignore[arg-type]
     (plan,) = planner.plan_graph(graph).regions
     assert (len(plan.record.groups) == 1) is whole
+
+
+@pytest.mark.parametrize(("rows", "inside"), [(1, True), (3, True), (4096, False)])
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "bfloat16, widened"])
+def test_few_rows_read_narrow_weights_in_the_matmul_untuned(
+    tmp_path: Path, name: str, rows: int, inside: bool
+) -> None:
+    """Where that spares half of what the device takes at best: many rows keep it busy anyway."""
+    graph = quantised(name, rows, 2048, 2048, torch.bfloat16).graph()
+    planner = Planner(Database(tmp_path / "t.db", "write", Versions.current("cpu")), GPU, "dev", SM90,
+                      (TritonBackend(tmp_path),), PlanSettings())
+    (plan,) = planner.plan_graph(graph, regions=find_regions(graph)).regions
+    (held,) = (plan.group_ops(one) for one in plan.record.groups
+               if any(op_of(graph.op(op).op).is_contraction for op in plan.group_ops(one)))
+    assert (len(held) > 1) is inside
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -13,6 +13,7 @@ from fuseplan.costmodel.devices import is_gpu
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.costmodel.probe import probe
 from fuseplan.planner.api.request import TuneRequest
+from fuseplan.planner.implementations.inductor import changed_settings
 from fuseplan.planner.tuning import tune as offline
 from fuseplan.planner.tuning.graph_stream import CaptureElsewhere
 from fuseplan.planner.tuning.progress import SILENT, Progress
@@ -127,6 +128,8 @@ def _complaints(result: TuneResult, load: probe.MachineLoad) -> tuple[tuple[str,
     found = [*map(str, result.failures), *result.untimed]
     if result.measured and load.busy:
         found.append(f"the machine was busy ({load}), so times are noisy; `plan tune --again` measures anew")
+    if result.measured and result.session.settings.inductor != "off" and (changed := changed_settings()):
+        found.append(f"TorchInductor's code was timed with its defaults; this process changes {', '.join(changed)}")
     if hidden := sum(plan.record.undecided for _, plan in result.distinct()):
         found.append(
             f"noise hides the answer in {hidden} regions: until a tune on a quieter machine they are "

@@ -7,6 +7,7 @@ in PyTorch's own caches; a plan's record says no more than that it runs the regi
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -133,6 +134,20 @@ def _settings(mode: InductorMode) -> dict[str, Any]:
 
     found = list_mode_options("max-autotune-no-cudagraphs") if mode == "max-autotune" else {}
     return {**found, "autotune_num_choices_displayed": 0}
+
+
+#: Settings that change how code is compiled and kept, not what it is.
+_SAME_CODE = frozenset({"compile_threads", "fx_graph_cache", "fx_graph_remote_cache", "triton.unique_kernel_names"})
+
+
+def changed_settings() -> list[str]:
+    """Names of TorchInductor's settings that this process has changed. Tunes compile its code in processes of their
+    own, with its defaults.
+    """
+    config = sys.modules.get("torch._inductor.config")  # what nobody imported nobody changed
+    entries, is_default = getattr(config, "_config", {}), getattr(config, "_is_default", lambda name: True)
+    given = (name for name in entries if name not in _SAME_CODE and not is_default(name))
+    return sorted(name for name in given if getattr(config, name) != entries[name].default)
 
 
 @dataclass(frozen=True)

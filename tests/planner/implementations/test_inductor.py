@@ -201,6 +201,20 @@ def test_a_tune_without_it_compiles_none_of_its_code(
     assert bool(compiled) == (asked != "off") == bool(whole_plans(db)) == ("torch.compile" in str(found))
 
 
+@pytest.mark.parametrize(("asked", "told"), [("default", True), ("off", False)])
+def test_a_tune_says_that_the_program_has_other_settings(
+    asked: inductor.InductorAsked, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torchao sets them when it quantises a model."""
+    count_instead_of_timing(monkeypatch)
+    db = samples.known_machine(tmp_path / "tuning.db")
+    with torch._inductor.config.patch(coordinate_descent_tuning=True):
+        found = tune(Function(statistics), torch.randn(127, 33), device="cpu", db=db, inductor=asked)
+    assert any("coordinate_descent_tuning" in one for one in found.warnings) is told
+    again = tune(Function(statistics), torch.randn(126, 33), device="cpu", db=db, inductor=asked)
+    assert not any("coordinate_descent_tuning" in one for one in again.warnings)
+
+
 def test_its_fastest_code_is_taken_where_it_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[inductor.InductorMode]
 ) -> None:

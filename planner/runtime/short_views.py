@@ -69,8 +69,8 @@ def shorten_views(graph: fx.Graph, traced: Traced, memory: Memory, unguarded: Co
             continue
         if (root, place) not in made:
             with graph.inserting_before(node):
-                made[root, place] = graph.call_function(_REINTERPRET, (root, *place))
-            made[root, place].meta = dict(node.meta)
+                view = made[root, place] = graph.call_function(_REINTERPRET, (root, *place))
+            view.meta = dict(node.meta)
         node.replace_all_uses_with(made[root, place])
     for node in reversed(graph.nodes):
         if not node.users and (node in views or node.target is _REINTERPRET):
@@ -100,11 +100,11 @@ def _is_certain(node: fx.Node, value: torch.Tensor, traced: Traced) -> bool:
 
 
 def _exposed_by(node: fx.Node) -> list[fx.Node]:
-    """What a node returns, or writes to, or may write to; and what it takes the place of in its storage as given."""
+    """What a node returns, or writes to, or may write to; and what ``as_strided`` reads, whose offset is absolute."""
     if isinstance(node.target, GroupCall):
         return [one for one in (node.args[buffer.over] for buffer in node.target.buffers if buffer.over is not None)
                 if isinstance(one, fx.Node)]
-    if node.target is torch.ops.aten.as_strided.default:  # no guard checks where a graph input begins
+    if node.target is torch.ops.aten.as_strided.default:  # no guard checks at which offset an input begins
         return node.all_input_nodes
     if isinstance(node.target, torch._ops.OpOverload):
         return operands_where(node, is_written)

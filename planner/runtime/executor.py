@@ -22,11 +22,11 @@ from fuseplan.planner.implementations.direct_calls import bind_calls, fill_names
 from fuseplan.planner.implementations.first_call import FirstCall
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementation import PlannedGroup
+from fuseplan.planner.implementations.profiler_ranges import add_ranges, ask_for_profilers, range_name
 from fuseplan.planner.module_paths import Paths, place
 from fuseplan.planner.runtime.buffer_donation import Memory, keep_freed, overwrite_operands, plan_reuse
 from fuseplan.planner.runtime.logs import debug_logger, show_graph, show_kernels, warn_once
 from fuseplan.planner.runtime.placement import fused_graph
-from fuseplan.planner.runtime.profiler_ranges import add_ranges, ask_for_profilers, range_name
 from fuseplan.planner.runtime.short_views import shorten_views
 from fuseplan.search.errors import OWN_FAULTS
 from fuseplan.search.workers.compilers import COMPILERS

@@ -12,14 +12,11 @@ from compiled_functions import compiled
 from fake_traces import traced
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from in_place_backend import InPlaceBackend
 from reference_backend import ReferenceBackend
 from torch import fx
-from torch.utils._pytree import tree_map
 
 from fuseplan.planner.capture.normalise import normalise
 from fuseplan.planner.dispatch_stats import Tally
-from fuseplan.planner.implementations import aten
 from fuseplan.planner.implementations.direct_calls import Direct, bind_calls, fill_namespace
 from fuseplan.planner.runtime.buffer_donation import Memory
 from fuseplan.planner.runtime.short_views import shorten_views
@@ -320,39 +317,13 @@ def test_inference_mode(mode: Any, made_in: Any) -> None:
 # -- fused groups -----------------------------------------------------------------------------------------
 
 
-def chained(x: torch.Tensor, w: torch.Tensor) -> Tensors:
-    """Two groups with views between them and a matmul."""
-    normal = torch.softmax(x * 2 + 1, -1)
-    heads = F.linear(normal.view(3, 2, 4).transpose(0, 1), w)
-    return (torch.tanh(heads * 3).transpose(0, 1), heads.sum())
+def test_what_a_kernel_makes_is_reinterpreted() -> None:
+    def run(x: torch.Tensor, w: torch.Tensor) -> Tensors:
+        return (torch.tanh(F.linear(torch.softmax(x * 2 + 1, -1).view(3, 2, 4).transpose(0, 1), w) * 3),)
 
-
-@pytest.mark.parametrize("kernels", [ReferenceBackend(), InPlaceBackend(), ReferenceBackend(fails_in_call=True)])
-def test_views_of_what_kernels_make(kernels: Any) -> None:
-    torch.manual_seed(0)
-    inputs, tally = [torch.randn(3, 8), torch.randn(4, 4)], Tally()
-    call = compiled(chained, inputs, kernels, tally)
+    inputs = [torch.randn(3, 8), torch.randn(4, 4)]
+    call = compiled(run, inputs, ReferenceBackend(), Tally())
     assert any("reinterpret" in name for name in call.__globals__)  # type: ignore[attr-defined]
     with torch.no_grad():
-        for _ in range(3):
-            for one, other in zip(call(*inputs), chained(*inputs), strict=True):
-                torch.testing.assert_close(one, other)
-                assert one.stride() == other.stride()
-
-
-def test_ops_in_place_of_a_kernel_lay_results_out_like_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The views after a group were worked out for what its kernel allocates."""
-    generated = aten._generated
-
-    def elsewhere(*args: Any) -> Any:
-        plain = generated(*args)
-        return lambda *given: tree_map(lambda one: one.mT.contiguous().mT, plain(*given))
-
-    inputs, tally = [torch.randn(3, 8), torch.randn(4, 4)], Tally()
-    call = compiled(chained, inputs, ReferenceBackend(fails_in_call=True), tally)
-    with torch.no_grad():
-        expected = chained(*inputs)
-        monkeypatch.setattr(aten, "_generated", elsewhere)
         for _ in range(2):
-            torch.testing.assert_close(call(*inputs)[0], expected[0])
-    assert tally.snapshot().fallbacks
+            torch.testing.assert_close(call(*inputs), run(*inputs))

@@ -1,18 +1,15 @@
 """A whole step by TorchInductor beside the plan: what a user of plain ``torch.compile`` would get.
 
-Compiling all layers of a large model takes minutes, and they are alike: of regions that are, two take part. Each side's
-time is then scaled up, since a large vocabulary counts once: the plan's by the measured times of its regions,
-TorchInductor's by what the cost model expects of its code for them.
+Compiling all layers of a large model takes minutes, and they are alike: of regions that are, two take part. What the
+two sides take then stands to each other about as in the whole step.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fuseplan.costmodel.device import DeviceSpec, Mode
 from fuseplan.planner.errors import RefusedError
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import Candidate
@@ -21,7 +18,6 @@ from fuseplan.planner.implementations.choices import in_order
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import Implementations
 from fuseplan.planner.implementations.inductor import fails_otherwise, whole_candidate
-from fuseplan.planner.partition.inductor_region import predicted_whole_us
 from fuseplan.planner.partition.whole_region import planned_parts
 from fuseplan.search import policy
 from fuseplan.search.store.record import INDUCTOR, PlanRecord
@@ -39,24 +35,23 @@ class InductorStep:
     """How TorchInductor's code compares with the plan of a step.
 
     Attributes:
-        us: Its time; None where it was not run.
+        ratio: Its time over the plan's; None where it was not run.
         wins: Whether it is faster beyond doubt, or loses less where the two conditions differ, and may run the whole
             graph.
-        alone: Its time over the plan's on a GPU without the host that launches; None where that was not run.
+        alone: As ``ratio``, on a GPU without the host that launches; None where that was not run.
         why: Why it was not run, in words.
     """
 
-    us: float | None = None
+    ratio: float | None = None
     wins: bool = False
     alone: float | None = None
     why: str = ""
 
 
 def compare_step(
-    table: GroupTable, plans: Sequence[tuple[Region, PlanRecord]], ways: Implementations, tuner: Tuner,
-    spec: DeviceSpec, planned_us: float
+    table: GroupTable, plans: Sequence[tuple[Region, PlanRecord]], ways: Implementations, tuner: Tuner
 ) -> InductorStep:
-    """Time both, interleaved. ``plans`` are those of all regions of a step, in order, which takes ``planned_us``."""
+    """Time both, interleaved. ``plans`` are those of all regions of a step, in order."""
     try:
         taken, group = step_group(table, [region for region, _ in plans], ways)
     except RefusedError as error:
@@ -69,30 +64,12 @@ def compare_step(
     contest: Contest | None = tuner.play_off(parts, sides, whole.makes)
     if contest is None:
         return InductorStep(why="its run failed")
-    own, its = _scales(table, plans, taken, spec, ways.inductor.mode)
-    conditions = contest.conditions or (contest,)
-    ratio, *rest = (one.time(INDUCTOR).median_us / one.time(_PLAN).median_us for one in conditions)
-    alone = rest[0] * its / own if rest else None
-    is_sample = len(taken) < len(plans)
-    us = conditions[0].time(INDUCTOR).median_us * its if is_sample else planned_us * ratio
+    ratio, *rest = (
+        one.time(INDUCTOR).median_us / one.time(_PLAN).median_us for one in contest.conditions or (contest,))
+    alone = rest[0] if rest else None
     is_better = contest.accepts(INDUCTOR, _PLAN) or (len(contest.conditions) > 1 and contest.is_safer(INDUCTOR, _PLAN))
-    wins = is_better and not (is_sample and us >= planned_us) and may_run_whole(table.graph, table.device_type)
-    return InductorStep(us, wins, alone)
-
-
-def _scales(
-    table: GroupTable, plans: Sequence[tuple[Region, PlanRecord]], taken: Sequence[int], spec: DeviceSpec, mode: Mode
-) -> tuple[float, float]:
-    """How much longer a whole step is than the regions that were ``taken``: the plan's, and TorchInductor's."""
-    distinct = {region.key: (region, record) for region, record in plans}
-    own = {key: record.planned_us for key, (_, record) in distinct.items()}
-    its = {key: predicted_whole_us(table, region, record, spec, mode) for key, (region, record) in distinct.items()}
-
-    def scale(times: Mapping[str, float]) -> float:
-        return math.fsum(times[region.key] for region, _ in plans) / math.fsum(
-            times[plans[at][0].key] for at in taken)
-
-    return scale(own), scale(its)
+    wins = is_better and may_run_whole(table.graph, table.device_type)
+    return InductorStep(ratio, wins, alone)
 
 
 def step_group(

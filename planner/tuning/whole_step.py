@@ -168,10 +168,9 @@ def _measured(
     unfused, chosen = (contest.time(side).median_us for side in (_UNFUSED, _PLANNED))
     found = StepTimes(unfused, chosen, contest.noise, floor, now(), session.device)
     if session.settings.inductor != "off":
-        regions = [(one.region, one.record) for one in plan.regions]
-        other = compare_step(table, regions, ways, tuner, session.spec, chosen)
-        if other.us is not None:
-            found = replace(found, inductor_us=other.us, by_inductor=other.wins, alone=other.alone,
+        other = compare_step(table, [(one.region, one.record) for one in plan.regions], ways, tuner)
+        if other.ratio is not None:
+            found = replace(found, inductor_us=chosen * other.ratio, by_inductor=other.wins, alone=other.alone,
                             inductor_mode=ways.inductor.compiled_for)
         elif other.why:
             logger.info("TorchInductor's code for the step is not timed: %s", other.why)

@@ -34,18 +34,17 @@ LAYERS = 4
 SPEC = replace(CPU, peaks={**CPU.peaks, "fp32_matmul": Peak(1e11, 2e11)})
 
 
-def layers(count: int = LAYERS, rows: int = 3, vocabulary: int = 0) -> tuple[Builder, DataflowGraph]:
-    """``x = tanh(silu(x @ w.T) * gate) @ u.T``, again and again, with weights for each layer; then logits, if any."""
+def layers(count: int = LAYERS, rows: int = 3) -> tuple[Builder, DataflowGraph]:
+    """``x = tanh(silu(x @ w.T) * gate) @ u.T``, again and again, with weights for each layer."""
     given = {"x": torch.randn(rows, 17)}
     for at in range(count):
         given |= {f"w{at}": torch.randn(19, 17) / 4, f"gate{at}": torch.randn(19), f"u{at}": torch.randn(17, 19) / 4}
-    given |= {"head": torch.randn(vocabulary, 17)} if vocabulary else {}
     b = Builder(**given)
     value = "x"
     for at in range(count):
         made = b("aten.silu.default", b("aten.linear.default", value, f"w{at}"))
         value = b("aten.linear.default", b("aten.tanh.default", b("aten.mul.Tensor", made, f"gate{at}")), f"u{at}")
-    return b, b.graph(b("aten.tanh.default", b("aten.linear.default", value, "head")) if vocabulary else value)
+    return b, b.graph(value)
 
 
 def with_first_weights(graph: DataflowGraph, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -233,11 +232,11 @@ def test_inductor_computes_the_same_of_layers_that_are_not_alike_twice(session: 
     torch.testing.assert_close(bench.results["inductor"], bench.results["planned"], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("most_ops", "all_take_part", "us"), [(1000, True, 75.0), (10, False, 67.5)])
+@pytest.mark.parametrize(("most_ops", "all_take_part"), [(1000, True), (10, False)])
 def test_inductors_time_is_that_of_all_layers(
-    session: Session, most_ops: int, all_take_part: bool, us: float, monkeypatch: pytest.MonkeyPatch
+    session: Session, most_ops: int, all_take_part: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where all take part, it is to the plan's as in their contest; two of nine layers alike take two ninths."""
+    """Where only two layers of each kind take part, their times tell how those of the whole step compare."""
     session = replace(session, settings=replace(session.settings, inductor="default"))
     monkeypatch.setattr(policy, "OPS_OF_ALL_LAYERS", most_ops)
     _, graph = layers(9)
@@ -250,20 +249,8 @@ def test_inductors_time_is_that_of_all_layers(
             return super().time_sides(parts, sides, kept, min_rounds)
 
     found = measure_step(session, graph, planned(session, graph), Fewer(TIMES))
-    assert isinstance(found, StepTimes) and found.inductor_us == pytest.approx(us) and not found.by_inductor
+    assert isinstance(found, StepTimes) and found.inductor_us == pytest.approx(75.0) and not found.by_inductor
     assert (lengths[True] == lengths[False]) is all_take_part
-
-
-def test_what_a_step_has_once_is_not_counted_with_its_layers(
-    session: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A large vocabulary takes most of this step, whichever layers take part."""
-    session = replace(session, settings=replace(session.settings, inductor="default"))
-    monkeypatch.setattr(policy, "OPS_OF_ALL_LAYERS", 10)
-    _, graph = layers(9, vocabulary=40_000)
-    found = measure_step(session, graph, planned(session, graph), Bench({**TIMES, "inductor": 40.0}))
-    assert isinstance(found, StepTimes) and found.inductor_us is not None
-    assert 40.0 < found.inductor_us < 1.5 * 40.0 and found.by_inductor is (found.inductor_us < 50.0)
 
 
 def test_inductor_runs_no_graph_that_looks_up(session: Session) -> None:

@@ -117,6 +117,10 @@ class Memory:
         """Numbers of the storages that a node's result may be in."""
         return self._storages[node]
 
+    def is_new(self, node: fx.Node) -> bool:
+        """Whether a node's result is a whole tensor in memory that was made for it."""
+        return node in self._new
+
     def dies_in(self, call: fx.Node, number: int) -> bool:
         """Whether argument ``number`` of a call is memory of its own that nothing uses after the call."""
         value = call.args[number]

@@ -43,37 +43,36 @@ def shorten_views(graph: fx.Graph, traced: Traced, memory: Memory, unguarded: Co
     values = FakeValues(source)
     exposed = {one for node in graph.nodes for read in _exposed_by(node) for one in memory.storages(read)}
     unknown = {node for at, node in enumerate(graph.find_nodes(op="placeholder")) if at in unguarded}
-    roots: dict[frozenset[int], tuple[fx.Node, torch.Tensor]] = {}
-    views: dict[fx.Node, frozenset[int]] = {}
+    #: What each view is a view of; a certain tensor is its own root. The storage's number does not tell: an op that
+    #: writes is fused as one that makes new memory, though its fake tensor is in that of its operand.
+    roots: dict[fx.Node, fx.Node] = {}
     made: dict[tuple[Any, ...], fx.Node] = {}
     for node in list(graph.nodes):
-        value, storage = values[node], memory.storages(node)
+        storage = memory.storages(node)
         if len(storage) != 1 or not exposed.isdisjoint(storage):
             continue
-        if node.op in ("placeholder", "get_attr") and storage in roots:
-            exposed |= storage  # parts of one allocation may be apart in a later call
+        if node.op == "placeholder" or memory.is_new(node):
+            if node not in unknown and _is_plain(values[node]) and _is_certain(node, values[node], traced):
+                roots[node] = node
             continue
-        if storage not in roots:
-            if node not in unknown and _is_plain(value) and _is_certain(node, value, traced):
-                roots[storage] = node, value
-            else:
-                exposed |= storage  # nothing is known of the memory behind its views
+        operand = node.args[0] if node.args else None
+        root = roots.get(operand) if isinstance(operand, fx.Node) else None
+        if root is None or memory.storages(root) != storage:
             continue
-        views[node] = storage
-        root, whole = roots[storage]
+        roots[node] = root
+        value, whole = values[node], values[root]
         if not _is_plain(value) or value.dtype != whole.dtype:
             continue
         place = tuple(value.shape), value.stride(), int(value.storage_offset() - whole.storage_offset())
-        if place == (tuple(whole.shape), whole.stride(), 0):
-            node.replace_all_uses_with(root)
-            continue
-        if (root, place) not in made:
+        made.setdefault((root, tuple(whole.shape), whole.stride(), 0), root)
+        if (root, *place) not in made:
             with graph.inserting_before(node):
-                view = made[root, place] = graph.call_function(_REINTERPRET, (root, *place))
+                view = made[root, *place] = graph.call_function(_REINTERPRET, (root, *place))
             view.meta = dict(node.meta)
-        node.replace_all_uses_with(made[root, place])
+        roots[made[root, *place]] = root
+        node.replace_all_uses_with(made[root, *place])
     for node in reversed(graph.nodes):
-        if not node.users and (node in views or node.target is _REINTERPRET):
+        if not node.users and roots.get(node, node) is not node:
             graph.erase_node(node)
 
 

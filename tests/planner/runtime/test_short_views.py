@@ -12,6 +12,7 @@ from compiled_functions import compiled
 from fake_traces import traced
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from in_place_backend import InPlaceBackend
 from reference_backend import ReferenceBackend
 from torch import fx
 
@@ -326,4 +327,49 @@ def test_what_a_kernel_makes_is_reinterpreted() -> None:
     assert any("reinterpret" in name for name in call.__globals__)  # type: ignore[attr-defined]
     with torch.no_grad():
         for _ in range(2):
+            torch.testing.assert_close(call(*inputs), run(*inputs))
+
+
+@settings(max_examples=60)
+@given(st.lists(STEP, min_size=2, max_size=10), st.sampled_from([ReferenceBackend(), InPlaceBackend()]))
+def test_any_program_of_views_around_kernels(steps: list[Step], kernels: InPlaceBackend) -> None:
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 3, 4), torch.randn(4, 6)]
+    with torch.no_grad():
+        _, steps = applied(steps, [twin(one) for one in inputs])
+
+        def run(*given: torch.Tensor) -> Tensors:  # nothing else is read, so ops that write may be fused
+            return (torch.cos(applied(steps, list(given))[0][-1]),)
+
+        call = compiled(run, inputs, kernels, Tally())
+        for _ in range(3):
+            mine, theirs = [twin(one) for one in inputs], [twin(one) for one in inputs]
+            for one, other in zip((*call(*mine), *mine), (*run(*theirs), *theirs), strict=True):
+                torch.testing.assert_close(one, other)
+
+
+def written_over(x: torch.Tensor, w: torch.Tensor, u: torch.Tensor) -> Tensors:
+    """As with ``ReLU(inplace=True)``: the kernel's result is new memory, though its fake tensor is the matmul's."""
+    y = F.linear(x, w)
+    y += 1
+    F.relu_(y)
+    return (F.linear(y, u),)
+
+
+def written_between(x: torch.Tensor, w: torch.Tensor, u: torch.Tensor) -> Tensors:
+    z = torch.tanh(F.linear(x, w).add_(1))
+    z.mul_(2).add_(3)
+    return (F.linear(z.view(2, -1, 16)[1:], u),)
+
+
+@pytest.mark.parametrize("run", [written_over, written_between])
+@pytest.mark.parametrize("kernels", [ReferenceBackend(), InPlaceBackend()])
+def test_what_a_kernel_makes_of_an_op_that_writes_is_not_its_operand(
+    run: Callable[..., Tensors], kernels: InPlaceBackend
+) -> None:
+    torch.manual_seed(0)
+    inputs = [torch.randn(8, 16), torch.randn(16, 16), torch.randn(5, 16)]
+    call = compiled(run, inputs, kernels, Tally())
+    with torch.no_grad():
+        for _ in range(3):
             torch.testing.assert_close(call(*inputs), run(*inputs))

@@ -142,7 +142,7 @@ def _short_dim(node: OpNode, specs: Specs) -> int | None:
     """The one dimension that a sum folds, if it is short and another than the last."""
     shape = specs[node.inputs[0]].shape
     dims = _reduced_dims(node, specs)
-    if len(dims) != 1 or dims[0] == len(shape) - 1:
+    if len(dims) != 1 or dims[0] >= len(shape) - 1:  # a scalar has a dimension 0 to sum over, and no size
         return None
     extent = shape[dims[0]]
     return dims[0] if isinstance(extent, int) and 0 < extent <= MAX_WRITTEN_OUT else None

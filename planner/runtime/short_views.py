@@ -46,34 +46,47 @@ def shorten_views(graph: fx.Graph, traced: Traced, memory: Memory, unguarded: Co
     #: What each view is a view of; a certain tensor is its own root. The storage's number does not tell: an op that
     #: writes is fused as one that makes new memory, though its fake tensor is in that of its operand.
     roots: dict[fx.Node, fx.Node] = {}
+    #: What each result is like, by eager mode's own view functions: fake tensors have other strides where a size is 1,
+    #: and which strides a computed result gets follows from those.
+    like: dict[fx.Node, Any] = {}
     made: dict[tuple[Any, ...], fx.Node] = {}
     for node in list(graph.nodes):
         storage = memory.storages(node)
         if len(storage) != 1 or not exposed.isdisjoint(storage):
             continue
         if node.op == "placeholder" or memory.is_new(node):
-            if node not in unknown and _is_plain(values[node]) and _is_certain(node, values[node], traced):
+            value = values[node]
+            if node not in unknown and _is_plain(value) and _is_certain(node, value, traced):
                 roots[node] = node
+                like[node] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
             continue
         operand = node.args[0] if node.args else None
         root = roots.get(operand) if isinstance(operand, fx.Node) else None
         if root is None or memory.storages(root) != storage:
             continue
         roots[node] = root
-        value, whole = values[node], values[root]
+        value, whole = _result_like(node, like), like[root]
         if not _is_plain(value) or value.dtype != whole.dtype:
             continue
-        place = tuple(value.shape), value.stride(), int(value.storage_offset() - whole.storage_offset())
+        place = tuple(value.shape), value.stride(), int(value.storage_offset())
         made.setdefault((root, tuple(whole.shape), whole.stride(), 0), root)
         if (root, *place) not in made:
             with graph.inserting_before(node):
-                view = made[root, *place] = graph.call_function(_REINTERPRET, (root, *place))
-            view.meta = dict(node.meta)
-        roots[made[root, *place]] = root
-        node.replace_all_uses_with(made[root, *place])
+                made[root, *place] = graph.call_function(_REINTERPRET, (root, *place))
+            made[root, *place].meta = dict(node.meta)
+        view = made[root, *place]
+        roots[view], like[view] = root, value
+        node.replace_all_uses_with(view)
     for node in reversed(graph.nodes):
         if not node.users and roots.get(node, node) is not node:
             graph.erase_node(node)
+
+
+def _result_like(node: fx.Node, like: dict[fx.Node, Any]) -> Any:
+    """The result of a view's call on the meta device, kept in ``like``; None where an operand's is not known."""
+    if callable(node.target) and "device" not in node.kwargs and all(one in like for one in node.all_input_nodes):
+        like[node] = node.target(*fx.map_arg(node.args, like.__getitem__), **fx.map_arg(node.kwargs, like.__getitem__))
+    return like.get(node)
 
 
 def _is_plain(value: Any) -> bool:

@@ -163,6 +163,8 @@ def program(steps: list[Step], results: int) -> Callable[..., Tensors]:
 @example([("swap", 0, 0), ("reshape", 0, 0), ("add_", 2, 0)], 0)
 @example([("double", 0, 0), ("swap", 0, 0), ("flat", 0, 0), ("halves", 0, 0)], 1)
 @example([("expand", 0, 0), ("flat", 0, 0), ("add_", 0, 0), ("slice", 0, 0)], 2)
+@example([("same", 1, 0), ("expand", 0, 0), ("swap", 0, 0)], 0)
+@example([("diagonal", 0, 0), ("select", 0, 0), ("sum", 0, 0)], 0)
 def test_any_program_of_views(steps: list[Step], results: int) -> None:
     torch.manual_seed(0)
     inputs = [torch.randn(2, 3, 4), torch.randn(6, 1, 4).transpose(0, 2), torch.randn(4, 12)[1:, ::2]]

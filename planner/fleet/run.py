@@ -23,14 +23,7 @@ from fuseplan.planner.api.request import TuneRequest
 from fuseplan.planner.api.run import Ran, Runner, Wanted, doubts
 from fuseplan.planner.capture.trace import Graphs
 from fuseplan.planner.cost.prices import part_shares
-from fuseplan.planner.errors import (
-    Argument,
-    ConfigError,
-    DeviceError,
-    FuseplanError,
-    NothingForDeviceError,
-    PlanError,
-)
+from fuseplan.planner.errors import Argument, ConfigError, DeviceError, NothingForDeviceError, PlanError
 from fuseplan.planner.fleet import terms, worker_state
 from fuseplan.planner.fleet.cluster import (
     LOCAL,
@@ -146,12 +139,10 @@ def described(client: Client, kind: str, file: str = "") -> list[WorkerDevice]:
     """What the workers that own devices of this type say of them, and whether they see the database's ``file``.
 
     Raises:
-        ConfigError: It is no description of what a worker has offered.
         DeviceError: Not all workers answer.
     """
-    owners = {address: key for key, addresses in device_workers(client, kind).items() for address in addresses}
-    found = ask_workers(client, worker_state.describe, kind, file, workers=owners.keys())
-    return [terms.device_of_worker(one, kind, owners.get(address, "")) for address, one in found.items()]
+    owners = [address for addresses in device_workers(client, kind).values() for address in addresses]
+    return list(ask_workers(client, worker_state.describe, kind, file, workers=owners).values())
 
 
 def _devices(client: Client, kind: Kind, file: str, progress: Progress) -> tuple[WorkerDevice, ...]:
@@ -214,12 +205,12 @@ class WorkerCapture(Future[Graphs]):
         self._go_on(self.done)
         return super().result(timeout)
 
-    def captured(self, found: object) -> None:
+    def captured(self, found: Graphs | Exception) -> None:
         """This is what the worker sent back."""
-        try:
-            self.set_result(terms.checked_capture(found))
-        except FuseplanError as error:
-            self.set_exception(error)
+        if isinstance(found, Exception):
+            self.set_exception(found)
+        else:
+            self.set_result(found)
 
 
 class Fleet:
@@ -259,7 +250,7 @@ class Fleet:
         """Have those of these devices probed that are not known yet; on a CPU nothing else is done meanwhile."""
         unknown = [device for device in devices if self.session(device).spec is None]
         for device in unknown:
-            self._scheduler.call(worker_state.probe_device, device, self.terms, then=lambda found: None)
+            self._scheduler.call(worker_state.probe_device, device, self.terms)
         if unknown and is_cpu(self._kind):
             self.run("probing")
 
@@ -357,8 +348,8 @@ class Fleet:
             self._scheduler.call(worker_state.time_step, order.session.device, order.terms, work.workload, work.graph,
                                  done.plan, then=partial(self._timed, order, work))
 
-    def _timed(self, order: Order, work: GraphTune, found: object) -> None:
-        order.untimed[work.workload], elapsed_s = terms.checked_step(work.workload, found)
+    def _timed(self, order: Order, work: GraphTune, found: tuple[str, float]) -> None:
+        order.untimed[work.workload], elapsed_s = found
         work.elapsed_s += elapsed_s
         self._timing -= 1
 
@@ -367,7 +358,7 @@ class Fleet:
         plans = tuple(one.planned() for one in order.work)
         kernels = longest_shipped(session, [(one.graph, one.plan) for one in plans])
         if len(rechecked(session, kernels)) < len(kernels):
-            self._scheduler.call(worker_state.time_again, session.device, order.terms, kernels, then=lambda found: None)
+            self._scheduler.call(worker_state.time_again, session.device, order.terms, kernels)
             self.run("checking shipped times")
         checked = rechecked(session, kernels)
         if len(checked) < len(kernels):

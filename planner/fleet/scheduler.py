@@ -29,7 +29,6 @@ from fuseplan.planner.fleet.terms import (
     RegionTask,
     Terms,
     capturing,
-    checked_outcome,
     device_of,
     measuring,
     preparing,
@@ -130,7 +129,7 @@ class RegionScheduler:
 
         def measured(future: Future[Any]) -> None:
             try:
-                outcome = checked_outcome(future.result())
+                outcome: RegionOutcome = future.result()
             except KilledWorker as error:  # a region that costs every worker its life is at fault itself
                 outcome = RegionOutcome(failure=PlanError(
                     f"{error.allowed_failures + 1} workers ended while they tuned it; their memory or a kernel may be "
@@ -146,7 +145,8 @@ class RegionScheduler:
         self._waiting[job.resource].append(job)
 
     def call(
-        self, function: Callable[..., Any], device: str, terms: Terms, *args: Any, then: Callable[[Any], None]
+        self, function: Callable[..., Any], device: str, terms: Terms, *args: Any,
+        then: Callable[[Any], None] = lambda found: None,
     ) -> None:
         """Ask for something else on a device, for when no region wants it."""
         self._ask(function, measuring(device), _STEP, (terms, *args), then)

@@ -1,24 +1,23 @@
 """What travels to the workers and back: regions, what they are tuned for, and what came of it.
 
-Answers are checked before they are used, as of an import: a worker may be wrong, or hostile. Workers store plans
-themselves, and send back no more than that they have. Plans are read from the database, where they are checked as at
-every look-up.
+Workers have the same software, and Dask unpickles what they send: their answers are taken as they are. Workers store
+plans themselves, and send back no more than that they have. Plans are read from the database, where they are checked
+as at every look-up.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from sqlalchemy import or_
 
 from fuseplan.costmodel.probe.probe import MachineLoad
 from fuseplan.kernels.ir.backend import Config, Target
 from fuseplan.planner.api.request import HowToTune
-from fuseplan.planner.capture.trace import Graphs
-from fuseplan.planner.errors import CaptureError, ConfigError, FuseplanError, PlanError, failure_reason
+from fuseplan.planner.errors import ConfigError, PlanError, failure_reason
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import region_parts
@@ -27,10 +26,8 @@ from fuseplan.planner.partition.plan_record import located_label
 from fuseplan.planner.tuning.plans import PlanSettings, RegionPlan
 from fuseplan.planner.tuning.session import Session
 from fuseplan.planner.work.extract import extract
-from fuseplan.search.errors import RecordError, plain
-from fuseplan.search.store import codec, rows, tables
+from fuseplan.search.store import rows, tables
 from fuseplan.search.store.database import Lookup
-from fuseplan.search.store.limits import Key, Label
 from fuseplan.search.store.record import Versions
 from fuseplan.search.tune.resources import Alike
 
@@ -45,8 +42,6 @@ PLENTY = 1000
 _PREPARING_S = 0.03
 #: What an op of a part counts that takes too little of the model's time for an elaborate search.
 _MINOR_OP = 0.1
-#: Microseconds that nothing takes which is measured.
-_LONGEST_US = 1e12
 
 #: See :attr:`~fuseplan.search.tune.tuner.Tuner.rankings`.
 Rankings: TypeAlias = Mapping[Alike, Sequence[Config]]
@@ -154,10 +149,10 @@ class RegionOutcome:
 class WorkerDevice:
     """A worker's device: its identity key, what kernels are compiled for, and how busy its machine was."""
 
-    device: Key
+    device: str
     target: Target
     versions: Versions
-    host: Label
+    host: str
     load: MachineLoad
     sees_database: bool
 
@@ -172,56 +167,6 @@ def carried(error: Exception) -> Exception:
     return PlanError(failure_reason(error))
 
 
-def device_of_worker(found: object, kind: str, offered: str) -> WorkerDevice:
-    """What a worker says of its device; ``offered`` is the key that it has told the scheduler.
-
-    Raises:
-        ConfigError: It is no description of such a device.
-    """
-    try:
-        if not isinstance(found, WorkerDevice):
-            raise RecordError("it is none")
-        one = codec.from_data(WorkerDevice, asdict(found))
-    except RecordError as error:
-        raise ConfigError(f"a worker's description of its device is refused: {error}") from None
-    if one.device != offered or one.target.device_type != kind:
-        raise ConfigError(f"a worker on {one.host} describes another device than it has offered; start it again")
-    return one
-
-
-def checked_capture(found: object) -> Graphs:
-    """A workload's graphs.
-
-    Raises:
-        FuseplanError: It cannot be captured, or the answer is no capture.
-    """
-    if isinstance(found, FuseplanError):
-        raise found
-    if isinstance(found, tuple) and all(isinstance(one, DataflowGraph) for one in found):
-        return found
-    raise CaptureError("what a worker sent back is no capture")
-
-
-def checked_outcome(found: object) -> RegionOutcome:
-    """The outcome of a region; a failure where the answer is no outcome."""
-    if (
-        isinstance(found, RegionOutcome) and isinstance(found.decided, tuple) and isinstance(found.rankings, Mapping)
-        and isinstance(found.failure, Exception | None) and _is_time(found.elapsed_s)
-    ):
-        return found
-    return RegionOutcome(failure=PlanError("what its worker sent back is no outcome"))
-
-
-def checked_step(workload: str, found: object) -> tuple[str, float]:
-    """Why a whole step is not timed, "" where it is; and how many seconds that took."""
-    match found:
-        case (str(problem), float(elapsed_s)) if _is_time(elapsed_s):
-            return plain(problem), elapsed_s
-    return f"{workload}: whether its whole step is timed is not known: its worker sent back something else", 0.0
-
-
-def _is_time(value: Any) -> bool:
-    return type(value) in (int, float) and 0.0 <= value < _LONGEST_US
 
 
 def stored_plan(session: Session, graph: DataflowGraph, region: Region, found: RegionOutcome) -> RegionPlan:

@@ -163,7 +163,7 @@ class RegionTuner:
     def prepare(self, task: RegionTask, rankings: Rankings) -> None:
         """Begin to enumerate a region and to compile its kernels, where that disturbs no measurement; at once returns.
 
-        ``rankings`` are those that others have :meth:`learnt`.
+        ``rankings`` are what others have learnt of kernels alike.
         """
         self.tuner.take_rankings(rankings)
         if self.session.target.is_gpu:
@@ -180,9 +180,6 @@ class RegionTuner:
             graph, regions=[region], on_taken=None if task.waits else taken.append).regions
         return plans[0] if plans else None
 
-    def learnt(self) -> Rankings:
-        """Of kernels alike, the fastest configurations."""
-        return {alike: ranking[:_FASTEST] for alike, ranking in self.tuner.rankings.items()}
 
     def _graph(self, task: RegionTask) -> tuple[DataflowGraph, Region]:
         """The same objects for what prepares a region and what measures it."""
@@ -253,7 +250,8 @@ def measure(terms: Terms, task: RegionTask, prepared: Prepared) -> RegionOutcome
     except Exception as error:
         OWN_FAULTS.tolerate(error)
         found = RegionOutcome(failure=carried(error))
-    return replace(found, elapsed_s=time.monotonic() - began, rankings=tuner.learnt())
+    learnt = {alike: ranking[:_FASTEST] for alike, ranking in tuner.tuner.rankings.items()}
+    return replace(found, elapsed_s=time.monotonic() - began, rankings=learnt)
 
 
 def time_step(terms: Terms, workload: str, graph: DataflowGraph, plan: GraphPlan) -> tuple[str, float]:

@@ -111,7 +111,9 @@ class Models:
         NothingForDeviceError: None is for this device.
     """
 
-    def __init__(self, manifest: Manifest, kind: Kind, device: str) -> None:
+    def __init__(
+        self, manifest: Manifest, kind: Kind, device: str, elsewhere: CaptureElsewhere | None = None
+    ) -> None:
         self.title = manifest.path.name
         self.left_out: list[tuple[str, str]] = []
         found: list[tuple[ManifestModel, Asked]] = []
@@ -125,7 +127,7 @@ class Models:
                     asked = asked_for(kind, one)
                 except FuseplanError as error:
                     raise ConfigError(f"{one.where}: {error}") from None
-                found.append((one, replace(asked, label=one.name or asked.label)))
+                found.append((one, replace(asked, label=one.name or asked.label, elsewhere=elsewhere)))
         if not found:
             reasons = "; ".join(f"{name}: {why}" for name, why in self.left_out)
             raise NothingForDeviceError(f"{self.title}: no model is for this device, {device} ({reasons})")
@@ -135,14 +137,11 @@ class Models:
         #: By settings and name of a graph.
         self._of: dict[tuple[PlanSettings, str], CapturedModel] = {}
 
-    def capture(
-        self, stack: ExitStack, progress: Progress, account: TimeAccount,
-        elsewhere: CaptureElsewhere | None = None,
-    ) -> None:
+    def capture(self, stack: ExitStack, progress: Progress, account: TimeAccount) -> None:
         for name, why in self.left_out:
             progress.note(f"{name} is left out: {why}")
         with account.spend("capturing"):
-            self.captured = tuple(captured_model(asked, progress, elsewhere) for asked in self.models)
+            self.captured = tuple(captured_model(asked, progress) for asked in self.models)
 
     def batches(self, session: Session, progress: Progress, account: TimeAccount) -> Sequence[Batch]:
         with account.spend("looking regions up"):

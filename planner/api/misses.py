@@ -23,7 +23,6 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.reports.document import Table, table_of
 from fuseplan.planner.reports.frames import misses_frame
 from fuseplan.planner.tuning import miss_log
-from fuseplan.planner.tuning.graph_stream import CaptureElsewhere
 from fuseplan.planner.tuning.miss_list import logged_misses
 from fuseplan.planner.tuning.miss_log import MissedRegion
 from fuseplan.planner.tuning.progress import Progress
@@ -123,10 +122,7 @@ class LoggedMisses:
         #: By the name of its graph.
         self._missed: dict[str, MissedRegion] = {}
 
-    def capture(
-        self, stack: ExitStack, progress: Progress, account: TimeAccount,
-        elsewhere: CaptureElsewhere | None = None,
-    ) -> None:
+    def capture(self, stack: ExitStack, progress: Progress, account: TimeAccount) -> None:
         """Dispatch has written the graphs down."""
 
     def batches(self, session: Session, progress: Progress, account: TimeAccount) -> Sequence[Batch]:

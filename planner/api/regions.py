@@ -13,7 +13,6 @@ from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.places import place_of
 from fuseplan.planner.groups.regions import unique_regions
 from fuseplan.planner.partition.plan_record import region_label
-from fuseplan.planner.tuning.graph_stream import CaptureElsewhere
 from fuseplan.planner.tuning.progress import SILENT, Progress
 from fuseplan.planner.tuning.session import Session
 from fuseplan.search.store.record import RecordKey
@@ -52,13 +51,11 @@ class DistinctRegion:
     stored: bool
 
 
-def captured_model(
-    asked: Asked, progress: Progress = SILENT, elsewhere: CaptureElsewhere | None = None
-) -> CapturedModel:
+def captured_model(asked: Asked, progress: Progress = SILENT) -> CapturedModel:
     """All graphs of a model, or why it has none: one that cannot be captured costs only itself."""
     began = time.monotonic()
     try:
-        graphs, failure = tuple(asked.graphs(progress, elsewhere)), ""
+        graphs, failure = tuple(asked.graphs(progress)), ""
     except FuseplanError as error:
         graphs, failure = (), f"{asked.label} is left out: {error}"
     return CapturedModel(asked, graphs, failure, time.monotonic() - began)

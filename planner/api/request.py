@@ -50,6 +50,8 @@ class Asked:
     pack_weights: bool = False
     pattern: tuple[tuple[str, DataflowGraph], ...] = ()
     settings: PlanSettings = field(default_factory=PlanSettings)
+    #: Where its workloads are captured; None for here.
+    elsewhere: CaptureElsewhere | None = None
 
     def is_derived(self, graph: str) -> bool:
         """Whether a model's graph, by its name, is of a call that follows from the sizes given (:func:`with_calls`)."""
@@ -60,13 +62,22 @@ class Asked:
         """Whether a model's graph, by its name, is of sizes that were given."""
         return self.source is not None and not self.is_derived(graph)
 
-    def graphs(
-        self, progress: Progress = SILENT, elsewhere: CaptureElsewhere | None = None
-    ) -> list[tuple[str, DataflowGraph]]:
+    def stream(self, source: ModelSource, progress: Progress) -> GraphStream:
+        """The graphs of a model, its ``source``, as they are captured from now on."""
+        return GraphStream(
+            source, self.workloads, self.kind, self.pack_weights, progress.note, elsewhere=self.elsewhere)
+
+    def graphs(self, progress: Progress = SILENT) -> list[tuple[str, DataflowGraph]]:
         """All graphs by workload name, captured now."""
         if self.source is None:
             return list(self.pattern)
-        return capture_all(self.source, self.workloads, self.kind, self.pack_weights, progress, elsewhere)
+        found = []
+        label = self.source.label
+        with progress.status(f"capturing {label}") as say, self.stream(self.source, progress) as graphs:
+            while graphs.waiting:
+                say(f"capturing {label}, {graphs.waiting}")
+                found += graphs.take()
+        return found
 
 
 @dataclass(frozen=True)
@@ -152,20 +163,6 @@ class TuneRequest:
             plan_settings(self.kind, "fp32", self.given.regime)
 
 
-def capture_all(
-    source: ModelSource, workloads: tuple[Workload, ...], kind: str, pack_weights: bool = False,
-    progress: Progress = SILENT, elsewhere: CaptureElsewhere | None = None,
-) -> list[tuple[str, DataflowGraph]]:
-    """Name and graph of each workload (:class:`~fuseplan.planner.tuning.graph_stream.GraphStream`), all captured."""
-    found = []
-    with (
-        progress.status(f"capturing {source.label}") as say,
-        GraphStream(source, workloads, kind, pack_weights, progress.note, elsewhere=elsewhere) as graphs,
-    ):
-        while graphs.waiting:
-            say(f"capturing {source.label}, {graphs.waiting}")
-            found += graphs.take()
-    return found
 
 
 def asked_for(kind: Kind, given: ModelArguments) -> Asked:

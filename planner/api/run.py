@@ -53,11 +53,8 @@ def ready(session: Session, account: TimeAccount | None = None, progress: Progre
 class Wanted(Protocol):
     """What a run tunes on a device: a model, the models of a manifest, or what was missed."""
 
-    def capture(
-        self, stack: ExitStack, progress: Progress, account: TimeAccount,
-        elsewhere: CaptureElsewhere | None = None,
-    ) -> None:
-        """Capture what needs no database, here or ``elsewhere``; ``stack`` ends with the run."""
+    def capture(self, stack: ExitStack, progress: Progress, account: TimeAccount) -> None:
+        """Capture what needs no database; ``stack`` ends with the run."""
 
     def batches(self, session: Session, progress: Progress, account: TimeAccount) -> Sequence[Batch]:
         """What is planned together, in order; none where there is nothing to do.
@@ -85,12 +82,14 @@ class Ran:
         return tuple(warnings), "; ".join(dict.fromkeys(failure for _, failure in found if failure))
 
 
+#: What is wanted on a device, by its key, and where its graphs are captured; None for here.
+MakeWanted: TypeAlias = Callable[[str, CaptureElsewhere | None], Wanted]
 #: Where a run is made: here, or by a fleet, once for each device.
-Runner: TypeAlias = Callable[[TuneRequest, Callable[[str], Wanted], Progress, TimeAccount], list[tuple[Wanted, Ran]]]
+Runner: TypeAlias = Callable[[TuneRequest, MakeWanted, Progress, TimeAccount], list[tuple[Wanted, Ran]]]
 
 
 def run_here(
-    request: TuneRequest, wanted_on: Callable[[str], Wanted], progress: Progress, account: TimeAccount
+    request: TuneRequest, wanted_on: MakeWanted, progress: Progress, account: TimeAccount
 ) -> list[tuple[Wanted, Ran]]:
     """Tune what is wanted on this device, by its key; the time it takes is booked in ``account``.
 
@@ -100,7 +99,7 @@ def run_here(
         FuseplanError, SearchError: As :func:`~fuseplan.planner.tuning.tune.tune`; what was finished is stored.
     """
     kind, how = request.kind, request.how
-    wanted = wanted_on(current_identity(kind).key())
+    wanted = wanted_on(current_identity(kind).key(), None)
     note, studies = left_behind() if request.db is None else "", how.studies()
     results: list[tuple[Batch, TuneResult]] = []
     with ExitStack() as stack:

@@ -37,7 +37,7 @@ from fuseplan.planner.models.manifest import read_manifest
 from fuseplan.planner.models.sources import hf_config
 from fuseplan.planner.reports import frames, step_words
 from fuseplan.planner.reports.document import Table, table_of
-from fuseplan.planner.tuning.graph_stream import CaptureElsewhere, GraphStream
+from fuseplan.planner.tuning.graph_stream import CaptureElsewhere
 from fuseplan.planner.tuning.progress import SILENT, Progress
 from fuseplan.planner.tuning.recheck import recheck_verdict
 from fuseplan.planner.tuning.session import Session
@@ -200,10 +200,12 @@ def tune_request(
     manifest = read_manifest(request.manifest) if request.manifest is not None else None
     asked = asked_for(request.kind, request.given) if manifest is None and not request.misses else None
 
-    def wanted_on(device: str) -> Wanted:
+    def wanted_on(device: str, elsewhere: CaptureElsewhere | None = None) -> Wanted:
         if manifest is not None:
-            return Models(manifest, request.kind, device)
-        return OneModel(asked) if asked is not None else LoggedMisses(request.given.regime, request.most)
+            return Models(manifest, request.kind, device, elsewhere)
+        if asked is not None:
+            return OneModel(replace(asked, elsewhere=elsewhere))
+        return LoggedMisses(request.given.regime, request.most)
 
     ran = runner(request, wanted_on, progress, account)
     with account.spend("reporting"):
@@ -219,18 +221,13 @@ class OneModel:
         self.asked = asked
         self._graphs: Iterable[tuple[str, DataflowGraph]] = ()
 
-    def capture(
-        self, stack: ExitStack, progress: Progress, account: TimeAccount,
-        elsewhere: CaptureElsewhere | None = None,
-    ) -> None:
+    def capture(self, stack: ExitStack, progress: Progress, account: TimeAccount) -> None:
         asked = self.asked
         if is_gpu(asked.kind) and asked.source is not None:  # by the host beside what is measured on the GPU
-            stream = GraphStream(asked.source, asked.workloads, asked.kind, asked.pack_weights, progress.note,
-                                 elsewhere=elsewhere)
-            self._graphs = stack.enter_context(stream)
+            self._graphs = stack.enter_context(asked.stream(asked.source, progress))
         else:
             with account.spend("capturing"):
-                self._graphs = asked.graphs(progress, elsewhere)
+                self._graphs = asked.graphs(progress)
 
     def batches(self, session: Session, progress: Progress, account: TimeAccount) -> Sequence[Batch]:
         asked, source = self.asked, self.asked.source

@@ -20,7 +20,7 @@ from fuseplan.costmodel.probe.probe import MachineLoad
 from fuseplan.planner.api.device import device_kind
 from fuseplan.planner.api.many import Models
 from fuseplan.planner.api.request import TuneRequest
-from fuseplan.planner.api.run import Ran, Runner, Wanted, doubts
+from fuseplan.planner.api.run import MakeWanted, Ran, Runner, Wanted, doubts
 from fuseplan.planner.capture.trace import Graphs
 from fuseplan.planner.cost.prices import part_shares
 from fuseplan.planner.errors import Argument, ConfigError, DeviceError, NothingForDeviceError, PlanError
@@ -59,7 +59,7 @@ def run_by(workers: str) -> Runner:
     """
 
     def run(
-        request: TuneRequest, wanted_on: Callable[[str], Wanted], progress: Progress, account: TimeAccount
+        request: TuneRequest, wanted_on: MakeWanted, progress: Progress, account: TimeAccount
     ) -> list[tuple[Wanted, Ran]]:
         with ExitStack() as stack:
             found = _joined(stack, workers, request, progress, account)
@@ -75,7 +75,7 @@ def run_by(workers: str) -> Runner:
             for device, one in wanted.items():
                 if len(wanted) > 1:
                     progress.note(f"on {device}:")
-                one.capture(stack, progress, account, found.capture)
+                one.capture(stack, progress, account)
                 batches[device] = one.batches(found.session(device), progress, account)
             ran: list[tuple[Wanted, Ran]] = []
             for device, its in found.tune(batches, account).items():
@@ -86,13 +86,13 @@ def run_by(workers: str) -> Runner:
     return run
 
 
-def _wanted(found: Fleet, wanted_on: Callable[[str], Wanted]) -> dict[str, Wanted]:
+def _wanted(found: Fleet, wanted_on: MakeWanted) -> dict[str, Wanted]:
     """What is to do on each device that has anything to do; :class:`NothingForDeviceError` where none has."""
     wanted: dict[str, Wanted] = {}
     refused: list[NothingForDeviceError] = []
     for device in found.devices:
         try:
-            wanted[device] = wanted_on(device)
+            wanted[device] = wanted_on(device, found.capture)
         except NothingForDeviceError as error:
             refused.append(error)
     if not wanted:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from fuseplan.costmodel.devices import is_gpu
-from fuseplan.planner.api.request import capture_all
+from fuseplan.costmodel.devices import is_gpu, kind_of_key
+from fuseplan.planner.api.request import Asked
 from fuseplan.planner.bench.rows import BenchRow, Race
 from fuseplan.planner.cli.output.options import current
 from fuseplan.planner.errors import PlanError
@@ -89,7 +89,7 @@ def measure_groups(
 ) -> list[BenchRow]:
     """Rows of the fused groups of a model's plans, as launched and, on a GPU, in a CUDA graph."""
     modes = ("eager", "graph") if is_gpu(session.target.device_type) else ("eager",)
-    graphs = capture_all(source, workloads, session.target.device_type, progress=current())
+    graphs = Asked(source.label, kind_of_key(session.device), source, workloads).graphs(current())
     failures: list[RegionFailure] = []
     planned = [
         (name, graph, session.planner().plan_graph(graph, on_failure=noting(failures, name, graph)))

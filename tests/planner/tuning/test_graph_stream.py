@@ -15,7 +15,7 @@ import pytest
 from model_samples import write_config
 from worker_jobs import wait_for
 
-from fuseplan.planner.api.request import capture_all
+from fuseplan.planner.api.request import Asked
 from fuseplan.planner.capture.cache import cached_capture, capture_key
 from fuseplan.planner.capture.trace import Graphs
 from fuseplan.planner.cli.output.options import current
@@ -123,12 +123,12 @@ def test_a_call_that_was_not_asked_for_is_left_out_where_the_model_does_not_take
     monkeypatch.setattr(graph_stream, "cached_capture", cached)
     monkeypatch.setattr(graph_stream, "usable_cores", lambda: 1)
     asked = (prefill(1, 8), replace(prefill(1, 8), given="masked"), generate(1, 8), prefill(2, 8))
-    assert [name for name, _ in capture_all(find_source(), asked, "cpu", progress=current())] == [
+    assert [name for name, _ in Asked("llama", "cpu", find_source(), asked).graphs(current())] == [
         "prefill 1x8", "prefill 2x8 part 1", "prefill 2x8 part 2"
     ]
     assert "generate 1x8 is left out: the model cannot be traced: [why]" in capsys.readouterr().err
     with pytest.raises(CaptureError):
-        capture_all(find_source(), (prefill(7, 8),), "cpu")
+        Asked("llama", "cpu", find_source(), (prefill(7, 8),)).graphs()
     assert not any(packed)
-    names = [name for name, _ in capture_all(find_source(), asked[:1], "cpu", pack_weights=True)]
+    names = [name for name, _ in Asked("llama", "cpu", find_source(), asked[:1], pack_weights=True).graphs()]
     assert names == ["prefill 1x8 packed"] and packed[-1]

@@ -39,12 +39,11 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.models.sources import ModelSource
 from fuseplan.planner.models.workload import Workload
-from fuseplan.planner.partition.plan_record import located_label
 from fuseplan.planner.tuning.plans import PlanSettings, RegionPlan
 from fuseplan.planner.tuning.progress import Progress
 from fuseplan.planner.tuning.recheck import longest_shipped, rechecked
 from fuseplan.planner.tuning.session import Session, session_on
-from fuseplan.planner.tuning.tune import Batch, GraphTune, RegionFailure, TuneResult
+from fuseplan.planner.tuning.tune import Batch, RegionFailure, TuneResult, WorkloadPlan
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.location import location_name, resolve_url, sqlite_file
 from fuseplan.search.store.record import Versions
@@ -187,10 +186,11 @@ class Order:
     session: Session
     terms: Terms
     batch: Batch
-    work: list[GraphTune] = field(default_factory=list)
-    waiting: dict[str, list[GraphTune]] = field(default_factory=dict)
+    work: list[WorkloadPlan] = field(default_factory=list)
+    waiting: dict[str, list[WorkloadPlan]] = field(default_factory=dict)
     plans: dict[str, RegionPlan] = field(default_factory=dict)
     errors: dict[str, Exception] = field(default_factory=dict)
+    failures: list[RegionFailure] = field(default_factory=list)
     untimed: dict[str, str] = field(default_factory=dict)
 
 
@@ -307,7 +307,7 @@ class Fleet:
         """Ask for those regions of a graph that have no plan yet, and that nobody has asked for."""
         session, planner = order.session, order.session.planner()
         regions, _ = planner.look_up_regions(graph, order.batch.split(name))
-        work = GraphTune(name, graph, regions, order.plans, order.errors)
+        work = WorkloadPlan(name, graph, regions, order.plans, order.errors)
         order.work.append(work)
         fresh = [one for one in planner.undecided(graph, regions)
                  if one.key not in order.plans and one.key not in order.errors]
@@ -337,40 +337,32 @@ class Fleet:
             if order.waiting.keys().isdisjoint(one.key for one in work.regions):
                 self._complete(order, work)
 
-    def _complete(self, order: Order, work: GraphTune) -> None:
+    def _complete(self, order: Order, work: WorkloadPlan) -> None:
         """All regions of a graph are done."""
-        work.left = [one for one in work.left if one.key not in order.errors]
-        work.plan(order.session.planner(), [])
-        done = work.planned()
-        order.batch.keep_summary(order.session, done)
+        work.go_on(order.session.planner(), order.failures)
+        order.batch.keep_summary(order.session, work)
         if order.batch.timed(work.workload):
             self._timing += 1
             self._scheduler.call(worker_state.time_step, order.session.device, order.terms, work.workload, work.graph,
-                                 done.plan, then=partial(self._timed, order, work))
+                                 work.plan, then=partial(self._timed, order, work))
 
-    def _timed(self, order: Order, work: GraphTune, found: tuple[str, float]) -> None:
+    def _timed(self, order: Order, work: WorkloadPlan, found: tuple[str, float]) -> None:
         order.untimed[work.workload], elapsed_s = found
         work.elapsed_s += elapsed_s
         self._timing -= 1
 
     def _result(self, order: Order, began: float) -> TuneResult:
         session = order.session.with_stored_spec() or order.session  # it may have been probed since
-        plans = tuple(one.planned() for one in order.work)
-        kernels = longest_shipped(session, [(one.graph, one.plan) for one in plans])
+        kernels = longest_shipped(session, [(one.graph, one.plan) for one in order.work])
         if len(rechecked(session, kernels)) < len(kernels):
             self._scheduler.call(worker_state.time_again, session.device, order.terms, kernels)
             self.run("checking shipped times")
         checked = rechecked(session, kernels)
         if len(checked) < len(kernels):
             self.progress.note(f"whether shipped times hold on {session.device} is not known")
-        failures: dict[str, RegionFailure] = {}
-        for work in order.work:
-            for region in (one for one in work.regions if one.key in order.errors):
-                label = located_label(work.graph, region)
-                failures.setdefault(region.key, RegionFailure(work.workload, label, order.errors[region.key]))
         untimed = filter(None, (order.untimed.get(one.workload) for one in order.work))
-        result = TuneResult(
-            plans, session, time.monotonic() - began, checked, tuple(failures.values()), tuple(untimed))
+        result = TuneResult(tuple(order.work), session, time.monotonic() - began, checked,
+                            tuple(order.failures), tuple(untimed))
         return replace(result, session=session.recalibrated()) if result.measured else result
 
     def _tell(self) -> None:

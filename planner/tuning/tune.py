@@ -56,17 +56,53 @@ class Batch:
             store_summary(session.database, summarise(*names, planned.graph, pairs))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class WorkloadPlan:
-    """The plan of one captured workload.
+    """The plan of one captured workload, as far as it is known. All of a tune share what it has decided (``plans``),
+    and what it failed at and why (``errors``), by key of the region.
 
-    ``elapsed_s`` is the wall time of planning it, of measuring what no workload before it had, and of its whole step.
+    Attributes:
+        lookup_us: How long look-ups took.
+        elapsed_s: Wall time of planning it, of measuring what no workload before it had, and of its whole step.
+        left: Regions that are still to be planned: other tuners are at work on them.
     """
 
     workload: str
     graph: DataflowGraph
-    plan: GraphPlan
+    regions: Sequence[Region]
+    plans: dict[str, RegionPlan]
+    errors: dict[str, Exception] = field(default_factory=dict)
+    lookup_us: float = 0.0
     elapsed_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.left = list(self.regions)
+
+    @property
+    def plan(self) -> GraphPlan:
+        """What is planned, in graph order."""
+        regions = [replace(self.plans[one.key], region=one) for one in self.regions if one.key in self.plans]
+        return GraphPlan(tuple(regions), self.lookup_us)
+
+    def go_on(self, planner: Planner, failures: list[RegionFailure]) -> bool:
+        """Plan what is not known, and what nobody else is at work on; False where that was nothing."""
+        began, taken = time.monotonic(), set[str]()
+        note = noting(failures, self.workload, self.graph)
+
+        def failed(region: Region, error: Exception) -> None:
+            note(region, error)
+            self.errors[region.key] = error
+
+        for key, (region, *_) in unique_regions(self.left).items():
+            if key in self.errors:
+                note(region, self.errors[key])
+        fresh = [one for one in self.left if one.key not in self.plans and one.key not in self.errors]
+        plan = planner.plan_graph(self.graph, failed, fresh, lambda region: taken.add(region.key))
+        self.plans |= {one.region.key: one for one in plan.unique()}
+        before, self.left = len(self.left), [region for region in self.left if region.key in taken]
+        self.lookup_us += plan.lookup_us
+        self.elapsed_s += time.monotonic() - began
+        return len(self.left) < before or not before
 
 
 @dataclass(frozen=True)
@@ -156,8 +192,8 @@ def tune(
         tuner = stack.enter_context(session.tuner(budget, seed, told.on_trial, account, executor))
         planner = session.planner(tuner, learner=learner)
         stack.enter_context(planner.lookahead() or nullcontext())
-        waiting: deque[GraphTune] = deque()
-        work: list[GraphTune] = []
+        waiting: deque[WorkloadPlan] = deque()
+        work: list[WorkloadPlan] = []
         plans, errors, sent = dict[str, RegionPlan](), dict[str, Exception](), set[str]()
 
         def arrive(found: Iterable[tuple[str, DataflowGraph]]) -> None:
@@ -168,7 +204,7 @@ def tune(
                 fresh = [region for region in undecided if region.key not in sent]
                 planner.prepare(graph, fresh, regions if batch.timed(workload) else ())
                 sent.update(region.key for region in undecided)
-                work.append(GraphTune(workload, graph, regions, plans, errors))
+                work.append(WorkloadPlan(workload, graph, regions, plans, errors))
                 waiting.append(work[-1])
 
         stream = batch.graphs if isinstance(batch.graphs, GraphStream) else None
@@ -194,11 +230,11 @@ def tune(
                 told.on_region(workload, label, number, total)
 
             planner.on_region = at_region
-            in_vain = 0 if one.plan(planner, failures) else in_vain + 1
+            in_vain = 0 if one.go_on(planner, failures) else in_vain + 1
             if one.left:  # everything else comes first
                 waiting.append(one)
             else:
-                batch.keep_summary(session, one.planned())
+                batch.keep_summary(session, one)
         timed, untimed = [one for one in work if batch.timed(one.workload)], list[str]()
         for number, one in enumerate(timed, 1):
             began = time.monotonic()
@@ -206,13 +242,12 @@ def tune(
             def on_start(unfused_us: float, event: tuple[str, int, int] = (one.workload, number, len(timed))) -> None:
                 told.on_trial(ProgressEvent(*event, unfused_us, "step"))
 
-            found = measure_step(session, one.graph, one.planned().plan, tuner, budget.job_limit_s, on_start)
+            found = measure_step(session, one.graph, one.plan, tuner, budget.job_limit_s, on_start)
             untimed += filter(None, [step_problem(one.workload, found)])
             one.elapsed_s += time.monotonic() - began
-        done = tuple(one.planned() for one in work)
         with account.spend("checking shipped times"):
-            rechecked = recheck(session, longest_shipped(session, [(one.graph, one.plan) for one in done]), tuner)
-    result = TuneResult(done, session, time.monotonic() - start, rechecked, tuple(failures), tuple(untimed))
+            rechecked = recheck(session, longest_shipped(session, [(one.graph, one.plan) for one in work]), tuner)
+    result = TuneResult(tuple(work), session, time.monotonic() - start, rechecked, tuple(failures), tuple(untimed))
     if not result.measured:
         return result
     with account.spend("calibrating"):
@@ -220,48 +255,6 @@ def tune(
         return replace(result, session=replace(session, spec=learner.spec).recalibrated())
 
 
-@dataclass
-class GraphTune:
-    """A workload that is being planned: ``left`` are the regions that other tuners are at work on.
-
-    All of a tune share what it has decided, and what it failed at and why, by key of the region.
-    """
-
-    workload: str
-    graph: DataflowGraph
-    regions: Sequence[Region]
-    plans: dict[str, RegionPlan]
-    errors: dict[str, Exception]
-    lookup_us: float = 0.0
-    elapsed_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.left = list(self.regions)
-
-    def plan(self, planner: Planner, failures: list[RegionFailure]) -> bool:
-        """Plan what is not known, and what nobody else is at work on; False where that was nothing."""
-        began, taken = time.monotonic(), set[str]()
-        note = noting(failures, self.workload, self.graph)
-
-        def failed(region: Region, error: Exception) -> None:
-            note(region, error)
-            self.errors[region.key] = error
-
-        for key, (region, *_) in unique_regions(self.left).items():
-            if key in self.errors:
-                note(region, self.errors[key])
-        fresh = [one for one in self.left if one.key not in self.plans and one.key not in self.errors]
-        plan = planner.plan_graph(self.graph, failed, fresh, lambda region: taken.add(region.key))
-        self.plans |= {one.region.key: one for one in plan.unique()}
-        before, self.left = len(self.left), [region for region in self.left if region.key in taken]
-        self.lookup_us += plan.lookup_us
-        self.elapsed_s += time.monotonic() - began
-        return len(self.left) < before or not before
-
-    def planned(self) -> WorkloadPlan:
-        """Its plan, in graph order."""
-        regions = [replace(self.plans[one.key], region=one) for one in self.regions if one.key in self.plans]
-        return WorkloadPlan(self.workload, self.graph, GraphPlan(tuple(regions), self.lookup_us), self.elapsed_s)
 
 
 def noting(failures: list[RegionFailure], workload: str, graph: DataflowGraph) -> Callable[[Region, Exception], None]:

@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import dask
@@ -41,6 +40,14 @@ _SHARE_A_GPU, _CORES_A_WORKER = 3, 4
 _LOST_WORKERS = 4
 #: Seconds until a scheduler has to answer, and until the first worker has to be there.
 CONNECT_S, _FIRST_WORKER_S = 10, 120
+#: Seconds from one look at the fleet to the next.
+LOOK_S = 5.0
+#: Seconds in which a scheduler answers, and a nanny ends a worker that hangs, for which the scheduler waits.
+ANSWER_S, RESTART_S = 20.0, 10.0
+#: Seconds after which a worker without a heartbeat is started again; Dask itself waits for five minutes.
+SILENT_S = 30.0
+#: Seconds for which a device may have no worker: a new one imports PyTorch first.
+GONE_S = 120.0
 #: Of Dask's own settings, what does not fit: one thread of OpenMP would make a CPU another device, a daemon could not
 #: start processes of its own, and a profiler that looks a hundred times a second would slow planning down.
 _SETTINGS = {
@@ -184,35 +191,13 @@ async def serve(address: str, kind: str, host: str) -> None:
             await asyncio.gather(*(nanny.close() for nanny in started), return_exceptions=True)
 
 
-@dataclass(frozen=True)
-class Patience:
-    """Seconds: a scheduler or a worker that hangs is noticed within a minute.
-
-    Attributes:
-        look_s: From one look at the fleet to the next.
-        answer_s: In which a scheduler answers. Longer than ``restart_s``, for which it waits.
-        silent_s: After which a worker without a heartbeat is started again; Dask itself waits for five minutes.
-        restart_s: In which a nanny ends a worker that hangs.
-        gone_s: For which a device may have no worker: a new one imports PyTorch first.
-    """
-
-    look_s: float = 5.0
-    answer_s: float = 20.0
-    silent_s: float = 30.0
-    restart_s: float = 10.0
-    gone_s: float = 120.0
-
-
 class Watch:
-    """Looks at a fleet now and then.
+    """Looks at a fleet now and then: a scheduler or a worker that hangs is noticed within a minute.
 
     ``note`` is told of workers that are started again, ``stored`` says what the tune has stored so far.
     """
 
-    def __init__(
-        self, client: Client, note: Callable[[str], None], stored: Callable[[], str], patience: Patience | None = None,
-    ) -> None:
-        self.patience = patience if patience is not None else Patience()
+    def __init__(self, client: Client, note: Callable[[str], None], stored: Callable[[], str]) -> None:
         self._client, self._note, self._stored = client, note, stored
         scheduler: Any = client.scheduler
         self._scheduler, self._where = scheduler, str(scheduler.address)
@@ -227,25 +212,25 @@ class Watch:
         """
         if time.monotonic() < self._next:
             return
-        limits, lost = self.patience, False
+        lost = False
         try:
-            silences = silences_s(self._client, limits.answer_s)
-            if silent := [address for address, seconds in silences.items() if seconds > limits.silent_s]:
+            silences = silences_s(self._client)
+            if silent := [address for address, seconds in silences.items() if seconds > SILENT_S]:
                 found: Mapping[str, str] = self._client.sync(
-                    self._scheduler.restart_workers, workers=silent, timeout=limits.restart_s, wait_for_workers=False,
-                    on_error="return", stimulus_id="fuseplan-silent", callback_timeout=limits.answer_s)
+                    self._scheduler.restart_workers, workers=silent, timeout=RESTART_S, wait_for_workers=False,
+                    on_error="return", stimulus_id="fuseplan-silent", callback_timeout=ANSWER_S)
                 for address, outcome in found.items():
                     lost = lost or outcome != "OK"
                     then = "it is started again" if outcome == "OK" else "it is given up"
-                    self._note(f"the worker at {address} has not answered for {limits.silent_s:.0f} s: {then}")
+                    self._note(f"the worker at {address} has not answered for {SILENT_S:.0f} s: {then}")
             devices = without_worker()
         except (OSError, TimeoutError):
             raise self._no_scheduler() from None
         now = time.monotonic()
-        self._next = now + limits.look_s
+        self._next = now + LOOK_S
         self._gone_since = {one: self._gone_since.get(one, now) for one in devices}
         for device, since in self._gone_since.items():
-            if lost or now - since >= limits.gone_s:
+            if lost or now - since >= GONE_S:
                 raise self._ended(f"no worker of {device} answers any more", "Start one with `plan fleet worker`")
 
     @contextmanager
@@ -271,13 +256,13 @@ class Watch:
         return MachineFailureError(f"{why}; {self._stored()}. {advice}, and the same command goes on")
 
 
-def silences_s(client: Client, answer_s: float = Patience.answer_s) -> dict[str, float]:
+def silences_s(client: Client) -> dict[str, float]:
     """Seconds since the last heartbeat of each worker that owns a device, by its address.
 
     Raises:
         OSError, TimeoutError: The scheduler does not answer.
     """
-    now = client.run_on_scheduler(time.time, callback_timeout=answer_s)  # by its clock: others differ
+    now = client.run_on_scheduler(time.time, callback_timeout=ANSWER_S)  # by its clock: others differ
     return {address: now - one["last_seen"] for address, one in workers_of(client).items()
             if any(map(device_of, one["resources"]))}
 
@@ -290,7 +275,7 @@ def ask_workers(client: Client, function: Callable[..., Any], *args: Any, worker
     """
     try:
         found: dict[str, Any] = client.run(
-            function, *args, workers=list(workers), callback_timeout=Patience.answer_s) if workers else {}
+            function, *args, workers=list(workers), callback_timeout=ANSWER_S) if workers else {}
         return found
     except (OSError, TimeoutError):
         raise DeviceError(f"not all of {len(workers)} workers answer; `plan fleet status` says which, and ended ones "
@@ -301,7 +286,7 @@ def ask_workers(client: Client, function: Callable[..., Any], *args: Any, worker
 _WORDS = {"time_step": "timing a whole step", "time_again": "checking shipped times", "probe_device": "probing",
           "capture": "capturing", "prepare": "preparing"}
 #: Seconds without a heartbeat after which nothing is asked of a worker any more; hundreds of workers send one in five.
-_SILENT_S = 15.0
+_UNASKED_S = 15.0
 
 
 def device_statuses(client: Client) -> list[tuple[str, str, str, str, int]]:
@@ -310,7 +295,7 @@ def device_statuses(client: Client) -> list[tuple[str, str, str, str, int]]:
     """
     found = []
     workers = workers_of(client)
-    silent = {address: seconds for address, seconds in silences_s(client).items() if seconds > _SILENT_S}
+    silent = {address: seconds for address, seconds in silences_s(client).items() if seconds > _UNASKED_S}
     running: Mapping[str, Sequence[Any]] = ask_workers(client, _under_way, workers=workers.keys() - silent.keys())
     given = client.processing()
     for address, worker in workers.items():

@@ -22,8 +22,8 @@ from distributed import Client, Future, KilledWorker
 
 from fuseplan.kernels.ir.backend import Config
 from fuseplan.planner.errors import PlanError
-from fuseplan.planner.fleet import worker_state
-from fuseplan.planner.fleet.cluster import Patience, Watch, device_workers, devices_here, workers_of
+from fuseplan.planner.fleet import cluster, worker_state
+from fuseplan.planner.fleet.cluster import Watch, device_workers, devices_here, workers_of
 from fuseplan.planner.fleet.terms import (
     RegionOutcome,
     RegionTask,
@@ -92,10 +92,10 @@ class RegionScheduler:
 
     def __init__(
         self, client: Client, kind: str, run: str, tasks: Any = worker_state, tell: Callable[[], None] = lambda: None,
-        note: Callable[[str], None] = lambda text: None, patience: Patience | None = None,
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.counts = Counts()
-        self._watch = Watch(client, note, self.counts.stored, patience)
+        self._watch = Watch(client, note, self.counts.stored)
         self._client, self._kind, self._run, self._tell = client, kind, run, tell
         self._tasks = tasks
         self._numbers = itertools.count()
@@ -164,7 +164,7 @@ class RegionScheduler:
                 self._begin_next()
                 while self._coming and not until():
                     with suppress(Empty):
-                        future = self._done.get(timeout=self._watch.patience.look_s)
+                        future = self._done.get(timeout=cluster.LOOK_S)
                         self._coming.pop(future.key)[1].then(future)
                         self._begin_next()
                         self._tell()

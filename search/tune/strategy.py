@@ -161,7 +161,7 @@ class _Sampler:
         for position, time in itertools.islice(times.items(), self._learnt, None):
             config = self._space.configs[position]
             params = {
-                one.name: one.choices.index(config[one.name]) if is_ordered(one) else config[one.name]
+                one.name: one.choices.index(config[one.name])
                 for one in tunables if config.get(one.name) in one.choices
             }
             # A default may lie outside the tunables' choices.
@@ -172,10 +172,7 @@ class _Sampler:
         for _ in range(_SAMPLER_TRIES):
             trial = self._study.ask(self._distributions)
             self._study.tell(trial, state=TrialState.FAIL)  # only what was measured counts
-            found = self._space.find({
-                one.name: one.choices[trial.params[one.name]] if is_ordered(one) else trial.params[one.name]
-                for one in tunables
-            })
+            found = self._space.find({one.name: one.choices[trial.params[one.name]] for one in tunables})
             if found is not None and found not in known:
                 return found
         return next(position for position in range(len(self._space)) if position not in known)
@@ -191,7 +188,7 @@ class _Sampler:
     def _distributions(self) -> dict[str, Any]:
         from optuna.distributions import CategoricalDistribution, IntDistribution
 
-        return {
+        return {  # of positions among the choices
             one.name: IntDistribution(0, len(one.choices) - 1) if is_ordered(one)
-            else CategoricalDistribution(one.choices) for one in self._space.tunables
+            else CategoricalDistribution(range(len(one.choices))) for one in self._space.tunables
         }

@@ -10,8 +10,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
-from dataclasses import asdict
-from types import SimpleNamespace
 from typing import Any
 
 import fleet_samples as samples
@@ -19,13 +17,18 @@ import pytest
 from distributed import Client, Worker
 from fleet_samples import DEVICE, TERMS, Log, fleet, region, resources
 
-from fuseplan.planner.fleet.cluster import Patience, Watch, device_statuses
+from fuseplan.planner.fleet import cluster
+from fuseplan.planner.fleet.cluster import Watch, device_statuses
 from fuseplan.planner.fleet.scheduler import RegionScheduler
 from fuseplan.planner.fleet.terms import RegionOutcome, RegionTask
 from fuseplan.search.errors import MachineFailureError
 
-#: Nobody is silent for so long but whom a test makes so.
-PATIENT = Patience(look_s=0.05, answer_s=60.0, silent_s=3600.0, restart_s=30.0, gone_s=3600.0)
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is silent for so long but whom a test makes so."""
+    for name, seconds in {"LOOK": 0.05, "ANSWER": 60.0, "SILENT": 3600.0, "RESTART": 30.0, "GONE": 3600.0}.items():
+        monkeypatch.setattr(cluster, f"{name}_S", seconds)
 
 
 @pytest.fixture
@@ -33,10 +36,8 @@ def log() -> Log:
     return samples.fresh_log()
 
 
-def spread(
-    client: Client, notes: list[str], patience: Patience = PATIENT, tell: Callable[[], object] = lambda: None
-) -> RegionScheduler:
-    return RegionScheduler(client, "cpu", "run", samples.TASKS, tell, notes.append, patience)
+def spread(client: Client, notes: list[str], tell: Callable[[], object] = lambda: None) -> RegionScheduler:
+    return RegionScheduler(client, "cpu", "run", samples.TASKS, tell, notes.append)
 
 
 def hang(client: Client, address: str) -> None:
@@ -108,8 +109,9 @@ def test_a_device_whose_only_worker_hangs_ends_the_tune_in_words(how: str, log: 
     assert DEVICE in words and ("1 of 2" if how == "region" else "0 of 0") in words and "same command" in words
 
 
-def test_a_device_that_has_no_worker_for_too_long_ends_the_tune(log: Log) -> None:
+def test_a_device_that_has_no_worker_for_too_long_ends_the_tune(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     over = threading.Event()
+    monkeypatch.setattr(cluster, "GONE_S", 0.0)
     with fleet(1) as client:
         (address,) = client.scheduler_info()["workers"]
 
@@ -118,7 +120,7 @@ def test_a_device_that_has_no_worker_for_too_long_ends_the_tune(log: Log) -> Non
             over.wait(120)
 
         log.meanwhile = lose
-        tune = spread(client, [], Patience(0.05, 60.0, 3600.0, 30.0, gone_s=0.0))
+        tune = spread(client, [])
         tune.region(DEVICE, TERMS, region("a"), lambda outcome: None)
         with pytest.raises(MachineFailureError, match=f"no worker of {DEVICE}"):
             tune.run()
@@ -153,18 +155,20 @@ async def _worker(address: str) -> Worker:
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_scheduler_that_dies_or_hangs_ends_the_tune_in_words(sent: signal.Signals, log: Log) -> None:
-    patience: Any = SimpleNamespace(**asdict(PATIENT) | {"look_s": 1.0})  # few looks are under way when it is sent
+def test_a_scheduler_that_dies_or_hangs_ends_the_tune_in_words(
+    sent: signal.Signals, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "LOOK_S", 1.0)  # few looks are under way when it is sent
     one_done, over = threading.Event(), threading.Event()
     with scheduler_elsewhere() as (client, scheduler):
         address = client.scheduler.address
-        tune = spread(client, [], patience, one_done.set)
+        tune = spread(client, [], one_done.set)
 
         def second(key: str) -> None:
             if key == "b":
                 assert one_done.wait(120)
                 scheduler.send_signal(sent)
-                patience.answer_s = 1.0  # from now on it answers never
+                monkeypatch.setattr(cluster, "ANSWER_S", 1.0)  # from now on it answers never
                 over.wait(120)
 
         log.meanwhile = second

@@ -12,13 +12,13 @@ few kernels make use.
 
 from __future__ import annotations
 
-import sys
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from fuseplan.costmodel.devices import KINDS, is_cpu, is_gpu
+from fuseplan.kernels.ir.index import divides
 from fuseplan.planner.rewrites import trace_edit as edit
 from fuseplan.planner.rewrites.attention_call import (
     ATTENTION,
@@ -27,6 +27,7 @@ from fuseplan.planner.rewrites.attention_call import (
     fake_arguments,
     masked_number,
 )
+from fuseplan.planner.rewrites.view_algebra import coordinates, source_position
 
 _aten = torch.ops.aten
 #: Kinds of device on which query heads as positions have been measured to pay.
@@ -138,37 +139,20 @@ def _is_merely_read(node: fx.Node) -> bool:
 
 
 def shared_heads(node: Any) -> SharedHeads | None:
-    """What a key or value is a repetition of: ``repeat_interleave`` over heads, or a new dimension that is expanded
-    and merged."""
+    """What a key or value is a repetition of, over heads, by whichever ops: ``repeat_interleave``, or a new dimension
+    that is expanded and merged.
+    """
     sizes = edit.sizes_of(node)
     if sizes is None or len(sizes) != 4:
         return None
-    if node.target is _aten.repeat_interleave.self_int:
-        call = edit.arguments_of(node)
-        base, times = call["self"], call["repeats"]
-        if not isinstance(times, int) or call["dim"] not in (1, -3):
-            return None
+    base, position = node, coordinates(sizes)
+    batch, head, *rest = position
+    while (moved := source_position(base, position)) is not None:
+        base, position = base.all_input_nodes[0], moved
         short = edit.sizes_of(base)
-    else:
-        expand = _operand(node, _aten.reshape.default, _aten.view.default, _aten._unsafe_view.default)
-        insert = _whole(_operand(expand, _aten.expand.default))
-        base, wide = _operand(insert, _aten.unsqueeze.default), edit.sizes_of(expand)
-        if base is None or wide is None or len(wide) != 5:
-            return None
-        batch, heads, times, *rest = wide
-        short = batch, heads, *rest
-        if edit.sizes_of(base) != short or edit.sizes_of(insert) != (batch, heads, 1, *rest):
-            return None
-    return SharedHeads(base, node) if short and sizes == (short[0], short[1] * times, *short[2:]) else None
-
-
-def _operand(node: Any, *targets: Any) -> Any:
-    """The first operand of a call of one of some ops; None of others."""
-    return node.args[0] if isinstance(node, fx.Node) and node.target in targets else None
-
-
-def _whole(node: Any) -> Any:
-    """What a node is all of: indexing with ``[:]`` leaves slices in a trace where a size is dynamic."""
-    while isinstance(node, fx.Node) and node.target is _aten.slice.Tensor and node.args[2:] == (0, sys.maxsize):
-        node = node.args[0]
-    return node
+        if short is None or len(short) != 4 or (short[0], *short[2:]) != (sizes[0], *sizes[2:]):
+            continue
+        times = divides(short[1], sizes[1])
+        if times not in (None, 1) and position == (batch, head // times, *rest):
+            return SharedHeads(base, node)
+    return None

@@ -17,9 +17,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
+from fuseplan.kernels.ir.index import Index, flatten, row_major_strides
 from fuseplan.planner.ops.table import op_of
 from fuseplan.planner.rewrites import trace_edit as edit
-from fuseplan.planner.rewrites.view_algebra import ElementMap, moved_from
+from fuseplan.planner.rewrites.view_algebra import coordinates, moved_from
 from fuseplan.search.errors import OWN_FAULTS
 
 _aten = torch.ops.aten
@@ -52,24 +53,22 @@ def gathered_pages(node: Any, reader: fx.Node) -> GatheredPages | None:
     sizes = edit.static_sizes(node)
     if sizes is None or len(sizes) != 4 or 0 in sizes:
         return None
-    path = moved_from(node, lambda one: op_of(str(one.target)).rows_by is not None)
-    if path is None or any(set(one.users) - {*path, reader} for one in path):
+    moved = moved_from(node, lambda one: op_of(str(one.target)).rows_by is not None)
+    if moved is None:
+        return None
+    path, position = moved
+    if any(set(one.users) - {*path, reader} for one in path):
         return None  # others read the copy, too: it has to be made anyhow
-    found = _lookup(path[0])
-    if found is None:
+    found, whole = _lookup(path[0]), edit.static_sizes(path[0])
+    if found is None or whole is None:
         return None
     pages, table = found
-    shape, whole = edit.static_sizes(pages), edit.static_sizes(path[0])
-    if shape is None or whole is None or len(shape) < 2:
+    shape, listed = edit.static_sizes(pages), math.prod(edit.static_sizes(table) or ())
+    if shape is None or len(shape) < 2:
         return None
-    where: ElementMap | None = ElementMap.of(whole)
-    for one in path[1:]:
-        where = where.through(one) if where is not None else None
-    if where is None or where.shape != sizes:
+    order = _order(flatten(position, row_major_strides(whole)), sizes, shape[1:], listed)
+    if order is None:
         return None
-    order = _order(where.plain(), sizes, shape[1:])
-    if order is None or math.prod(edit.static_sizes(table) or ()) * order[0][1] != sizes[0] * sizes[2]:
-        return None  # not all that is gathered is read
     return GatheredPages(pages, table, tuple(path), *order, path[0].target is _aten.index.Tensor)
 
 
@@ -86,26 +85,27 @@ def _lookup(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _order(
-    where: ElementMap, sizes: Sequence[int], page: Sequence[int]
+    where: Index, sizes: Sequence[int], page: Sequence[int], listed: int
 ) -> tuple[tuple[int, int, int], tuple[int, ...]] | None:
-    """Heads, rows and width of a page, and where they lie in it, so that a map of keys is the one of pages in order.
+    """Heads, rows and width of a page, and where they lie in it, so that each key lies ``where`` it is in ``listed``
+    pages one after another.
 
     ``sizes`` are those of the keys, ``page`` the shape of a page.
     """
-    batch, heads, length, width = sizes
-    elements = math.prod(page)
-    shared = math.prod(size for size, stride in where.dims[1] if stride)
-    rows, rest = divmod(elements, shared * width)
-    if rest or not rows or length % rows or heads % shared:
+    (_, heads, length, width), elements = sizes, math.prod(page)
+    rows, rest = divmod(sizes[0] * length, listed)
+    if rest or not rows or length % rows or elements % (rows * width):
+        return None
+    shared = elements // (rows * width)
+    if not shared or heads % shared:
         return None
     extents = shared, rows, width
+    batch, head, row, column = coordinates(sizes)
+    within, number = (head // (heads // shared), row % rows, column), batch * (length // rows) + row // rows
 
-    def of_keys(order: Sequence[int]) -> ElementMap:
-        strides = {dim: math.prod(extents[one] for one in order[at + 1 :]) for at, dim in enumerate(order)}
-        return ElementMap((
-            ((batch, length // rows * elements),), ((shared, strides[0]), (heads // shared, 0)),
-            ((length // rows, elements), (rows, strides[1])), ((width, strides[2]),),
-        )).plain()
+    def of_keys(order: Sequence[int]) -> Index:
+        strides = row_major_strides(extents[dim] for dim in order)
+        return number * elements + flatten((within[dim] for dim in order), strides)
 
     found = [order for order in permutations(range(3)) if of_keys(order) == where]
     if not found:

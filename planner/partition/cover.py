@@ -1,6 +1,7 @@
 """Exact cover: every op in exactly one chosen group, at the least total cost, with no cycle among the groups.
 
-A 0/1 program solved by HiGHS. Cycles are rare, so they are cut off only when a solution has one. Among solutions
+A 0/1 program solved by HiGHS; of few ops, as most parts of a model have them, by trying, for SciPy takes longer to
+import than such a graph to plan. Cycles are rare, so they are cut off only when a solution has one. Among solutions
 that cost the same (within the measurement's noise) the one with the fewest launches wins, then the one that prefers
 earlier options op by op, so that equal problems have equal answers in every process.
 """
@@ -18,7 +19,6 @@ from numpy.typing import NDArray
 
 from fuseplan.planner.groups.convex import bits
 from fuseplan.planner.groups.cycles import Hop, short_cycles
-from fuseplan.planner.partition.small_cover import MOST_OPS, SmallSolver
 
 #: Costs are scaled so that their median is this: HiGHS stops at an absolute gap of 1e-6.
 _SCALE = 1e3
@@ -74,15 +74,31 @@ def solve_cover(
     if not problem.num_ops:
         return Cover((), 0.0, 0.0)
     options = [problem.options[number] for number in usable]
-    solver: SmallSolver | _Solver = _Solver(problem, usable) if problem.num_ops > MOST_OPS else SmallSolver(
-        problem.num_ops, [one.mask for one in options], [one.cost_s for one in options], problem.edges)
+    solver = _solver(problem, options)
     chosen = solver.cheapest()
+    assert chosen is not None, "every op can be run alone"
     cost_s = math.fsum(options[at].cost_s for at in chosen)
     if break_ties:
         chosen = solver.preferred(chosen, max(cost_s, min(cost_s * (1 + margin), ceiling_s)) * (1 + _ROUNDING))
+    return _cover([usable[at] for at in chosen], problem, cost_s)
+
+
+def best_cover_with(problem: CoverProblem, number: int) -> Cover | None:
+    """The cheapest acyclic cover that uses option ``number``.
+
+    None where the others cannot run what that option leaves, be it that a cycle cannot be avoided.
+    """
+    taken = problem.options[number].mask
+    usable = [at for at, one in enumerate(problem.options)
+              if at == number or (math.isfinite(one.cost_s) and not one.mask & taken)]
+    chosen = _solver(problem, [problem.options[at] for at in usable]).cheapest()
+    return None if chosen is None else _cover([usable[at] for at in chosen], problem)
+
+
+def _cover(chosen: Sequence[int], problem: CoverProblem, bound_s: float = 0.0) -> Cover:
+    options = problem.options
     by_first_op = sorted(chosen, key=lambda at: options[at].mask & -options[at].mask)
-    total_s = math.fsum(options[at].cost_s for at in chosen)
-    return Cover(tuple(usable[at] for at in by_first_op), total_s, cost_s)
+    return Cover(tuple(by_first_op), math.fsum(options[at].cost_s for at in chosen), bound_s)
 
 
 @dataclass
@@ -101,12 +117,10 @@ def _narrow(matrix: Any) -> Any:
 
 
 class _Solver:
-    """Works on the usable options, renumbered ``0 .. n - 1``."""
+    """Options are those that may be chosen."""
 
-    def __init__(self, problem: CoverProblem, usable: list[int]) -> None:
-        self.problem = problem
-        self.usable = usable
-        self.options = [problem.options[number] for number in usable]
+    def __init__(self, problem: CoverProblem, options: Sequence[Option]) -> None:
+        self.problem, self.options = problem, options
         self.costs = np.array([option.cost_s for option in self.options])
         typical = float(np.median(self.costs))
         self.unit = _SCALE / typical if typical > 0 else 1.0
@@ -117,19 +131,9 @@ class _Solver:
         self.matrix: Any = _narrow(scipy.sparse.csr_array((np.ones(len(columns)), (rows, cols)), shape=shape))
         self.cuts: list[tuple[NDArray[np.float64], float]] = []
 
-    def numbers(self, chosen: Sequence[int]) -> tuple[int, ...]:
-        by_first_op = sorted(chosen, key=lambda at: (self.options[at].mask & -self.options[at].mask))
-        return tuple(self.usable[at] for at in by_first_op)
-
-    def cost(self, chosen: Sequence[int]) -> float:
-        return math.fsum(self.options[at].cost_s for at in chosen)
-
-    def cheapest(self) -> list[int]:
-        """The cheapest cover."""
-        found = self.minimise(self.scaled, _Program(np.ones(len(self.options), dtype=bool)))
-        if found is None:
-            raise RuntimeError("HiGHS finds no cover, though every op can be run alone")
-        return found
+    def cheapest(self) -> list[int] | None:
+        """The cheapest acyclic cover, by numbers of options; None without any."""
+        return self.minimise(self.scaled, _Program(np.ones(len(self.options), dtype=bool)))
 
     def preferred(self, best: list[int], limit_s: float) -> list[int]:
         """Of the covers that cost at most ``limit_s``: fewest launches, then earlier options from op 0 on."""
@@ -207,12 +211,74 @@ class _Solver:
         return row, float(len(cycle) - 1)
 
 
-def best_cover_with(problem: CoverProblem, number: int) -> tuple[float, tuple[int, ...]] | None:
-    """The cheapest acyclic cover that uses option ``number``: its cost in seconds and its options.
+#: Up to so many ops there are at most 2 to that power of sets that are left to cover.
+MOST_OPS = 10
 
-    None where the others cannot run what that option leaves, be it that a cycle cannot be avoided.
-    """
-    solver = _Solver(problem, [at for at, option in enumerate(problem.options) if math.isfinite(option.cost_s)])
-    everything = np.ones(len(solver.options), dtype=bool)
-    chosen = solver.minimise(solver.scaled, _Program(everything, fixed={solver.usable.index(number)}))
-    return None if chosen is None else (solver.cost(chosen), solver.numbers(chosen))
+
+class _SmallSolver:
+    """The same by trying, and the same answers."""
+
+    def __init__(self, problem: CoverProblem, options: Sequence[Option]) -> None:
+        self._masks, self._costs_s = [one.mask for one in options], [one.cost_s for one in options]
+        self._edges, self._ops = problem.edges, problem.num_ops
+        self._running = [[at for at, mask in enumerate(self._masks) if mask >> op & 1] for op in range(self._ops)]
+        #: By the set of ops that is left: the least cost, and the fewest launches, cycles or not.
+        self._least: dict[int, tuple[float, int]] = {0: (0.0, 0)}
+
+    def cheapest(self) -> list[int] | None:
+        best: list[int] | None = None
+        best_s = math.inf
+
+        def search(left: int, spent_s: float, taken: list[int]) -> None:
+            nonlocal best, best_s
+            if not left:
+                if spent_s < best_s and self._is_acyclic(taken):
+                    best, best_s = taken, spent_s
+                return
+            bounds_s = ((spent_s + self._costs_s[at] + self._of(left & ~self._masks[at])[0], at)
+                        for at in self._fitting(left))
+            for bound_s, at in sorted(bounds_s):
+                if bound_s < best_s:
+                    search(left & ~self._masks[at], spent_s + self._costs_s[at], [*taken, at])
+
+        search((1 << self._ops) - 1, 0.0, [])
+        return best
+
+    def preferred(self, best: Sequence[int], limit_s: float) -> list[int]:
+        everything = (1 << self._ops) - 1
+
+        def search(left: int, spent_s: float, launches: int, taken: list[int]) -> list[int] | None:
+            if not left:
+                return taken if self._is_acyclic(taken) else None
+            for at in self._fitting(left):
+                rest, cost_s = left & ~self._masks[at], spent_s + self._costs_s[at]
+                least_s, fewest = self._of(rest)
+                if cost_s + least_s > limit_s or fewest >= launches:
+                    continue
+                if (found := search(rest, cost_s, launches - 1, [*taken, at])) is not None:
+                    return found
+            return None
+
+        found = (search(everything, 0.0, launches, []) for launches in range(self._of(everything)[1], len(best) + 1))
+        return next((one for one in found if one is not None), list(best))
+
+    def _fitting(self, left: int) -> list[int]:
+        """Options for the first op of those that are left."""
+        return [at for at in self._running[(left & -left).bit_length() - 1] if not self._masks[at] & ~left]
+
+    def _of(self, left: int) -> tuple[float, int]:
+        known = self._least.get(left)
+        if known is None:
+            ways = [(self._costs_s[at], *self._of(left & ~self._masks[at])) for at in self._fitting(left)]
+            least_s = min((cost_s + rest_s for cost_s, rest_s, _ in ways), default=math.inf)
+            known = least_s, 1 + min((launches for *_, launches in ways), default=0)
+            self._least[left] = known
+        return known
+
+    def _is_acyclic(self, chosen: Sequence[int]) -> bool:
+        group_of = {op: at for at in chosen for op in bits(self._masks[at])}
+        return not short_cycles([group_of[op] for op in range(self._ops)], self._edges)
+
+
+def _solver(problem: CoverProblem, options: Sequence[Option]) -> _Solver | _SmallSolver:
+    return (_Solver if problem.num_ops > MOST_OPS else _SmallSolver)(problem, options)

@@ -197,7 +197,6 @@ def _with(
     cover = best_cover_with(problem, at) if at is not None else None
     if cover is None:
         return Rejected(wanted, chosen_us)
-    cost_s, numbers = cover
-    beside = tuple(usable[one] for one in numbers if one >= chosen and one != at)
-    predicted = sum(usable[one].measured_us is None for one in numbers)
-    return Rejected(wanted, chosen_us, cost_s * 1e6, beside, predicted)
+    beside = tuple(usable[one] for one in cover.chosen if one >= chosen and one != at)
+    predicted = sum(usable[one].measured_us is None for one in cover.chosen)
+    return Rejected(wanted, chosen_us, cover.cost_s * 1e6, beside, predicted)

@@ -23,9 +23,8 @@ from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations.choices import Choice, RegionProblem, region_problem
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.partition import cover as cover_module
-from fuseplan.planner.partition.cover import CoverProblem, Option, solve_cover
+from fuseplan.planner.partition.cover import MOST_OPS, CoverProblem, Option, solve_cover
 from fuseplan.planner.partition.guided_loop import GuidedResult, cover_problem, guided_partition, predicted_partition
-from fuseplan.planner.partition.small_cover import MOST_OPS
 
 
 def all_covers(problem: CoverProblem) -> Iterator[tuple[float, tuple[int, ...]]]:

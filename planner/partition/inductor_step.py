@@ -1,7 +1,7 @@
 """A whole step by TorchInductor beside the plan: what a user of plain ``torch.compile`` would get.
 
-Compiling all layers of a large model takes minutes, and they are alike: of regions that are, two take part. What the
-two sides take then stands to each other about as in the whole step.
+Compiling all layers of a large model takes minutes, and they are alike: of regions that repeat, two take part, as a
+group of their own that counts as often as they occur. What occurs once, such as the last linear, has another ratio.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fuseplan.planner.implementations.inductor import fails_otherwise, whole_can
 from fuseplan.planner.partition.whole_region import planned_parts
 from fuseplan.search import policy
 from fuseplan.search.store.record import INDUCTOR, PlanRecord
-from fuseplan.search.timing.contest import Contest
+from fuseplan.search.timing.contest import Contest, sum_of_contests
 from fuseplan.search.timing.sequence import Part
 from fuseplan.search.tune.tuner import Tuner
 
@@ -53,17 +53,21 @@ def compare_step(
 ) -> InductorStep:
     """Time both, interleaved. ``plans`` are those of all regions of a step, in order."""
     try:
-        taken, group = step_group(table, [region for region, _ in plans], ways)
+        groups = step_groups(table, [region for region, _ in plans], ways)
     except RefusedError as error:
         return InductorStep(why=str(error))
-    planned = planned_parts(table, [plans[number] for number in taken], ways)
-    whole = ways.inductor.part(table, group, *ways.inductor.recorded(table, group, None)[:2])
-    names = {choice: f"part {number}" for number, choice in enumerate(planned)}
-    parts: dict[str, Part] = {names[choice]: part for choice, part in planned.items()} | {INDUCTOR: whole}
-    sides = {_PLAN: [names[choice] for choice in in_order(table.graph, planned)], INDUCTOR: [INDUCTOR]}
-    contest: Contest | None = tuner.play_off(parts, sides, whole.makes)
-    if contest is None:
-        return InductorStep(why="its run failed")
+    counts = Counter(region.key for region, _ in plans)
+    contests, weights = list[Contest](), list[float]()
+    for taken, group in groups:
+        own = [plans[number] for number in taken]
+        once = sum(record.planned_us for _, record in own)
+        all_times = {region.key: counts[region.key] * record.planned_us for region, record in own}
+        weights.append(sum(all_times.values()) / once)
+        found = _contest(table, own, group, ways, tuner)
+        if found is None:
+            return InductorStep(why="its run failed")
+        contests.append(found)
+    contest = sum_of_contests(contests, weights)
     ratio, *rest = (
         one.time(INDUCTOR).median_us / one.time(_PLAN).median_us for one in contest.conditions or (contest,))
     alone = rest[0] if rest else None
@@ -72,23 +76,45 @@ def compare_step(
     return InductorStep(ratio, wins, alone)
 
 
-def step_group(
+def _contest(
+    table: GroupTable, plans: Sequence[tuple[Region, PlanRecord]], group: Candidate, ways: Implementations,
+    tuner: Tuner
+) -> Contest | None:
+    """The plan of some regions and TorchInductor's code of the same ops; None where the run failed."""
+    planned = planned_parts(table, plans, ways)
+    whole = ways.inductor.part(table, group, *ways.inductor.recorded(table, group, None)[:2])
+    names = {choice: f"part {number}" for number, choice in enumerate(planned)}
+    parts: dict[str, Part] = {names[choice]: part for choice, part in planned.items()} | {INDUCTOR: whole}
+    sides = {_PLAN: [names[choice] for choice in in_order(table.graph, planned)], INDUCTOR: [INDUCTOR]}
+    return tuner.play_off(parts, sides, whole.makes)
+
+
+def step_groups(
     table: GroupTable, regions: Sequence[Region], ways: Implementations
-) -> tuple[list[int], Candidate]:
-    """Which of a step's regions take part, and all their ops as one group; RefusedError where TorchInductor is not
-    asked for its code.
+) -> list[tuple[list[int], Candidate]]:
+    """Groups of a step's ops, each with the numbers of its regions: all of them, or of a large step two of each region
+    that repeats, and the others. RefusedError where TorchInductor is not asked for its code.
     """
-    flow, seen, taken = compute_graph_of(table.graph), Counter[str](), list[int]()
-    most = _ALIKE if sum(len(region.ops) for region in regions) > policy.OPS_OF_ALL_LAYERS else len(regions)
-    for number, region in enumerate(regions):
-        seen[region.key] += 1
-        taken += [number] if seen[region.key] <= most else []
-    ops = [name for number in taken for name in regions[number].ops if flow.is_member(flow.position[name])]
-    if len(ops) > policy.MOST_OPS_OF_A_STEP:
-        raise RefusedError(f"it has {len(ops)} ops, and TorchInductor is asked about {policy.MOST_OPS_OF_A_STEP}")
-    if (reason := ways.inductor.refuse_step(table, ops)) is not None:
-        raise RefusedError(reason)
-    return taken, whole_candidate(table.graph, ops)
+    flow, seen = compute_graph_of(table.graph), Counter[str]()
+    numbers = range(len(regions))
+    counts = Counter(region.key for region in regions)
+    is_large = sum(len(region.ops) for region in regions) > policy.OPS_OF_ALL_LAYERS
+    repeated = {number for number in numbers if is_large and counts[regions[number].key] > _ALIKE}
+    taken = list[int]()
+    for number in sorted(repeated):
+        seen[regions[number].key] += 1
+        taken += [number] if seen[regions[number].key] <= _ALIKE else []
+    of_groups = [
+        (chosen, [name for number in chosen for name in regions[number].ops if flow.is_member(flow.position[name])])
+        for chosen in (taken, [number for number in numbers if number not in repeated])
+    ]
+    count = sum(len(ops) for _, ops in of_groups)
+    if count > policy.MOST_OPS_OF_A_STEP:
+        raise RefusedError(f"it has {count} ops, and TorchInductor is asked about {policy.MOST_OPS_OF_A_STEP}")
+    for _, ops in of_groups:
+        if (reason := ways.inductor.refuse_step(table, ops)) is not None:
+            raise RefusedError(reason)
+    return [(chosen, whole_candidate(table.graph, ops)) for chosen, ops in of_groups if ops]
 
 
 def may_run_whole(graph: DataflowGraph, device_type: str) -> bool:

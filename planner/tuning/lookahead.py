@@ -23,7 +23,7 @@ from fuseplan.planner.implementations.implementations import Implementations
 from fuseplan.planner.implementations.inductor import compile_ahead, start_compilers
 from fuseplan.planner.implementations.tunable_group import TunableGroup
 from fuseplan.planner.partition.guided_loop import Prices, predicted_partition
-from fuseplan.planner.partition.inductor_step import step_group
+from fuseplan.planner.partition.inductor_step import step_groups
 from fuseplan.search.errors import OWN_FAULTS
 from fuseplan.search.tune.tuner import Tuner
 
@@ -80,8 +80,8 @@ class Lookahead:
         self.tuner.run_aside(start_compilers)
         if step and ways.inductor.compiled_for == "default":  # max-autotune would use the device
             with suppress(RefusedError):
-                _, group = step_group(self.table(graph), step, ways)
-                self.tuner.compile_aside(compile_ahead, ways.inductor.subject(self.table(graph), group))
+                for _, group in step_groups(self.table(graph), step, ways):
+                    self.tuner.compile_aside(compile_ahead, ways.inductor.subject(self.table(graph), group))
 
     def send(self, graph: DataflowGraph, regions: Sequence[Region]) -> None:
         """Prepare the islands of these regions, after those that were sent before; each key once."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import math
+import operator
 import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -210,17 +211,36 @@ def mean_contest(first: Contest, second: Contest, max_loss: float = policy.MAX_L
     A gain in it is about the mean of the gains in both, and no winner loses more than ``max_loss`` in either. The
     longer run's rounds are averaged to as many as the other has. Contestants of one run only are left out.
     """
-    names = [name for name in first.samples if name in second.samples]
-    rounds = min(len(one.samples[name]) for one in (first, second) for name in names)
     samples = {
-        name: tuple(
-            math.sqrt(a * b) for a, b in zip(
-                _averaged(first.samples[name], rounds), _averaged(second.samples[name], rounds), strict=True
-            )
-        )
-        for name in names
+        name: tuple(math.sqrt(a * b) for a, b in zip(*both, strict=True))
+        for name, both in _common_rounds((first, second)).items()
     }
     return Contest(samples, math.hypot(first.noise, second.noise) / 2, first.regime, (first, second), max_loss)
+
+
+def sum_of_contests(contests: Sequence[Contest], weights: Sequence[float]) -> Contest:
+    """Runs of the same contestants on parts of a whole as one run of the whole, in which each part counts ``weights``
+    times. Its noise is that of its parts' times, which are independent.
+    """
+    if len(contests) == 1:
+        return contests[0]
+    samples = {
+        name: tuple(math.fsum(map(operator.mul, weights, times)) for times in zip(*parts, strict=True))
+        for name, parts in _common_rounds(contests).items()
+    }
+    own = [statistics.fmean(one.samples[next(iter(samples))]) * weight
+           for one, weight in zip(contests, weights, strict=True)]
+    noise = math.hypot(*(one.noise * time for one, time in zip(contests, own, strict=True))) / math.fsum(own)
+    conditions = tuple(
+        sum_of_contests(one, weights) for one in zip(*(part.conditions for part in contests), strict=True))
+    return replace(contests[0], samples=samples, noise=noise, conditions=conditions)
+
+
+def _common_rounds(contests: Sequence[Contest]) -> dict[str, list[list[float]]]:
+    """Samples by contestant and run, of those in all runs: longer ones averaged to as many as the shortest has."""
+    names = [name for name in contests[0].samples if all(name in one.samples for one in contests)]
+    rounds = min(len(one.samples[name]) for one in contests for name in names)
+    return {name: [_averaged(one.samples[name], rounds) for one in contests] for name in names}
 
 
 def _averaged(values: Sequence[float], count: int) -> list[float]:

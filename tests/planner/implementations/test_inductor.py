@@ -26,7 +26,7 @@ from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations import inductor
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import implementations_for
-from fuseplan.planner.partition.inductor_step import may_run_whole, step_group
+from fuseplan.planner.partition.inductor_step import may_run_whole, step_groups
 from fuseplan.planner.tuning.session import open_session
 from fuseplan.search import policy
 from fuseplan.search.store.database import Database
@@ -269,7 +269,7 @@ def test_what_is_compiled_ahead_is_found_in_torchinductors_caches(
     graph = record(around, (x,), {})[0].graph
     table, ways = GroupTable(graph, "fp32", "cpu"), implementations_for("eager", (), Target("cpu", "x86_64", 2))
     regions = find_regions(graph)
-    taken, group = step_group(table, regions, ways)
+    ((taken, group),) = step_groups(table, regions, ways)
     assert taken == list(range(len(regions)))
     subject = ways.inductor.subject(table, group)
     counts = torch._dynamo.utils.counters

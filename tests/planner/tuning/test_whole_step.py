@@ -34,9 +34,11 @@ LAYERS = 4
 SPEC = replace(CPU, peaks={**CPU.peaks, "fp32_matmul": Peak(1e11, 2e11)})
 
 
-def layers(count: int = LAYERS, rows: int = 3) -> tuple[Builder, DataflowGraph]:
-    """``x = tanh(silu(x @ w.T) * gate) @ u.T``, again and again, with weights for each layer."""
-    given = {"x": torch.randn(rows, 17)}
+def layers(
+    count: int = LAYERS, rows: int = 3, head: Mapping[str, torch.Tensor] | None = None
+) -> tuple[Builder, DataflowGraph]:
+    """``x = tanh(silu(x @ w.T) * gate) @ u.T``, again and again, with weights for each layer; ``relu(x @ head.T)``."""
+    given = {"x": torch.randn(rows, 17), **(head or {})}
     for at in range(count):
         given |= {f"w{at}": torch.randn(19, 17) / 4, f"gate{at}": torch.randn(19), f"u{at}": torch.randn(17, 19) / 4}
     b = Builder(**given)
@@ -44,6 +46,8 @@ def layers(count: int = LAYERS, rows: int = 3) -> tuple[Builder, DataflowGraph]:
     for at in range(count):
         made = b("aten.silu.default", b("aten.linear.default", value, f"w{at}"))
         value = b("aten.linear.default", b("aten.tanh.default", b("aten.mul.Tensor", made, f"gate{at}")), f"u{at}")
+    for name in head or ():
+        value = b("aten.relu.default", b("aten.linear.default", value, name))
     return b, b.graph(value)
 
 
@@ -251,6 +255,27 @@ def test_inductors_time_is_that_of_all_layers(
     found = measure_step(session, graph, planned(session, graph), Fewer(TIMES))
     assert isinstance(found, StepTimes) and found.inductor_us == pytest.approx(75.0) and not found.by_inductor
     assert (lengths[True] == lengths[False]) is all_take_part
+
+
+def test_what_occurs_once_has_a_ratio_of_its_own(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of nine layers take a time of their own, which counts 9 / 2 times."""
+    session = replace(session, settings=replace(session.settings, inductor="default"))
+    monkeypatch.setattr(policy, "OPS_OF_ALL_LAYERS", 10)
+    _, graph = layers(9, head={"head": torch.randn(23, 17)})
+    several: list[int] = []
+
+    class ByPart(Bench):
+        def time_sides(self, parts: Any, sides: Any, kept: Any, min_rounds: int) -> Outcome:
+            self.times_us = TIMES
+            if "inductor" in sides:
+                several.append(sum(one.subject.label.count("tanh") for one in parts.values()))
+                self.times_us = {"planned": 10.0, "inductor": 20.0} if several[-1] > 1 else {
+                    "planned": 30.0, "inductor": 30.0}
+            return super().time_sides(parts, sides, kept, min_rounds)
+
+    found = measure_step(session, graph, planned(session, graph), ByPart(TIMES))
+    assert len(several) == 2 and isinstance(found, StepTimes)
+    assert found.inductor_us == pytest.approx(50.0 * (4.5 * 20 + 30) / (4.5 * 10 + 30))
 
 
 def test_inductor_runs_no_graph_that_looks_up(session: Session) -> None:

@@ -11,7 +11,7 @@ from search_fakes import CLOCK, OPERANDS, VirtualTimer, disturbed_every, taking
 
 from fuseplan.search import policy
 from fuseplan.search.timing import contest as contest_module
-from fuseplan.search.timing.contest import Contest, contest, mean_contest, paired_noise
+from fuseplan.search.timing.contest import Contest, contest, mean_contest, paired_noise, sum_of_contests
 
 
 def test_contest_interleaves_and_pairs() -> None:
@@ -197,6 +197,26 @@ def test_two_conditions_count_alike() -> None:
     assert both.samples == {"a": pytest.approx((10.0, 15.0)), "b": pytest.approx((10.0, 10.0))}
     assert both.noise == pytest.approx(0.025)  # of a square root of a product: half, added as independent errors
     assert both.regime == "graph"
+
+
+def test_parts_of_a_whole_count_as_often_as_they_occur() -> None:
+    layer = Contest({"a": (4.0, 6.0, 5.0, 5.0), "b": (10.0,) * 4, "else": (1.0,) * 4}, 0.03, "eager")
+    last = Contest({"b": (20.0, 40.0), "a": (20.0, 40.0)}, 0.1, "eager")
+    whole = sum_of_contests((layer, last), (8.0, 1.0))
+    assert whole.samples == {"a": pytest.approx((60.0, 80.0)), "b": pytest.approx((100.0, 120.0))}
+    # 0.03 of 40 and 0.1 of 30, as independent errors, over 70
+    assert whole.noise == pytest.approx((1.2**2 + 3.0**2) ** 0.5 / 70)
+    assert whole.accepts("a", "b") and not whole.conditions
+    assert sum_of_contests((layer,), (8.0,)) is layer
+
+
+def test_conditions_of_parts_are_those_of_the_whole() -> None:
+    def part(launched: float, alone: float) -> Contest:
+        return mean_contest(*(Contest({"a": (one,) * 3, "b": (10.0,) * 3}, 0.0, "eager") for one in (launched, alone)))
+
+    whole = sum_of_contests((part(5.0, 12.0), part(10.0, 10.0)), (3.0, 2.0))
+    assert [one.samples["a"] for one in whole.conditions] == [(35.0,) * 3, (56.0,) * 3]
+    assert whole.time("b").median_us == 50.0 and not whole.accepts("a", "b")  # it loses in one of two conditions
 
 
 @pytest.mark.parametrize(("cold_us", "wins"), [(10.0, True), (10.09, True), (10.2, False), (12.0, False)])

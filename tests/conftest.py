@@ -22,7 +22,9 @@ import pytest
 import torch
 from postgres_server import server as server
 
+from fuseplan.costmodel.devices import ByDevice
 from fuseplan.planner.dispatch_stats import reset_stats
+from fuseplan.search import policy
 from fuseplan.search.errors import OWN_FAULTS
 
 #: Seconds and name of each slow case, or of a function whose cases are slow; ``tests/checks/list_slow.py`` writes it.
@@ -88,6 +90,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def counts_of_this_test_only() -> None:
     """Dispatch counts for the whole process: what an earlier test compiled would be in this test's ``stats()``."""
     reset_stats()
+
+
+@pytest.fixture
+def any_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Partitions are searched to the end, and taken for any gain."""
+    monkeypatch.setattr(policy, "GAP_TOLERANCE", 0.0)
+    monkeypatch.setattr(policy, "PARTITION_MARGIN", ByDevice(0.0, 0.0))
+    monkeypatch.setattr(policy, "MEASURED_LIMIT", ByDevice(100, 100))
 
 
 def pytest_collection_finish() -> None:

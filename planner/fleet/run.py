@@ -318,7 +318,7 @@ class Fleet:
             table = GroupTable(graph, session.settings.numerics, session.target.device_type)
             shares = part_shares(table, planner.implementations.aten)
             for region in new:
-                task = terms.region_task(graph, region, shares, session.settings.minor)
+                task = terms.region_task(graph, region, shares)
                 self._scheduler.region(session.device, order.terms, task, partial(self._done, order, region))
         if not fresh:
             self._complete(order, work)

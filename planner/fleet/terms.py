@@ -26,6 +26,7 @@ from fuseplan.planner.partition.plan_record import located_label
 from fuseplan.planner.tuning.plans import PlanSettings, RegionPlan
 from fuseplan.planner.tuning.session import Session
 from fuseplan.planner.work.extract import extract
+from fuseplan.search import policy
 from fuseplan.search.store import rows, tables
 from fuseplan.search.store.database import Lookup
 from fuseplan.search.store.record import Versions
@@ -99,10 +100,10 @@ class RegionTask:
     waits: bool = False
 
 
-def region_task(graph: DataflowGraph, region: Region, shares: Mapping[str, float], minor: float) -> RegionTask:
+def region_task(graph: DataflowGraph, region: Region, shares: Mapping[str, float]) -> RegionTask:
     """A region of a static graph; ``shares`` are those of all its parts, by their keys."""
     parts, flow = region_parts(graph, region), compute_graph_of(graph)
-    ops = sum((1.0 if shares.get(part.key, 1.0) >= minor else _MINOR_OP)
+    ops = sum((1.0 if shares.get(part.key, 1.0) >= policy.MINOR_SHARE else _MINOR_OP)
               for part in parts for name in part.ops if flow.is_member(flow.position[name]))
     try:
         alone = extract(graph, region)

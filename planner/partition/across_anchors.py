@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 from fuseplan.planner.cost.prices import ModelPrices
 from fuseplan.planner.graph.dataflow import Region
 from fuseplan.planner.groups.anchored import anchored_candidates
-from fuseplan.planner.groups.candidates import Candidate, CandidateLimits, region_dependencies, single_candidates
+from fuseplan.planner.groups.candidates import Candidate, region_dependencies, single_candidates
 from fuseplan.planner.groups.regions import is_anchor, region_parts
 from fuseplan.planner.implementations.choices import Choice, RegionProblem, recorded_choices, region_problem
 from fuseplan.planner.implementations.group_table import GroupTable
@@ -36,9 +36,8 @@ class JointProblems:
     """The problems of whole regions. Two threads may ask: the first one looks for the groups around a region's matmuls.
     """
 
-    def __init__(self, ways: Implementations, limits: CandidateLimits) -> None:
+    def __init__(self, ways: Implementations) -> None:
         self._ways = ways
-        self._limits = limits
         self._around: WeakKeyDictionary[GroupTable, dict[Region, Future[_Around]]] = WeakKeyDictionary()
 
     def planned(
@@ -52,7 +51,7 @@ class JointProblems:
         """The choices should the plans of its islands be their nominal covers, and ATen run the rest."""
         chosen: list[Choice] = []
         for part in (part for part in region_parts(table.graph, region) if not is_anchor(table.graph, part)):
-            problem = region_problem(table, part, table.enumerated(part, self._limits), self._ways)
+            problem = region_problem(table, part, table.enumerated(part), self._ways)
             cover = predicted_partition(problem, ModelPrices(table, None, part).nominal_s)
             chosen += [one.choice for one in cover.chosen]
         return self._problem(table, region, chosen)
@@ -79,19 +78,17 @@ class JointProblems:
         found = self._around.setdefault(table, {}).setdefault(region, mine)
         if found is mine:
             try:
-                mine.set_result(groups_around_anchors(table, region, self._ways, self._limits))
+                mine.set_result(groups_around_anchors(table, region, self._ways))
             except BaseException as error:
                 mine.set_exception(error)
         return found.result()
 
 
-def groups_around_anchors(
-    table: GroupTable, region: Region, ways: Implementations, limits: CandidateLimits
-) -> _Around:
+def groups_around_anchors(table: GroupTable, region: Region, ways: Implementations) -> _Around:
     """The groups of a region's islands, and those around its matmuls that can be kernels."""
     graph = table.graph
     islands = [part for part in region_parts(graph, region) if not is_anchor(graph, part)]
-    enumerated = [one for part in islands for one in table.enumerated(part, limits).candidates]
+    enumerated = [one for part in islands for one in table.enumerated(part).candidates]
     anchored = anchored_candidates(graph, region, enumerated, table.legal)
     return enumerated, [one for one in anchored if ways.kernel.refuse(table, one) is None]
 

@@ -30,12 +30,11 @@ _FAILED = f"{_BY_PRICES} (their interleaved run failed)"
 class MeasuredRegion:
     """Decides the partition of one region.
 
-    The loop's partition has to gain ``margin`` on an incumbent; ``tolerance`` and ``max_measured`` are the loop's.
+    The loop's partition has to gain ``margin`` on an incumbent; ``max_measured`` is the loop's.
     """
 
     problem: RegionProblem
     prices: MeasuredPrices
-    tolerance: float
     margin: float
     max_measured: int
     _given_up: set[Choice] = field(default_factory=set, init=False)
@@ -156,7 +155,8 @@ class MeasuredRegion:
         model = predicted_partition(self.problem, self.prices.predict_s, self.margin)
         first = [*start, *(priced.choice for priced in model.chosen)]
         while True:
-            result = guided_partition(self.problem, self.prices, self.tolerance, self.margin, self.max_measured, first)
+            result = guided_partition(
+                self.problem, self.prices, policy.GAP_TOLERANCE, self.margin, self.max_measured, first)
             # A tuned time, or "do not fuse", may make another cover the cheapest.
             if not self._tune(priced.choice for priced in result.chosen):
                 return result

@@ -21,6 +21,7 @@ from fuseplan.planner.implementations.tunable_group import group_label
 from fuseplan.planner.module_paths import located
 from fuseplan.planner.partition.guided_loop import GuidedResult, Priced
 from fuseplan.planner.partition.peak_memory import peak_bytes
+from fuseplan.search import policy
 from fuseplan.search.store.record import (
     ATEN,
     Alternative,
@@ -40,17 +41,13 @@ _Placed = TypeVar("_Placed", GroupChoice, Alternative)
 
 @dataclass(frozen=True)
 class PlanWriter:
-    """Turns the decision for one region, or for a part of one, into a :class:`PlanRecord`.
-
-    Of the rejected groups it keeps as many as ``alternatives`` says.
-    """
+    """Turns the decision for one region, or for a part of one, into a :class:`PlanRecord`."""
 
     key: RecordKey
     table: GroupTable
     region: Region
     ways: Implementations
     seed: int
-    alternatives: int
     run: str = ""
 
     @property
@@ -166,7 +163,7 @@ class PlanWriter:
             unfused_us=unfused_us,
             margin=1.0 - planned_us / unfused_us if unfused_us else 0.0,
             predicted_us=sum(group.predicted_us for group in groups),
-            rejected=(*others[: self.alternatives], *plain),
+            rejected=(*others[: policy.ALTERNATIVES_LIMIT], *plain),
             peak_bytes=peak_bytes(self.graph, ordered, outputs, reuse),
             unfused_peak_bytes=peak_bytes(self.graph, singles, outputs),
             evidence=Evidence(

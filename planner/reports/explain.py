@@ -126,9 +126,8 @@ class _RegionWords:
         yield f"  {self._source()}"
         for group in self.groups:
             yield from self._group(group)
-        limits, legal = self.session.settings.limits, self.table.legal
         found = [
-            enumerate_candidates(self.graph, part, legal, limits)
+            enumerate_candidates(self.graph, part, self.table.legal)
             for part in region_parts(self.graph, self.plan.region)
         ]
         candidates = {frozenset(candidate.ops): candidate for one in found for candidate in one.candidates}

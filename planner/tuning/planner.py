@@ -84,7 +84,7 @@ class Planner:
         self._predicted_parts: WeakKeyDictionary[GroupTable, dict[str, PlanRecord]] = WeakKeyDictionary()
         self._shares: WeakKeyDictionary[GroupTable, Mapping[str, float]] = WeakKeyDictionary()
         self._ahead: Lookahead | None = None
-        self._joint = JointProblems(self.implementations, self.settings.limits)
+        self._joint = JointProblems(self.implementations)
 
     @property
     def spec(self) -> DeviceSpec | None:
@@ -93,8 +93,7 @@ class Planner:
 
     @property
     def _margin(self) -> float:
-        given = self.settings.margin
-        return given if given is not None else policy.PARTITION_MARGIN.on(self.target.device_type)
+        return policy.PARTITION_MARGIN.on(self.target.device_type)
 
     def lookahead(self) -> Lookahead | None:
         """What prepares regions from now on, where that disturbs no measurement: not on CPUs. Needs a tuner."""
@@ -117,10 +116,10 @@ class Planner:
             self._ahead.send_whole(graph, regions)
 
     def _rehearse(self, problem: RegionProblem, prices: Prices) -> None:
-        guided_partition(problem, prices, self.settings.tolerance, self._margin, self._limit(problem))
+        guided_partition(problem, prices, policy.GAP_TOLERANCE, self._margin, self._limit(problem))
 
     def _limit(self, problem: RegionProblem) -> int:
-        return len(problem.ops) + self.settings.measured_on(self.target.device_type)
+        return len(problem.ops) + policy.MEASURED_LIMIT.on(self.target.device_type)
 
     def plan_graph(
         self, graph: DataflowGraph, on_failure: OnFailure | None = None, regions: Sequence[Region] | None = None,
@@ -339,7 +338,7 @@ class Planner:
             return None
         prices = MeasuredPrices(table, self.spec, tuner, self.learner)
         limit = self._limit(problem) + policy.MEASURED_AROUND_ANCHORS
-        decided = MeasuredRegion(problem, prices, self.settings.tolerance, self._margin, limit)
+        decided = MeasuredRegion(problem, prices, self._margin, limit)
         return plan_across_anchors(decided, plans, self.implementations, self._writer(table, region))
 
     def _nominal_joint(self, table: GroupTable, region: Region) -> RegionProblem | None:
@@ -365,7 +364,7 @@ class Planner:
     def _opened(self, table: GroupTable, part: Region, tuner: Tuner) -> MeasuredRegion:
         problem = (self._ahead.problem(part) if self._ahead is not None else None) or self._problem(table, part)
         prices = MeasuredPrices(table, self.spec, tuner, self.learner, part, self._is_minor(table, part))
-        return MeasuredRegion(problem, prices, self.settings.tolerance, self._margin, self._limit(problem))
+        return MeasuredRegion(problem, prices, self._margin, self._limit(problem))
 
     def _measured(self, table: GroupTable, part: Region, tuner: Tuner, opened: MeasuredRegion | None) -> PlanRecord:
         """A part decided by measurement, and stored."""
@@ -383,16 +382,14 @@ class Planner:
         """Whether all occurrences of a part together take too little of the graph's time for an elaborate search."""
         if table not in self._shares:
             self._shares[table] = part_shares(table, self.implementations.aten)
-        return self._shares[table].get(part.key, 1.0) < self.settings.minor
+        return self._shares[table].get(part.key, 1.0) < policy.MINOR_SHARE
 
     def _table(self, graph: DataflowGraph) -> GroupTable:
         return GroupTable(graph, self.settings.numerics, self.target.device_type)
 
     def _problem(self, table: GroupTable, part: Region, ways: Implementations | None = None) -> RegionProblem:
-        enumeration = table.enumerated(part, self.settings.limits)
-        return region_problem(table, part, enumeration, ways if ways is not None else self.implementations)
+        return region_problem(table, part, table.enumerated(part), ways or self.implementations)
 
     def _writer(self, table: GroupTable, region: Region) -> PlanWriter:
         seed, run = (self.tuner.seed, self.tuner.run) if self.tuner is not None else (0, "")
-        return PlanWriter(
-            self.key(region.key), table, region, self.implementations, seed, self.settings.alternatives, run)
+        return PlanWriter(self.key(region.key), table, region, self.implementations, seed, run)

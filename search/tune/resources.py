@@ -6,8 +6,9 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
+from fuseplan.costmodel.devices import is_cpu
 from fuseplan.costmodel.roofline import nominal_us
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.backend import Backend, Config, Target
@@ -17,7 +18,6 @@ from fuseplan.search import policy
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import RecordKey, Trial, Versions
 from fuseplan.search.timing.subject import Subject
-from fuseplan.search.tune.budget import Budget
 from fuseplan.search.tune.space import Space, enumerate_space
 from fuseplan.search.tune.time_account import TimeAccount
 from fuseplan.search.workers import jobs
@@ -49,6 +49,47 @@ class ProgressEvent:
     of: int
     best_us: float
     phase: TunePhase
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What one subject may cost. The first batch and the decision are always run.
+
+    Attributes:
+        trials: Configurations, over all back ends; ``steep_trials`` where times depend much on them.
+        backends: How many of the back ends take part at most, the preferred ones; None for all that can.
+        seconds: Of proposing, compiling and screening.
+        screen_s: Of samples for one screening; ``decide_s``: of interleaved rounds for the decision.
+        finalists: Challengers in the decision, beside the default and the unfused chain.
+        job_limit_s: After how long without a sign a job in a worker counts as hanging, beside what its calls take.
+    """
+
+    trials: int = 12
+    steep_trials: int = 96
+    backends: int | None = None
+    seconds: float = 6.0
+    screen_s: float = 0.08
+    decide_s: float = 0.5
+    finalists: int = 3
+    job_limit_s: float = policy.JOB_LIMIT_S
+
+    @staticmethod
+    def on(
+        device_type: str, trials: int | None = None, seconds: float | None = None, job_limit_s: float | None = None
+    ) -> Budget:
+        """The usual budget on a device, where not said otherwise.
+
+        A GPU's times vary less, and its default configurations are near the bandwidth: fewer trials and shorter runs.
+        """
+        usual = Budget() if is_cpu(device_type) else Budget(trials=8, decide_s=0.1)
+        said: dict[str, Any] = {
+            "trials": trials, "steep_trials": trials, "seconds": seconds, "job_limit_s": job_limit_s}
+        return replace(usual, **{name: value for name, value in said.items() if value is not None})
+
+    def minor(self) -> Budget:
+        """For a subject that hardly counts: the preferred back end's default configuration and one more."""
+        few = min(2, self.trials)
+        return replace(self, trials=few, steep_trials=few, backends=1, finalists=1, decide_s=self.decide_s / 4)
 
 
 @dataclass(frozen=True)

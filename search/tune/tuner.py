@@ -27,7 +27,6 @@ from fuseplan.search.timing.contest import Contest
 from fuseplan.search.timing.sequence import Parts, Sides
 from fuseplan.search.timing.subject import Subject
 from fuseplan.search.timing.timers import Timer, timer_for
-from fuseplan.search.tune.budget import Budget
 from fuseplan.search.tune.group_search import GroupSearch, screened
 from fuseplan.search.tune.resources import (
     PLAYING_OFF,
@@ -36,6 +35,7 @@ from fuseplan.search.tune.resources import (
     TIMING_OPS,
     TIMING_STEPS,
     Alike,
+    Budget,
     ProgressEvent,
     TuningResources,
 )

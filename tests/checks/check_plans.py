@@ -18,7 +18,7 @@ partition uses is tuned, until it is all tuned. So no partition is better than t
 more than ``--optimism`` on the default kernel of some group (what it gained is printed). The two are then run against
 each other in one interleaved run of the whole region, and the difference is printed.
 
-Not covered: groups that were not enumerated (those that cannot be one kernel, and what ``PlanSettings.limits`` cut,
+Not covered: groups that were not enumerated (those that cannot be one kernel, and what ``CandidateLimits`` cut,
 which is said), kernels outside the back ends' configurations, and what the kernels of a partition cost each other
 beyond the model's price of the cache they share: only the last two are run whole.
 """
@@ -153,7 +153,7 @@ def loss_of(chosen: Sequence[Choice], best: Sequence[Choice], problem: RegionPro
     for one in chosen:
         if one.implementation.backends:
             prices.tuned(one.group)
-    contest = MeasuredRegion(problem, prices, 0.0, 0.0, len(problem.choices)).play_off(best, chosen)
+    contest = MeasuredRegion(problem, prices, 0.0, len(problem.choices)).play_off(best, chosen)
     if contest is None:
         return 1.0 - math.fsum(prices.measure_s(best)) / math.fsum(prices.measure_s(chosen)), 0.0
     return contest.gain("challenger", "incumbent"), contest.threshold
@@ -196,7 +196,7 @@ def small_regions(session: Session, named: Sequence[tuple[str, DataflowGraph]], 
         table = GroupTable(graph, session.settings.numerics, session.target.device_type)
         for plan in workload_plan.plan.unique():
             for part in region_parts(graph, plan.region):
-                found = enumerate_candidates(graph, part, table.legal, session.settings.limits)
+                found = enumerate_candidates(graph, part, table.legal)
                 problem = region_problem(table, part, found, session.planner().implementations)
                 if part.key in seen or not 4 <= len(problem.choices) <= most:
                     continue

@@ -112,7 +112,7 @@ BUGS = (
         ("tests/planner/report/test_steps.py",)),
     Bug("--out is ignored", "planner/cli/output/options.py",
         '                check_writable(file, "--out")\n', "                file = None\n", OUT),
-    Bug("--trials is ignored", "search/tune/budget.py",
+    Bug("--trials is ignored", "search/tune/resources.py",
         '"trials": trials, "steep_trials": trials, "seconds": seconds', '"seconds": seconds',
         ("tests/planner/cli/test_tune_study.py",)),
     # -- what the environment fails at --------------------------------------------------------------------------

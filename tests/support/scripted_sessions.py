@@ -64,7 +64,7 @@ class Session:
     scripted: Waits
     spec: DeviceSpec | None = None
     target: Target = TARGET
-    settings: PlanSettings = field(default_factory=lambda: PlanSettings(tolerance=0.0, margin=0.0))
+    settings: PlanSettings = field(default_factory=PlanSettings)
     device: str = "dev"
 
     @property

@@ -42,6 +42,8 @@ from fuseplan.planner.work.group_work import hot_inputs, kernel_work, op_work
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import PlanRecord, Versions
 
+pytestmark = pytest.mark.usefixtures("any_gain")
+
 #: 8 TB/s for what a cache of 32 MB holds, half of it for twice as much.
 KNEE = dataclasses.replace(
     GPU, bandwidth=curve_of([(32e6, 8000.0), (64e6, 4000.0)]),
@@ -259,7 +261,7 @@ def planned(folder: Path, joint_us: float) -> PlanRecord:
     database = Database(folder / "t.db", "write", Versions.current("cpu"))
     tuner = ScriptedTuner(database, lambda one: joint_us if len(compute_nodes(one)) == 2 else 6.5, unfused_us=7.0)
     target = Target("cuda", "sm_90", 100, l2_bytes=40_000_000)
-    settings = PlanSettings(regime="graph", tolerance=0.0, margin=0.0)
+    settings = PlanSettings(regime="graph")
     planner = Planner(database, KNEE, "dev", target, (Gpu(),), settings, tuner)  # type: ignore[arg-type]
     return planner.plan_graph(graph).regions[0].record
 

@@ -12,14 +12,20 @@ import pytest
 from reference_backend import ReferenceBackend
 from scripted_tuner import TARGET, ScriptedTuner, chain, compute_nodes
 
+from fuseplan.costmodel.devices import ByDevice
 from fuseplan.planner.implementations.tunable_group import TunableGroup
-from fuseplan.planner.tuning.planner import Planner, PlanSettings
+from fuseplan.planner.tuning.planner import Planner
+from fuseplan.search import policy
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import PlanRecord, TuningRecord, Versions
 from fuseplan.search.timing.contest import Contest
 from fuseplan.search.timing.sequence import Part
 
-SETTINGS = PlanSettings(tolerance=0.0, margin=0.05, max_fused_measured=100)
+
+@pytest.fixture(autouse=True)
+def all_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "GAP_TOLERANCE", 0.0)
+    monkeypatch.setattr(policy, "MEASURED_LIMIT", ByDevice(100, 100))
 
 
 class Named(ReferenceBackend):
@@ -33,7 +39,7 @@ def plan(
 ) -> tuple[PlanRecord, ScriptedTuner]:
     database = Database(folder / "t.db", "write", Versions.current("cpu"))
     tuner = tuner_of(database, **script)  # type: ignore[arg-type]
-    planner = Planner(database, None, "dev", TARGET, (Named(),), SETTINGS, tuner)  # type: ignore[arg-type]
+    planner = Planner(database, None, "dev", TARGET, (Named(),), tuner=tuner)  # type: ignore[arg-type]
     return planner.plan_graph(chain(ops)).regions[0].record, tuner
 
 

@@ -25,7 +25,7 @@ from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.kernels.triton.backend import TritonBackend
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.anchored import anchored_candidates
-from fuseplan.planner.groups.candidates import Candidate, CandidateLimits
+from fuseplan.planner.groups.candidates import Candidate
 from fuseplan.planner.groups.regions import find_regions, is_anchor, region_parts
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import implementations_for
@@ -35,6 +35,8 @@ from fuseplan.planner.partition.across_anchors import groups_around_anchors
 from fuseplan.planner.tuning.planner import Planner, PlanSettings
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import Versions
+
+pytestmark = pytest.mark.usefixtures("any_gain")
 
 
 def block() -> DataflowGraph:
@@ -56,7 +58,7 @@ def test_groups_around_matmuls_reach_from_the_norm_to_the_activation() -> None:
     graph = block()
     (region,) = find_regions(graph)
     table, parts = GroupTable(graph, "fp32", "cpu"), region_parts(graph, region)
-    enumerations = (table.enumerated(part, CandidateLimits()) for part in parts if not is_anchor(graph, part))
+    enumerations = (table.enumerated(part) for part in parts if not is_anchor(graph, part))
     islands = [one for enumeration in enumerations for one in enumeration.candidates]
     found = anchored_candidates(graph, region, islands, table.legal)
     assert len({one.ops for one in found}) == len(found) and all("linear" in names(graph, one.ops) for one in found)
@@ -70,7 +72,7 @@ def test_many_rows_keep_what_follows_a_pair_of_matmuls_and_leave_the_norm_apart(
     graph = b.graph(*outputs)
     (region,) = find_regions(graph)
     ways = implementations_for("graph", (TritonBackend(tmp_path),), SM90)
-    _, found = groups_around_anchors(GroupTable(graph, "fp32", "cuda"), region, ways, CandidateLimits())
+    _, found = groups_around_anchors(GroupTable(graph, "fp32", "cuda"), region, ways)
     held = [names(graph, one.ops) for one in found]
     assert ["linear", "linear", "mul", "silu"] in held and not any("rsqrt" in one for one in held)
 
@@ -80,7 +82,7 @@ def widest(graph: DataflowGraph) -> Candidate:
     (region,) = find_regions(graph)
     table = GroupTable(graph, "fp32", "cuda")
     islands = [part for part in region_parts(graph, region) if not is_anchor(graph, part)]
-    enumerated = [one for part in islands for one in table.enumerated(part, CandidateLimits()).candidates]
+    enumerated = [one for part in islands for one in table.enumerated(part).candidates]
     return max(anchored_candidates(graph, region, enumerated, table.legal), key=lambda one: len(one.ops))
 
 
@@ -116,8 +118,7 @@ def test_narrow_weights_are_read_by_the_matmul_where_that_pays(
     graph = quantised(name, 3, 256, 256, torch.float16).graph()
     tuner = ScriptedTuner(Database(tmp_path / "t.db", "write", Versions.current("cpu")), fused_us)
     backends = (ReferenceBackend(matmuls=True),)
-    planner = Planner(
-        tuner.database, None, "dev", TARGET, backends, PlanSettings(margin=0.0), tuner)  # type: ignore[arg-type]
+    planner = Planner(tuner.database, None, "dev", TARGET, backends, tuner=tuner)  # type: ignore[arg-type]
     (plan,) = planner.plan_graph(graph).regions
     assert (len(plan.record.groups) == 1) is whole
 
@@ -159,8 +160,7 @@ def test_a_group_with_matmuls_has_to_beat_the_plans_of_the_parts(tmp_path: Path,
 
     tuner = ScriptedTuner(database, fused_us)
     backends = (ReferenceBackend(matmuls=True),)
-    settings = PlanSettings(margin=0.0)
-    planner = Planner(database, None, "dev", TARGET, backends, settings, tuner)  # type: ignore[arg-type]
+    planner = Planner(database, None, "dev", TARGET, backends, tuner=tuner)  # type: ignore[arg-type]
     (plan,) = planner.plan_graph(graph).regions
     held = [group for group in plan.record.groups if "linear" in names(graph, plan.group_ops(group))]
     assert any(len(group.ops) > 1 for group in held) is kept

@@ -28,6 +28,8 @@ from fuseplan.search.timing.contest import Contest, mean_contest
 from fuseplan.search.timing.timers import CpuTimer
 from fuseplan.search.workers.jobs import UNFUSED, Bench, Calls, contest_calls
 
+pytestmark = pytest.mark.usefixtures("any_gain")
+
 LINEAR = "aten.linear.default"
 
 
@@ -73,8 +75,7 @@ def gated() -> DataflowGraph:
 def planned(folder: Path, **script: Any) -> tuple[RegionPlan, ScriptedTuner, Planner]:
     database = Database(folder / "t.db", "write", Versions.current("cpu"))
     tuner = ScriptedTuner(database, lambda subject: 5.0, **script)
-    settings = PlanSettings(margin=0.0)
-    planner = Planner(database, None, "dev", TARGET, (ReferenceBackend(),), settings, tuner)  # type: ignore[arg-type]
+    planner = Planner(database, None, "dev", TARGET, (ReferenceBackend(),), tuner=tuner)  # type: ignore[arg-type]
     (plan,) = planner.plan_graph(gated()).regions
     return plan, tuner, planner
 

@@ -18,12 +18,12 @@ from fuseplan.planner.cost.prices import ModelPrices
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.tuning.lookahead import Lookahead
-from fuseplan.planner.tuning.planner import Planner, PlanSettings
+from fuseplan.planner.tuning.planner import Planner
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import PlanRecord, Versions
 
 GPU = replace(TARGET, device_type="cuda")
-SETTINGS = PlanSettings(tolerance=0.0, margin=0.0)
+pytestmark = pytest.mark.usefixtures("any_gain")
 
 
 class AnyDevice(ReferenceBackend):
@@ -34,7 +34,7 @@ class AnyDevice(ReferenceBackend):
 def planner(folder: Path, name: str, target: Target = GPU) -> tuple[Planner, ScriptedTuner]:
     database = Database(folder / name, "write", Versions.current(target.device_type))
     tuner = ScriptedTuner(database, lambda subject: 3.0 + len(compute_nodes(subject)) ** 2)
-    return Planner(database, None, "dev", target, (AnyDevice(),), SETTINGS, tuner), tuner  # type: ignore[arg-type]
+    return Planner(database, None, "dev", target, (AnyDevice(),), tuner=tuner), tuner  # type: ignore[arg-type]
 
 
 def two_regions() -> DataflowGraph:
@@ -124,7 +124,7 @@ def test_leaving_tells_who_waits_for_a_region_that_was_never_prepared(tmp_path: 
 def test_cpus_and_planning_without_measurement_do_not_look_ahead(tmp_path: Path) -> None:
     assert planner(tmp_path, "a.db", TARGET)[0].lookahead() is None
     database = Database(tmp_path / "b.db", "write", Versions.current("cpu"))
-    assert Planner(database, None, "dev", GPU, (AnyDevice(),), SETTINGS).lookahead() is None
+    assert Planner(database, None, "dev", GPU, (AnyDevice(),)).lookahead() is None
 
 
 def test_leaving_ends_the_thread_and_a_failure_reaches_who_asks(tmp_path: Path) -> None:

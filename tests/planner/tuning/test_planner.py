@@ -23,11 +23,11 @@ from fuseplan.planner.tuning.planner import Planner, PlanSettings
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import RecordKey, Trial, Versions
 
-EXHAUSTIVE = PlanSettings(tolerance=0.0, margin=0.0, max_fused_measured=100)
+pytestmark = pytest.mark.usefixtures("any_gain")
 
 
 def planner(database: Database, tuner: ScriptedTuner | None = None, spec: DeviceSpec | None = None) -> Planner:
-    return Planner(database, spec, "dev", TARGET, (ReferenceBackend(),), EXHAUSTIVE, tuner)  # type: ignore[arg-type]
+    return Planner(database, spec, "dev", TARGET, (ReferenceBackend(),), tuner=tuner)  # type: ignore[arg-type]
 
 
 @pytest.fixture

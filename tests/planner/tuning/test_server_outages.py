@@ -14,6 +14,8 @@ from scripted_sessions import OPS, covers, graph_of, session_on, tuned
 from fuseplan.search.store import connections
 from fuseplan.search.store.leases import listed
 
+pytestmark = pytest.mark.usefixtures("any_gain")
+
 KILLS = 10
 
 

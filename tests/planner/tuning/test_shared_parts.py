@@ -24,13 +24,16 @@ from fuseplan.planner.groups.regions import find_regions, region_parts
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.tunable_group import TunableGroup, group_label
 from fuseplan.planner.partition.plan_check import accepted_plan
-from fuseplan.planner.tuning.planner import Planner, PlanSettings, RegionPlan
+from fuseplan.planner.tuning.planner import Planner, RegionPlan
 from fuseplan.planner.tuning.tune import TuneResult, WorkloadPlan
 from fuseplan.planner.work.group_work import op_work
+from fuseplan.search import policy
 from fuseplan.search.store import transfer
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.layered import LayeredDatabase
 from fuseplan.search.store.record import TuningRecord, Versions
+
+pytestmark = pytest.mark.usefixtures("any_gain")
 
 LINEAR = "aten.linear.default"
 BEFORE, AFTER, OTHER = ("exp", "tanh", "neg"), ("sigmoid", "sin"), ("cos", "abs")
@@ -68,8 +71,7 @@ def tuner_of(database: Database, kind: type[ScriptedTuner] = ScriptedTuner, **sc
 
 
 def planner_of(store: Any, tuner: ScriptedTuner | None) -> Planner:
-    settings = PlanSettings(tolerance=0.0, margin=0.0)
-    return Planner(store, None, "dev", TARGET, (ReferenceBackend(),), settings, tuner)  # type: ignore[arg-type]
+    return Planner(store, None, "dev", TARGET, (ReferenceBackend(),), tuner=tuner)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -96,7 +98,9 @@ def test_a_shared_part_is_measured_for_the_first_region_alone(database: Database
     assert {len(one) for one in decided} == {3, 1}
 
 
-def test_a_part_that_hardly_counts_is_tuned_with_little_effort(database: Database) -> None:
+def test_a_part_that_hardly_counts_is_tuned_with_little_effort(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Shares by brute force: every op as ATen runs it on the nominal device."""
     graph = graph_of((BEFORE, AFTER), (BEFORE, OTHER), (AFTER,), (BEFORE, AFTER))
     parts = [part for region in find_regions(graph) for part in region_parts(graph, region)]
@@ -110,7 +114,7 @@ def test_a_part_that_hardly_counts_is_tuned_with_little_effort(database: Databas
     threshold = (min(shares.values()) + max(shares.values())) / 2
     tuner = tuner_of(database)
     planner = planner_of(database, tuner)
-    planner.settings = replace(planner.settings, minor=threshold)
+    monkeypatch.setattr(policy, "MINOR_SHARE", threshold)
     found = {record.key.workload: record for plan in planner.plan_graph(graph).regions for record in plan.decided}
     tuned = dict(zip(tuner.tuned, tuner.minor, strict=True))
     assert set(tuned.values()) == {True, False}
@@ -121,12 +125,12 @@ def test_a_part_that_hardly_counts_is_tuned_with_little_effort(database: Databas
 
 @pytest.mark.parametrize("refused", [(), (3,), (2, 3), (1, 2, 3)])
 def test_of_a_part_that_hardly_counts_only_the_nominal_cover_is_measured(
-    database: Database, refused: tuple[int, ...]
+    database: Database, refused: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Islands of three and two ops, one launch each at best; of what is not worth fusing, the next best cover."""
     tuner = tuner_of(database, refuses=lambda subject: len(compute_nodes(subject)) in refused)
     planner = planner_of(database, tuner)
-    planner.settings = replace(planner.settings, minor=2.0)
+    monkeypatch.setattr(policy, "MINOR_SHARE", 2.0)
     for plan in planner.plan_graph(graph_of((BEFORE, AFTER), (OTHER,))).regions:
         sizes = [len(group.ops) for group in plan.record.groups if not group.is_plain]
         assert not set(sizes) & set(refused)
@@ -301,9 +305,9 @@ def test_a_lookahead_prepares_exactly_the_parts_that_lack_a_plan(tmp_path: Path)
     found = []
     for name in ("alone.db", "ahead.db"):
         database = Database(tmp_path / name, "write", Versions.current("cuda"))
-        settings, gpu = PlanSettings(tolerance=0.0, margin=0.0), replace(TARGET, device_type="cuda")
+        gpu = replace(TARGET, device_type="cuda")
         planner = Planner(
-            database, None, "dev", gpu, (AnyDevice(),), settings, tuner_of(database),  # type: ignore[arg-type]
+            database, None, "dev", gpu, (AnyDevice(),), tuner=tuner_of(database),  # type: ignore[arg-type]
         )
         lookahead = planner.lookahead() if name == "ahead.db" else None
         every = [part for region in find_regions(graph) for part in region_parts(graph, region)]

@@ -22,6 +22,8 @@ from fuseplan.search.store.database import Database
 from fuseplan.search.store.leases import listed
 from fuseplan.search.store.record import TuningRecord
 
+pytestmark = pytest.mark.usefixtures("any_gain")
+
 
 @pytest.fixture(autouse=True)
 def no_libraries(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,8 @@ from fuseplan.search.timing.contest import Contest
 from fuseplan.search.timing.sequence import Part, SharedOperands, sequence
 from fuseplan.search.workers.worker import Outcome
 
+pytestmark = pytest.mark.usefixtures("any_gain")
+
 LAYERS = 4
 SPEC = replace(CPU, peaks={**CPU.peaks, "fp32_matmul": Peak(1e11, 2e11)})
 
@@ -100,7 +102,7 @@ class Bench:
 @pytest.fixture
 def session(tmp_path: Path) -> Session:
     database = Database(tmp_path / "t.db", "write", Versions.current("cpu"))
-    return Session(database, "dev", SPEC, TARGET, (ReferenceBackend(),), PlanSettings(margin=0.0, inductor="off"))
+    return Session(database, "dev", SPEC, TARGET, (ReferenceBackend(),), PlanSettings(inductor="off"))
 
 
 def planned(session: Session, graph: DataflowGraph) -> GraphPlan:

@@ -5,9 +5,6 @@ process's. What ``scaled_dot_product_attention`` does before it calls a back end
 (``aten/src/ATen/native/transformers/attention.cpp``) is done here, too: heads are padded to a multiple of 8 for flash,
 boolean masks become numbers, masks get the strides that the efficient kernel wants, and keys are repeated for back ends
 that cannot share them.
-
-With one query position, the query heads that share keys are as good as positions of one head:
-``[batch, kv * group, 1, width]`` is read as ``[batch, kv, group, width]``. That is the ``folded`` form of a call.
 """
 
 from __future__ import annotations
@@ -37,43 +34,34 @@ _Attend: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.T
 
 @dataclass(frozen=True)
 class AttentionCall(LibraryCall):
-    """Attention by one of ``BACKENDS``. ``folded``: query heads of a group are positions of one head."""
+    """Attention by one of ``BACKENDS``."""
 
     backend: str
-    folded: bool = False
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        return f"sdpa.{self.backend}" + (".folded" if self.folded else "")
+        return f"sdpa.{self.backend}"
 
     def plan(self, group: OpGroup) -> Callable[[], Call]:
         if self.backend in ("efficient", "cudnn") and not is_gpu(group.device_type):
             raise RefusedError("it runs on CUDA devices only")
         call = parsed(group)
-        if self.backend == "flash" and is_cpu(group.device_type) and not self.folded:  # sdp_utils_cpp.cpp
+        if self.backend == "flash" and is_cpu(group.device_type):  # sdp_utils_cpp.cpp
             raise RefusedError("on CPUs it is what ATen's op calls")
-        reason = call.why_not_foldable() if self.folded else None
-        if reason := reason or BACKENDS[self.backend](call.folded() if self.folded else call):
+        if reason := BACKENDS[self.backend](call):
             raise RefusedError(reason)
-        return lambda: self.build(group)
+        return lambda: self._built(group, call)
 
-    def build(self, group: OpGroup) -> Call:
-        """The call; it is right on CPUs, too, where it is refused because ATen's op calls the same."""
-        whole = parsed(group)
-        call = whole.folded() if self.folded else whole
-        attend, numbers = _BUILDERS[self.backend](call), _numbers(whole, call, self.backend)
+    def _built(self, group: OpGroup, call: Attention) -> Call:
+        attend, numbers = _BUILDERS[self.backend](call), _numbers(call, self.backend)
         names = bind_call(group.node, group.node.inputs)[0][:4]  # query, key, value and mask
         first, second, third, *last = (group.inputs.index(name) for name in names if name is not None)
-        masked_by, (result,) = last[0] if last else None, group.outputs
-        shape, strides = (whole_numbers(sizes) for sizes in (group.specs[result].shape, group.specs[result].strides))
-        positions = whole_numbers(call.query.shape) if self.folded else None
+        masked_by, result = last[0] if last else None, group.specs[group.outputs[0]]
+        shape, strides = whole_numbers(result.shape), whole_numbers(result.strides)
 
         def run(*inputs: torch.Tensor) -> torch.Tensor:
-            query = inputs[first] if positions is None else inputs[first].reshape(positions)
             mask = None if masked_by is None else numbers(inputs[masked_by])
-            found = attend(query, inputs[second], inputs[third], mask)
-            if positions is not None:
-                found = found.reshape(shape)
+            found = attend(inputs[first], inputs[second], inputs[third], mask)
             return found if found.stride() == strides else laid_out(found, shape, strides)
 
         return run
@@ -97,16 +85,16 @@ def parsed(group: OpGroup) -> Attention:
     return call
 
 
-def _numbers(whole: Attention, call: Attention, backend: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Makes of the mask of ``whole`` what a back end reads that runs ``call``, which may be folded."""
-    if whole.mask is None:
+def _numbers(call: Attention, backend: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Makes of the mask of a call what a back end reads."""
+    if call.mask is None:
         return lambda mask: mask
-    shape, strides = whole_numbers(whole.mask.shape), whole_numbers(whole.mask.strides)
+    shape, strides = whole_numbers(call.mask.shape), whole_numbers(call.mask.strides)
     # Rows start at multiples that the efficient kernel can read.
     step = STEP if backend == "efficient" else 1
-    if whole.mask.dtype == "bool":
-        hidden = masked_number(fake_call(whole)) if is_gpu(whole.device_type) else -math.inf
-        room, dtype = (*shape[:-1], -(-shape[-1] // step) * step), torch_dtype(whole.query.dtype)
+    if call.mask.dtype == "bool":
+        hidden = masked_number(fake_call(call)) if is_gpu(call.device_type) else -math.inf
+        room, dtype = (*shape[:-1], -(-shape[-1] // step) * step), torch_dtype(call.query.dtype)
 
         def read(mask: torch.Tensor) -> torch.Tensor:
             return mask.new_full(room, hidden, dtype=dtype)[..., : shape[-1]].masked_fill_(mask, 0.0)
@@ -130,12 +118,8 @@ def _numbers(whole: Attention, call: Attention, backend: str) -> Callable[[torch
 
 
 def _build_flash(call: Attention) -> _Attend:
-    width, causal, scale = int(call.query.shape[3]), call.causal, call.scale
-    if is_cpu(call.device_type):
-        on_cpu = _aten._scaled_dot_product_flash_attention_for_cpu.default
-        return lambda query, key, value, mask: on_cpu(
-            query, key, value, 0.0, causal, attn_mask=mask, scale=scale)[0]
-    flash, scale = _aten._scaled_dot_product_flash_attention.default, scale or width**-0.5
+    width, causal = int(call.query.shape[3]), call.causal
+    flash, scale = _aten._scaled_dot_product_flash_attention.default, call.scale or width**-0.5
 
     def attend(query: Any, key: Any, value: Any, mask: Any) -> Any:
         return flash(query, key, value, 0.0, causal, False, scale=scale)[0]
@@ -176,5 +160,4 @@ _BUILDERS: dict[str, Callable[[Attention], _Attend]] = {
     "flash": _build_flash, "efficient": _build_efficient, "cudnn": _build_cudnn, "math": _build_math,
 }
 
-#: Every call, each also with the heads of a group as positions.
-ATTENTION_CALLS = tuple(AttentionCall(backend, is_folded) for is_folded in (False, True) for backend in BACKENDS)
+ATTENTION_CALLS = tuple(map(AttentionCall, BACKENDS))

@@ -1,4 +1,4 @@
-"""What each back end of PyTorch's attention can compute, by the rules of its ``sdp_utils.cpp``.
+"""What each back end of PyTorch's attention can compute on a GPU, by the rules of its ``sdp_utils.cpp``.
 
 Sizes, types and strides decide. Where there is a CUDA device PyTorch is asked as well: its architecture, cuDNN's
 version and what the user switched off matter.
@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from fuseplan.costmodel.devices import is_cpu
 from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.ir import ITEMSIZE
 from fuseplan.planner.graph.dataflow import TensorSpec
@@ -96,26 +95,6 @@ class Attention:
                 return f"a mask of {list(shape)} for scores of {list(self.sizes)}"
         return None
 
-    def why_not_foldable(self) -> str | None:
-        """Why heads of a group cannot be positions of one head; None when they can."""
-        if self.query.shape[2] != 1:
-            return "there are several query positions"
-        if self.group == 1:
-            return "no heads share keys"
-        if self.causal:
-            return "it is causal: only the first head of a group would see what it should"
-        if self.mask is not None and any(size != 1 for size in self.mask.shape[-3:-1]):
-            return "heads have masks of their own"
-        return None
-
-    def folded(self) -> Attention:
-        """The call with the heads of a group as positions of one head; its query is a view."""
-        batch, _, _, width = self.query.shape
-        of_batch, of_head, _, of_element = self.query.strides
-        shape = batch, self.key.shape[1], self.group, width
-        strides = of_batch, of_head * self.group, of_head, of_element
-        return replace(self, query=TensorSpec(shape, self.query.dtype, strides), shared=False)
-
     def repeated(self) -> Attention:
         """The call with keys and values copied for every query head."""
         if self.group == 1:
@@ -134,10 +113,6 @@ def whole_numbers(sizes: Sequence[Any]) -> tuple[int, ...]:
 def _refuse_flash(call: Attention) -> str | None:
     if len(set(call.widths)) != 1:
         return "query, key and value have different widths"
-    if is_cpu(call.device_type):
-        if call.query.dtype not in (*_HALVES, "float32", "float64"):
-            return f"flash attention does not compute in {call.query.dtype}"
-        return _strided(call, call.operands)
     if call.mask is not None:
         return "flash attention takes no mask"
     if call.widths[0] > _WIDEST:
@@ -195,8 +170,6 @@ def _strided(call: Attention, read: Sequence[TensorSpec]) -> str | None:
     """Why kernels could not read some operands as they lie."""
     if any(spec.strides[3] != 1 for spec in read):
         return "elements of a head do not follow one another"
-    if is_cpu(call.device_type):
-        return None
     if max(call.sizes[:2]) > _MOST_BLOCKS:
         return f"more than {_MOST_BLOCKS} sequences or heads"
     step = _VECTOR_BYTES // ITEMSIZE[call.query.dtype]

@@ -7,7 +7,7 @@ few kernels make use.
   back end that can. Which back end runs the call is chosen later, by measurement.
 * On CPUs, with a single query position the query heads of a group are as good as positions of one head:
   ``[batch, kv * group, 1, width]`` becomes ``[batch, kv, group, width]``. Only the order in which a kernel adds numbers
-  up may be another. On GPUs that is a choice of the plan (``sdpa.flash.folded``).
+  up may be another. On GPUs kernels that share keys are faster.
 """
 
 from __future__ import annotations

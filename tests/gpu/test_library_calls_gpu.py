@@ -91,7 +91,7 @@ def seeing_nothing(number: float | None, times: int) -> Sample:
     return attention(query, key, key.clone(), mask, enable_gqa=times > 1)
 
 
-@pytest.mark.parametrize("call", [call for call in ATTENTION_CALLS if not call.folded], ids=lambda call: call.name)
+@pytest.mark.parametrize("call", ATTENTION_CALLS, ids=lambda call: call.name)
 @pytest.mark.parametrize("number", [None, -65504.0, -math.inf])
 @pytest.mark.parametrize("times", [1, 4])
 def test_rows_without_keys_are_as_in_eager_mode(call: AttentionCall, number: float | None, times: int) -> None:
@@ -135,7 +135,7 @@ def test_hopper_has_every_back_end() -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs Hopper")
     plain, masked = whole(2, 2, 4, 1, 1024), whole(2, 2, 4, 1, 1024, "numbers")
-    for made, refused in ((plain, set()), (masked, {"sdpa.flash", "sdpa.flash.folded"})):
+    for made, refused in ((plain, set()), (masked, {"sdpa.flash"})):
         assert {call.name for call in ATTENTION_CALLS if call.refuse(made.group) is not None} == refused
 
 

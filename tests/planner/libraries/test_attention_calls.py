@@ -21,17 +21,17 @@ from fuseplan.planner.rewrites import attention_backends
 from fuseplan.planner.rewrites.attention_backends import Attention
 
 FLASH = AttentionCall("flash")
-CPU_CALLS = [call for call in ATTENTION_CALLS if call.backend in ("flash", "math") and call != FLASH]
+CPU_CALLS = [AttentionCall("math")]
 
 
 def whole(
     batch: int, kv_heads: int, times: int, tokens: int, length: int, kind: str = "none", width: int = 8,
-    dtype: torch.dtype = torch.float32, mask_shape: tuple[int, ...] | None = None, **attrs: Any,
+    dtype: torch.dtype = torch.float32, **attrs: Any,
 ) -> Sample:
     torch.manual_seed(length)
     query = heads(batch, kv_heads * times, tokens, width, dtype, transposed=True)
     key, value = (heads(batch, kv_heads, length, width, dtype) for _ in range(2))
-    mask = mask_of(kind, mask_shape or (batch, 1, tokens, length), dtype)
+    mask = mask_of(kind, (batch, 1, tokens, length), dtype)
     if kind == "causal":
         attrs["is_causal"] = True
     return attention(query, key, value, mask, enable_gqa=times > 1, **attrs)
@@ -47,10 +47,8 @@ def on_cuda(given: Sample) -> OpGroup:
 @pytest.mark.parametrize(("tokens", "length"), [(1, 1), (1, 127), (3, 127), (3, 3), (127, 3)])
 def test_forms_of_masks(call: AttentionCall, kind: str, times: int, tokens: int, length: int) -> None:
     made = whole(3, 2, times, tokens, length, kind)
-    if call.refuse(made.group) is None:
-        assert_as_good_as_eager(call, made)
-    else:
-        assert call.folded and (tokens > 1 or times == 1 or kind == "causal")
+    assert call.refuse(made.group) is None
+    assert_as_good_as_eager(call, made)
 
 
 @pytest.mark.parametrize("call", CPU_CALLS, ids=lambda call: call.name)
@@ -62,10 +60,9 @@ def test_types_and_scales(call: AttentionCall, dtype: torch.dtype, scale: float 
     assert_as_good_as_eager(call, made)
 
 
-@pytest.mark.parametrize("backend", ["flash", "math"])
-def test_rows_without_keys_are_zero(backend: str) -> None:
+def test_rows_without_keys_are_zero() -> None:
     made = whole(2, 2, 1, 3, 7, "rows without keys")
-    result = run(AttentionCall(backend), made)
+    result = run(AttentionCall("math"), made)
     assert (result[:, :, -1] == 0).all() and torch.isfinite(result).all()
 
 
@@ -124,10 +121,6 @@ def of(width: int = 64, dtype: torch.dtype = HALF, length: int = 17, kind: str =
     ("sdpa.cudnn", of(width=12), "multiple of 8"),
     ("sdpa.cudnn", of(dtype=torch.float32), "float32"),
     ("sdpa.cudnn", of(length=1, tokens=1), "single key"),
-    ("sdpa.flash.folded", of(times=4), "several query positions"),
-    ("sdpa.flash.folded", of(tokens=1), "no heads share"),
-    ("sdpa.math.folded", of(times=4, tokens=1, kind="causal"), "causal"),
-    ("sdpa.cudnn.folded", of(times=4, tokens=1, kind="boolean", mask_shape=(2, 8, 1, 17)), "masks of their own"),
     ("sdpa.math", of(dropout_p=0.5), "dropout"),
     ("sdpa.math", of(scale=-1.0), "scale"),
 ])
@@ -139,12 +132,10 @@ def test_gpu_rules(name: str, made: Sample, word: str) -> None:
 @pytest.mark.parametrize(("name", "made"), [
     ("sdpa.flash", of(width=12)),
     ("sdpa.flash", of(kind="causal", times=4)),
-    ("sdpa.flash.folded", of(times=4, tokens=1)),
     ("sdpa.efficient", of(kind="boolean", times=4)),
     ("sdpa.efficient", of(kind="causal", tokens=3)),
     ("sdpa.efficient", of(dtype=torch.float32, width=12)),
     ("sdpa.cudnn", of(kind="numbers", times=4)),
-    ("sdpa.cudnn.folded", of(kind="boolean", times=4, tokens=1)),
     ("sdpa.math", of(dtype=torch.float64, width=5)),
 ])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks PyTorch about its device, too")
@@ -187,12 +178,10 @@ def test_pytorch_has_the_last_word_on_its_device(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(attention_backends, "fake_call", on_this_device)
     for name in ("flash", "efficient", "cudnn"):
         monkeypatch.setattr(torch.backends.cuda, f"can_use_{name}_attention", says_no)
-        for folded in (False, True):
-            reason = AttentionCall(name, folded).refuse(on_cuda(of(times=4, tokens=1)))
-            assert reason is not None and f"can_use_{name}_attention" in reason
+        reason = AttentionCall(name).refuse(on_cuda(of(times=4, tokens=1)))
+        assert reason is not None and f"can_use_{name}_attention" in reason
     # The efficient kernel is asked about keys that are copied for every head.
-    plain, folded = (2, 8, 1, 64), (2, 2, 4, 64)
-    assert asked == [(plain, True), (folded, False), (plain, False), (folded, False), (plain, True), (folded, False)]
+    assert asked == [((2, 8, 1, 64), True), ((2, 8, 1, 64), False), ((2, 8, 1, 64), True)]
     assert AttentionCall("math").refuse(on_cuda(of(times=4))) is None
 
 

@@ -30,14 +30,9 @@ from fuseplan.search.timing.contest import no_collection
 _CODE = (Path(__file__).parent.parent, Path(fuseplan.kernels.__path__[0]))
 
 
-def default_folder() -> Path:
-    """The user's cache folder for captured graphs."""
-    return platformdirs.user_cache_path("fuseplan") / "captures"
 
 
-def cached_capture(
-    source: ModelSource, workload: Workload, device_type: str, folder: Path | None = None, pack_weights: bool = False
-) -> Graphs:
+def cached_capture(source: ModelSource, workload: Workload, device_type: str, pack_weights: bool = False) -> Graphs:
     """:func:`~fuseplan.planner.capture.trace.capture`, from disk when it was done before.
 
     The user's own module is always captured: its code may have changed. Where the folder cannot be written nothing is
@@ -45,7 +40,7 @@ def cached_capture(
     """
     if source.kind == "module":
         return capture(source, workload, device_type, pack_weights)
-    path = capture_path(source, workload, device_type, folder, pack_weights)
+    path = capture_path(source, workload, device_type, pack_weights)
     found = _read(path)
     if found is None:
         found = capture(source, workload, device_type, pack_weights)
@@ -53,12 +48,10 @@ def cached_capture(
     return found
 
 
-def capture_to_disk(
-    source: ModelSource, workload: Workload, device_type: str, folder: Path | None, pack_weights: bool
-) -> None:
+def capture_to_disk(source: ModelSource, workload: Workload, device_type: str, pack_weights: bool) -> None:
     """Capture on one thread, in a process that does nothing else."""
     torch.set_num_threads(1)
-    cached_capture(source, workload, device_type, folder, pack_weights)
+    cached_capture(source, workload, device_type, pack_weights)
 
 
 def graphs_of_text(text: str) -> Graphs:
@@ -73,11 +66,10 @@ def _text_of(graphs: Graphs) -> str:
     return json.dumps({"graphs": [graph_to_json(graph) for graph in graphs]})
 
 
-def capture_path(
-    source: ModelSource, workload: Workload, device_type: str, folder: Path | None, pack_weights: bool
-) -> Path:
-    """Where the capture is kept, once there is one."""
-    return (folder or default_folder()) / f"{capture_key(source, workload, device_type, pack_weights)}.json"
+def capture_path(source: ModelSource, workload: Workload, device_type: str, pack_weights: bool = False) -> Path:
+    """Where the capture is kept, once there is one: in the user's cache folder."""
+    key = capture_key(source, workload, device_type, pack_weights)
+    return platformdirs.user_cache_path("fuseplan") / "captures" / f"{key}.json"
 
 
 def capture_key(source: ModelSource, workload: Workload, device_type: str, pack_weights: bool = False) -> str:

@@ -195,7 +195,7 @@ def _captured(source: ModelSource, workload: Workload, kind: str, pack_weights: 
     """A job, in a process that does nothing else."""
     torch.set_num_threads(1)
     try:
-        return cached_capture(source, workload, kind, None, pack_weights)
+        return cached_capture(source, workload, kind, pack_weights)
     except FuseplanError as error:
         return carried(error)
 
@@ -258,8 +258,7 @@ def time_step(terms: Terms, workload: str, graph: DataflowGraph, plan: GraphPlan
     """Time a workload's whole step, and store its times: why it is not timed, and how many seconds that took."""
     began = time.monotonic()
     tuner = state().region_tuner(terms)
-    limit_s = terms.how.budget(terms.kind).job_limit_s
-    found = measure_step(tuner.session, graph, plan, tuner.tuner, limit_s)
+    found = measure_step(tuner.session, graph, plan, tuner.tuner)
     return step_problem(workload, found), time.monotonic() - began
 
 

@@ -86,10 +86,10 @@ def same_values(graph: DataflowGraph, first: Region, other: Region) -> dict[str,
 
 
 def enumerate_candidates(
-    graph: DataflowGraph, region: Region, legal: Legal, limits: CandidateLimits = CandidateLimits()
+    graph: DataflowGraph, region: Region, legal: Legal, limits: CandidateLimits | None = None
 ) -> Enumeration:
     """Enumerate the fusion groups of ``region``, a region of ``graph``."""
-    dependencies = region_dependencies(graph, region)
+    dependencies, limits = region_dependencies(graph, region), limits or CandidateLimits()
     ops = [dependencies.flow.nodes[at].op for at in dependencies.members]
     grown = connected_sets(dependencies, limits.max_ops, limits.max_candidates, ops)
     refused = _reasons(dependencies, legal)

@@ -36,11 +36,11 @@ class GroupTable:
         self._works: dict[tuple[str, ...], Work] = {}
         self._subjects: dict[tuple[str, ...], TunableGroup] = {}
         self._backends: dict[tuple[str, ...], Backend | None] = {}
-        self._enumerated: dict[str, tuple[Region, CandidateLimits, Enumeration]] = {}
+        self._enumerated: dict[str, tuple[Region, CandidateLimits | None, Enumeration]] = {}
 
     def enumerated(self, part: Region, limits: CandidateLimits | None = None) -> Enumeration:
         """The groups of a region's part that can be kernels; equal parts are enumerated once."""
-        known, limits = self._enumerated.get(part.key), limits or CandidateLimits()
+        known = self._enumerated.get(part.key)
         if known is None or known[1] != limits:
             found = enumerate_candidates(self.graph, part, self.legal, limits)
             self._enumerated[part.key] = part, limits, found

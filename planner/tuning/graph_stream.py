@@ -7,7 +7,6 @@ import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
-from pathlib import Path
 from typing import Any, Self, TypeAlias
 
 from fuseplan.planner.capture.cache import cached_capture, capture_path, capture_to_disk
@@ -33,18 +32,15 @@ class GraphStream:
     here, when its turn comes. A context manager: leaving it ends the processes.
 
     Calls that were not asked for, but follow from those that were, are left out where a model does not take them;
-    ``note`` is told. With ``pack_weights`` the names say so: reports then have both. ``cores`` are those to use, None
-    for all that this process may; captures are kept in ``folder``, None for the user's cache.
-    With ``elsewhere`` no process is started: all but a user's own module is captured there.
+    ``note`` is told. With ``pack_weights`` the names say so: reports then have both. With ``elsewhere`` no process is
+    started: all but a user's own module is captured there.
     """
 
     def __init__(
         self, source: ModelSource, workloads: Sequence[Workload], device_type: str, pack_weights: bool = False,
-        note: Callable[[str], None] | None = None, cores: int | None = None, folder: Path | None = None,
-        elsewhere: CaptureElsewhere | None = None,
+        note: Callable[[str], None] = lambda text: None, elsewhere: CaptureElsewhere | None = None,
     ) -> None:
-        self._source, self._device_type, self._pack_weights = source, device_type, pack_weights
-        self._note, self._folder = note, folder
+        self._source, self._device_type, self._pack_weights, self._note = source, device_type, pack_weights, note
         self._left = deque(workloads)
         self._jobs: dict[Workload, Future[Any]] = {}
         self._pool: ProcessPoolExecutor | None = None
@@ -54,10 +50,8 @@ class GraphStream:
             self._is_elsewhere = True
             self._jobs = {one: elsewhere(source, one, device_type, pack_weights) for one in workloads}
             return
-        missing = [
-            one for one in workloads if not capture_path(source, one, device_type, folder, pack_weights).exists()
-        ]
-        workers = min(len(missing), (usable_cores() if cores is None else cores) // _CORES_EACH)
+        missing = [one for one in workloads if not capture_path(source, one, device_type, pack_weights).exists()]
+        workers = min(len(missing), usable_cores() // _CORES_EACH)
         self._here = set(missing)
         if source.kind == "module" or workers < 2:
             return
@@ -67,10 +61,8 @@ class GraphStream:
         # A Ctrl-C reaches the whole process group, and each of them would print a traceback: they inherit this mask.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            self._jobs = {
-                one: self._pool.submit(capture_to_disk, source, one, device_type, folder, pack_weights)
-                for one in missing
-            }
+            self._jobs = {one: self._pool.submit(capture_to_disk, source, one, device_type, pack_weights)
+                          for one in missing}
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._processes = set(multiprocessing.active_children()) - others
@@ -116,14 +108,12 @@ class GraphStream:
             else:
                 if workload in self._jobs:
                     wait([self._jobs[workload]])
-                graphs = cached_capture(
-                    self._source, workload, self._device_type, self._folder, self._pack_weights)
+                graphs = cached_capture(self._source, workload, self._device_type, self._pack_weights)
         except CaptureError as error:
             if not workload.derived:
                 raise
             graphs = ()
-            if self._note is not None:
-                self._note(f"{workload.label} is left out: {error}")
+            self._note(f"{workload.label} is left out: {error}")
         self._left.popleft()
         name = workload.label + (" packed" if self._pack_weights else "")
         if len(graphs) == 1:

@@ -242,7 +242,7 @@ def tune(
             def on_start(unfused_us: float, event: tuple[str, int, int] = (one.workload, number, len(timed))) -> None:
                 told.on_trial(ProgressEvent(*event, unfused_us, "step"))
 
-            found = measure_step(session, one.graph, one.plan, tuner, budget.job_limit_s, on_start)
+            found = measure_step(session, one.graph, one.plan, tuner, on_start)
             untimed += filter(None, [step_problem(one.workload, found)])
             one.elapsed_s += time.monotonic() - began
         with account.spend("checking shipped times"):

@@ -112,25 +112,24 @@ def counted(plan: GraphPlan) -> list[tuple[int, PlanRecord]]:
 
 
 def measure_step(
-    session: Session, graph: DataflowGraph, plan: GraphPlan, tuner: Tuner, job_limit_s: float = policy.JOB_LIMIT_S,
+    session: Session, graph: DataflowGraph, plan: GraphPlan, tuner: Tuner,
     on_start: Callable[[float], None] = lambda unfused_us: None
 ) -> StepTimes | Untimed:
     """The step's times, measured and stored unless they are stored. What another tuner is timing is waited for.
 
     Not timed is a step that takes too long, one with a region that has no plan, and one whose run fails (for want of
-    memory, or within ``job_limit_s``). ``on_start`` is told what the sum of its regions takes unfused.
+    memory, or within the tuner's limit of a job). ``on_start`` is told what the sum of its regions takes unfused.
     """
     key = step_key(counted(plan))
     lease = RecordKey(key, session.device, session.settings.regime, session.settings.numerics)
 
     def known() -> StepTimes | Untimed | None:
         untimed = codec.stored(session.store, Untimed, _UNTIMED, key).get(key)
-        if untimed is not None and untimed.job_limit_s < job_limit_s:  # it may end within more time
+        if untimed is not None and untimed.job_limit_s < tuner.budget.job_limit_s:  # it may end within more time
             untimed = None
         return codec.stored(session.store, StepTimes, _PREFIX, key).get(key) or untimed
 
-    return tuner.leases.once(
-        lease, known, lambda: _measured(session, graph, plan, tuner, key, job_limit_s, on_start))
+    return tuner.leases.once(lease, known, lambda: _measured(session, graph, plan, tuner, key, on_start))
 
 
 def step_problem(workload: str, found: StepTimes | Untimed) -> str:
@@ -140,8 +139,7 @@ def step_problem(workload: str, found: StepTimes | Untimed) -> str:
 
 
 def _measured(
-    session: Session, graph: DataflowGraph, plan: GraphPlan, tuner: Tuner, key: str, job_limit_s: float,
-    on_start: Callable[[float], None]
+    session: Session, graph: DataflowGraph, plan: GraphPlan, tuner: Tuner, key: str, on_start: Callable[[float], None]
 ) -> StepTimes | Untimed:
     planned = counted(plan)
     unfused_us = sum(count * record.unfused_us for count, record in planned)
@@ -159,7 +157,7 @@ def _measured(
     rounds = policy.LONG_STEP_ROUNDS if unfused_us > policy.LONG_STEP_US else policy.STEP_ROUNDS
     outcome = tuner.time_sides(parts, sides, kept, rounds)
     if not outcome.ok:
-        untimed = Untimed(outcome.failure, job_limit_s)
+        untimed = Untimed(outcome.failure, tuner.budget.job_limit_s)
         if outcome.timed_out:
             session.database.put_capture(f"{_UNTIMED}/{key}", asdict(untimed))
         return untimed

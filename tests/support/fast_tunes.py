@@ -10,9 +10,9 @@ import pytest
 from inline_executor import InlineExecutor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fuseplan.costmodel.devices import ByDevice
 from fuseplan.costmodel.probe import probe
 from fuseplan.planner.groups.candidates import CandidateLimits
-from fuseplan.planner.tuning.plans import PlanSettings
 from fuseplan.search import policy
 from fuseplan.search.timing.timers import CpuTimer, Operands, Run, Sampler
 from fuseplan.search.tune import tuner
@@ -48,7 +48,7 @@ def count_instead_of_timing(patch: pytest.MonkeyPatch) -> None:
     look_at_few_groups(patch)
     patch.setattr(tuner, "make_pool", lambda _: InlineExecutor())
     patch.setattr(tuner.Budget, "on", lambda *_: QUICK)
-    patch.setattr(PlanSettings, "measured_on", lambda *_: 1)
+    patch.setattr(policy, "MEASURED_LIMIT", ByDevice(1, 1))
     patch.setattr(policy, "MOST_OPS_OF_A_STEP", 0)  # TorchInductor would compile for seconds
     patch.setattr(CpuTimer, "prepare", counted)
     patch.setattr(CpuTimer, "steady", lambda _: True)

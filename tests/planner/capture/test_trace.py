@@ -270,41 +270,50 @@ def test_a_refused_graph_raises_its_own_error() -> None:
 # -- the cache --------------------------------------------------------------------------------------------
 
 
-def test_a_capture_comes_back_from_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, folder = find_source(config=write_config(tmp_path, "llama"), layers=1), tmp_path / "cache"
-    fresh = cached_capture(source, PREFILL, "cpu", folder)
+@pytest.fixture
+def captures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of captures, not there yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "fuseplan" / "captures"
+
+
+def test_a_capture_comes_back_from_disk(tmp_path: Path, captures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = find_source(config=write_config(tmp_path, "llama"), layers=1)
+    fresh = cached_capture(source, PREFILL, "cpu")
+    assert list(captures.iterdir())
 
     def forbidden(*args: object) -> None:
         raise AssertionError("captured again")
 
     monkeypatch.setattr(cache, "capture", forbidden)
-    kept = cached_capture(source, PREFILL, "cpu", folder)
+    kept = cached_capture(source, PREFILL, "cpu")
     assert graph_to_json(kept[0]) == graph_to_json(fresh[0])
     assert [dict(node.attrs) for node in kept[0]] == [dict(node.attrs) for node in fresh[0]]
 
 
 @pytest.mark.parametrize("damage", ["", "{", '{"graphs": [{"nodes": [1]}]}', '{"graphs": 3}', "[]"])
-def test_a_damaged_file_is_captured_again(tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_file_is_captured_again(
+    tmp_path: Path, damage: str, captures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = find_source(config=write_config(tmp_path, "llama"), layers=1)
-    path = tmp_path / f"{capture_key(source, PREFILL, 'cpu')}.json"
-    path.write_text(damage)
+    captures.mkdir(parents=True)
+    (captures / f"{capture_key(source, PREFILL, 'cpu')}.json").write_text(damage)
     calls: list[object] = []
     monkeypatch.setattr(cache, "capture", lambda *args: calls.append(args) or ())
-    cached_capture(source, PREFILL, "cpu", tmp_path)
+    cached_capture(source, PREFILL, "cpu")
     assert len(calls) == 1
 
 
-def test_an_unwritable_folder_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_folder_is_no_error(tmp_path: Path, captures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = find_source(config=write_config(tmp_path, "llama"), layers=1)
-    blocked = tmp_path / "file"
-    blocked.write_text("not a folder")
+    (tmp_path / "cache").write_text("not a folder")
     monkeypatch.setattr(cache, "capture", lambda *args: ())
-    assert cached_capture(source, PREFILL, "cpu", blocked / "cache") == ()
+    assert cached_capture(source, PREFILL, "cpu") == ()
 
 
-def test_the_users_module_is_never_cached(factories: str, tmp_path: Path) -> None:
-    cached_capture(find_source(module=f"{factories}:tied"), Workload("forward"), "cpu", tmp_path / "cache")
-    assert not (tmp_path / "cache").exists()
+def test_the_users_module_is_never_cached(factories: str, captures: Path) -> None:
+    cached_capture(find_source(module=f"{factories}:tied"), Workload("forward"), "cpu")
+    assert not captures.exists()
 
 
 def test_the_key_tells_everything_apart_but_the_path(tmp_path: Path) -> None:

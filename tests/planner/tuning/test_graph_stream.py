@@ -16,7 +16,7 @@ from model_samples import write_config
 from worker_jobs import wait_for
 
 from fuseplan.planner.api.request import Asked
-from fuseplan.planner.capture.cache import cached_capture, capture_key
+from fuseplan.planner.capture.cache import cached_capture
 from fuseplan.planner.capture.trace import Graphs
 from fuseplan.planner.cli.output.options import current
 from fuseplan.planner.errors import CaptureError, ConfigError
@@ -44,15 +44,19 @@ def interrupt(processes: set[BaseProcess]) -> None:
 
 
 def test_captures_beside_each_other_are_the_captures_and_silent_when_interrupted(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = find_source(config=write_config(tmp_path, "llama"), layers=1)
-    beside, alone, impossible = tmp_path / "beside", tmp_path / "alone", Workload("forward")
-    with GraphStream(source, [DECODE], "cpu", cores=1, folder=beside) as stream:
-        assert stream.ready() == [] and not beside.exists()  # one core: it waits until somebody asks
+    impossible = Workload("forward")
+    folders = [tmp_path / name / "fuseplan" / "captures" for name in ("beside", "alone")]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "beside"))
+    monkeypatch.setattr(graph_stream, "usable_cores", lambda: 1)
+    with GraphStream(source, [DECODE], "cpu") as stream:
+        assert stream.ready() == [] and not folders[0].exists()  # one core: it waits until somebody asks
+    monkeypatch.setattr(graph_stream, "usable_cores", lambda: 4)
     before = set(multiprocessing.active_children())
     mine = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-    with GraphStream(source, [DECODE, PREFILL, impossible], "cpu", cores=4, folder=beside) as stream:
+    with GraphStream(source, [DECODE, PREFILL, impossible], "cpu") as stream:
         names = []
         interrupt(set(multiprocessing.active_children()) - before)
         with pytest.raises(ConfigError, match="runs in decode or prefill"):
@@ -62,20 +66,22 @@ def test_captures_beside_each_other_are_the_captures_and_silent_when_interrupted
     signal.signal(signal.SIGINT, mine)
     assert "Traceback" not in capfd.readouterr().err
     assert names == [DECODE.label, PREFILL.label]
-    for workload in (DECODE, PREFILL):
-        name = f"{capture_key(source, workload, 'cpu')}.json"
-        cached_capture(source, workload, "cpu", alone)
-        assert (beside / name).read_text() == (alone / name).read_text()
-    assert not (beside / f"{capture_key(source, impossible, 'cpu')}.json").exists()
-    with GraphStream(source, [PREFILL, DECODE], "cpu", cores=4, folder=beside) as stream:
+    with GraphStream(source, [PREFILL, DECODE], "cpu") as stream:
         assert [name for name, _ in stream.ready()] == [PREFILL.label, DECODE.label]  # from disk, without a process
         assert stream.waiting == "" and stream.ready() == [] and list(stream) == []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "alone"))
+    for workload in (DECODE, PREFILL):
+        cached_capture(source, workload, "cpu")
+    found, expected = ({one.name: one.read_text() for one in folder.iterdir()} for folder in folders)
+    assert found == expected and len(found) == 2
 
 
-def test_leaving_a_stream_early_ends_its_processes(tmp_path: Path) -> None:
+def test_leaving_a_stream_early_ends_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(graph_stream, "usable_cores", lambda: 4)
     source = find_source(config=write_config(tmp_path, "llama"), layers=1)
     before = set(multiprocessing.active_children())
-    with pytest.raises(KeyboardInterrupt), GraphStream(source, [DECODE, PREFILL], "cpu", cores=4, folder=tmp_path):
+    with pytest.raises(KeyboardInterrupt), GraphStream(source, [DECODE, PREFILL], "cpu"):
         assert len(set(multiprocessing.active_children()) - before) == 2
         raise KeyboardInterrupt
     assert set(multiprocessing.active_children()) <= before
@@ -99,10 +105,12 @@ def test_what_is_not_there_yet_holds_back_what_comes_after_it(monkeypatch: pytes
     def wait_for(jobs: Sequence[Any]) -> None:
         there.add(DECODE)
 
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(graph_stream, "usable_cores", lambda: 4)
     monkeypatch.setattr(graph_stream, "ProcessPoolExecutor", Pool)
     monkeypatch.setattr(graph_stream, "wait", wait_for)
     monkeypatch.setattr(graph_stream, "cached_capture", lambda source, one, *rest: (EMPTY,))
-    with GraphStream(find_source(), [DECODE, PREFILL], "cpu", cores=4, folder=tmp_path) as stream:
+    with GraphStream(find_source(), [DECODE, PREFILL], "cpu") as stream:
         there.add(PREFILL)
         assert stream.ready() == [] and stream.waiting == DECODE.label
         assert stream.take() == [(DECODE.label, EMPTY)]
@@ -114,7 +122,7 @@ def test_a_call_that_was_not_asked_for_is_left_out_where_the_model_does_not_take
 ) -> None:
     packed: list[bool] = []
 
-    def cached(source: object, workload: Workload, kind: str, folder: None, pack_weights: bool) -> Graphs:
+    def cached(source: object, workload: Workload, kind: str, pack_weights: bool) -> Graphs:
         packed.append(pack_weights)
         if workload.derived or workload.batch == 7:
             raise CaptureError("the model cannot be traced: [why]")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from fuseplan.search.store.leases import Leases
 from fuseplan.search.store.record import Versions
 from fuseplan.search.timing.contest import Contest
 from fuseplan.search.timing.sequence import Part, SharedOperands, sequence
+from fuseplan.search.tune.tuner import Budget
 from fuseplan.search.workers.worker import Outcome
 
 pytestmark = pytest.mark.usefixtures("any_gain")
@@ -72,6 +73,7 @@ class Bench:
     made: int = 0
     results: dict[str, torch.Tensor] | None = None
     operands: Sequence[torch.Tensor] = ()
+    budget: Budget = field(default_factory=Budget)
 
     def __post_init__(self) -> None:
         self.leases = Leases(Database("sqlite://"))
@@ -193,14 +195,16 @@ def test_a_step_that_timed_out_is_timed_again_with_a_longer_limit_alone(session:
     plan = planned(session, graph)
     bench = Bench(TIMES, Outcome(failure="no result within 7 s", timed_out=True))
     for limit_s, asked in ((7.0, 1), (7.0, 1), (6.0, 1), (8.0, 2), (8.0, 2)):
-        found = measure_step(session, graph, plan, bench, limit_s)
+        bench.budget = Budget(job_limit_s=limit_s)
+        found = measure_step(session, graph, plan, bench)
         assert isinstance(found, Untimed) and "no result within 7 s" in step_problem("decode 1", found)
         assert bench.asked == asked
     bench.fails = None
-    assert isinstance(measure_step(session, graph, plan, bench, 8.0), Untimed)
-    assert isinstance(measure_step(session, graph, plan, bench, 9.0), StepTimes)
-    assert isinstance(measure_step(session, graph, plan, bench, 7.0), StepTimes)  # now it is known
-    assert isinstance(measure_step(session, graph, decided(plan, "9999"), Bench(TIMES), 7.0), StepTimes)
+    for limit_s, kind in ((8.0, Untimed), (9.0, StepTimes), (7.0, StepTimes)):  # at last it is known
+        bench.budget = Budget(job_limit_s=limit_s)
+        assert isinstance(measure_step(session, graph, plan, bench), kind)
+    other = Bench(TIMES, budget=Budget(job_limit_s=7.0))
+    assert isinstance(measure_step(session, graph, decided(plan, "9999"), other), StepTimes)
 
 
 def test_whoever_waits_is_told_what_a_step_takes_before_it_is_timed(session: Session) -> None:

@@ -13,7 +13,7 @@ from functools import cache
 from itertools import islice, product
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
-from fuseplan.planner.groups.candidates import Candidate, Legal, region_candidates, region_dependencies
+from fuseplan.planner.groups.candidates import Candidate, Legal, candidate, region_dependencies
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.convex import Dependencies, bits, union
 from fuseplan.planner.ops.table import op_of, written_value
@@ -55,7 +55,7 @@ def anchored_candidates(
     @cache
     def passed(mask: int) -> tuple[int, int]:
         """Bytes that a group reads and writes, but for what it writes in place, and fewer for more ops."""
-        (group,) = region_candidates(graph, region, [mask])
+        group = candidate(dependencies, mask)
         written = [graph.op(name) for name in group.ops if written_value(graph.op(name)) is not None]
         in_place = {value for node in written for value in (*node.outputs, written_value(node))}
         values = {*group.inputs, *group.outputs} - in_place
@@ -91,7 +91,7 @@ def anchored_candidates(
             mask = anchors | one | other
             if mask.bit_count() > 1 and not one & other and is_legal(mask):
                 masks[mask] = None
-    return region_candidates(graph, region, masks)
+    return [candidate(dependencies, mask) for mask in masks]
 
 
 def _anchors(dependencies: Dependencies) -> Iterator[int]:

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.canonical import canonical_form
-from fuseplan.planner.groups.compute_graph import compute_graph_of
+from fuseplan.planner.groups.compute_graph import ComputeGraph, compute_graph_of
 from fuseplan.planner.groups.connected_sets import connected_sets, parts
 from fuseplan.planner.groups.convex import Dependencies, bits
 
@@ -101,7 +101,7 @@ def enumerate_candidates(
     refusals = _separated_pairs(dependencies)
     for mask in dict.fromkeys(masks):
         if (reason := refused(mask)) is None:
-            candidates.append(_candidate(dependencies, mask))
+            candidates.append(candidate(dependencies, mask))
         else:
             refusals.append(Refusal(dependencies.names(mask), reason))
     return Enumeration(tuple(candidates), tuple(refusals), grown.truncated)
@@ -119,7 +119,7 @@ def enumerate_parts(
             masks.append(group)
         else:
             masks += parts(dependencies, group, group.bit_count(), lambda mask: refused(mask) is None)
-    found = (_candidate(dependencies, mask) for mask in dict.fromkeys(masks) if refused(mask) is None)
+    found = (candidate(dependencies, mask) for mask in dict.fromkeys(masks) if refused(mask) is None)
     return Enumeration(tuple(found), ())
 
 
@@ -135,16 +135,10 @@ def region_dependencies(graph: DataflowGraph, region: Region) -> Dependencies:
     return Dependencies.of(flow, [at for at in positions if flow.is_member(at)])
 
 
-def region_candidates(graph: DataflowGraph, region: Region, masks: Iterable[int]) -> list[Candidate]:
-    """The candidates that ``masks`` stand for, whether or not they are legal."""
-    dependencies = region_dependencies(graph, region)
-    return [_candidate(dependencies, mask) for mask in masks]
-
-
 def placed_candidates(graph: DataflowGraph, region: Region, places: Iterable[Iterable[int]]) -> list[Candidate]:
     """The candidates whose ops are at ``places`` of ``region.ops``, as records name them."""
     dependencies = region_dependencies(graph, region)
-    return [_candidate(dependencies, dependencies.mask(region.ops[place] for place in group)) for group in places]
+    return [candidate(dependencies, dependencies.mask(region.ops[place] for place in group)) for group in places]
 
 
 def convex_runs(graph: DataflowGraph, region: Region) -> list[Candidate]:
@@ -156,13 +150,13 @@ def convex_runs(graph: DataflowGraph, region: Region) -> list[Candidate]:
         if dependencies.detours[bit] & runs[-1]:
             runs.append(0)
         runs[-1] |= 1 << bit
-    return [_candidate(dependencies, mask) for mask in runs]
+    return [candidate(dependencies, mask) for mask in runs]
 
 
 def single_candidates(graph: DataflowGraph, region: Region) -> list[Candidate]:
     """Every compute op and anchor of a region by itself, in canonical order."""
     dependencies = region_dependencies(graph, region)
-    return [_candidate(dependencies, 1 << bit) for bit in range(len(dependencies))]
+    return [candidate(dependencies, 1 << bit) for bit in range(len(dependencies))]
 
 
 def group_key(graph: DataflowGraph, ops: Iterable[str], outputs: Iterable[str]) -> str:
@@ -173,9 +167,13 @@ def group_key(graph: DataflowGraph, ops: Iterable[str], outputs: Iterable[str]) 
     return canonical_form(graph, names, outputs).key
 
 
-def _candidate(dependencies: Dependencies, mask: int) -> Candidate:
-    flow = dependencies.flow
-    members = [dependencies.members[bit] for bit in bits(mask)]
+def candidate(dependencies: Dependencies, mask: int) -> Candidate:
+    """The candidate that a set of members stands for, whether or not it is legal."""
+    return candidate_at(dependencies.flow, [dependencies.members[bit] for bit in bits(mask)])
+
+
+def candidate_at(flow: ComputeGraph, members: Sequence[int]) -> Candidate:
+    """The ops at some positions of a graph as one group."""
     made = {value for at in members for value in flow.nodes[at].outputs}
     needed = set(flow.needed_outside(members))
     inputs = dict.fromkeys(source for at in members for source in flow.sources[at] if source not in made)

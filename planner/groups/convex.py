@@ -118,6 +118,10 @@ class Dependencies:
         """All dependencies, detours included, as pairs of member numbers."""
         return tuple((pred, bit) for bit in range(len(self)) for pred in bits(self.reads[bit] | self.detours[bit]))
 
+    def detour_pairs(self) -> list[tuple[str, str]]:
+        """Names ``(before, after)`` of members that a path outside orders."""
+        return [(before, name) for name, bit in self.bit.items() for before in self.names(self.detours[bit])]
+
 
 def _transpose(rows: Iterable[int]) -> tuple[int, ...]:
     rows = tuple(rows)

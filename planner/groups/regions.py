@@ -279,5 +279,4 @@ class _Finder:
         """Pairs ordered by a path outside the region: they limit the legal groups, so they are part of the key."""
         if len({self.flow.depth[at] for at in members}) == 1:
             return []
-        found = Dependencies.of(self.flow, members)
-        return [(before, name) for name, bit in found.bit.items() for before in found.names(found.detours[bit])]
+        return Dependencies.of(self.flow, members).detour_pairs()

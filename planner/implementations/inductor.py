@@ -28,7 +28,7 @@ from fuseplan.kernels.ir.ir import Buffer, KernelIR
 from fuseplan.planner.capture.normalise import Traced
 from fuseplan.planner.errors import RefusedError
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
-from fuseplan.planner.groups.candidates import Candidate, group_key
+from fuseplan.planner.groups.candidates import Candidate, candidate_at, group_key
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations.aten import UNFUSED
 from fuseplan.planner.implementations.first_call import Calling, FirstCall
@@ -257,10 +257,7 @@ def fails_otherwise(graph: DataflowGraph, node: OpNode, device_type: str) -> boo
 def whole_candidate(graph: DataflowGraph, ops: Collection[str]) -> Candidate:
     """All of ``ops`` as one group."""
     flow = compute_graph_of(graph)
-    ordered = tuple(sorted(ops, key=flow.position.__getitem__))
-    made = {value for op in ordered for value in graph.op(op).outputs}
-    read = dict.fromkeys(one for op in ordered for one in flow.sources[flow.position[op]] if one not in made)
-    return Candidate(ordered, tuple(read), flow.outputs_of(ordered))
+    return candidate_at(flow, sorted(flow.position[op] for op in ops))
 
 
 def _chain(table: GroupTable, group: Candidate, kind: type[_Kind]) -> _Kind:

@@ -98,15 +98,7 @@ class MeasuredRegion:
 
     def _nominal(self) -> GuidedResult:
         """The cheapest nominal cover of groups that are worth fusing; nothing else is measured but ATen's ops."""
-        while True:
-            cover = self._incumbent()
-            self._tune(cover)
-            chosen = self._priced(cover)
-            failed = [choice for choice, priced in chosen.items() if math.isinf(priced.cost_s)]
-            if not failed:
-                break
-            self._given_up.update(failed)
-        plain = self._priced(self.problem.plain)
+        chosen, plain = self._priced(self._incumbent(tune=True)), self._priced(self.problem.plain)
         return GuidedResult(
             tuple(chosen.values()), tuple(one for choice, one in plain.items() if choice not in chosen),
             predicted_partition(self.problem, self.prices.bound_s).cost_s, False, len(self.problem.choices), 1,
@@ -137,13 +129,13 @@ class MeasuredRegion:
             incumbent = self._incumbent()
         return replace(found, reason=_reason(found) + story)
 
-    def _incumbent(self) -> tuple[Choice, ...]:
-        """The cheapest nominal cover of groups that work and were not given up."""
+    def _incumbent(self, tune: bool = False) -> tuple[Choice, ...]:
+        """The cheapest nominal cover of groups that work, ``tune`` tuned, and were not given up."""
         while True:
             cover = predicted_partition(self.problem, self._nominal_s)
             chosen = tuple(priced.choice for priced in cover.chosen)
             failed = [choice for choice, one in self._priced(chosen).items() if math.isinf(one.cost_s)]
-            if not failed:
+            if not failed and not (tune and self._tune(chosen)):
                 return chosen
             self._given_up.update(failed)
 

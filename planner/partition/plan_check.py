@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from fuseplan.planner.graph.dataflow import Region
-from fuseplan.planner.groups.candidates import region_candidates, region_dependencies
+from fuseplan.planner.groups.candidates import candidate, region_dependencies
 from fuseplan.planner.groups.cycles import short_cycles
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import Implementations
@@ -40,7 +40,8 @@ def accepted_plan(table: GroupTable, ways: Implementations, region: Region, reco
     if short_cycles([group_of[member] for member in range(len(dependencies))], dependencies.edges()):
         raise RefusedPlanError("its groups wait for each other")
     groups = []
-    for choice, group in zip(record.groups, region_candidates(graph, region, masks), strict=True):
+    for choice, mask in zip(record.groups, masks, strict=True):
+        group = candidate(dependencies, mask)
         try:
             way = ways.named(choice.implementation)
         except KeyError:

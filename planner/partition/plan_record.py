@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import networkx as nx
@@ -90,13 +90,8 @@ class PlanWriter:
 
     def plain(self, record: PlanRecord, prices: ModelPrices) -> PlanRecord:
         """The record with every op run by ATen, for a region that is faster so."""
-        lost = [
-            Alternative(
-                one.ops, one.label, "measured; the whole region is faster without it", one.predicted_us,
-                one.measured_us, one.implementation, one.workload, one.delay_us,
-            )
-            for one in record.groups if not one.is_plain
-        ]
+        faster = "measured; the whole region is faster without it"
+        lost = [_lost(one, faster) for one in record.groups if not one.is_plain]
         known: list[GroupChoice | Alternative] = [*record.groups, *record.rejected]
         lost += [one for one in record.rejected if one.implementation != ATEN]
         times_us = {one.ops: one.measured_us for one in known if one.implementation == ATEN}
@@ -118,14 +113,8 @@ class PlanWriter:
         Of several choices each is given the part of the time that it has of what they all move.
         """
         planned_us, measured = record.planned_us * (1.0 - gain), isinstance(prices, MeasuredPrices)
-        how = "measured" if measured else "predicted"
-        lost = [
-            Alternative(
-                one.ops, one.label, f"{how}; another compiler's code for the whole region is faster",
-                one.predicted_us, one.measured_us, one.implementation, one.workload, one.delay_us,
-            )
-            for one in record.groups
-        ]
+        faster = f"{'measured' if measured else 'predicted'}; another compiler's code for the whole region is faster"
+        lost = [_lost(one, faster) for one in record.groups]
         moved = [choice.implementation.work(self.table, choice.group).dram_bytes for choice in choices]
         chosen = {}
         for choice, nbytes in zip(choices, moved, strict=True):
@@ -239,6 +228,12 @@ def _tuning(choice: Choice, prices: ModelPrices) -> TuningRecord | None:
 
 def _alone_us(priced: Priced, prices: ModelPrices) -> float:
     return priced.cost_s * 1e6 - prices.delay_us(priced.choice)
+
+
+def _lost(one: GroupChoice, reason: str) -> Alternative:
+    """A group of a plan that another one takes the place of."""
+    known = {name.name: getattr(one, name.name) for name in fields(Alternative) if name.name != "reason"}
+    return Alternative(reason=reason, **known)
 
 
 def _moved(one: _Placed, places: Sequence[int]) -> _Placed:

@@ -20,7 +20,8 @@ def extract(graph: DataflowGraph, region: Region) -> DataflowGraph:
     an op makes them. ValueError where by itself it would not be the region that it is in ``graph``.
     """
     alone = _extract(graph, region, [])
-    if apart := _detours(graph, region) - _detours(alone, region):
+    wanted, found = (set(region_dependencies(one, region).detour_pairs()) for one in (graph, alone))
+    if apart := wanted - found:
         alone = _extract(graph, region, sorted(apart))
     if find_region(alone, region.key) is None:
         raise ValueError("its key depends on ops around it")
@@ -73,9 +74,3 @@ def _extract(graph: DataflowGraph, region: Region, detours: list[tuple[str, str]
     alone.rounds = graph.rounds.intersection(specs)
     return alone
 
-
-def _detours(graph: DataflowGraph, region: Region) -> set[tuple[str, str]]:
-    """Pairs of the region's ops that a path through others orders."""
-    dependencies = region_dependencies(graph, region)
-    return {(before, name) for name, bit in dependencies.bit.items()
-            for before in dependencies.names(dependencies.detours[bit])}

@@ -87,15 +87,16 @@ class WorkloadPlan:
     def go_on(self, planner: Planner, failures: list[RegionFailure]) -> bool:
         """Plan what is not known, and what nobody else is at work on; False where that was nothing."""
         began, taken = time.monotonic(), set[str]()
-        note = noting(failures, self.workload, self.graph)
 
         def failed(region: Region, error: Exception) -> None:
-            note(region, error)
+            if isinstance(error, MachineFailureError | DatabaseError):
+                raise error
             self.errors[region.key] = error
+            failures.append(RegionFailure(self.workload, located_label(self.graph, region), error))
 
         for key, (region, *_) in unique_regions(self.left).items():
             if key in self.errors:
-                note(region, self.errors[key])
+                failed(region, self.errors[key])
         fresh = [one for one in self.left if one.key not in self.plans and one.key not in self.errors]
         plan = planner.plan_graph(self.graph, failed, fresh, lambda region: taken.add(region.key))
         self.plans |= {one.region.key: one for one in plan.unique()}
@@ -253,17 +254,3 @@ def tune(
     with account.spend("calibrating"):
         learner.update(final=True)
         return replace(result, session=replace(session, spec=learner.spec).recalibrated())
-
-
-
-
-def noting(failures: list[RegionFailure], workload: str, graph: DataflowGraph) -> Callable[[Region, Exception], None]:
-    """Adds a failure for each region that cannot be planned; raises what is the machine's or the database's fault."""
-
-    def note(region: Region, error: Exception) -> None:
-        if isinstance(error, MachineFailureError | DatabaseError):
-            raise error
-        failures.append(RegionFailure(workload, located_label(graph, region), error))
-
-    return note
-

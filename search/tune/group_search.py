@@ -95,8 +95,7 @@ class GroupSearch:
         for size in sorted({len(choices), min(1, len(choices)), 0}, reverse=True):
             attempt = tuple(choices[:size])
             outcome = self._resources.call(
-                DECIDING, jobs.decide_finalists, self._subject, attempt, attempt[0].name if attempt else jobs.UNFUSED,
-                of=[self._subject])
+                DECIDING, jobs.decide_finalists, self._subject, attempt, of=[self._subject])
             if outcome.ok:
                 return self._record(choices, outcome.value, failed, start_s)
             failed |= {choice.name: f"the decisive run failed: {outcome.failure}" for choice in attempt}

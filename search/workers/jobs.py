@@ -209,9 +209,9 @@ def screen_config(
         return Screened(verdict, screen(bench.timer, run, desk.operands, seconds), device)
 
 
-def decide_finalists(bench: Bench, subject: Subject, entrants: Sequence[Entrant], twice: str | None = None) -> Decision:
+def decide_finalists(bench: Bench, subject: Subject, entrants: Sequence[Entrant]) -> Decision:
     """Check every entrant once more on fresh inputs, then time them and the unfused chain in interleaved rounds. A
-    second copy of ``twice`` shows the noise.
+    second copy of the first entrant shows the noise.
     """
     with torch.no_grad():
         desk = _desk(bench, subject)
@@ -228,7 +228,8 @@ def decide_finalists(bench: Bench, subject: Subject, entrants: Sequence[Entrant]
                 runs[entrant.name] = fused_call(kernel, subject.ir)
             else:
                 failed[entrant.name] = verdict.reason
-        result = decisive(bench.timer, runs, desk.operands, bench.decide_s, UNFUSED, twice if twice in runs else None)
+        twice = next((one.name for one in entrants[:1] if one.name in runs), None)
+        result = decisive(bench.timer, runs, desk.operands, bench.decide_s, UNFUSED, twice)
         clocks = clocks_mhz(desk.device)
         kernels = {name: run for name, run in runs.items() if name != UNFUSED}
         device = _between_kernels(bench, result, kernels, desk.operands, twice)
@@ -245,11 +246,10 @@ def _between_kernels(
     alone, cold = bench.timer.of_device(), bench.timer.from_memory(bench.target.l2_bytes)
     if len(runs) < 2 or (alone is None and cold is None):
         return None
-    again = twice if twice in runs else None
-    hot = regime if alone is None else contest(alone, runs, operands, bench.decide_s / 2, again)
+    hot = regime if alone is None else contest(alone, runs, operands, bench.decide_s / 2, twice)
     if cold is None:
         return hot
-    return mean_contest(hot, contest(cold, runs, operands, bench.decide_s * _COLD_SHARE, again))
+    return mean_contest(hot, contest(cold, runs, operands, bench.decide_s * _COLD_SHARE, twice))
 
 
 @_tidy()

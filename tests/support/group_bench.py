@@ -13,15 +13,16 @@ from fuseplan.planner.api.request import Asked
 from fuseplan.planner.bench.rows import BenchRow, Race
 from fuseplan.planner.cli.output.options import current
 from fuseplan.planner.errors import PlanError
-from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.implementations.tunable_group import TunableGroup, group_subject
 from fuseplan.planner.models.sources import ModelSource
 from fuseplan.planner.models.workload import Workload
+from fuseplan.planner.partition.plan_record import located_label
 from fuseplan.planner.peers.contestant import EAGER, MAX_AUTOTUNE, OURS, tensors_of
 from fuseplan.planner.peers.peers import inductor_callable
 from fuseplan.planner.tuning.planner import GraphPlan
 from fuseplan.planner.tuning.session import Session
-from fuseplan.planner.tuning.tune import RegionFailure, noting
+from fuseplan.planner.tuning.tune import RegionFailure
 from fuseplan.search.store.record import GroupChoice
 from fuseplan.search.timing.contest import cache_bytes, rotating_operands
 from fuseplan.search.timing.timers import Run, timer_for
@@ -90,13 +91,12 @@ def measure_groups(
     """Rows of the fused groups of a model's plans, as launched and, on a GPU, in a CUDA graph."""
     modes = ("eager", "graph") if is_gpu(session.target.device_type) else ("eager",)
     graphs = Asked(source.label, kind_of_key(session.device), source, workloads).graphs(current())
-    failures: list[RegionFailure] = []
-    planned = [
-        (name, graph, session.planner().plan_graph(graph, on_failure=noting(failures, name, graph)))
-        for name, graph in graphs
-    ]
-    for one in failures:
-        current().warn(str(one))
+    planned = []
+    for name, graph in graphs:
+        def failed(region: Region, error: Exception, name: str = name, graph: DataflowGraph = graph) -> None:
+            current().warn(str(RegionFailure(name, located_label(graph, region), error)))
+
+        planned.append((name, graph, session.planner().plan_graph(graph, on_failure=failed)))
     untuned = {one.region.key for _, _, plan in planned for one in plan.regions if one.source == "model"}
     if untuned:
         current().warn(f"{len(untuned)} regions have no tuned plan and run as the cost model says; tune first")

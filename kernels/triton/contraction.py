@@ -130,7 +130,7 @@ class ContractionEmitter(SegmentEmitter):
             assert isinstance(inner, int)
             walked = inner_range(self.share, inner, self.block)
             lines = [
-                *(left.accumulator(value) for value in folds), *(self._zeros(number) for number in dots),
+                *(left.accumulator(value, self.block) for value in folds), *(self._zeros(number) for number in dots),
                 f"for start in tl.range({walked}, {self.block}, num_stages={stages}):",
                 *(_INDENT + line for line in [f"k = start + tl.arange(0, {self.block})", *body]),
             ]

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 from fuseplan.kernels.ir.index import Coord, FloorDiv, Index, divides
 from fuseplan.kernels.ir.ir import ITEMSIZE, Cast, Load, Product, Reduce, Segment, ancestors, operands
-from fuseplan.kernels.ir.ops import REDUCTIONS, fold_identity
 from fuseplan.kernels.ir.reduction_loops import reduction_depths
 from fuseplan.kernels.triton.index import Coordinates
 from fuseplan.kernels.triton.segment import SegmentEmitter
-from fuseplan.kernels.triton.values import index_extent, literal, tl_type
+from fuseplan.kernels.triton.values import index_extent, tl_type
 
 
 @dataclass(frozen=True)
@@ -97,16 +96,6 @@ class Left(Side):
         parameters = (*self.parameters(), *(self.name(value) for value in given))
         functions.append(Function(name, parameters, tuple(lines)))
         return given
-
-    def accumulator(self, value: int) -> str:
-        dtype = self.fold_type(value)
-        identity = literal(fold_identity(self.reduction(value).kind, dtype), dtype)
-        shape = (self.block,) if self.flat else (self.tile.rows, self.block)
-        return f"acc{self.prefix}{value} = tl.full({shape}, {identity}, {tl_type(dtype)})"
-
-    def combined(self, value: int, operand: str) -> str:
-        total = f"acc{self.prefix}{value}"
-        return f"{total} = {REDUCTIONS[self.reduction(value).kind].triton_combine.format(total, operand)}"
 
 
 @dataclass(frozen=True)

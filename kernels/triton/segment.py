@@ -159,7 +159,7 @@ class SegmentEmitter(ValueEmitter):
             width = self.chunk if any(value in self.rescaled for value in folds) else 1
             lines += self.values(phase.rows)
             lines += self.stores(phase.row_stores)
-            lines += [self._accumulator(value, width) for value in folds]
+            lines += [self.accumulator(value, self.tile.cols // width) for value in folds]
             if folds or phase.stores:
                 lines += self._loop(phase, folds, width)
             for value in folds:
@@ -180,12 +180,17 @@ class SegmentEmitter(ValueEmitter):
                 found[instr] = "evict_first"
         return found
 
-    def _accumulator(self, value: int, width: int) -> str:
+    def accumulator(self, value: int, cols: int) -> str:
+        """The beginning of a fold, with ``cols`` numbers for each row."""
         dtype = self.fold_type(value)
         identity = literal(fold_identity(self.reduction(value).kind, dtype), dtype)
-        cols = self.tile.cols // width
-        shape = f"({cols},)" if self.tile.flat else f"({self.tile.rows}, {cols})"
-        return f"acc{value} = tl.full({shape}, {identity}, {tl_type(dtype)})"
+        shape = (cols,) if self.flat else (self.tile.rows, cols)
+        return f"acc{self.prefix}{value} = tl.full({shape}, {identity}, {tl_type(dtype)})"
+
+    def combined(self, value: int, operand: str) -> str:
+        """Take more numbers into a fold."""
+        total = f"acc{self.prefix}{value}"
+        return f"{total} = {REDUCTIONS[self.reduction(value).kind].triton_combine.format(total, operand)}"
 
     def _loop(self, phase: Phase, folds: Sequence[int], width: int) -> list[str]:
         self.done.difference_update(phase.elements)
@@ -194,9 +199,7 @@ class SegmentEmitter(ValueEmitter):
         if width > 1:
             body += self._rescaling(folds)
         else:
-            for value in folds:
-                combine = REDUCTIONS[self.reduction(value).kind].triton_combine
-                body.append(f"acc{value} = {combine.format(f'acc{value}', self.masked_operand(value))}")
+            body += [self.combined(value, self.masked_operand(value)) for value in folds]
         body += [*self.stores(phase.stores), *self.checks(phase.elements)]
         bounds = f"0, {triton_size(self.segment.cols)}, {self.tile.cols}"
         head = f"for start in tl.range({bounds}, num_stages={self.config.get('num_stages', 1)}):"

@@ -23,7 +23,7 @@ from fuseplan.planner.errors import RefusedError
 from fuseplan.planner.graph.execute import bind_call
 from fuseplan.planner.graph.layouts import laid_out
 from fuseplan.planner.libraries.library_call import Call, LibraryCall, OpGroup
-from fuseplan.planner.rewrites.attention_backends import BACKENDS, STEP, Attention, fake_call, whole_numbers
+from fuseplan.planner.rewrites.attention_backends import BACKENDS, STEP, Attention, fake_call
 from fuseplan.planner.rewrites.attention_call import masked_number
 
 _aten = torch.ops.aten
@@ -57,7 +57,7 @@ class AttentionCall(LibraryCall):
         names = bind_call(group.node, group.node.inputs)[0][:4]  # query, key, value and mask
         first, second, third, *last = (group.inputs.index(name) for name in names if name is not None)
         masked_by, result = last[0] if last else None, group.specs[group.outputs[0]]
-        shape, strides = whole_numbers(result.shape), whole_numbers(result.strides)
+        shape, strides = result.shape, result.strides
 
         def run(*inputs: torch.Tensor) -> torch.Tensor:
             mask = None if masked_by is None else numbers(inputs[masked_by])
@@ -89,7 +89,7 @@ def _numbers(call: Attention, backend: str) -> Callable[[torch.Tensor], torch.Te
     """Makes of the mask of a call what a back end reads."""
     if call.mask is None:
         return lambda mask: mask
-    shape, strides = whole_numbers(call.mask.shape), whole_numbers(call.mask.strides)
+    shape, strides = call.mask.shape, call.mask.strides
     # Rows start at multiples that the efficient kernel can read.
     step = STEP if backend == "efficient" else 1
     if call.mask.dtype == "bool":
@@ -118,7 +118,7 @@ def _numbers(call: Attention, backend: str) -> Callable[[torch.Tensor], torch.Te
 
 
 def _build_flash(call: Attention) -> _Attend:
-    width, causal = int(call.query.shape[3]), call.causal
+    width, causal = call.query.shape[3], call.causal
     flash, scale = _aten._scaled_dot_product_flash_attention.default, call.scale or width**-0.5
 
     def attend(query: Any, key: Any, value: Any, mask: Any) -> Any:

@@ -20,7 +20,7 @@ from fuseplan.planner.graph.dataflow import TensorSpec
 from fuseplan.planner.graph.execute import bind_call
 from fuseplan.planner.libraries.attention_calls import parsed
 from fuseplan.planner.libraries.library_call import Call, LibraryCall, OpGroup
-from fuseplan.planner.rewrites.attention_backends import Attention, whole_numbers
+from fuseplan.planner.rewrites.attention_backends import Attention
 
 _OP = "fuseplan.decode_attention.default"
 #: Shared memory for blocks of keys and values that are on their way.
@@ -86,10 +86,10 @@ class SplitAttention(LibraryCall):
         names = _operands(group)
         at = [None if name is None else group.inputs.index(name) for name in names]
         result = group.specs[group.outputs[0]]
-        shape, strides = whole_numbers(result.shape), whole_numbers(result.strides)
+        shape, strides = result.shape, result.strides
         target = local_target(kind) if is_gpu(kind := local_kind()) else SM90
         fixed, numbers = self.kernel(found, (strides[0], strides[1]), target)
-        inputs, pairs = len(group.inputs), found.call.sizes[0] * int(found.call.key.shape[1])
+        inputs, pairs = len(group.inputs), found.call.sizes[0] * found.call.key.shape[1]
         # An address that is not read is the query's. Behind the inputs: numbers, counters and the output.
         query, key, value, table, mask = (at[0] if one is None else one for one in at)
         assert query is not None and key is not None and value is not None and table is not None and mask is not None
@@ -103,7 +103,7 @@ class SplitAttention(LibraryCall):
 
         call, pages = decode.call, decode.pages
         batch, heads, _, length = call.sizes
-        shared, width = (int(call.key.shape[dim]) for dim in (1, 3))
+        _, shared, _, width = call.key.shape
         group, pairs = heads // shared, batch * shared
         splits = self._splits(pairs, length, target)
         dtype = call.query.dtype
@@ -117,10 +117,7 @@ class SplitAttention(LibraryCall):
         block_bytes = loops * 2 * self.rows * width * ITEMSIZE[dtype]
         stages = 1 + max(1, min(self.stages - 1, _SHARED_BYTES // block_bytes))
         overlapped = not interpreter_is_on() and target.gpu.overlaps
-        strides = [
-            *whole_numbers(call.query.strides)[:2], *whole_numbers(call.key.strides)[:3],
-            *whole_numbers(call.value.strides)[:3], *masked, *out_strides,
-        ]
+        strides = [*call.query.strides[:2], *call.key.strides[:3], *call.value.strides[:3], *masked, *out_strides]
         constants = {
             "length": length, "scale": call.scale if call.scale is not None else width**-0.5,
             **dict(zip(_STRIDES, strides, strict=True)), "pairs": pairs, "group": group,
@@ -164,8 +161,8 @@ def decode_of(group: OpGroup) -> Decode:
     if table is not None:
         if table.dtype not in ("int32", "int64") or key.shape != value.shape or len(key.shape) != 4:
             raise RefusedError("its pages are not listed by integers, or differ in shape")
-        (batch, blocks), strides = whole_numbers(table.shape), whole_numbers(table.strides)
-        count, rows = (int(key.shape[dim]) for dim in (0, 2))
+        (batch, blocks), strides = table.shape, table.strides
+        count, _, rows, _ = key.shape
         pages = Pages(count, rows, table.dtype, (strides[0], strides[1]), bool(kwargs.get("wraps", True)))
         # As they would lie if all of a sequence's pages followed one another; only the first stride is that of pages.
         shape = batch, key.shape[1], blocks * rows, key.shape[3]
@@ -190,12 +187,12 @@ def _check(call: Attention) -> None:
         raise RefusedError("there are several query positions")
     if call.causal and length > 1:
         raise RefusedError("it is causal: only the first key is seen")
-    width, shared = int(call.key.shape[3]), int(call.key.shape[1])
-    if width not in _WIDTHS or int(call.value.shape[3]) != width:
+    _, shared, _, width = call.key.shape
+    if width not in _WIDTHS or call.value.shape[3] != width:
         raise RefusedError(f"heads are not of {', '.join(map(str, _WIDTHS))} elements")
     if call.query.dtype == "float64" or (call.query.dtype == "float32" and width > _MOST_WIDE):
         raise RefusedError(f"it does not compute heads of {width} elements in {call.query.dtype}")
-    if any(whole_numbers(one.strides)[3] != 1 for one in (call.query, call.key, call.value)):
+    if any(one.strides[3] != 1 for one in (call.query, call.key, call.value)):
         raise RefusedError("elements of a head are not next to each other")
     if heads % shared:
         raise RefusedError("heads do not share keys evenly")
@@ -205,7 +202,7 @@ def _mask_strides(call: Attention) -> tuple[int, int, int]:
     """Strides of the mask along batch, heads and keys, 0 where it is broadcast."""
     if call.mask is None:
         return 0, 0, 0
-    pairs = list(zip(whole_numbers(call.mask.shape), whole_numbers(call.mask.strides), strict=True))
+    pairs = list(zip(call.mask.shape, call.mask.strides, strict=True))
     own = [0 if extent == 1 else stride for extent, stride in pairs]
     batch, heads, _, keys = [0] * (4 - len(own)) + own
     return batch, heads, keys

@@ -26,7 +26,7 @@ class FewRowsMatmul(LibraryCall):
         found = read_matmul(group)
         if not is_cpu(found.device_type):
             raise RefusedError("it runs on CPUs only")
-        rows = math.prod(map(int, found.left.shape[:-1]))
+        rows = math.prod(found.left.shape[:-1])
         if rows > MAX_ROWS:
             raise RefusedError(f"it has more than {MAX_ROWS} rows")
         at = [number for number in found.at if number is not None]
@@ -39,7 +39,7 @@ class FewRowsMatmul(LibraryCall):
         except BuildError as error:
             raise RefusedError(str(error)) from None
         cols, inner, stride = weights
-        kernel = FewRows(rows, cols, inner, stride, found.left.dtype, len(at) > 2, tuple(map(int, result.shape)))
+        kernel = FewRows(rows, cols, inner, stride, found.left.dtype, len(at) > 2, result.shape)
 
         def build() -> Call:
             call = kernel.build()
@@ -53,6 +53,6 @@ def _rows_of_weights(found: Matmul) -> tuple[int, int, int] | None:
     spec: TensorSpec = found.right
     if len(spec.shape) != 2:
         return None
-    (first, second), (outer, step) = (tuple(map(int, sizes)) for sizes in (spec.shape, spec.strides))
+    (first, second), (outer, step) = spec.shape, spec.strides
     cols, inner, stride, step = (first, second, outer, step) if found.op == LINEAR else (second, first, step, outer)
     return (cols, inner, stride) if step == 1 and stride >= inner else None

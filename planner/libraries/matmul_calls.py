@@ -81,7 +81,7 @@ class MatmulCall(LibraryCall):
         found = read_matmul(group)
         compute = self.form(found)
         (left, right, bias), result = found.at, group.specs[group.outputs[0]]
-        shape, strides = (tuple(int(size) for size in sizes) for sizes in (result.shape, result.strides))
+        shape, strides = result.shape, result.strides
 
         def run(*inputs: torch.Tensor) -> torch.Tensor:
             result = compute(inputs[left], inputs[right], None if bias is None else inputs[bias])
@@ -214,7 +214,7 @@ def _unaligned(found: Matmul) -> tuple[int, int]:
     """By how much a linear's weight is to grow in its rows and columns; RefusedError where padding has no use."""
     if not is_gpu(found.device_type) or found.op != LINEAR or found.left.dtype not in ("float16", "bfloat16"):
         raise RefusedError("it pads linear ops of 16 bits on CUDA devices only")
-    n, k = (int(size) for size in found.right.shape)
+    n, k = found.right.shape
     if n % _ALIGNED == 0 and k % _ALIGNED == 0:
         raise RefusedError("its sizes are aligned")
     if math.prod(found.left.shape[:-1]) < _MANY_ROWS:
@@ -224,7 +224,7 @@ def _unaligned(found: Matmul) -> tuple[int, int]:
 
 def alignment(group: OpGroup) -> int:
     """The largest power of two, up to what tensor cores want, that divides a linear's two sizes."""
-    return math.gcd(_ALIGNED, *(int(size) for size in read_matmul(group).right.shape))
+    return math.gcd(_ALIGNED, *read_matmul(group).right.shape)
 
 
 def _padding(group: OpGroup) -> Work:
@@ -238,7 +238,7 @@ def _padding(group: OpGroup) -> Work:
 
 def _padded(found: Matmul) -> _Compute:
     rows, columns = _unaligned(found)
-    n = int(found.right.shape[0])
+    n = found.right.shape[0]
 
     def compute(left: Any, right: Any, bias: Any) -> Any:
         wide = F.pad(left, (0, columns)) if columns else left

@@ -25,7 +25,6 @@ from fuseplan.planner.libraries.library_call import Call, LibraryCall, OpGroup
 from fuseplan.planner.libraries.matmul_calls import is_contiguous
 from fuseplan.planner.ops.positions import normalise_dim
 from fuseplan.planner.ops.table import op_of
-from fuseplan.planner.rewrites.attention_backends import whole_numbers
 
 #: Elements of a row at most, and comparisons: each is compared with every other, and ATen's ops need fewer.
 MOST_COLUMNS, MOST_COMPARED = 512, 2**24
@@ -57,7 +56,7 @@ def _kernel(group: OpGroup) -> FixedFunction:
     from fuseplan.kernels.selection.ranks import put_in_order
 
     node, source = group.node, group.specs[group.inputs[0]]
-    shape, rank = whole_numbers(source.shape), len(source.shape)
+    shape, rank = source.shape, len(source.shape)
     if not rank or normalise_dim(node.attrs.get("dim", -1), rank) != rank - 1:
         raise RefusedError("it orders another dimension than the last")
     columns, count = shape[-1], math.prod(shape[:-1])
@@ -76,7 +75,7 @@ def _kernel(group: OpGroup) -> FixedFunction:
     lanes = max(32, next_power_of_2(columns))
     constants = {
         "columns": columns, "lanes": lanes, "row_stride": _row_stride(source),
-        "column_stride": whole_numbers(source.strides)[-1], "kept": kept, "descending": descending,
+        "column_stride": source.strides[-1], "kept": kept, "descending": descending,
         "gives_values": node.outputs[0] in group.outputs, "gives_places": node.outputs[1] in group.outputs,
     }
     pointers = ("source", source.dtype), ("values", source.dtype), ("places", "int64")
@@ -86,7 +85,7 @@ def _kernel(group: OpGroup) -> FixedFunction:
 def _built(group: OpGroup, fixed: FixedFunction) -> Call:
     specs = [group.specs[name] for name in group.outputs]
     layouts: list[OutputLayout] = [
-        (whole_numbers(one.shape), whole_numbers(one.strides), torch_dtype(one.dtype)) for one in specs]
+        (one.shape, one.strides, torch_dtype(one.dtype)) for one in specs]
     # An address that is not written is the source's.
     places = [1 + group.outputs.index(name) if name in group.outputs else 0 for name in group.node.outputs]
     target = local_target(kind) if is_gpu(kind := local_kind()) else SM90
@@ -95,7 +94,7 @@ def _built(group: OpGroup, fixed: FixedFunction) -> Call:
 
 def _row_stride(spec: TensorSpec) -> int:
     """How far rows lie apart; RefusedError where that differs from row to row."""
-    shape, strides = whole_numbers(spec.shape), whole_numbers(spec.strides)
+    shape, strides = spec.shape, spec.strides
     outer = [(extent, stride) for extent, stride in zip(shape[:-1], strides[:-1], strict=True) if extent != 1]
     if not outer:
         return 0
@@ -103,4 +102,4 @@ def _row_stride(spec: TensorSpec) -> int:
     expected = [one * step for one in row_major_strides([extent for extent, _ in outer])]
     if [stride for _, stride in outer] != expected:
         raise RefusedError("its rows are not evenly apart")
-    return step
+    return int(step)

@@ -55,18 +55,18 @@ class Attention:
     @property
     def sizes(self) -> tuple[int, int, int, int]:
         """Batch, heads, query positions and keys."""
-        batch, heads, positions = whole_numbers(self.query.shape[:3])
-        return batch, heads, positions, int(self.key.shape[2])
+        batch, heads, positions = self.query.shape[:3]
+        return batch, heads, positions, self.key.shape[2]
 
     @property
     def widths(self) -> tuple[int, ...]:
         """Of query, key and value."""
-        return tuple(int(spec.shape[3]) for spec in self.operands)
+        return tuple(spec.shape[3] for spec in self.operands)
 
     @property
     def group(self) -> int:
         """Query heads to one key head."""
-        return int(self.query.shape[1]) // int(self.key.shape[1])
+        return int(self.query.shape[1] // self.key.shape[1])
 
     def why_not_plain(self) -> str | None:
         """Why it is more than attention over four dimensions, whichever back end computes it; None when it is that."""
@@ -85,10 +85,10 @@ class Attention:
             return "the batch is broadcast"
         if self.key.shape[1] != self.value.shape[1]:
             return "keys and values have different numbers of heads"
-        if self.key.shape[1] != heads and (not self.shared or heads % int(self.key.shape[1])):
+        if self.key.shape[1] != heads and (not self.shared or heads % self.key.shape[1]):
             return "heads are broadcast without enable_gqa"
         if self.mask is not None:
-            shape = whole_numbers(self.mask.shape)
+            shape = self.mask.shape
             if not 2 <= len(shape) <= 4 or shape[-1] != length or any(
                 own not in (1, its) for own, its in zip(shape, self.sizes[-len(shape):], strict=True)
             ):
@@ -103,11 +103,6 @@ class Attention:
         key, value = (TensorSpec.contiguous((spec.shape[0], heads, *spec.shape[2:]), spec.dtype)
                       for spec in (self.key, self.value))
         return replace(self, key=key, value=value, shared=False)
-
-
-def whole_numbers(sizes: Sequence[Any]) -> tuple[int, ...]:
-    """Static sizes as plain numbers."""
-    return tuple(int(size) for size in sizes)
 
 
 def _refuse_flash(call: Attention) -> str | None:
@@ -202,9 +197,7 @@ def fake_call(call: Attention) -> dict[str, Any]:
             _settle_order()
         query, key, value, mask = (
             None if spec is None else torch.empty_strided(
-                whole_numbers(spec.shape), whole_numbers(spec.strides),
-                dtype=torch_dtype(spec.dtype), device=call.device_type,
-            )
+                spec.shape, spec.strides, dtype=torch_dtype(spec.dtype), device=call.device_type)
             for spec in (*call.operands, call.mask)
         )
     return {"query": query, "key": key, "value": value, "attn_mask": mask, "dropout_p": 0.0,

@@ -20,18 +20,6 @@ from fuseplan.costmodel.devices import is_gpu
 from fuseplan.costmodel.work import Work
 from fuseplan.search.errors import brief
 from fuseplan.search.store import limits
-from fuseplan.search.store.limits import (
-    Amount,
-    Count,
-    Fraction,
-    Label,
-    Measured,
-    OptionalKey,
-    ParameterValue,
-    Positions,
-    Signed,
-    Word,
-)
 
 #: Version of every stored structure below and of the database's tables. Another version is refused, never guessed at.
 SCHEMA_VERSION = 2
@@ -45,7 +33,7 @@ INDUCTOR = "inductor"
 #: How the reason of a trial begins that failed before it was a kernel.
 DOES_NOT_COMPILE = "does not compile"
 #: A configuration by parameter name.
-_Config: TypeAlias = Mapping[Word, ParameterValue | Word]
+_Config: TypeAlias = Mapping[limits.Word, limits.ParameterValue | limits.Word]
 
 
 def now() -> str:
@@ -85,10 +73,10 @@ class RecordKey:
 class Versions:
     """Software that produced a record; empty where it plays no part. A mismatch makes a record stale, not wrong."""
 
-    fuseplan: Word
-    torch: Word
-    triton: Word = ""
-    driver: Word = ""
+    fuseplan: limits.Word
+    torch: limits.Word
+    triton: limits.Word = ""
+    driver: limits.Word = ""
 
     @staticmethod
     def current(device_type: str) -> Versions:
@@ -133,12 +121,12 @@ class Measurement:
         noise: Relative A/A noise of their run; 0 where it was not measured.
     """
 
-    median_us: Measured
-    spread_us: Amount
-    samples: Count
-    rounds: Count
+    median_us: limits.Measured
+    spread_us: limits.Amount
+    samples: limits.Count
+    rounds: limits.Count
     regime: limits.RegimeName
-    noise: Amount = 0.0
+    noise: limits.Amount = 0.0
 
 
 @dataclass(frozen=True)
@@ -154,10 +142,10 @@ class Evidence:
     created: limits.Time
     versions: Versions
     seed: limits.Seed
-    elapsed_s: Amount
-    clocks_mhz: Mapping[str, Amount] = field(default_factory=dict)
+    elapsed_s: limits.Amount
+    clocks_mhz: Mapping[str, limits.Amount] = field(default_factory=dict)
     reason: str = ""
-    run: Word = ""
+    run: limits.Word = ""
 
 
 @dataclass(frozen=True)
@@ -174,15 +162,15 @@ class Trial:
     """
 
     key: RecordKey
-    backend: Word
+    backend: limits.Word
     config: _Config
-    median_us: Measured | None = None
+    median_us: limits.Measured | None = None
     reason: str = ""
-    error: Amount | None = None
+    error: limits.Amount | None = None
     duplicate_of: str = ""
     created: limits.Time = ""
-    device_us: Amount | None = None
-    run: Word = ""
+    device_us: limits.Amount | None = None
+    run: limits.Word = ""
 
     @property
     def uncompiled(self) -> bool:
@@ -196,18 +184,18 @@ class Finalist:
     ``"default"`` or ``"challenger 1"``. ``gain`` is the median paired one over the unfused chain (0.5: half its time).
     """
 
-    name: Label
-    backend: Word
+    name: limits.Label
+    backend: limits.Word
     config: _Config
     time: Measurement
-    gain: Signed
+    gain: limits.Signed
 
 
 @dataclass(frozen=True)
 class Rejection:
     """A configuration that was tried and lost its place before timing, and why."""
 
-    backend: Word
+    backend: limits.Word
     config: _Config
     reason: str
 
@@ -233,24 +221,24 @@ class TuningRecord:
     """
 
     key: RecordKey
-    label: Label
+    label: limits.Label
     fuse: bool
-    backend: Word
+    backend: limits.Word
     config: _Config
     fused: Measurement | None
     unfused: Measurement
-    gain: Signed
-    default_gain: Signed
-    threshold: Amount
-    error: Amount
-    eager_error: Amount
+    gain: limits.Signed
+    default_gain: limits.Signed
+    threshold: limits.Amount
+    error: limits.Amount
+    eager_error: limits.Amount
     finalists: tuple[Finalist, ...]
     rejected: tuple[Rejection, ...]
-    refusals: Mapping[Word, str]
-    enumerated: Count
-    compiled: Count
-    measured: Count
-    resources: Mapping[Word, Count]
+    refusals: Mapping[limits.Word, str]
+    enumerated: limits.Count
+    compiled: limits.Count
+    measured: limits.Count
+    resources: Mapping[limits.Word, limits.Count]
     evidence: Evidence
     work: Annotated[Work, limits.possible_work] = field(default_factory=Work)
     undecided: bool = False
@@ -282,15 +270,15 @@ class GroupChoice:
         delay_us: How much longer it was held to take in its region, whose data share the cache.
     """
 
-    ops: Positions
-    implementation: Word
-    workload: OptionalKey = ""
-    label: Label = ""
+    ops: limits.Positions
+    implementation: limits.Word
+    workload: limits.OptionalKey = ""
+    label: limits.Label = ""
     config: _Config = field(default_factory=dict)
-    predicted_us: Amount = 0.0
-    lower_bound_us: Amount = 0.0
-    measured_us: Amount | None = None
-    delay_us: Amount = 0.0
+    predicted_us: limits.Amount = 0.0
+    lower_bound_us: limits.Amount = 0.0
+    measured_us: limits.Amount | None = None
+    delay_us: limits.Amount = 0.0
 
     def flaw(self) -> str:
         """Why the fields contradict one another; "" when they do not."""
@@ -313,14 +301,14 @@ class GroupChoice:
 class Alternative:
     """A candidate group that the partition does not use, and why; fields as those of :class:`GroupChoice`."""
 
-    ops: Positions
-    label: Label
+    ops: limits.Positions
+    label: limits.Label
     reason: str
-    predicted_us: Amount | None = None
-    measured_us: Amount | None = None
-    implementation: Word = "kernel"
-    workload: OptionalKey = ""
-    delay_us: Amount = 0.0
+    predicted_us: limits.Amount | None = None
+    measured_us: limits.Amount | None = None
+    implementation: limits.Word = "kernel"
+    workload: limits.OptionalKey = ""
+    delay_us: limits.Amount = 0.0
 
 
 @dataclass(frozen=True)
@@ -338,18 +326,18 @@ class PlanRecord:
     """
 
     key: RecordKey
-    label: Label
+    label: limits.Label
     groups: tuple[GroupChoice, ...]
-    planned_us: Amount
-    unfused_us: Amount
-    margin: Signed
-    predicted_us: Amount
+    planned_us: limits.Amount
+    unfused_us: limits.Amount
+    margin: limits.Signed
+    predicted_us: limits.Amount
     rejected: tuple[Alternative, ...]
-    enumerated: Count
-    measured: Count
-    gap: Fraction
-    peak_bytes: Count
-    unfused_peak_bytes: Count
+    enumerated: limits.Count
+    measured: limits.Count
+    gap: limits.Fraction
+    peak_bytes: limits.Count
+    unfused_peak_bytes: limits.Count
     evidence: Evidence
     undecided: bool = False
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import math
 import operator
-import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -281,13 +280,8 @@ _MAX_SETS = 256
 
 
 def cache_bytes(target_bytes: int) -> int:
-    """Last-level cache size: the target's, else what the operating system says, else a usual size."""
-    if target_bytes > 0:
-        return target_bytes
-    for name in ("SC_LEVEL3_CACHE_SIZE", "SC_LEVEL2_CACHE_SIZE"):
-        if name in os.sysconf_names and os.sysconf(name) > 0:
-            return os.sysconf(name)
-    return _DEFAULT_CACHE_BYTES
+    """Last-level cache size: the target's, a usual size where the system did not tell."""
+    return target_bytes or _DEFAULT_CACHE_BYTES
 
 
 def rotating_operands(

@@ -285,11 +285,17 @@ class _Builder:
             return [result], result
         if not isinstance(fake, list | tuple):
             return [], None
-        value = tuple(
-            TracedTensor(f"{node.name}_out{number}", item) if isinstance(item, torch.Tensor) else self.names.plain(item)
+        value = self._items(fake, f"{node.name}_out")
+        return tensors_in(value), value
+
+    def _items(self, fake: Sequence[Any], name: str) -> tuple[Any, ...]:
+        """Tensors of an op's results by their numbers; some are in lists of their own."""
+        return tuple(
+            TracedTensor(f"{name}{number}", item) if isinstance(item, torch.Tensor)
+            else self._items(item, f"{name}{number}_") if isinstance(item, list | tuple)
+            else self.names.plain(item)
             for number, item in enumerate(fake)
         )
-        return [item for item in value if isinstance(item, TracedTensor)], value
 
     def _append_opaque(
         self, node: fx.Node, name: str, operands: Sequence[TracedTensor], results: Sequence[TracedTensor],

@@ -50,6 +50,7 @@ class _Rewrite:
         self.flow = traced.graph
         self.node_of = traced.node_of
         self.items = _item_nodes(traced)
+        self.op_at = {self.node_of[op.name]: op for op in self.flow}
         self.rank = {node: rank for rank, node in enumerate(self.source.nodes)}
         self.symbols = _SymbolSources(traced)
         self.definer: dict[fx.Node, GroupCall] = {}
@@ -105,11 +106,10 @@ class _Rewrite:
             return True
         if node.op != "call_function" or node.target in MODE_SWITCHES:
             return False
-        for name in (node.name, f"{node.name}_out0"):
-            if name in self.flow.graph:
-                # The normaliser keeps an opaque op only when a result or an effect of it is needed.
-                op = self.flow.op(name)
-                return written_value(op) is not None or kind_of(op, self.flow.specs) == "opaque"
+        if node in self.op_at:
+            # The normaliser keeps an opaque op only when a result or an effect of it is needed.
+            op = self.op_at[node]
+            return written_value(op) is not None or kind_of(op, self.flow.specs) == "opaque"
         # Run-time checks. What gives a tensor and is not in the graph is dead, though it wrote over its operand.
         return isinstance(node.target, torch._ops.OpOverload) and node.is_impure() and not fake_tensors(node)
 
@@ -180,16 +180,22 @@ def _item_nodes(traced: Traced) -> dict[str, fx.Node]:
         value = node.meta.get("val")
         if node.graph is not source or not isinstance(value, list | tuple):
             continue
-        takers = {user.args[1]: user for user in node.users if user.target is operator.getitem}
-        numbers = [number for number, item in enumerate(value) if isinstance(item, torch.Tensor)]
-        if not numbers:
-            continue  # unbind of nothing
-        for number, name in zip(numbers, op.outputs, strict=True):
-            if number not in takers:
-                with source.inserting_after(node):
-                    takers[number] = source.call_function(operator.getitem, (node, number))
-            found[name] = takers[number]
+        items = list(_takers(node, value))
+        found.update(zip(op.outputs, items, strict=True) if items else ())  # unbind of nothing gives nothing
     return found
+
+
+def _takers(node: fx.Node, value: Sequence[Any]) -> Iterator[fx.Node]:
+    """The ``getitem`` nodes that take each tensor of a node's results, of lists among them too."""
+    takers = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+    for number, item in enumerate(value):
+        if number not in takers and isinstance(item, torch.Tensor | list | tuple):
+            with node.graph.inserting_after(node):
+                takers[number] = node.graph.call_function(operator.getitem, (node, number))
+        if isinstance(item, torch.Tensor):
+            yield takers[number]
+        elif isinstance(item, list | tuple):
+            yield from _takers(takers[number], item)
 
 
 class _SymbolSources:

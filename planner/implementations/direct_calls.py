@@ -17,9 +17,10 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fuseplan.planner.graph.execute import parameters_of
 from fuseplan.planner.graph.merged_linear import MERGED, MergedLinear
 from fuseplan.planner.rewrites.packing import pack_operands
-from fuseplan.planner.rewrites.trace_edit import fake_value, is_written
+from fuseplan.planner.rewrites.trace_edit import fake_value, named_arguments
 
 
 class Direct:
@@ -145,8 +146,8 @@ def _is_eligible(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Map
         target.namespace == "aten"
         and any(isinstance(leaf, torch.Tensor) for leaf in leaves)
         and not any(isinstance(leaf, torch.device) for leaf in leaves)
-        and not (draws and _by_name(target, args, kwargs).get("dropout_p") != 0.0)
-        and not any(arg.kwarg_only and is_written(arg) for arg in target._schema.arguments)
+        and not (draws and named_arguments(target, args, kwargs).get("dropout_p") != 0.0)
+        and not any(one.kwarg_only and one.is_written for one in parameters_of(str(target)))
     )
 
 
@@ -172,10 +173,3 @@ def _trace(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
         return None
     kinds = {node.op for node in graph.nodes}
     return str(graph) if "call_function" in kinds and "get_attr" not in kinds else None
-
-
-def _by_name(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments of a call by the names in the schema, defaults included."""
-    names = [arg.name for arg in target._schema.arguments]
-    defaults = {arg.name: arg.default_value for arg in target._schema.arguments if arg.has_default_value()}
-    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}

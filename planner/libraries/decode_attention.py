@@ -206,6 +206,3 @@ def _mask_strides(call: Attention) -> tuple[int, int, int]:
     own = [0 if extent == 1 else stride for extent, stride in pairs]
     batch, heads, _, keys = [0] * (4 - len(own)) + own
     return batch, heads, keys
-
-
-DECODE_CALLS = (SplitAttention(),)

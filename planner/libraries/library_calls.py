@@ -6,11 +6,11 @@ A new one is a class in a file of its own, and a row here.
 from __future__ import annotations
 
 from fuseplan.planner.libraries.attention_calls import ATTENTION_CALLS
-from fuseplan.planner.libraries.decode_attention import DECODE_CALLS
+from fuseplan.planner.libraries.decode_attention import SplitAttention
 from fuseplan.planner.libraries.few_rows import FewRowsMatmul
 from fuseplan.planner.libraries.library_call import LibraryCall
 from fuseplan.planner.libraries.matmul_calls import MATMUL_CALLS, MERGED_CALLS
 from fuseplan.planner.libraries.short_rows import ShortRows
 
 LIBRARY_CALLS: tuple[LibraryCall, ...] = (
-    *ATTENTION_CALLS, *DECODE_CALLS, FewRowsMatmul(), *MATMUL_CALLS, *MERGED_CALLS, ShortRows())
+    *ATTENTION_CALLS, SplitAttention(), FewRowsMatmul(), *MATMUL_CALLS, *MERGED_CALLS, ShortRows())

@@ -109,10 +109,13 @@ def _rounding(op: str) -> Build:
     return of_one(lambda p, node, x: p.apply(op, x) if p.dtype_of(x).startswith("float") else x)
 
 
-def _binary(op: str, meet: Callable[[BodyBuilder, OpNode], RegisterType] = result_type) -> Build:
-    """Of the second operand times ``alpha``."""
+def _binary(
+    op: str, meet: Callable[[BodyBuilder, OpNode], RegisterType] = result_type, swapped: bool = False
+) -> Build:
+    """Of the second operand times ``alpha``; of the first, which is then the second, where they are ``swapped``."""
 
     def compute(p: BodyBuilder, node: OpNode, a: int, b: int) -> int:
+        a, b = (b, a) if swapped else (a, b)
         alpha = node.attrs.get("alpha", 1)
         return p.apply(op, a, b if alpha == 1 else p.apply("mul", b, p.const(alpha, p.dtype_of(b))))
 
@@ -141,15 +144,6 @@ def _floor_divide_refuse(node: OpNode, specs: Specs) -> str | None:
 def _taken_away_refuse(node: OpNode, specs: Specs) -> str | None:
     """ATen raises for a difference of booleans, or with one."""
     return "of booleans" if any(specs[value].dtype == "bool" for value in node.inputs) else None
-
-
-def _rsub(p: BodyBuilder, node: OpNode, position: Position) -> int:
-    dtype = result_type(p, node)
-    a = p.operand(node, 0, position, dtype)
-    alpha = node.attrs.get("alpha", 1)
-    if alpha != 1:
-        a = p.apply("mul", a, p.const(alpha, dtype))
-    return p.apply("sub", argument(p, node, "other", 1, position, dtype), a)
 
 
 #: Exponents that are another op.
@@ -213,8 +207,8 @@ POINTWISE = {
     **_row("add.Scalar", _binary("add")),
     **_row("sub.Tensor", _binary("sub"), refuse=_taken_away_refuse, adds=-1),
     **_row("sub.Scalar", _binary("sub"), refuse=_taken_away_refuse),
-    **_row("rsub.Tensor", _rsub, refuse=_taken_away_refuse, adds=-1),
-    **_row("rsub.Scalar", _rsub, refuse=_taken_away_refuse),
+    **_row("rsub.Tensor", _binary("sub", swapped=True), refuse=_taken_away_refuse, adds=-1),
+    **_row("rsub.Scalar", _binary("sub", swapped=True), refuse=_taken_away_refuse),
     **_row("mul.Tensor mul.Scalar", _binary("mul")),
     **_row("div.Tensor div.Scalar true_divide.Tensor true_divide.Scalar", _div, refuse=float_result),
     **_row("floor_divide floor_divide.Scalar div.Scalar_mode div.Tensor_mode", _binary("int_floordiv"),

@@ -8,10 +8,12 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fuseplan.planner.rewrites.trace_edit import arguments_of, change_arguments, schema_of
+from fuseplan.planner.graph.execute import parameters_of
+from fuseplan.planner.rewrites.trace_edit import arguments_of, change_arguments
 from fuseplan.search.errors import OWN_FAULTS
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+_PARAMETERS = parameters_of(str(ATTENTION))
 #: PyTorch's number for what is masked, where cuDNN computes attention: finite (attention.cpp,
 #: ``convert_boolean_attn_mask_cudnn``) until pytorch#177868, minus infinity since. It matters where all is masked.
 _FINITE_BEFORE = "2.12"
@@ -51,10 +53,10 @@ def _layout_as_seen(arguments: dict[str, Any]) -> tuple[tuple[int, ...], ...] | 
 
 def _split(arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments as they are handed over: by position, and by keyword those that are not the default."""
-    args = tuple(arguments[one.name] for one in schema_of(ATTENTION) if not one.kwarg_only)
+    args = tuple(arguments[one.name] for one in _PARAMETERS if not one.kwarg_only)
     # Not by equality: a scale of zero equals False, but is no default.
-    return args, {one.name: arguments[one.name] for one in schema_of(ATTENTION)
-                  if one.kwarg_only and arguments[one.name] is not one.default_value}
+    return args, {one.name: arguments[one.name] for one in _PARAMETERS
+                  if one.kwarg_only and arguments[one.name] is not one.default}
 
 
 def chosen_backend(arguments: dict[str, Any]) -> str:
@@ -77,7 +79,7 @@ def can_use(backend: str, arguments: dict[str, Any]) -> bool:
     """Whether PyTorch says that a back end can run a call on this CUDA device; the arguments as above."""
     from torch.backends import cuda
 
-    params = cuda.SDPAParams(*(_as_seen(arguments[one.name]) for one in schema_of(ATTENTION) if one.name != "scale"))
+    params = cuda.SDPAParams(*(_as_seen(arguments[one.name]) for one in _PARAMETERS if one.name != "scale"))
     return bool(getattr(cuda, f"can_use_{backend}_attention")(params))
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 
+from fuseplan.planner.graph.execute import parameters_of
 from fuseplan.planner.ops.table import op_of
 from fuseplan.search.errors import OWN_FAULTS
 
@@ -224,30 +224,24 @@ def _goes_by_index(node: fx.Node, odd: set[fx.Node], shared_otherwise: set[fx.No
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return False
     kept = shared_otherwise if torch.Tag.pointwise in target.tags else odd
-    return kept.isdisjoint(operands_where(node, is_written))
+    return kept.isdisjoint(written_operands(node))
 
 
-def is_written(argument: torch._C.Argument) -> bool:
-    """Whether an op writes to an argument, as its schema says."""
-    return argument.alias_info is not None and argument.alias_info.is_write
-
-
-@cache
-def schema_of(target: Any) -> tuple[torch._C.Argument, ...]:
-    """The arguments of an op."""
-    return tuple(target._schema.arguments)
+def named_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Every argument of an op's call by its name, in the order and with the defaults of the schema."""
+    defaults = {parameter.name: parameter.default for parameter in parameters_of(str(target))}
+    return defaults | dict(zip(defaults, args, strict=False)) | dict(kwargs)
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
-    """Every argument of an op's call by its name, in the order and with the defaults of the schema."""
-    defaults = {argument.name: argument.default_value for argument in schema_of(node.target)}
-    return defaults | dict(zip(defaults, node.args, strict=False)) | dict(node.kwargs)
+    """The same of a node."""
+    return named_arguments(node.target, node.args, node.kwargs)
 
 
-def operands_where(node: fx.Node, wanted: Callable[[torch._C.Argument], bool]) -> list[fx.Node]:
-    """The operands of an op's call whose arguments in the schema are ``wanted``."""
+def written_operands(node: fx.Node) -> list[fx.Node]:
+    """The operands that an op's call writes to, as its schema says."""
     given = arguments_of(node)
-    values = [given[argument.name] for argument in schema_of(node.target) if wanted(argument)]
+    values = [given[parameter.name] for parameter in parameters_of(str(node.target)) if parameter.is_written]
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, fx.Node)]
 
 

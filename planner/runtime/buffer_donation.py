@@ -16,10 +16,11 @@ from torch import fx
 
 from fuseplan.kernels.ir.in_place import Reuse, choose_reuse
 from fuseplan.planner.capture.normalise import MODE_SWITCHES, Traced
+from fuseplan.planner.graph.execute import parameters_of
 from fuseplan.planner.implementations.direct_calls import FakeValues
 from fuseplan.planner.implementations.first_call import GroupCall
 from fuseplan.planner.ops.table import kind_of, op_of
-from fuseplan.planner.rewrites.trace_edit import fake_tensors, is_written, schema_of
+from fuseplan.planner.rewrites.trace_edit import fake_tensors
 
 #: Calls that read no memory, besides ops with a schema.
 HARMLESS = (operator.getitem, *MODE_SWITCHES)
@@ -48,8 +49,9 @@ def _in_place(target: Any) -> torch._ops.OpOverload | None:
     found = getattr(packet, target._overloadname, None)
     if not isinstance(found, torch._ops.OpOverload):
         return None
-    names, others = ([one.name for one in schema_of(op)] for op in (target, found))
-    return found if names == others and is_written(schema_of(found)[0]) else None
+    of_target, of_found = (parameters_of(str(op)) for op in (target, found))
+    alike = [one.name for one in of_target] == [one.name for one in of_found]
+    return found if alike and of_found[0].is_written else None
 
 
 def _is_alike(operand: Any, result: Any) -> bool:

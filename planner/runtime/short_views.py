@@ -23,7 +23,7 @@ from fuseplan.planner.capture.normalise import Traced
 from fuseplan.planner.implementations.direct_calls import Direct, FakeValues
 from fuseplan.planner.implementations.first_call import FirstCall, GroupCall
 from fuseplan.planner.ops.table import op_of
-from fuseplan.planner.rewrites.trace_edit import is_written, operands_where
+from fuseplan.planner.rewrites.trace_edit import written_operands
 from fuseplan.planner.runtime.buffer_donation import HARMLESS, Memory
 
 #: ``(tensor, shape, strides, offset from the tensor's own)``; None where this PyTorch has no such function.
@@ -119,5 +119,5 @@ def _exposed_by(node: fx.Node) -> list[fx.Node]:
     if node.target is torch.ops.aten.as_strided.default:  # no guard checks at which offset an input begins
         return node.all_input_nodes
     if isinstance(node.target, torch._ops.OpOverload):
-        return operands_where(node, is_written)
+        return written_operands(node)
     return [] if node.op in ("placeholder", "get_attr") or node.target in HARMLESS else node.all_input_nodes

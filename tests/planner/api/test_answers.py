@@ -265,7 +265,7 @@ def test_a_faulty_config_is_told_before_a_device_is_probed(tmp_path: Path) -> No
 def test_a_database_that_cannot_be_written_is_told_before_anything_is_captured() -> None:
     given, account = ModelArguments(model="llama", decode=1, kv_len=16), TimeAccount()
     with pytest.raises(DatabaseError, match="/proc/nowhere"):
-        run_here(TuneRequest("cpu", given, db="/proc/nowhere/t.db"), lambda _: OneModel(asked_for("cpu", given)),
+        run_here(TuneRequest("cpu", given, db="/proc/nowhere/t.db"), lambda *_: OneModel(asked_for("cpu", given)),
                  SILENT, account)
     assert "capturing" not in account.spent()
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from fuseplan.kernels.ir.backend import NOTHING, BuildError, CompiledKernel, Layouts, OutsideTable
-from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.in_place import Reuse
 from fuseplan.kernels.ir.ir import KernelIR
+from fuseplan.kernels.ir.ops import torch_dtype
 from fuseplan.kernels.native.build import (
     OPENMP_FUNCTIONS,
     Compiler,

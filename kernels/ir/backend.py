@@ -154,7 +154,7 @@ def fused_call(kernel: CompiledKernel, ir: KernelIR, reuse: Reuse = NOTHING) -> 
 
     An output in ``reuse``, or one that the IR puts over an input, is written to that input and returned as it.
     """
-    from fuseplan.kernels.ir.dtypes import torch_dtype
+    from fuseplan.kernels.ir.ops import torch_dtype
 
     symbols, reuse = ir.symbols, {**reuse, **ir.overwritten}
 

@@ -121,6 +121,13 @@ REDUCTIONS: dict[str, ReductionSpec] = {
 _SMALLEST = {"int32": -(2**31), "int64": -(2**63)}
 
 
+def torch_dtype(name: str) -> torch.dtype:
+    """``"bfloat16"`` -> ``torch.bfloat16``."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
 def fold_identity(kind: str, dtype: str) -> float | int:
     """The neutral element of a fold over values of register type ``dtype``."""
     identity = REDUCTIONS[kind].identity

@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fuseplan.kernels.ir.dtypes import torch_dtype
+from fuseplan.kernels.ir.ops import torch_dtype
 from fuseplan.planner.capture.normalise import Traced, normalise
 from fuseplan.planner.errors import GraphError, ShapeError, UnknownOpError, in_words
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec

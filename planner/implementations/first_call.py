@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 import torch
 
 from fuseplan.kernels.ir.backend import OutsideTable
-from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.in_place import Reuse, ReuseOptions
 from fuseplan.kernels.ir.ir import Buffer, KernelIR
+from fuseplan.kernels.ir.ops import torch_dtype
 from fuseplan.planner.errors import RefusedError, failure_reason
 from fuseplan.planner.graph.layouts import layout_of, same_layout
 from fuseplan.planner.implementations.tunable_group import Fused

@@ -22,9 +22,9 @@ from fuseplan.costmodel.device import Mode
 from fuseplan.costmodel.devices import is_cpu, is_gpu
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.backend import Config
-from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.in_place import ReuseOptions
 from fuseplan.kernels.ir.ir import Buffer, KernelIR
+from fuseplan.kernels.ir.ops import torch_dtype
 from fuseplan.planner.capture.normalise import Traced
 from fuseplan.planner.errors import RefusedError
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import torch
 
-from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.gathers import index_limits, tables
 from fuseplan.kernels.ir.ir import Buffer, KernelIR
+from fuseplan.kernels.ir.ops import torch_dtype
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
 from fuseplan.planner.graph.execute import bind_call
 

@@ -13,11 +13,10 @@ import torch
 from torch import fx
 
 from fuseplan.costmodel.work import Work
-from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.gathers import computes_indices
 from fuseplan.kernels.ir.index import number, symbols_of
 from fuseplan.kernels.ir.ir import Buffer, KernelIR
-from fuseplan.kernels.ir.ops import float_of_bits
+from fuseplan.kernels.ir.ops import float_of_bits, torch_dtype
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.graph.execute import bind_call, resolve_op
 from fuseplan.planner.groups.compute_graph import lower_group

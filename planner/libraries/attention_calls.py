@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import pad
 
 from fuseplan.costmodel.devices import is_cpu, is_gpu
-from fuseplan.kernels.ir.dtypes import torch_dtype
+from fuseplan.kernels.ir.ops import torch_dtype
 from fuseplan.planner.errors import RefusedError
 from fuseplan.planner.graph.execute import bind_call
 from fuseplan.planner.graph.layouts import laid_out

@@ -12,8 +12,8 @@ from fuseplan.kernels.gpu.fixed import FixedFunction
 from fuseplan.kernels.gpu.launch import interpreter_is_on
 from fuseplan.kernels.gpu.tile import next_power_of_2
 from fuseplan.kernels.ir.backend import SM90, Target
-from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.ir import ITEMSIZE
+from fuseplan.kernels.ir.ops import torch_dtype
 from fuseplan.kernels.registry import local_target
 from fuseplan.planner.errors import RefusedError
 from fuseplan.planner.graph.dataflow import TensorSpec

@@ -10,7 +10,6 @@ from functools import reduce as fold
 import torch
 
 from fuseplan.kernels.ir.contraction import factored
-from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.index import Coord, Index, Size, flatten
 from fuseplan.kernels.ir.ir import (
     ITEMSIZE,
@@ -30,6 +29,7 @@ from fuseplan.kernels.ir.ir import (
     register_type,
     renamed,
 )
+from fuseplan.kernels.ir.ops import torch_dtype
 from fuseplan.kernels.ir.rewrite import needed
 from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec

@@ -13,10 +13,9 @@ import sympy
 import torch
 
 from fuseplan.kernels.ir import ir
-from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.index import Index, Size, as_size, is_static, known_less_equal
 from fuseplan.kernels.ir.ir import Const, Instr, Iota, Product, RegisterType, Segment, Store
-from fuseplan.kernels.ir.ops import OPS
+from fuseplan.kernels.ir.ops import OPS, torch_dtype
 from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.ops.positions import Position, broadcast

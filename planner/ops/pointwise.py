@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.ir import RegisterType, register_type
+from fuseplan.kernels.ir.ops import torch_dtype
 from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.ops.builder import BodyBuilder
 from fuseplan.planner.ops.op import (

@@ -14,8 +14,8 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.index import row_major_strides
+from fuseplan.kernels.ir.ops import torch_dtype
 from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.ops.activation import ACTIVATIONS
 from fuseplan.planner.ops.anchors import ANCHORS

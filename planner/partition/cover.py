@@ -17,8 +17,7 @@ import numpy as np
 import scipy  # its submodules are slow to import, and only solving needs them
 from numpy.typing import NDArray
 
-from fuseplan.planner.groups.convex import bits
-from fuseplan.planner.groups.cycles import Hop, short_cycles
+from fuseplan.planner.groups.convex import Hop, bits, short_cycles
 
 #: Costs are scaled so that their median is this: HiGHS stops at an absolute gap of 1e-6.
 _SCALE = 1e3

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from fuseplan.planner.graph.dataflow import Region
 from fuseplan.planner.groups.candidates import candidate, region_dependencies
-from fuseplan.planner.groups.cycles import short_cycles
+from fuseplan.planner.groups.convex import short_cycles
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import Implementations
 from fuseplan.planner.implementations.tunable_group import group_label

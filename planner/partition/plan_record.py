@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import networkx as nx
 
+from fuseplan.kernels.ir.in_place import choose_reuse
 from fuseplan.planner.cost.prices import MeasuredPrices, ModelPrices
 from fuseplan.planner.errors import PlanError
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
@@ -19,8 +20,8 @@ from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import Implementations
 from fuseplan.planner.implementations.tunable_group import group_label
 from fuseplan.planner.module_paths import located
+from fuseplan.planner.ops.table import written_value
 from fuseplan.planner.partition.guided_loop import GuidedResult, Priced
-from fuseplan.planner.partition.peak_memory import peak_bytes
 from fuseplan.search import policy
 from fuseplan.search.store.record import (
     ATEN,
@@ -264,6 +265,37 @@ def in_running_order(graph: DataflowGraph, region: Region, cover: Iterable[Candi
     order.add_edges_from((before, after) for before, after in edges if before != after)
     order.add_nodes_from(range(len(listed)))
     return [listed[number] for number in nx.lexicographical_topological_sort(order)]
+
+
+def peak_bytes(
+    graph: DataflowGraph, groups: Sequence[Candidate], escaping: Sequence[str],
+    reuse: Sequence[Mapping[str, tuple[str, ...]]] | None = None
+) -> int:
+    """Peak memory of a partition: the largest number of bytes of produced values alive at once.
+
+    ``groups`` are in running order; each allocates its outputs before it runs. Values that are ``escaping`` stay alive
+    to the end. ``reuse`` says for each group which outputs need no memory of their own where an input dies in it. Only
+    values that the groups produce count as inputs that die: of others it is not known here who else needs them. What an
+    op writes to an operand takes none.
+    """
+    last_use: dict[str, int] = {}
+    for step, group in enumerate(groups):
+        for value in group.inputs:
+            last_use[value] = step
+    kept = set(escaping)
+    alive: dict[str, int] = {}
+    peak = 0
+    for step, group in enumerate(groups):
+        dying = [value for value in alive if value not in kept and last_use.get(value) == step]
+        taken = choose_reuse(reuse[step], dying) if reuse is not None else {}
+        for source in taken.values():
+            del alive[source]
+        for value in group.outputs:
+            if (maker := graph.maker(value)) is None or written_value(maker) is None:
+                alive[value] = graph.specs[value].nbytes(graph.symbols)
+        peak = max(peak, sum(alive.values()))
+        alive = {value: size for value, size in alive.items() if value in kept or last_use.get(value, -1) > step}
+    return peak
 
 
 def located_label(graph: DataflowGraph, region: Region) -> str:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
-from fuseplan.kernels.ir.dtypes import torch_dtype
+from fuseplan.kernels.ir.ops import torch_dtype
 from fuseplan.planner.capture.normalise import Traced
 from fuseplan.planner.capture.subgraph import SubGraph, trace_function, trace_subgraph
 from fuseplan.planner.errors import ShapeError, UnknownPatternError

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.ir import ITEMSIZE
+from fuseplan.kernels.ir.ops import torch_dtype
 from fuseplan.planner.graph.dataflow import TensorSpec
 from fuseplan.planner.rewrites.attention_call import can_use
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from well_formed import validate
 
-from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.index import Index, Size, evaluate, flatten, product, row_major_strides, symbol
 from fuseplan.kernels.ir.ir import (
     Apply,
@@ -27,7 +26,7 @@ from fuseplan.kernels.ir.ir import (
     Store,
     register_type,
 )
-from fuseplan.kernels.ir.ops import float32_bits, op_spec
+from fuseplan.kernels.ir.ops import float32_bits, op_spec, torch_dtype
 
 
 class Body:

@@ -8,7 +8,6 @@ import torch
 from well_formed import validate
 
 from fuseplan.kernels.ir.backend import OutsideTable
-from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.index import Coord, FloorDiv, Index, Mod, evaluate
 from fuseplan.kernels.ir.ir import (
     LARGEST,
@@ -25,7 +24,7 @@ from fuseplan.kernels.ir.ir import (
     RowValue,
     Segment,
 )
-from fuseplan.kernels.ir.ops import OPS, REDUCTIONS
+from fuseplan.kernels.ir.ops import OPS, REDUCTIONS, torch_dtype
 
 
 def run_reference(

@@ -15,7 +15,7 @@ from graphs import Builder
 from op_samples import BAGS, SAMPLES, X
 from programs import Program, Step, twin
 
-from fuseplan.kernels.ir.dtypes import torch_dtype
+from fuseplan.kernels.ir.ops import torch_dtype
 from fuseplan.planner.capture.arguments import respell
 from fuseplan.planner.graph.execute import bind_call
 from fuseplan.planner.ops.op import DTYPES

@@ -11,10 +11,9 @@ import torch
 
 from fuseplan.kernels.cpp.backend import CppBackend
 from fuseplan.kernels.ir.backend import Target
-from fuseplan.kernels.ir.dtypes import torch_dtype
 from fuseplan.kernels.ir.index import Index
 from fuseplan.kernels.ir.ir import KernelIR
-from fuseplan.kernels.ir.ops import OPS
+from fuseplan.kernels.ir.ops import OPS, torch_dtype
 
 REASON = CppBackend().unavailable()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")

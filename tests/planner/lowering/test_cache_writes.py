@@ -21,7 +21,7 @@ from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.ops.table import kind_of, why_opaque
-from fuseplan.planner.partition.peak_memory import peak_bytes
+from fuseplan.planner.partition.plan_record import peak_bytes
 from fuseplan.planner.work.group_work import kernel_work, op_work
 
 CPU = Target("cpu", "native", 2)

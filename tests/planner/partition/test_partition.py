@@ -17,8 +17,7 @@ from ways import WAYS
 
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.candidates import CandidateLimits, enumerate_candidates
-from fuseplan.planner.groups.convex import bits
-from fuseplan.planner.groups.cycles import short_cycles
+from fuseplan.planner.groups.convex import bits, short_cycles
 from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations.choices import Choice, RegionProblem, region_problem
 from fuseplan.planner.implementations.group_table import GroupTable

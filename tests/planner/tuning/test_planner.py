@@ -18,7 +18,7 @@ from fuseplan.planner.groups.candidates import enumerate_candidates, single_cand
 from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.tunable_group import TunableGroup
-from fuseplan.planner.partition.peak_memory import peak_bytes
+from fuseplan.planner.partition.plan_record import peak_bytes
 from fuseplan.planner.tuning.planner import Planner, PlanSettings
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import RecordKey, Trial, Versions

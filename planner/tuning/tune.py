@@ -213,16 +213,15 @@ def tune(
             arrive(batch.graphs)
         in_vain = 0
         while waiting or (stream is not None and stream.waiting):
-            if in_vain >= len(waiting) and stream is not None and stream.waiting:
-                with account.spend("capturing"):
-                    graphs = stream.take()
-                arrive(graphs)
+            if in_vain >= len(waiting):
                 in_vain = 0
-                continue
-            if in_vain and in_vain >= len(waiting):
+                if stream is not None and stream.waiting:
+                    with account.spend("capturing"):
+                        graphs = stream.take()
+                    arrive(graphs)
+                    continue
                 with account.spend("waiting for other tuners"):
                     time.sleep(POLL_S)
-                in_vain = 0
             one = waiting.popleft()
 
             def at_region(label: str, number: int, total: int, workload: str = one.workload) -> None:

@@ -60,10 +60,9 @@ class Leases:
     ``owner`` tells tuners apart; by default host, process and a random number.
     """
 
-    def __init__(self, database: Database, owner: str | None = None, lasts_s: float = LASTS_S) -> None:
+    def __init__(self, database: Database, owner: str | None = None) -> None:
         self.owner = owner or f"{platform.node()[:200]}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self._database = database
-        self._lasts_s = lasts_s
         self._held: Counter[RecordKey] = Counter()
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -133,7 +132,7 @@ class Leases:
 
     def _insert(self, dialect: Any, keys: Sequence[RecordKey], connection: sa.Connection) -> set[RecordKey]:
         """Those of the keys that are free, which are this tuner's from now on."""
-        ends = clock(connection) + self._lasts_s
+        ends = clock(connection) + LASTS_S
         insert = dialect.insert(tables.LEASES).values(
             [asdict(key) | {"owner": self.owner, "expires": ends, "taken": now()} for key in keys])
         mine_now = {name: insert.excluded[name] for name in ("owner", "expires", "taken")}
@@ -160,7 +159,7 @@ class Leases:
             if self._held:
                 renewed = tables.LEASES.update().where(self._held_rows(self._held))
                 self._database.change(
-                    lambda connection: connection.execute(renewed.values(expires=clock(connection) + self._lasts_s)),
+                    lambda connection: connection.execute(renewed.values(expires=clock(connection) + LASTS_S)),
                     patient=False,  # whoever closes these leases waits for this
                 )
 

@@ -209,7 +209,7 @@ import math, os, signal, sys
 sys.path.insert(0, sys.argv[1])
 from search_fakes import CPU, FakeBackend, FakeSubject, ShortTimer
 from fuseplan.search.store.database import Database
-from fuseplan.search.store.leases import Leases
+from fuseplan.search.store import leases
 from fuseplan.search.tune.tuner import Budget, Tuner
 from inline_executor import InlineExecutor
 
@@ -229,7 +229,7 @@ class Killed(FakeBackend):
 budget = Budget(trials=30, seconds=math.inf, decide_s=0.002)
 backend, executor = Killed(journal=sys.argv[3]), InlineExecutor()
 tuner = Tuner(Database(sys.argv[2]), CPU, (backend,), "cpu-test", budget, executor=executor, timer=ShortTimer())
-tuner.leases = Leases(tuner.database, lasts_s=1.0)  # the next tune waits for the end of a killed one's
+leases.LASTS_S = 1.0  # the next tune waits for the end of a killed one's
 for number in range(3):
     tuner.tune(FakeSubject(key=f"subject-{number}"))
 """

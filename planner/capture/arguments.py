@@ -130,14 +130,12 @@ def respell(
         if source.dtype == result.dtype:
             return "aten.clone.default", inputs[:1], kept
         return "aten.to.dtype", inputs[:1], {"dtype": result.dtype, **kept}
-    if spelled == "view":
-        return "aten.view.default", inputs[:1], {"size": result.shape}
-    if spelled == "reshape":
-        return "aten.reshape.default", inputs[:1], {"shape": result.shape}
-    if spelled == "expand":
-        return "aten.expand.default", inputs[:1], {"size": result.shape, "implicit": False}
-    if spelled == "clone":
-        return "aten.clone.default", inputs[:1], {}
+    shaped: dict[str, dict[str, Any]] = {
+        "view": {"size": result.shape}, "reshape": {"shape": result.shape},
+        "expand": {"size": result.shape, "implicit": False}, "clone": {},
+    }
+    if spelled in shaped:
+        return f"aten.{spelled}.default", inputs[:1], shaped[spelled]
     if spelled == "slice" and source is not None:
         return op, inputs, _explicit_slice(attrs, source, result)
     return op, inputs, dict(attrs)

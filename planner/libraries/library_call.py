@@ -42,14 +42,11 @@ class LibraryCall(ABC):
 
     Attributes:
         name: Unique among implementations, a word that records keep: ``"sdpa.cudnn"``.
+        by_rule: Whether the cost model may choose it where nothing was measured: of most calls it cannot tell.
     """
 
     name: str
-
-    @property
-    def by_rule(self) -> bool:
-        """Whether the cost model may choose it where nothing was measured: of most calls it cannot tell."""
-        return False
+    by_rule: bool = False
 
     @abstractmethod
     def plan(self, group: OpGroup) -> Callable[[], Call]:

@@ -71,7 +71,7 @@ class MatmulCall(LibraryCall):
     pads: bool = False
 
     @property
-    def by_rule(self) -> bool:
+    def by_rule(self) -> bool:  # type: ignore[override]
         return self.pads
 
     def overhead(self, group: OpGroup) -> Work:

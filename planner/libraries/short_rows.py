@@ -35,10 +35,7 @@ class ShortRows(LibraryCall):
     """Each element's place by counting those before it. Equal ones keep their order."""
 
     name: str = "order.ranks"
-
-    @property
-    def by_rule(self) -> bool:
-        return True
+    by_rule: bool = True
 
     def plan(self, group: OpGroup) -> Callable[[], Call]:
         if op_of(group.node.op).family != "order":

@@ -78,7 +78,7 @@ class Attention:
             return f"a mask of {self.mask.dtype}"
         if self.mask is not None and self.causal:
             return "it is causal and has a mask"
-        batch, heads, *_, length = self.sizes
+        batch, heads, *_ = self.sizes
         if any(size == 0 for spec in self.operands for size in spec.shape):
             return "a tensor is empty"
         if self.key.shape[0] != batch or self.value.shape[0] != batch:
@@ -87,12 +87,8 @@ class Attention:
             return "keys and values have different numbers of heads"
         if self.key.shape[1] != heads and (not self.shared or heads % self.key.shape[1]):
             return "heads are broadcast without enable_gqa"
-        if self.mask is not None:
-            shape = self.mask.shape
-            if not 2 <= len(shape) <= 4 or shape[-1] != length or any(
-                own not in (1, its) for own, its in zip(shape, self.sizes[-len(shape):], strict=True)
-            ):
-                return f"a mask of {list(shape)} for scores of {list(self.sizes)}"
+        if self.mask is not None and not fits_scores(self.mask.shape, self.sizes):
+            return f"a mask of {list(self.mask.shape)} for scores of {list(self.sizes)}"
         return None
 
     def repeated(self) -> Attention:
@@ -103,6 +99,13 @@ class Attention:
         key, value = (TensorSpec.contiguous((spec.shape[0], heads, *spec.shape[2:]), spec.dtype)
                       for spec in (self.key, self.value))
         return replace(self, key=key, value=value, shared=False)
+
+
+def fits_scores(mask: Sequence[int], scores: Sequence[int]) -> bool:
+    """Whether a mask of a shape says something of each score, and no more is broadcast than all but the keys."""
+    if not 2 <= len(mask) <= 4 or mask[-1] != scores[-1]:
+        return False
+    return all(own in (1, its) for own, its in zip(mask, scores[-len(mask) :], strict=True))
 
 
 def _refuse_flash(call: Attention) -> str | None:

@@ -23,6 +23,7 @@ from torch import fx
 from fuseplan.costmodel.devices import for_gpu
 from fuseplan.planner.graph.decode_attention import DECODE_ATTENTION
 from fuseplan.planner.rewrites import trace_edit as edit
+from fuseplan.planner.rewrites.attention_backends import fits_scores
 from fuseplan.planner.rewrites.attention_call import ATTENTION
 from fuseplan.planner.rewrites.grouped_queries import shared_heads
 from fuseplan.planner.rewrites.paged_cache import GatheredPages, gathered_pages, has_same_table, in_order, viewed
@@ -168,7 +169,9 @@ def _replace(decode: _Decode) -> bool:
         return False
     operands = [edit.value_of(one) for one in (decode.query, decode.key, decode.value, last)]
     types, mask = {one.dtype for one in operands if one is not None}, edit.value_of(decode.mask)
-    if len(types) != 1 or not _fits_scores(decode.mask, (batch, query[1], 1, length)):
+    shape = edit.static_sizes(decode.mask)
+    fits = decode.mask is None or (shape is not None and fits_scores(shape, (batch, query[1], 1, length)))
+    if len(types) != 1 or not fits:
         return False
     if decode.is_capped and (types.isdisjoint(_FLOATS) or (mask is not None and not mask.is_floating_point())):
         return False
@@ -220,13 +223,3 @@ def _put(decode: _Decode, key: _Cache, value: _Cache, sizes: tuple[int, int]) ->
     done = made is not None and edit.put_in_place(made, last)
     edit.erase_unused(*(unread if done else [one for one in (*given, made) if one is not None]))
     return done
-
-
-def _fits_scores(mask: Any, scores: Sequence[int]) -> bool:
-    """Whether a mask says something of each score, and no more is broadcast than batches and heads."""
-    if mask is None:
-        return True
-    sizes = edit.static_sizes(mask)
-    if sizes is None or not 2 <= len(sizes) <= 4 or sizes[-1] != scores[-1]:
-        return False
-    return all(own in (1, its) for own, its in zip(sizes, scores[-len(sizes) :], strict=True))

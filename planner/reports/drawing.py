@@ -8,7 +8,6 @@ for Visual Understanding of Hierarchical System Structures", 1981, with a bound 
 from __future__ import annotations
 
 import textwrap
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -114,7 +113,8 @@ def place(heights: Sequence[float], edges: Iterable[tuple[int, int]]) -> Drawing
     Of groups that read each other (where both compute an op for themselves) one is below; no arrow leads up.
     """
     edges = list(edges)
-    rank = _ranks(len(heights), edges)
+    ranks = _ranks(len(heights), edges)
+    rank = {at: one for one, own in enumerate(ranks) for at in own}
     down = [(a, b) for a, b in edges if rank[a] < rank[b]]
     parents: dict[int, list[int]] = {}
     for a, b in down:
@@ -124,8 +124,7 @@ def place(heights: Sequence[float], edges: Iterable[tuple[int, int]]) -> Drawing
     middle: dict[int, float] = {}  # where a group, or its lane, was last
     bottoms: list[float] = []
     y, right = _MARGIN, 0.0
-    for one in range(max(rank, default=-1) + 1):
-        own = [at for at, its in enumerate(rank) if its == one]
+    for one, own in enumerate(ranks):
         # All that read a value share its lane.
         passing = {a for a, b in down if rank[a] < one < rank[b]}
         wished = {at: fmean(middle[above] for above in parents[at]) if at in parents else float(at) for at in own}
@@ -153,24 +152,14 @@ def place(heights: Sequence[float], edges: Iterable[tuple[int, int]]) -> Drawing
     return Drawing(boxes, tuple(arrows), right + _MARGIN, y - _SPACE + _MARGIN)
 
 
-def _ranks(count: int, edges: Sequence[tuple[int, int]]) -> list[int]:
-    """Of each box: below all that it reads, in the first rank there that has room."""
-    graph = nx.DiGraph(edges)
+def _ranks(count: int, edges: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """The boxes of each rank, each below all that it reads."""
+    graph: nx.DiGraph[int] = nx.DiGraph(edges)
     graph.add_nodes_from(range(count))
-    circles = nx.condensation(graph)
-    order = [
-        item for number in nx.lexicographical_topological_sort(circles, lambda one: min(circles.nodes[one]["members"]))
-        for item in sorted(circles.nodes[number]["members"])
-    ]
-    rank: dict[int, int] = {}
-    filled = Counter[int]()
-    for item in order:
-        own = max((rank[one] for one in graph.pred[item] if one in rank), default=-1) + 1
-        while filled[own] >= _A_RANK:
-            own += 1
-        rank[item] = own
-        filled[own] += 1
-    return [rank[at] for at in range(count)]
+    circle = nx.condensation(graph).graph["mapping"]
+    graph.remove_edges_from([(a, b) for a, b in edges if circle[a] == circle[b] and a > b])
+    layers = map(sorted, nx.topological_generations(graph))
+    return [layer[at : at + _A_RANK] for layer in layers for at in range(0, len(layer), _A_RANK)]
 
 
 def path(points: Sequence[tuple[float, float]]) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping
 from typing import Any
 
 import pandas as pd
 
 from fuseplan.planner.bench.patterns import COPY, LARGE_BYTES
+from fuseplan.planner.bench.rows import median_table
 from fuseplan.planner.peers.contestant import OURS
 from fuseplan.planner.reports.frames import geometric_mean
 
@@ -24,31 +26,18 @@ def pattern_table(frame: pd.DataFrame) -> pd.DataFrame:
     as many bytes reaches in the same run; only large cells have one. In a CUDA graph a copy of another mode counts
     where it is faster: graphs copy some sizes at two thirds of the speed.
     """
-    copies = frame[frame["contestant"] == COPY].groupby("key")["median_us"].min().to_dict()
-    present = dict.fromkeys(frame["contestant"])
-    names = sorted((name for name in present if name != COPY), key=lambda name: name != OURS)
-    rows = []
-    for (subject, workload, mode, key), part in frame.groupby(["subject", "workload", "mode", "key"], sort=False):
-        times: dict[str, float] = dict(zip(part["contestant"], part["median_us"], strict=True))
-        known = {name: time_us for name, time_us in times.items() if time_us > 0}
-        copy_us = copies.get(key) if mode == "graph" else times.get(COPY)
-        rows.append({
-            "pattern": subject, "shape": workload, "mode": mode, **{f"{name}_us": times.get(name) for name in names},
-            **_standing(known, copy_us, float(part["bytes"].max())),
-        })
-    return pd.DataFrame(rows)
-
-
-def _standing(times: Mapping[str, float], copy_us: float | None, moved_bytes: float) -> dict[str, Any]:
-    ours = times.get(OURS)
-    best = min((name for name in times if name not in (OURS, COPY)), key=lambda name: times[name], default="")
-    return {
-        "best_peer": best,
-        "vs_best": times[best] / ours if best and ours else None,
-        "mb": moved_bytes / 1e6,
-        "gbps": moved_bytes / ours / 1e3 if ours else None,
-        "copy_share": copy_us / ours if copy_us and ours else None,
-    }
+    cells = ["subject", "workload", "mode", "key"]
+    times = median_table(frame, cells).assign(**{} if COPY in set(frame["contestant"]) else {COPY: math.nan})
+    ours, copy_us = times[OURS] if OURS in times else times[COPY] * math.nan, times.pop(COPY)
+    copy_us = copy_us.mask(times.index.get_level_values("mode") == "graph", copy_us.groupby("key").transform("min"))
+    peers = times.drop(columns=OURS, errors="ignore")
+    best = [str(row.idxmin()) if row.notna().any() else "" for _, row in peers.iterrows()]
+    moved_bytes = frame.groupby(cells)["bytes"].max().reindex(times.index)
+    times = times[sorted(times, key=lambda name: name != OURS)].add_suffix("_us")
+    table = times.assign(best_peer=best, vs_best=peers.min(axis=1) / ours, mb=moved_bytes / 1e6,
+                         gbps=moved_bytes / ours / 1e3, copy_share=copy_us / ours)
+    table = table.rename_axis(columns=None).reset_index().drop(columns="key")
+    return table.rename(columns={"subject": "pattern", "workload": "shape"})
 
 
 def pattern_verdict(frame: pd.DataFrame) -> list[str]:

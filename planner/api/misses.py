@@ -13,9 +13,9 @@ from typing import Any
 import pandas as pd
 
 from fuseplan.costmodel.devices import kind_of_key
-from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.api.answer import TuneAnswer, first_screen
 from fuseplan.planner.api.device import device_kind
+from fuseplan.planner.api.report import open_layers
 from fuseplan.planner.api.request import plan_settings
 from fuseplan.planner.api.run import Ran, outcome
 from fuseplan.planner.errors import FuseplanError, one_family
@@ -28,9 +28,6 @@ from fuseplan.planner.tuning.miss_log import MissedRegion
 from fuseplan.planner.tuning.progress import Progress
 from fuseplan.planner.tuning.session import Session
 from fuseplan.planner.tuning.tune import Batch, WorkloadPlan
-from fuseplan.search.store.database import Database
-from fuseplan.search.store.layered import LayeredDatabase, shipped_files
-from fuseplan.search.store.record import Versions
 from fuseplan.search.tune.time_account import TimeAccount
 
 TUNED_COLUMNS = (
@@ -103,11 +100,9 @@ def misses(
         FuseplanError: The database cannot be read, or there is no such device.
     """
     with one_family():
-        kind = device_kind(device)
-        key = device_key if device_key is not None else current_identity(kind).key()
-        versions = Versions.current(kind) if device_key is None else None
-        with Database(db, mode="inspect", versions=versions) as database:
-            return misses_frame(logged_misses(LayeredDatabase(database, shipped_files(key)), key))
+        database, key = open_layers(db, device_kind(device), device_key)
+        with database.user:
+            return misses_frame(logged_misses(database, key))
 
 
 class LoggedMisses:

@@ -163,8 +163,6 @@ class TuneRequest:
             plan_settings(self.kind, "fp32", self.given.regime)
 
 
-
-
 def asked_for(kind: Kind, given: ModelArguments) -> Asked:
     """What some arguments mean; nothing is captured yet.
 
@@ -272,5 +270,3 @@ def plan_settings(kind: Kind, numerics: str, regime: str) -> PlanSettings:
         raise DeviceError("{} graph needs CUDA graphs, which a CPU does not have; leave it out on the CPU",
                           Argument("regime"))
     return PlanSettings(numerics=numerics, regime=regime)
-
-

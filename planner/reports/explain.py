@@ -232,4 +232,3 @@ def _refused(graph: DataflowGraph, refusals: Sequence[Refusal]) -> Iterator[str]
         names = ", ".join(dict.fromkeys(_short(graph.op(name).op) for name in ops[0]))
         groups = "one group" if len(ops) == 1 else f"{len(ops)} groups, such as"
         yield f"  cannot be one kernel ({groups} {names}): {reason}"
-

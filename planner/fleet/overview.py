@@ -99,11 +99,10 @@ def fleet_status(
             versions = {one.device: one.versions for kind in KINDS for one in described(client, kind)}
             labels |= known_labels(client)
     with Database(db, mode="inspect") as database:
-        held = leases.listed(database)
-        labels |= {str(row["workload"]): str(row["label"]) for row in database.misses()}
-        labels |= {one.key.workload: one.label for one in database.records()}
-        labels |= {one.key.workload: one.label for one in database.plans()}
-        keys = {*versions, *database.devices(), *(str(row["device"]) for row in database.misses())}
+        held, missed = leases.listed(database), database.misses()
+        labels |= {str(row["workload"]): str(row["label"]) for row in missed}
+        labels |= {one.key.workload: one.label for one in database.everything()}
+        keys = {*versions, *database.devices(), *(str(row["device"]) for row in missed)}
         where = database.where
     keys |= {here} - {""}
     rows: list[tuple[str, str, str, str, int, str]] = []

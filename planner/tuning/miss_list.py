@@ -39,10 +39,6 @@ class Miss:
     region: str
     why: str
 
-    @property
-    def tunable(self) -> bool:
-        return not self.why
-
     def row(self) -> tuple[str | int, ...]:
         """What a table has of it (:data:`MISS_COLUMNS`). ``tunable`` is yes, or the reason why not."""
         return (self.label, self.count, self.place, self.why or "yes", self.first_seen, self.last_seen,

@@ -119,7 +119,7 @@ def missed_regions(misses: Iterable[Miss]) -> list[MissedRegion]:
     """The regions of ``misses``, most frequent first, that can be tuned: each once, those missed most first."""
     found: defaultdict[tuple[str, str, str], list[Miss]] = defaultdict(list)
     for miss in misses:
-        if miss.tunable:
+        if not miss.why:
             found[miss.region, miss.key.regime, miss.key.numerics].append(miss)
     regions = [MissedRegion(*of, tuple(each)) for of, each in found.items()]
     return sorted(regions, key=lambda one: (-one.count, one.region, one.regime, one.numerics))

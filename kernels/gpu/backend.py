@@ -12,18 +12,17 @@ from typing import Any, ClassVar
 import torch
 
 from fuseplan.kernels.gpu.build import KernelSpec, ModuleStore, compile_kernel
-from fuseplan.kernels.gpu.direct import find_launcher, only_by_triton
+from fuseplan.kernels.gpu.direct import only_by_triton
 from fuseplan.kernels.gpu.launch import (
     Arguments,
     Geometry,
-    GpuKernel,
-    InterpretedKernel,
     Loader,
+    ScratchKernel,
     Variant,
     interpreter_is_on,
+    loaded_kernel,
 )
 from fuseplan.kernels.gpu.overlap import plainly
-from fuseplan.kernels.gpu.scratch import ScratchKernel
 from fuseplan.kernels.gpu.targets import read_resources, toolchain
 from fuseplan.kernels.gpu.tile import WARP, chunk_width, needs_int64, tile_of
 from fuseplan.kernels.ir.backend import Backend, BuildError, CompiledKernel, Config, Resources, Target, config_key
@@ -82,8 +81,7 @@ class GpuBackend(Backend):
         return resources
 
     def load(self, ir: KernelIR, config: Config, target: Target) -> CompiledKernel:
-        is_interpreted = interpreter_is_on()
-        if is_interpreted:
+        if interpreter_is_on():
             config, resources = plainly(config), Resources()
             function = self._function(ir, config, Variant())
             binary: Callable[[Variant], Any] = lambda _: function  # noqa: E731
@@ -99,7 +97,7 @@ class GpuBackend(Backend):
         numbers, counters = self.scratch(ir, config)
         buffers = len(ir.buffers) + (2 if counters else 0)
         loader = Loader(binary, geometry, ir.symbols, self._arguments(ir, config), buffers)
-        kernel = InterpretedKernel(loader) if is_interpreted else GpuKernel(loader, resources, find_launcher())
+        kernel = loaded_kernel(loader, resources)
         return ScratchKernel(kernel, len(ir.inputs), numbers, counters) if counters else kernel
 
     def scratch(self, ir: KernelIR, config: Config) -> tuple[int, int]:

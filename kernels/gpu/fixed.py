@@ -8,9 +8,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from fuseplan.kernels.gpu.build import POINTER_TYPES, KernelSpec, compile_kernel
-from fuseplan.kernels.gpu.direct import find_launcher
-from fuseplan.kernels.gpu.launch import Geometry, GpuKernel, InterpretedKernel, Loader, Variant, interpreter_is_on
-from fuseplan.kernels.gpu.scratch import ScratchKernel
+from fuseplan.kernels.gpu.launch import Geometry, Loader, ScratchKernel, Variant, interpreter_is_on, loaded_kernel
 from fuseplan.kernels.ir.backend import CompiledKernel, OutputLayout, Resources, Target
 
 
@@ -71,10 +69,9 @@ _LOADED: WeakValueDictionary[tuple[FixedFunction, tuple[int, ...], int, Target],
 def _loaded(fixed: FixedFunction, places: tuple[int, ...], buffers: int, target: Target) -> CompiledKernel:
     """The function as a kernel."""
     arguments = (*((place, 0) for place in places), *((None, value) for _, value in fixed.constants))
-    is_interpreted = interpreter_is_on()
 
     def binary(variant: Variant) -> Any:
-        return fixed.function if is_interpreted else fixed.compiled(target, variant)
+        return fixed.function if interpreter_is_on() else fixed.compiled(target, variant)
 
     loader = Loader(binary, lambda _: Geometry(fixed.programs, False), (), arguments, buffers)
-    return InterpretedKernel(loader) if is_interpreted else GpuKernel(loader, Resources(), find_launcher())
+    return loaded_kernel(loader, Resources())

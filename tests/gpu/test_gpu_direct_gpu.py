@@ -12,7 +12,7 @@ import pytest
 import torch
 from ir_samples import Sample
 
-from fuseplan.kernels.gpu import backend as gpu_backend
+from fuseplan.kernels.gpu import launch as gpu_launch
 from fuseplan.kernels.gpu.build import load_file
 from fuseplan.kernels.gpu.direct import find_launcher, launcher_problem
 from fuseplan.kernels.gpu.launch import Geometry, GpuKernel, Loader, Variant
@@ -53,7 +53,7 @@ def test_direct_calls_agree_with_triton_launches(
         pytest.skip(refused)
     call, args = fused(backend, sample), inputs(sample)
     assert is_direct(call)
-    monkeypatch.setattr(gpu_backend, "find_launcher", lambda: None)
+    monkeypatch.setattr(gpu_launch, "find_launcher", lambda: None)
     slow = fused(backend, sample)
     expected = slow(*args)
     for _ in range(3):
@@ -63,7 +63,7 @@ def test_direct_calls_agree_with_triton_launches(
 def test_dynamic_sizes_agree_with_triton_launches(backend: TritonBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     sample = samples.dynamic_samples()[4]
     call = fused(backend, sample)
-    monkeypatch.setattr(gpu_backend, "find_launcher", lambda: None)
+    monkeypatch.setattr(gpu_launch, "find_launcher", lambda: None)
     slow = fused(backend, sample)
     for rows in (5, 128, 5, 1, 128, 77, 5):
         x = torch.randn(rows, 96, device="cuda")

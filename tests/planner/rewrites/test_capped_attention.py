@@ -149,8 +149,8 @@ def test_gemma_2_decodes_as_in_eager_mode(tmp_path: Any) -> None:
 
     def decoded(run: Any) -> torch.Tensor:
         cache = transformers.StaticCache(config=config, max_cache_len=16)
-        found = [model(words[:, :6], past_key_values=cache, use_cache=True).logits[:, -1]]
-        for at in range(6, 10):  # the sliding window is passed on the way
+        found = [model(words[:, :7], past_key_values=cache, use_cache=True).logits[:, -1]]
+        for at in range(7, 10):  # fills the sliding window, moves it, and reads what was moved
             place = torch.tensor([at])
             step = run(words[:, at : at + 1], past_key_values=cache, use_cache=True, position_ids=place[None])
             found.append(step.logits[:, -1])

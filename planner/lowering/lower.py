@@ -22,7 +22,7 @@ from fuseplan.planner.lowering.puller import Puller, check_writes, looks_through
 from fuseplan.planner.lowering.roundings import is_rounding_cast
 from fuseplan.planner.ops.builder import AcrossColumns, Group, IterationSpace, column
 from fuseplan.planner.ops.positions import Position, reshape_position
-from fuseplan.planner.ops.table import op_of, written_value
+from fuseplan.planner.ops.table import op_of, why_refused, written_value
 
 __all__ = ["Lowered", "NotLowerable", "lower"]
 
@@ -50,6 +50,10 @@ def lower(graph: DataflowGraph, ops: Iterable[str], numerics: str, outputs: Iter
     members, wanted, row_wise = frozenset(ops), tuple(outputs), frozenset[str]()
     if not wanted:
         raise NotLowerable("nothing outside the group uses its results")
+    for node in map(graph.op, members):
+        # A plan is made for numbers; where a size is dynamic, the rows of what its recipe refuses may have no size.
+        if op_of(node.op).reduced_dim is not None and (reason := why_refused(node, graph.specs)) is not None:
+            raise NotLowerable(reason)
     while True:
         lowering = _Lowering(graph, members, numerics, row_wise)
         try:

@@ -62,7 +62,8 @@ def shorten_views(graph: fx.Graph, traced: Traced, memory: Memory, unguarded: Co
             continue
         operand = node.args[0] if node.args else None
         root = roots.get(operand) if isinstance(operand, fx.Node) else None
-        if root is None or memory.storages(root) != storage:
+        is_view = isinstance(values[node], torch.Tensor | list | tuple)  # not a number that is read from its memory
+        if root is None or memory.storages(root) != storage or not is_view:
             continue
         roots[node] = root
         value, whole = _result_like(node, like), like[root]

@@ -37,6 +37,7 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=1, help="samples of each operator and dtype, at most")
     parser.add_argument("--ops", default="", metavar="WORDS", help="operators with one of these in their names: all")
     parser.add_argument("--kernels", choices=("compiled", "interpreted"), default="compiled")
+    parser.add_argument("--dynamic", action="store_true", help="with dynamic sizes")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--worker", nargs=2, type=int, metavar=("FIRST", "END"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -71,7 +72,8 @@ def _batch(options: argparse.Namespace, first: int, end: int) -> Iterator[Outcom
 
     def run(first: int, end: int) -> tuple[str, str]:
         command = [sys.executable, str(Path(__file__).resolve()), "--samples", str(options.samples), "--ops",
-                   options.ops, "--kernels", options.kernels, "--worker", str(first), str(end)]
+                   options.ops, "--kernels", options.kernels, *["--dynamic"] * options.dynamic,
+                   "--worker", str(first), str(end)]
         return worker(command, environment, _BATCH_LIMIT_S)
 
     return answers(first, end, run, lambda number, how: {"complaints": [how], "fused": 0, "left": None})
@@ -88,7 +90,7 @@ def _work(options: argparse.Namespace) -> int:
         if options.kernels == "interpreted":
             interpreted.start()
         for case in cases(options.ops, range(options.samples))[first:end]:
-            print(json.dumps(judge(case, f"{folder}/tuning.db")), flush=True)
+            print(json.dumps(judge(case, f"{folder}/tuning.db", options.dynamic)), flush=True)
     return 0
 
 

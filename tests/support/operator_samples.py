@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -57,10 +56,9 @@ def cases(words: str, numbers: range, dtypes: Mapping[str, torch.dtype] = DTYPES
 def arguments(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Operands of the case; None where the operator has not so many samples, or needs gradients."""
     torch.manual_seed(0)
-    made = iter(case.op.sample_inputs("cpu", DTYPES[case.dtype], requires_grad=False))
-    sample = next(islice(made, case.number, None), None)
-    if isinstance(made, Generator):
-        made.close()  # one that is collected later would run in the middle of a trace
+    # All are made: a generator left unfinished would go on when it is collected, in the middle of a trace.
+    samples = list(case.op.sample_inputs("cpu", DTYPES[case.dtype], requires_grad=False))
+    sample = samples[case.number] if case.number < len(samples) else None
     return None if sample is None else ((sample.input, *sample.args), dict(sample.kwargs))
 
 
@@ -94,8 +92,11 @@ def program(case: Case) -> Callable[..., Any]:
     return run
 
 
-def judge(case: Case, db: str) -> dict[str, Any]:
-    """Compile and call the case: its ``complaints``, how many groups were ``fused``, and why it is ``left`` out."""
+def judge(case: Case, db: str, dynamic: bool = False) -> dict[str, Any]:
+    """Compile and call the case, with ``dynamic`` sizes if asked.
+
+    The answer has its ``complaints``, how many groups were ``fused``, and why it is ``left`` out.
+    """
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         given = arguments(case)
@@ -105,7 +106,7 @@ def judge(case: Case, db: str) -> dict[str, Any]:
         torch._dynamo.reset()
         lookup._LOGGED.clear(), lookup._WARNED.clear(), logs._SAID.clear()
         fuseplan.planner.reset_stats()
-        compiled = partial(torch.compile, program(case), dynamic=False)
+        compiled = partial(torch.compile, program(case), dynamic=dynamic)
         run = compiled(backend="fuseplan", options={"db": db})
         results = [_outcome_of(run, given) for _ in range(2)]
         values = not UNFILLED.search(case.op.name)

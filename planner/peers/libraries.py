@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fuseplan.planner.peers.contestant import Case, Contestant, PeerOp, library_function
+from fuseplan.planner.peers.contestant import Case, Contestant, PeerOp, library_function, tensors_of
 
 #: What the patterns have.
 _RMS_EPSILON, _LAYER_NORM_EPSILON = 1e-6, 1e-5
@@ -88,55 +88,41 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-def _shaped(case: Case) -> Callable[[Any, Sequence[torch.Tensor]], list[torch.Tensor]]:
-    """One output, in the shape of the first input."""
-    return lambda result, operands: [result.view(case.inputs[0].shape)]
+def _of_rows(
+    module: str, name: str, prepare: Callable[..., tuple[torch.Tensor, ...]], *more: float,
+    outputs: Callable[[Any, Sequence[torch.Tensor]], Sequence[torch.Tensor]] = tensors_of, note: str = "",
+) -> Callable[[Case], Contestant]:
+    """A function of rows, which takes ``more`` arguments after its operands. Outputs have the first input's shape."""
+    def build(case: Case) -> Contestant:
+        function = _op(module, name)
+        return Contestant(
+            lambda *operands: function(*operands, *more), prepare,
+            lambda result, operands: [one.view(case.inputs[0].shape) for one in outputs(result, operands)], note)
+
+    return build
 
 
-def _act_and_mul(case: Case, name: str) -> Contestant:
-    return Contestant(
-        _op("activation", name), lambda gate, up: (torch.cat([gate, up], -1),), note="reads gate and up from one tensor"
-    )
+def _act_and_mul(name: str) -> Callable[[Case], Contestant]:
+    return _of_rows("activation", name, lambda gate, up: (torch.cat([gate, up], -1),),
+                    note="reads gate and up from one tensor")
 
 
-def _flat_rms_norm(case: Case, name: str) -> Contestant:
-    norm = _op("norm", name)
-    return Contestant(
-        lambda x, weight: norm(x, weight, _RMS_EPSILON), lambda x, weight: (_flat(x), weight), _shaped(case)
-    )
+def _flat_rms_norm(name: str) -> Callable[[Case], Contestant]:
+    return _of_rows("norm", name, lambda x, weight: (_flat(x), weight), _RMS_EPSILON)
 
 
-def _flat_add_rms_norm(case: Case, name: str) -> Contestant:
-    norm = _op("norm", name)
-
-    def outputs(result: None, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        x, residual = (tensor.view(case.inputs[0].shape) for tensor in operands[:2])
-        return [residual, x]
-
-    return Contestant(
-        lambda x, residual, weight: norm(x, residual, weight, _RMS_EPSILON),
-        lambda residual, x, weight: (_flat(x).clone(), _flat(residual).clone(), weight), outputs,
-        "writes x and residual in place",
-    )
-
-
-def _layer_norm(case: Case) -> Contestant:
-    norm = _op("norm", "layernorm")
-    return Contestant(
-        lambda x, weight, bias: norm(x, weight, bias, _LAYER_NORM_EPSILON),
-        lambda x, weight, bias: (_flat(x), weight.float(), bias.float()), _shaped(case),
-        "reads weight and bias in float32",
-    )
+def _flat_add_rms_norm(name: str) -> Callable[[Case], Contestant]:
+    return _of_rows(
+        "norm", name, lambda residual, x, weight: (_flat(x).clone(), _flat(residual).clone(), weight), _RMS_EPSILON,
+        outputs=lambda result, operands: [operands[1], operands[0]], note="writes x and residual in place")
 
 
 def _softmax(case: Case) -> Contestant:
     """Of rows over a temperature each, or over 1."""
-    dtype = case.cell.dtype
-    return Contestant(
-        _op("sampling", "softmax"),
-        lambda x, *temperature: (_flat(x).float(), *(one.reshape(-1) for one in temperature)), _shaped(case),
-        "reads and writes float32" + ("" if dtype == "float32" else f", twice the bytes of {dtype}"),
-    )
+    twice = "" if case.cell.dtype == "float32" else f", twice the bytes of {case.cell.dtype}"
+    return _of_rows(
+        "sampling", "softmax", lambda x, *temperature: (_flat(x).float(), *(one.reshape(-1) for one in temperature)),
+        note=f"reads and writes float32{twice}")(case)
 
 
 def _token_rope(case: Case, is_neox: bool = True) -> Contestant:
@@ -162,14 +148,16 @@ def _token_rope(case: Case, is_neox: bool = True) -> Contestant:
 
 #: FlashInfer's, by pattern.
 FLASHINFER_OPS: Mapping[str, PeerOp] = MappingProxyType({
-    "swiglu": PeerOp(_GATED, partial(_act_and_mul, name="silu_and_mul"), _HALF),
-    "geglu": PeerOp(_GATED, partial(_act_and_mul, name="gelu_and_mul"), _HALF),
-    "geglu_tanh": PeerOp(_GATED, partial(_act_and_mul, name="gelu_tanh_and_mul"), _HALF),
-    "rms_norm": PeerOp(_NORMED, partial(_flat_rms_norm, name="rmsnorm"), _HALF),
-    "rms_norm_gemma": PeerOp(_NORMED, partial(_flat_rms_norm, name="gemma_rmsnorm"), _HALF),
-    "add_rms_norm": PeerOp(_ADDED, partial(_flat_add_rms_norm, name="fused_add_rmsnorm"), _HALF),
-    "add_rms_norm_gemma": PeerOp(_ADDED, partial(_flat_add_rms_norm, name="gemma_fused_add_rmsnorm"), _HALF),
-    "layer_norm": PeerOp(("x", "weight", "bias"), _layer_norm, ("bfloat16",)),
+    "swiglu": PeerOp(_GATED, _act_and_mul("silu_and_mul"), _HALF),
+    "geglu": PeerOp(_GATED, _act_and_mul("gelu_and_mul"), _HALF),
+    "geglu_tanh": PeerOp(_GATED, _act_and_mul("gelu_tanh_and_mul"), _HALF),
+    "rms_norm": PeerOp(_NORMED, _flat_rms_norm("rmsnorm"), _HALF),
+    "rms_norm_gemma": PeerOp(_NORMED, _flat_rms_norm("gemma_rmsnorm"), _HALF),
+    "add_rms_norm": PeerOp(_ADDED, _flat_add_rms_norm("fused_add_rmsnorm"), _HALF),
+    "add_rms_norm_gemma": PeerOp(_ADDED, _flat_add_rms_norm("gemma_fused_add_rmsnorm"), _HALF),
+    "layer_norm": PeerOp(("x", "weight", "bias"), _of_rows(
+        "norm", "layernorm", lambda x, weight, bias: (_flat(x), weight.float(), bias.float()), _LAYER_NORM_EPSILON,
+        note="reads weight and bias in float32"), ("bfloat16",)),
     "softmax": PeerOp(("x",), _softmax),
     "sampling_softmax": PeerOp(("logits", "temperature"), _softmax),
     "rope": PeerOp(_ROTARY, _token_rope, _HALF),

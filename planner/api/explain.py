@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +20,7 @@ from fuseplan.planner.implementations.tunable_group import group_subject
 from fuseplan.planner.reports import explain as words
 from fuseplan.planner.reports.drawing import group_name
 from fuseplan.planner.reports.frames import config_text, how_it_runs, time_of
+from fuseplan.planner.reports.side_by_side import in_words, side_by_side
 from fuseplan.planner.tuning.plans import GraphPlan
 from fuseplan.planner.tuning.progress import SILENT, Progress
 from fuseplan.planner.tuning.session import Session, open_session
@@ -107,8 +108,24 @@ class Explained:
         return pd.DataFrame(rows, columns=list(EXPLAINED_COLUMNS))
 
     def kernels(self) -> list[KernelSource]:
-        """The generated kernels of all workloads, each text once."""
-        return kernel_sources(self.planned)
+        """The generated kernels of all workloads, each text once, in the order of their groups."""
+        found: dict[str, KernelSource] = {}
+        for of in self.planned:
+            session = of.session
+            backends = {backend.name: backend for backend in session.backends}
+            for region, one in words.distinct_regions(of.graph, of.plan):
+                for number, choice in enumerate(one.record.groups):
+                    if not choice.is_kernel or choice.implementation not in backends:
+                        continue
+                    backend, name = backends[choice.implementation], group_name(number)
+                    subject = group_subject(of.graph, one.group_ops(choice), choice.workload,
+                                            session.settings.numerics, session.target.device_type)
+                    text = backend.source(subject.ir, choice.config)
+                    known = found.get(text) or KernelSource(
+                        (), choice.label, region.place_of(choice.ops), backend.name, text, backend.common(text), ())
+                    names, users = dict.fromkeys((*known.names, name)), dict.fromkeys((*known.workloads, of.workload))
+                    found[text] = replace(known, names=tuple(names), workloads=tuple(users))
+        return list(found.values())
 
     def sources(self, group: str = "") -> Mapping[str, str]:
         """Generated code by group, of those with ``group`` in their labels."""
@@ -116,7 +133,10 @@ class Explained:
 
     def side_by_side(self) -> Iterator[str]:
         """Lines that put the plans of several workloads side by side; none where they have nothing in common."""
-        yield from words.compare_plans([(one.workload, one.graph, one.plan) for one in self.planned])
+        if rows := side_by_side((one.workload, region, of.record) for one in self.planned
+                                for region, of in words.distinct_regions(one.graph, one.plan)):
+            yield "Side by side, the region of each workload that takes most of its time, by rows of the matmul:"
+            yield from in_words(rows)
 
     def lines(self) -> Iterator[str]:
         """The explanation in words, as the terminal has it."""
@@ -176,27 +196,6 @@ def explained(
         plan = session.planner().plan_graph(graph, on_failure=words.note_failure(graph, failures))
         lines = (*words.explain_plan(session, name, graph, plan), *failures)
         yield Planned(session, name, graph, plan, lines)
-
-
-def kernel_sources(planned: Iterable[Planned]) -> list[KernelSource]:
-    """The kernels of several workloads, in the order of their groups."""
-    found: dict[str, KernelSource] = {}
-    for of in planned:
-        session = of.session
-        backends = {backend.name: backend for backend in session.backends}
-        for region, one in words.distinct_regions(of.graph, of.plan):
-            for number, choice in enumerate(one.record.groups):
-                if not choice.is_kernel or choice.implementation not in backends:
-                    continue
-                backend, name = backends[choice.implementation], group_name(number)
-                subject = group_subject(of.graph, one.group_ops(choice), choice.workload, session.settings.numerics,
-                                        session.target.device_type)
-                text = backend.source(subject.ir, choice.config)
-                known = found.get(text) or KernelSource(
-                    (), choice.label, region.place_of(choice.ops), backend.name, text, backend.common(text), ())
-                names, users = dict.fromkeys((*known.names, name)), dict.fromkeys((*known.workloads, of.workload))
-                found[text] = replace(known, names=tuple(names), workloads=tuple(users))
-    return list(found.values())
 
 
 def called(kernels: Sequence[KernelSource], wanted: str) -> list[KernelSource]:

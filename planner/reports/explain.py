@@ -18,7 +18,6 @@ from fuseplan.planner.ops.table import kind_of, why_opaque
 from fuseplan.planner.partition.plan_record import located_label
 from fuseplan.planner.reports.drawing import group_name, reads
 from fuseplan.planner.reports.frames import config_text, floor_doubt, how_it_runs, time_of
-from fuseplan.planner.reports.side_by_side import in_words, side_by_side
 from fuseplan.planner.tuning.planner import GraphPlan, RegionPlan
 from fuseplan.planner.tuning.session import Session
 from fuseplan.planner.tuning.summary import RegionSummary, summarise
@@ -58,14 +57,6 @@ def distinct_regions(graph: DataflowGraph, plan: GraphPlan) -> list[tuple[Region
     summary = summarise("", "", graph, [(one.region, one.record) for one in plan.regions])
     regions = {region.key: region for region in summary.regions}
     return [(regions[one.record.key.workload], one) for one in plan.unique()]
-
-
-def compare_plans(planned: Sequence[tuple[str, DataflowGraph, GraphPlan]]) -> Iterator[str]:
-    """Lines that put the plans of several workloads side by side; none where they have nothing in common."""
-    if rows := side_by_side((workload, region, one.record) for workload, graph, plan in planned
-                            for region, one in distinct_regions(graph, plan)):
-        yield "Side by side, the region of each workload that takes most of its time, by rows of the matmul:"
-        yield from in_words(rows)
 
 
 def note_failure(graph: DataflowGraph, lines: list[str]) -> Callable[[Region, Exception], None]:

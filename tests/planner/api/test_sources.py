@@ -12,7 +12,7 @@ from ir_samples import static_samples
 
 from fuseplan.kernels.ir.backend import BuildError, Target
 from fuseplan.kernels.registry import backends_for
-from fuseplan.planner.api.explain import KernelSource, Planned, called, kernel_sources
+from fuseplan.planner.api.explain import Explained, KernelSource, Planned, called
 from fuseplan.planner.errors import ConfigError
 from fuseplan.planner.patterns.table import pattern_graph
 from fuseplan.planner.tuning.session import Session, open_session
@@ -28,8 +28,8 @@ def session(tmp_path: Path) -> Session:
 def sources(session: Session, *sizes: tuple[str, str, str]) -> list[KernelSource]:
     """Of patterns: workload, name, shape."""
     graphs = [(workload, pattern_graph(name, shape, "bfloat16")) for workload, name, shape in sizes]
-    return kernel_sources(
-        Planned(session, name, graph, session.planner().plan_graph(graph), ()) for name, graph in graphs)
+    return Explained("", tuple(
+        Planned(session, name, graph, session.planner().plan_graph(graph), ()) for name, graph in graphs)).kernels()
 
 
 def test_a_text_stands_once_with_all_workloads_that_use_it(session: Session) -> None:

@@ -184,9 +184,8 @@ def _layers(data: ReportData) -> list[tuple[str, list[dict[str, Any]]]]:
     found: dict[str, dict[str, tuple[RegionSummary, PlanRecord]]] = {}
     for workload, region, plan in replace(data, workloads=data.workloads[:_MAX_LAYERS]).placed():
         known = found.setdefault(f"{workload.model}, {workload.regime}, {workload.numerics}", {})
-        other = known.get(workload.workload)
-        if other is None or _like_a_layer(other[0]) < _like_a_layer(region):
-            known[workload.workload] = region, plan
+        so_far = known.get(workload.workload, (region, plan))
+        known[workload.workload] = max(so_far, (region, plan), key=lambda pair: _like_a_layer(pair[0]))
     return [
         (of, [_drawing(data, *workloads[name], f"{name}, {workloads[name][0].occurrences} ×")
               for name in _in_turn(workloads)])

@@ -63,9 +63,7 @@ def side_by_side(planned: Iterable[PlannedRegion]) -> list[Row]:
     """
     costliest: dict[str, PlannedRegion] = {}
     for one in planned:
-        known = costliest.get(one[0])
-        if known is None or _cost_us(known) < _cost_us(one):
-            costliest[one[0]] = one
+        costliest[one[0]] = max(costliest.get(one[0], one), one, key=_cost_us)
     found: dict[_Place, list[Row]] = {}
     for workload, region, plan in costliest.values():
         for place, positions in _places(region).items():

@@ -8,6 +8,7 @@ for Visual Understanding of Hierarchical System Structures", 1981, with a bound 
 from __future__ import annotations
 
 import textwrap
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -153,13 +154,18 @@ def place(heights: Sequence[float], edges: Iterable[tuple[int, int]]) -> Drawing
 
 
 def _ranks(count: int, edges: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """The boxes of each rank, each below all that it reads."""
+    """The boxes of each rank: each box below all that it reads, in the first rank there that has room."""
     graph: nx.DiGraph[int] = nx.DiGraph(edges)
     graph.add_nodes_from(range(count))
     circle = nx.condensation(graph).graph["mapping"]
     graph.remove_edges_from([(a, b) for a, b in edges if circle[a] == circle[b] and a > b])
-    layers = map(sorted, nx.topological_generations(graph))
-    return [layer[at : at + _A_RANK] for layer in layers for at in range(0, len(layer), _A_RANK)]
+    ranks: defaultdict[int, list[int]] = defaultdict(list)
+    for item in nx.lexicographical_topological_sort(graph):
+        at = 1 + max((at for at, own in ranks.items() if not graph.pred[item].keys().isdisjoint(own)), default=-1)
+        while len(ranks[at]) == _A_RANK:
+            at += 1
+        ranks[at].append(item)
+    return [ranks[at] for at in sorted(ranks)]
 
 
 def path(points: Sequence[tuple[float, float]]) -> str:

@@ -267,12 +267,11 @@ def _coverage_row(data: ReportData, workload: WorkloadSummary) -> dict[str, Any]
             launches += times * region.kinds.count("compute")
             planned_us = unfused_us = math.nan
             continue
-        anchors, computed = (
-            {at for at, kind in enumerate(region.kinds) if kind == wanted} for wanted in ("anchor", "compute"))
         for group in plan.groups:
-            own = len(computed.intersection(group.ops))
+            kinds = [region.kinds[at] for at in group.ops]
+            own = kinds.count("compute")
             fused += times * own if group.is_kernel else 0
-            if anchors.isdisjoint(group.ops):
+            if "anchor" not in kinds:
                 launches += times * (min(own, 1) if group.is_kernel else own)
         planned_us += times * plan.planned_us
         unfused_us += times * plan.unfused_us

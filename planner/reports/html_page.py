@@ -19,7 +19,7 @@ from fuseplan.planner.reports.drawing import group_class, group_name, partition_
 from fuseplan.planner.reports.frames import ReportData
 from fuseplan.planner.reports.log_plot import LogPlot
 from fuseplan.planner.reports.plots import bandwidth_plot, roofline_plot, scatter_plot
-from fuseplan.planner.reports.side_by_side import PlannedRegion, as_frame, side_by_side
+from fuseplan.planner.reports.side_by_side import PlannedRegion, side_by_side
 from fuseplan.planner.reports.step_words import answers, bars, time_text
 from fuseplan.planner.reports.steps import PARTS, Step, steps
 from fuseplan.planner.tuning.summary import RegionSummary
@@ -159,7 +159,7 @@ def _side_by_side(data: ReportData) -> list[Markup]:
     for workload, region, plan in data.placed():
         of = workload.model, workload.regime, workload.numerics
         found.setdefault(of, []).append((workload.workload, region, plan))
-    tables = {of: as_frame(side_by_side(planned)) for of, planned in found.items()}
+    tables = {of: pd.DataFrame(side_by_side(planned)) for of, planned in found.items()}
     return [table_html(frame, f"{model}, {regime}, {numerics}")
             for (model, regime, numerics), frame in tables.items() if len(frame)]
 

@@ -11,12 +11,11 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import TypeAlias
 
 import networkx as nx
-import pandas as pd
 
 from fuseplan.planner.reports.frames import how_it_runs, time_of
 from fuseplan.planner.tuning.summary import RegionSummary
@@ -77,11 +76,6 @@ def side_by_side(planned: Iterable[PlannedRegion]) -> list[Row]:
         rows = [replace(row, op=name) for row in found[place]]
         listed += sorted(rows, key=lambda row: (row.rows, row.workload))
     return listed
-
-
-def as_frame(rows: Sequence[Row]) -> pd.DataFrame:
-    """A row each, with a column for each attribute."""
-    return pd.DataFrame(map(astuple, rows), columns=[field.name for field in fields(Row)])
 
 
 def in_words(rows: Sequence[Row]) -> Iterator[str]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 import report_samples as samples
 
 from fuseplan.planner.reports.frames import ReportData
 from fuseplan.planner.reports.html_page import html_report
-from fuseplan.planner.reports.side_by_side import PlannedRegion, as_frame, in_words, side_by_side
+from fuseplan.planner.reports.side_by_side import PlannedRegion, in_words, side_by_side
 from fuseplan.planner.tuning.summary import RegionSummary, WorkloadSummary
 from fuseplan.search.store.record import Alternative, GroupChoice, PlanRecord, RecordKey
 
@@ -68,8 +69,8 @@ def test_each_matmul_and_attention_is_listed_by_rows() -> None:
     assert far.otherwise == "no kernel with more was measured"
     assert (pair.runs, pair.time_us) == ("one triton kernel, linear+mul", 9.0)
     assert rows[5].time_us == 16.5  # both of them
-    assert list(as_frame(rows).columns) == ["op", "rows", "workload", "runs", "time_us", "otherwise"]
-    assert len(as_frame(rows)) == len(rows) == 9
+    assert list(pd.DataFrame(rows).columns) == ["op", "rows", "workload", "runs", "time_us", "otherwise"]
+    assert len(pd.DataFrame(rows)) == len(rows) == 9
 
 
 def test_what_was_measured_as_one_kernel_is_set_against_its_parts() -> None:

@@ -100,13 +100,8 @@ def _is_dense(shape: Sequence[Size], strides: Sequence[Size]) -> bool:
     """Whether no two positions lie in one element, and none between them is left out."""
     if not is_static(*shape, *strides):
         return tuple(strides) == tuple(row_major_strides(shape))
-    expected = 1
-    dims = zip(strides, shape, strict=True)
-    for stride, extent in sorted((stride, extent) for stride, extent in dims if extent != 1):
-        if stride != expected:
-            return False
-        expected *= extent
-    return True
+    dims = sorted((dim for dim in zip(strides, shape, strict=True) if dim[1] != 1), reverse=True)
+    return tuple(stride for stride, _ in dims) == row_major_strides(extent for _, extent in dims)
 
 
 def _segment_allows(segment: Segment, execution: Execution, position: int, source: int) -> bool:

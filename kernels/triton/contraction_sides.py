@@ -65,8 +65,7 @@ class Left(Side):
 
     def levels(self, wanted: Sequence[int]) -> list[list[int]]:
         """The folds behind some values, by how many folds each waits for."""
-        behind = ancestors(self.segment.body, wanted)
-        folds = [value for value in behind if isinstance(self.segment.body[value], Reduce)]
+        folds = self.folds(wanted)
         depth = max((self.depths[value] for value in folds), default=0)
         return [[value for value in folds if self.depths[value] == level + 1] for level in range(depth)]
 

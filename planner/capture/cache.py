@@ -62,10 +62,6 @@ def graphs_of_text(text: str) -> Graphs:
         return tuple(map(graph_from_json, json.loads(text)["graphs"]))
 
 
-def _text_of(graphs: Graphs) -> str:
-    return json.dumps({"graphs": [graph_to_json(graph) for graph in graphs]})
-
-
 def capture_path(source: ModelSource, workload: Workload, device_type: str, pack_weights: bool = False) -> Path:
     """Where the capture is kept, once there is one: in the user's cache folder."""
     key = capture_key(source, workload, device_type, pack_weights)
@@ -104,7 +100,7 @@ def _read(path: Path) -> Graphs | None:
 def _write(path: Path, graphs: Graphs) -> None:
     """Write beside the target and rename: a reader never sees half a file."""
     with suppress(OSError, ValueError):
-        text = _text_of(graphs)
+        text = json.dumps({"graphs": list(map(graph_to_json, graphs))})
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(f".{os.getpid()}.tmp")
         draft.write_text(text, encoding="utf-8")

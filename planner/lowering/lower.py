@@ -162,7 +162,7 @@ class _Lowering:
         # Whether a row folded on the way is more than one dimension of an operand.
         specs, folds = self.graph.specs, self._folds(value)
         several = any(shape != specs[node.inputs[0]].shape for node, shape in folds)
-        walkers = [(node, shape) for node, shape in folds if op_of(node.op).walked(node, specs) is not None
+        walkers = [(node, shape) for node, shape in folds if op_of(node.op).walk(node, specs) is not None
                    and specs[node.inputs[0]].shape == spec.shape]
         walker, viewed = walkers[0] if walkers else (None, _viewed_as_rows(spec.shape, reduced) if several else None)
         if viewed is not None and value not in self.row_wise:
@@ -250,7 +250,7 @@ class _Lowering:
                     else Index.coord(axis, space.rows[axis])
                     for axis in plan.axes
                 )
-                walk = op_of(plan.walker.op).walked(plan.walker, self.graph.specs) if plan.walker is not None else None
+                walk = op_of(plan.walker.op).walk(plan.walker, self.graph.specs) if plan.walker is not None else None
                 if walk is not None:
                     position = walk(position)
                 elif plan.viewed is not None:

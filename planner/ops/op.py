@@ -53,8 +53,8 @@ class Op:
     reduced_dim: Callable[[OpNode, Specs], tuple[int, ...]] | None = None
     #: ``row_shape`` where it is not that the folded dimensions are one (the groups of a group_norm).
     rows: Callable[[OpNode, Specs], tuple[Size, ...]] | None = None
-    #: In which order it walks the elements of a row, where that is another than the operand's dimensions have.
-    walk: Callable[[OpNode, Specs], Walk | None] | None = None
+    #: In which order it walks the elements of a row; None where that is the operand's own, row-major.
+    walk: Callable[[OpNode, Specs], Walk | None] = lambda node, specs: None
     #: For an op that writes to operand 0, the dimension along which operand 1 says where to; None where all of the
     #: operand is written. ``build`` then emits what is written, at a position of that.
     writes: Callable[[OpNode, Specs], int | None] | None = None
@@ -125,11 +125,6 @@ class Op:
             return self.rows(node, specs)
         kept = len(shape) - len(self.reduced_dim(node, specs))
         return (*shape[:kept], product(shape[kept:]))
-
-
-    def walked(self, node: OpNode, specs: Specs) -> Walk | None:
-        """The order of elements in a row; None where it is the operand's own, row-major."""
-        return None if self.walk is None else self.walk(node, specs)
 
 
 Rows: TypeAlias = dict[str, Op]

@@ -178,7 +178,7 @@ def why_refused(node: OpNode, specs: Specs) -> str | None:
     if reason is not None:
         return f"{node.op}: {reason}"
     # Of dynamic sizes that cannot always be told. A plan is made for some sizes, with which it is.
-    if len(dims) > 1 and (spec := specs[node.inputs[0]]).is_static and op.walked(node, specs) is None:
+    if len(dims) > 1 and (spec := specs[node.inputs[0]]).is_static and op.walk(node, specs) is None:
         shape = spec.shape[-len(dims) :]
         run = zip(shape, spec.strides[-len(dims) :], row_major_strides(shape), strict=True)
         if any(extent != 1 and stride != expected for extent, stride, expected in run):

@@ -19,6 +19,7 @@ from fuseplan.costmodel.devices import is_gpu
 from fuseplan.costmodel.probe.timing import cuda_graph
 from fuseplan.planner.bench.rows import BenchRow, Race
 from fuseplan.planner.dispatch_stats import CompileStats, reset_stats, stats
+from fuseplan.planner.implementations.inductor import inductor_settings
 from fuseplan.planner.models.build import Model, cache_name, rewind
 from fuseplan.planner.models.workload import Workload
 from fuseplan.planner.peers.contestant import EAGER, MAX_AUTOTUNE, OURS
@@ -140,8 +141,8 @@ def _compiled(session: Session, model: Model, name: str) -> Callable[..., Any]:
     if name == OURS:
         ours = dispatch_options(session) | {"regime": session.settings.regime}
         return torch.compile(model.module, backend="fuseplan", dynamic=False, options=ours)
-    options = dict(torch._inductor.list_mode_options("max-autotune-no-cudagraphs") if name == MAX_AUTOTUNE else {})
-    return torch.compile(model.module, dynamic=False, options=options | {"autotune_num_choices_displayed": 0})
+    options = inductor_settings("max-autotune" if name == MAX_AUTOTUNE else "default")
+    return torch.compile(model.module, dynamic=False, options=options)
 
 
 def dispatch_options(session: Session) -> dict[str, Any]:

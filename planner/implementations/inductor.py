@@ -110,7 +110,7 @@ def compile_chain(
         ]
     with _ONE_AT_A_TIME, torch.no_grad(), going_on(policy.PEER_LIMIT_S):
         artifact = standalone_compile(
-            chain, inputs, dynamic_shapes="from_example_inputs", options={"config_patches": _settings(mode)})
+            chain, inputs, dynamic_shapes="from_example_inputs", options={"config_patches": inductor_settings(mode)})
     assert artifact is not None
     call: Fused = artifact
     return call
@@ -124,12 +124,12 @@ def compile_graph(
 
     with _ONE_AT_A_TIME:
         call: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
-            module, example_inputs, config_patches={"fallback_random": True, **_settings(mode)})
+            module, example_inputs, config_patches={"fallback_random": True, **inductor_settings(mode)})
     return call
 
 
-def _settings(mode: InductorMode) -> dict[str, Any]:
-    """TorchInductor's own, without what it prints of each matmul that it tunes."""
+def inductor_settings(mode: InductorMode) -> dict[str, Any]:
+    """TorchInductor's settings for a mode, without CUDA graphs and what it prints of each matmul that it tunes."""
     from torch._inductor import list_mode_options
 
     found = list_mode_options("max-autotune-no-cudagraphs") if mode == "max-autotune" else {}

@@ -25,16 +25,12 @@ from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import Argument, ConfigError, meant
 from fuseplan.planner.implementations.generated_kernel import GeneratedKernel
 from fuseplan.planner.implementations.implementation import PlannedGroup
+from fuseplan.planner.implementations.inductor import inductor_settings
 from fuseplan.planner.peers.contestant import EAGER, INDUCTOR, MAX_AUTOTUNE, Case, Contestant, PeerError, PeerOp
 from fuseplan.planner.peers.libraries import FLASHINFER_OPS, LIGER_OPS
 from fuseplan.planner.runtime.executor import executable
 
 LIGER, FLASHINFER = "liger", "flashinfer"
-#: Options of ``torch.compile``'s max-autotune mode without its CUDA graphs, which the bench adds itself.
-_MAX_AUTOTUNE: Mapping[str, Any] = {
-    "max_autotune": True, "coordinate_descent_tuning": True, "triton.cudagraphs": False,
-    "autotune_num_choices_displayed": 0,
-}
 
 
 @dataclass(frozen=True)
@@ -77,7 +73,7 @@ def inductor_callable(chain: fx.GraphModule, inputs: Sequence[torch.Tensor], max
         programs.append(compile_fx_inner(*args, **kwargs))
         return programs[-1]
 
-    options = dict(_MAX_AUTOTUNE) if max_autotune else {}
+    options = inductor_settings("max-autotune" if max_autotune else "default")
     compiled: Any = compile_fx(copy.deepcopy(chain), list(inputs), inner_compile=inner, config_patches=options)
     whole: Callable[..., Any] = compiled
     expected = whole(*inputs)

@@ -164,14 +164,9 @@ class Screen(Document):
 
 
 def _print_sentence(part: Sentence, terminal: Console) -> None:
-    from rich.cells import cell_len, set_cell_size
     from rich.text import Text
 
-    text, width = "\n".join(part.lines()), terminal.width
-    if part.one_line:
-        text = plain(part.text)
-        text = text if cell_len(text) <= width else f"{set_cell_size(text, width - 1).rstrip()}…"
-    terminal.print(Text(text))
+    terminal.print(Text("\n".join(part.lines())), no_wrap=part.one_line, overflow="ellipsis" if part.one_line else None)
 
 
 def _print_table(table: Table, terminal: Console) -> None:

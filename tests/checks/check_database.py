@@ -53,7 +53,8 @@ def main() -> int:
 def _check(first: int, count: int, jobs: int, folder: Path) -> int:
     start = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
-    _process(folder, 0, 0)  # makes the database, and compiles its kernels once for all
+    if jobs > 1:
+        _process(folder, 0, 0)  # makes the database, and compiles its kernels once for all
     counts: Counter[tuple[str, str]] = Counter()
     failed = sound = done = 0
     size = min(_BATCH, -(-count // jobs))

@@ -13,7 +13,7 @@ from typing import Any
 import networkx as nx
 import pytest
 import torch
-from model_families import write_family
+from model_families import FAMILY_CONFIGS, write_family
 from model_samples import write_config
 from torch import Tensor, fx
 from tracing import ops, recording
@@ -92,6 +92,14 @@ def test_generation_is_captured_for_prompts_of_one_length_and_of_several(tmp_pat
         assert len(traces) == 3
         running = {region.key for trace in traces for region in find_regions(bind_graph(trace.graph))}
         assert running <= captured, f"padding {padding}"
+
+
+def test_generation_is_captured_until_a_sliding_window_is_full(tmp_path: Path) -> None:
+    entries = FAMILY_CONFIGS["gemma3"] | {"sliding_window": 11, "layer_types": ["sliding_attention"]}
+    (tmp_path / "config.json").write_text(json.dumps(entries | {"num_hidden_layers": 1}))
+    source = find_source(config=tmp_path, dtype="float32")
+    graphs = [{region.key for region in find_regions(graph)} for graph in capture(source, generate(1, 9), "cpu")]
+    assert len(graphs) == 4 and not graphs[-1] <= set().union(*graphs[:-1])
 
 
 def test_layers_of_a_llama_stay_whole(tmp_path: Path) -> None:

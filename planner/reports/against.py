@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import pandas as pd
 
@@ -12,8 +11,6 @@ from fuseplan.planner.reports.frames import ReportData
 from fuseplan.planner.reports.step_words import time_text
 from fuseplan.planner.reports.steps import Step, steps
 
-_STEP_COLUMNS = ("workload", "here_us", "there_us", "change_us", "here_measured", "there_measured", "regime")
-_GROUP_COLUMNS = ("workload", "group", "here_us", "there_us", "change_us", "here", "there", "regime")
 #: Groups that are named in words.
 _SHOWN = 3
 #: Of a step: a group whose time differs by less is not named.
@@ -23,14 +20,11 @@ _LITTLE = 0.002
 def steps_against(here: ReportData, there: ReportData) -> pd.DataFrame:
     """One row per workload that both have: a planned step, and what it takes longer here (negative: shorter)."""
     rows = [
-        {
-            "workload": one.name, "here_us": one.planned_us, "there_us": other.planned_us,
-            "change_us": one.planned_us - other.planned_us, "here_measured": one.measured,
-            "there_measured": other.measured, "regime": one.workload.regime,
-        }
-        for one, other in _pairs(here, there)
+        (one.name, one.planned_us, other.planned_us, one.planned_us - other.planned_us, one.measured, other.measured,
+         one.workload.regime) for one, other in _pairs(here, there)
     ]
-    return pd.DataFrame(rows, columns=list(_STEP_COLUMNS))
+    names = ["workload", "here_us", "there_us", "change_us", "here_measured", "there_measured", "regime"]
+    return pd.DataFrame(rows, columns=names)
 
 
 def groups_against(here: ReportData, there: ReportData) -> pd.DataFrame:
@@ -43,18 +37,16 @@ def groups_against(here: ReportData, there: ReportData) -> pd.DataFrame:
 
 
 def _group_changes(pairs: Iterable[tuple[Step, Step]]) -> pd.DataFrame:
-    rows: list[dict[str, Any]] = []
+    rows = []
     for one, other in pairs:
         ours, theirs = _groups(one), _groups(other)
         for label in dict.fromkeys((*ours, *theirs)):
             (here_us, way), (there_us, other_way) = ours.get(label, (None, "")), theirs.get(label, (None, ""))
-            change = here_us - there_us if here_us is not None and there_us is not None else None
-            rows.append({
-                "workload": one.name, "group": label, "here_us": here_us, "there_us": there_us, "change_us": change,
-                "here": way, "there": other_way, "regime": one.workload.regime,
-            })
-    rows.sort(key=lambda row: -abs(row["change_us"] if row["change_us"] is not None else 0.0))
-    return pd.DataFrame(rows, columns=list(_GROUP_COLUMNS))
+            rows.append((one.name, label, here_us, there_us, way, other_way, one.workload.regime))
+    names = ["workload", "group", "here_us", "there_us", "here", "there", "regime"]
+    frame = pd.DataFrame(rows, columns=names).astype({"here_us": "float64", "there_us": "float64"})
+    frame.insert(4, "change_us", frame["here_us"] - frame["there_us"])
+    return frame.sort_values("change_us", key=lambda us: -us.abs().fillna(0.0), kind="stable", ignore_index=True)
 
 
 def against_lines(here: ReportData, there: ReportData) -> Iterator[str]:

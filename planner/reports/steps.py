@@ -18,7 +18,6 @@ from fuseplan.search.store.record import ATEN, Alternative, GroupChoice, PlanRec
 
 STEP_COLUMNS = ("workload", "unfused_us", "planned_us", "speedup", "floor_us", "over_floor", "noise", "measured",
                 "inductor_us", "by_inductor", "left_out", "doubt", "regime")
-PART_COLUMNS = ("workload", "part", "unfused_us", "planned_us", "saved_us", "regime")
 SAVED_COLUMNS = (
     "workload", "group", "place", "uses", "unfused_us", "planned_us", "saved_us", "share", "runs", "doubt",
     "regime", "key",
@@ -211,12 +210,9 @@ def part_frame(data: ReportData) -> pd.DataFrame:
             parts[BETWEEN] = max(0.0, unfused_us), max(0.0, planned_us)
             if min(unfused_us, planned_us) < 0:
                 parts[TOGETHER] = min(0.0, unfused_us), min(0.0, planned_us)
-        rows += [
-            {"workload": one.name, "part": part, "unfused_us": unfused, "planned_us": planned,
-             "saved_us": unfused - planned, "regime": one.workload.regime}
-            for part, (unfused, planned) in parts.items()
-        ]
-    return pd.DataFrame(rows, columns=list(PART_COLUMNS))
+        rows += [(one.name, part, unfused, planned, unfused - planned, one.workload.regime)
+                 for part, (unfused, planned) in parts.items()]
+    return pd.DataFrame(rows, columns=["workload", "part", "unfused_us", "planned_us", "saved_us", "regime"])
 
 
 def saved_frame(data: ReportData) -> pd.DataFrame:

@@ -94,29 +94,19 @@ def _short(op: str) -> str:
 
 
 @dataclass(frozen=True)
-class _Group:
-    name: str
-    choice: GroupChoice
-    ops: frozenset[str]
-
-
 class _RegionWords:
     """Explains one region."""
 
-    def __init__(
-        self, session: Session, graph: DataflowGraph, table: GroupTable, plan: RegionPlan,
-        region: RegionSummary,
-    ) -> None:
-        self.session, self.graph, self.table, self.plan, self.region = session, graph, table, plan, region
-        self.groups = [
-            _Group(group_name(number), choice, frozenset(plan.group_ops(choice)))
-            for number, choice in enumerate(plan.record.groups)
-        ]
+    session: Session
+    graph: DataflowGraph
+    table: GroupTable
+    plan: RegionPlan
+    region: RegionSummary
 
     def lines(self) -> Iterator[str]:
         yield f"  {self._source()}"
-        for group in self.groups:
-            yield from self._group(group)
+        for number, group in enumerate(self.plan.record.groups):
+            yield from self._group(group_name(number), group)
         found = [
             enumerate_candidates(self.graph, part, self.table.legal)
             for part in region_parts(self.graph, self.plan.region)
@@ -142,10 +132,10 @@ class _RegionWords:
             gain = f"; {record.planned_us:.2f} us against {record.unfused_us:.2f} us unfused"
         return f"{found}; {record.evidence.reason}{gain}"
 
-    def _group(self, group: _Group) -> Iterator[str]:
-        choice, tuning = group.choice, self._tuning(group.choice.workload)
+    def _group(self, name: str, choice: GroupChoice) -> Iterator[str]:
+        tuning = self._tuning(choice.workload)
         ops = ", ".join(_short(self.graph.op(name).op) for name in self.plan.group_ops(choice))
-        yield f"  {group.name}: {how_it_runs(choice)}: {ops}"
+        yield f"  {name}: {how_it_runs(choice)}: {ops}"
         if where := self.region.place_of(choice.ops):
             yield f"     in {where}"
         parts = [f"{choice.measured_us:.2f} us measured"] if choice.measured_us is not None else ["not measured"]
@@ -171,15 +161,19 @@ class _RegionWords:
         self, candidates: Mapping[frozenset[str], Candidate], refusals: Sequence[Refusal]
     ) -> Iterator[str]:
         """For each two groups that exchange a value: why they are not one."""
-        pairs = [(self.groups[a], self.groups[b]) for a, b in reads(self.region, self.plan.record)]
-        for one, other in sorted(pairs, key=lambda pair: (pair[0].name, pair[1].name))[: 4 * _EXAMPLES]:
-            yield f"  between {one.name} and {other.name}: {self._why_apart(one, other, candidates, refusals)}"
+        record = self.plan.record
+        pairs = [(group_name(a), group_name(b), a, b) for a, b in reads(self.region, record)]
+        for name, other, a, b in sorted(pairs)[: 4 * _EXAMPLES]:
+            why = self._why_apart(record.groups[a], record.groups[b], candidates, refusals)
+            yield f"  between {name} and {other}: {why}"
 
     def _why_apart(
-        self, first: _Group, second: _Group, candidates: Mapping[frozenset[str], Candidate], refusals: Sequence[Refusal]
+        self, first: GroupChoice, second: GroupChoice, candidates: Mapping[frozenset[str], Candidate],
+        refusals: Sequence[Refusal],
     ) -> str:
-        union = first.ops | second.ops
-        apart = f"apart {time_of(first.choice):.2f} + {time_of(second.choice):.2f} us"
+        sides = [frozenset(self.plan.group_ops(one)) for one in (first, second)]
+        union = frozenset.union(*sides)
+        apart = f"apart {time_of(first):.2f} + {time_of(second):.2f} us"
         for one in reversed(self.plan.record.rejected):
             if one.implementation != ATEN and union == {self.plan.region.ops[at] for at in one.ops}:
                 measured = "no working kernel"
@@ -188,7 +182,7 @@ class _RegionWords:
                 return f"tried as one kernel: {measured}, {apart}; {one.reason}"
         for refusal in refusals:
             ops = frozenset(refusal.ops)
-            if ops <= union and ops & first.ops and ops & second.ops:
+            if ops <= union and all(ops & side for side in sides):
                 return f"they cannot be one kernel: {refusal.reason}"
         if union not in candidates:
             larger = min((len(one) for one in candidates if union < one), default=None)

@@ -26,7 +26,8 @@ from fuseplan.search.store.layered import LayeredDatabase, shipped_devices, ship
 from fuseplan.search.store.record import Versions
 
 _SAVED = ("group", "saved_us", "uses", "place", "workload")
-_GROUPS = ("group", "place", "answer", "fused_us", "unfused_us", "speedup", "workload")
+#: Of the group table, what a first screen shows.
+GROUPS_FIRST = ("group", "place", "answer", "fused_us", "unfused_us", "speedup", "workload")
 #: Of the group table, what a narrow terminal leaves out, in this order.
 GROUP_SPARE = (
     "key", "doubt", "regime", "enumerated_configs", "measured_configs", "noise", "lower_bound_us", "predicted_us",
@@ -196,7 +197,7 @@ class Report:
     def _repr_html_(self) -> str:
         title = f"{self.data.model or 'everything tuned'} on {self.data.device}"
         saved, groups = self.saved.sort_values("saved_us", ascending=False), self.groups
-        table, columns = (saved, _SAVED) if len(saved) else (groups, _GROUPS)
+        table, columns = (saved, _SAVED) if len(saved) else (groups, GROUPS_FIRST)
         lines = [frames.headline(groups)]
         if self.other is not None:
             lines += against.against_lines(self.data, self.other)

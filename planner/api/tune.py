@@ -18,7 +18,7 @@ from fuseplan.planner.api.answer import TuneAnswer, first_screen
 from fuseplan.planner.api.device import device_kind
 from fuseplan.planner.api.many import Models, TunedMany
 from fuseplan.planner.api.misses import LoggedMisses, TunedMisses
-from fuseplan.planner.api.report import GROUP_SPARE, Report
+from fuseplan.planner.api.report import GROUP_SPARE, GROUPS_FIRST, Report
 from fuseplan.planner.api.request import (
     Asked,
     Batches,
@@ -46,8 +46,6 @@ from fuseplan.search.store.record import PlanRecord
 from fuseplan.search.tune.time_account import TimeAccount
 
 logger = logging.getLogger(__name__)
-
-_GROUPS = ("group", "place", "answer", "fused_us", "unfused_us", "speedup", "workload")
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +95,7 @@ class Tuned(TuneAnswer, Report):
         lines = [outcome(self.result)] if self.result is not None and self.result.distinct() else []
         lines += [f"Warning: {one}" for one in self.warnings]
         groups = self.groups.sort_values("speedup", ascending=False)
-        return first_screen(f"{self.label} on {self.data.device}", lines, self.data, groups, _GROUPS)
+        return first_screen(f"{self.label} on {self.data.device}", lines, self.data, groups, GROUPS_FIRST)
 
 
 @overload

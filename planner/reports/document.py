@@ -10,7 +10,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -136,7 +136,7 @@ class Document:
         self.add(Sentence(line, shown, one_line))
 
     def table(self, frame: pd.DataFrame, name: str, title: str = "", **more: Any) -> None:
-        """Add a frame; ``more`` are fields of :class:`Table`."""
+        """Add a frame, as :func:`table_of` makes it."""
         self.add(table_of(frame, name, title, **more))
 
     def text(self) -> str:
@@ -169,13 +169,9 @@ def apart(before: DocumentPart | None, after: DocumentPart) -> bool:
     return before is not None and (isinstance(before, Table) or isinstance(after, Table))
 
 
-def table_of(
-    frame: pd.DataFrame, name: str, title: str = "", digits: int = 2, spare: Sequence[str] = (),
-    keep: Sequence[str] = (), shown: Shown = "always",
-) -> Table:
-    """A frame's columns and rows, without its index."""
-    rows = tuple(frame.itertuples(index=False, name=None))
-    return Table(name, tuple(map(str, frame.columns)), rows, title, digits, tuple(spare), tuple(keep), shown)
+def table_of(frame: pd.DataFrame, name: str, title: str = "", **more: Any) -> Table:
+    """A frame's columns and rows, without its index; ``more`` are fields of :class:`Table`."""
+    return Table(name, tuple(map(str, frame.columns)), tuple(frame.itertuples(index=False, name=None)), title, **more)
 
 
 def write_text(path: str | Path, text: str) -> Path:

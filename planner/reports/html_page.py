@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -15,6 +14,7 @@ from fuseplan.planner.partition.plan_record import LOST
 from fuseplan.planner.reports import frames
 from fuseplan.planner.reports.accuracy import accuracy_text, rejected_groups
 from fuseplan.planner.reports.against import against_lines, groups_against
+from fuseplan.planner.reports.document import missing
 from fuseplan.planner.reports.drawing import group_class, group_name, partition_svg, templates
 from fuseplan.planner.reports.frames import ReportData
 from fuseplan.planner.reports.log_plot import LogPlot
@@ -257,7 +257,7 @@ def table_html(frame: pd.DataFrame, caption: str, percent: Sequence[str] = ()) -
 
 
 def _cell(value: Any, as_percent: bool) -> str:
-    if value is None or (isinstance(value, float) and math.isnan(value)):
+    if missing(value):
         return ""
     if as_percent:
         return f"{value:.1%}"

@@ -23,6 +23,8 @@ from fuseplan.search.store.record import ATEN, GroupChoice, PlanRecord
 
 #: A workload by name with a region of it and the plan of that.
 PlannedRegion: TypeAlias = tuple[str, RegionSummary, PlanRecord]
+#: What tells a matmul or attention of a region apart, whatever its rows: how many lie before it, op and columns.
+_Place: TypeAlias = tuple[int, str, int]
 
 _CASTS = frozenset({"to", "_to_copy"})
 
@@ -47,15 +49,6 @@ class Row:
     otherwise: str
 
 
-@dataclass(frozen=True, order=True)
-class _Place:
-    """What tells the matmuls and attention of a region apart, whatever the rows: how many of them lie before it."""
-
-    before: int
-    op: str
-    columns: int
-
-
 def side_by_side(planned: Iterable[PlannedRegion]) -> list[Row]:
     """The matmuls and attention of the region that takes most of each workload's time: those that several workloads
     have, by op and then by rows.
@@ -66,11 +59,11 @@ def side_by_side(planned: Iterable[PlannedRegion]) -> list[Row]:
     found: dict[_Place, list[Row]] = {}
     for workload, region, plan in costliest.values():
         for place, positions in _places(region).items():
-            found.setdefault(place, []).append(_row(place, positions, workload, region, plan))
+            found.setdefault(place, []).append(_row(positions, workload, region, plan))
     seen = Counter[str]()
     listed: list[Row] = []
     for place in sorted(place for place, rows in found.items() if len(rows) > 1):
-        name = f"{place.op} to {place.columns}"
+        name = f"{place[1]} to {place[2]}"
         seen[name] += 1
         name += f" ({seen[name]})" if seen[name] > 1 else ""
         rows = [replace(row, op=name) for row in found[place]]
@@ -110,17 +103,17 @@ def _places(region: RegionSummary) -> Mapping[_Place, list[int]]:
     for at in nx.topological_sort(graph):
         before[at] = max((before[one] + (region.kinds[one] == "anchor") for one in graph.predecessors(at)), default=0)
         if region.kinds[at] == "anchor":
-            place = _Place(before[at], _short(region.ops[at]), _extents(region, at)[-1])
+            place = before[at], _short(region.ops[at]), _extents(region, at)[-1]
             found.setdefault(place, []).append(at)
     return found
 
 
-def _row(place: _Place, positions: Sequence[int], workload: str, region: RegionSummary, plan: PlanRecord) -> Row:
+def _row(positions: Sequence[int], workload: str, region: RegionSummary, plan: PlanRecord) -> Row:
     group_of = {at: group for group in plan.groups for at in group.ops}
     groups = {group.ops: group for group in map(group_of.__getitem__, positions)}.values()
     runs = "; ".join(dict.fromkeys(_runs(region, group) for group in groups))
     *rows, _ = _extents(region, positions[0])
-    count = math.prod(rows[::2] if "attention" in place.op else rows)
+    count = math.prod(rows[::2] if "attention" in region.ops[positions[0]] else rows)
     time_us = math.fsum(map(time_of, groups))
     return Row("", count, workload, runs, time_us, _otherwise(region, plan, positions))
 

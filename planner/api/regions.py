@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fuseplan.planner.api.request import Asked
 from fuseplan.planner.errors import FuseplanError
@@ -65,27 +64,20 @@ def distinct_regions(captured: Sequence[CapturedModel], session: Session) -> tup
     """The regions of all graphs, each once for each way to launch and to round, in the order in which they are tuned;
     looked up in the session's database.
     """
-    first: dict[RecordKey, tuple[str, str]] = {}
-    uses: Counter[RecordKey] = Counter()
-    models: defaultdict[RecordKey, dict[int, None]] = defaultdict(dict)
-    stored: set[RecordKey] = set()
+    found: dict[RecordKey, DistinctRegion] = {}
     for number, one in enumerate(captured):
         planner = session.planning_for(one.asked.settings).planner()
         for workload, graph in one.graphs:
-            new = []
-            regions, _ = planner.look_up_regions(graph, one.asked.is_derived(workload))
-            for name, occurrences in unique_regions(regions).items():
-                key, region = planner.key(name), occurrences[0]
-                if key not in first:
-                    first[key] = region_label(graph, region), place_of(graph, region.ops)
-                    new.append(region)
-                uses[key] += len(occurrences)
-                models[key][number] = None
-            stored |= set(map(planner.key, planner.look_up_all(graph, new)))
+            regions, plans = planner.look_up_regions(graph, one.asked.is_derived(workload))
+            for name, same in unique_regions(regions).items():
+                key, region = planner.key(name), same[0]
+                known = found.get(key) or DistinctRegion(
+                    key, region_label(graph, region), place_of(graph, region.ops), (), 0, name in plans)
+                models = dict.fromkeys((*known.models, number))
+                found[key] = replace(known, models=tuple(models), uses=known.uses + len(same))
     # A session tunes what it plans for together.
-    order = list(dict.fromkeys((key.regime, key.numerics) for key in first))
-    return tuple(DistinctRegion(key, *first[key], tuple(models[key]), uses[key], key in stored)
-                 for key in sorted(first, key=lambda key: order.index((key.regime, key.numerics))))
+    order = list(dict.fromkeys((key.regime, key.numerics) for key in found))
+    return tuple(sorted(found.values(), key=lambda one: order.index((one.key.regime, one.key.numerics))))
 
 
 def in_words(distinct: Sequence[DistinctRegion]) -> str:

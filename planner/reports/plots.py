@@ -18,13 +18,13 @@ from fuseplan.search.store.record import ATEN, RecordKey, TuningRecord
 _KINDS = {"unfused": "unfused", "fused": "fused"}
 
 
-def _workloads(data: ReportData, of_groups: bool) -> Mapping[RecordKey, str]:
-    """The names of the workloads that each plan occurs in, or each group of one, by key."""
+def _workloads(data: ReportData) -> Mapping[RecordKey, str]:
+    """The names of the workloads that each plan occurs in, and each group of one, by key."""
     found: defaultdict[RecordKey, dict[str, None]] = defaultdict(dict)
     for workload, region, plan in data.placed():
         groups = {*(one.workload for one in plan.groups), *(one.workload for one in plan.rejected)}
         own = {replace(plan.key, workload=group) for group in groups}
-        for key in own if of_groups else {plan.key, *workload.part_keys(region)}:
+        for key in {plan.key, *workload.part_keys(region), *own}:
             found[key][data.name_of(workload)] = None
     return {key: ", ".join(names) for key, names in found.items()}
 
@@ -52,7 +52,7 @@ def bandwidth_plot(spec: DeviceSpec) -> LogPlot:
 
 def roofline_plot(spec: DeviceSpec, data: ReportData) -> LogPlot:
     """Each group, unfused and by its best kernel, under the measured roofs; those without arithmetic have no place."""
-    places = _workloads(data, of_groups=True)
+    places = _workloads(data)
     groups = [one for one in data.records.values() if one.work.total_flops > 0 and one.work.dram_bytes > 0]
     points = [point for one in groups for point in _of_group(one, places.get(one.key, ""))]
     # Matmuls have a unit of their own, so theirs is the highest roof where any group holds one.
@@ -94,7 +94,7 @@ def _of_group(one: TuningRecord, workload: str) -> list[Point]:
 
 def scatter_plot(data: ReportData) -> LogPlot:
     """Predicted over measured times, the band a factor of 1.25; the names are of what is off by most time."""
-    places = _workloads(data, of_groups=False)
+    places = _workloads(data)
     points = [
         Point(measured_us, predicted_us, short_name(one.label),
               f"{_where(one.label, places.get(key, ''))}, {one.implementation}: {time_text(measured_us)} "

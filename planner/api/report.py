@@ -251,11 +251,11 @@ def open_layers(db: str | Path | None, device: str, device_key: str | None = Non
     if device_key is None and not here:
         with Database(db, mode="inspect") as stored:
             device_key = _named(device, stored.devices())
-    if device_key is not None:  # which software another machine has is not known here
-        return LayeredDatabase(Database(db, mode="inspect"), shipped_files(device_key)), device_key
-    kind = device_kind(device)
-    key = current_identity(kind).key()
-    return LayeredDatabase(Database(db, mode="inspect", versions=Versions.current(kind)), shipped_files(key)), key
+    versions = None  # which software another machine has is not known here
+    if device_key is None:
+        kind = device_kind(device)
+        device_key, versions = current_identity(kind).key(), Versions.current(kind)
+    return LayeredDatabase(Database(db, mode="inspect", versions=versions), shipped_files(device_key)), device_key
 
 
 def _named(words: str, stored: Iterable[str]) -> str:

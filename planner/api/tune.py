@@ -48,7 +48,7 @@ from fuseplan.search.tune.time_account import TimeAccount
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Tuned(TuneAnswer, Report):
     """What a tune did: a :class:`~fuseplan.planner.api.report.Report` of the sizes that were asked for.
 
@@ -60,16 +60,16 @@ class Tuned(TuneAnswer, Report):
         noises: Relative noise of each group that was measured now.
     """
 
-    label: str = ""
-    result: TuneResult | None = None
-    decided: pd.DataFrame | None = None
-    known: pd.DataFrame | None = None
-    noises: tuple[float, ...] = ()
+    label: str
+    result: TuneResult
+    decided: pd.DataFrame
+    known: pd.DataFrame
+    noises: tuple[float, ...]
 
     @property
     def groups(self) -> pd.DataFrame:
         """One row per distinct group of the plans; ``source`` is ``measured``, ``stored`` or ``shipped``."""
-        return self.decided if self.decided is not None else super().groups
+        return self.decided
 
     def tables(self) -> Iterator[Table]:
         yield table_of(self.groups, "groups", f"{self.label} on {self.data.device}", shown="talk", spare=GROUP_SPARE,
@@ -77,13 +77,13 @@ class Tuned(TuneAnswer, Report):
         yield table_of(self.steps, "steps", "Steps", shown="files")
 
     def step_lines(self) -> Iterator[str]:
-        if self.result is not None and self.result.distinct():
+        if self.result.distinct():
             yield from step_words.step_lines(self.data)
 
     def course(self) -> Iterator[str]:
-        if self.result is None or not self.result.distinct():
+        if not self.result.distinct():
             return
-        yield frames.headline(self.known if self.known is not None else self.groups)
+        yield frames.headline(self.known)
         yield outcome(self.result)
         if self.noises:
             yield f"noise of what was measured: {median(self.noises):.1%} in the median, {max(self.noises):.1%} at most"
@@ -92,7 +92,7 @@ class Tuned(TuneAnswer, Report):
         yield f"stored in {self.result.session.database.where}"
 
     def _repr_html_(self) -> str:
-        lines = [outcome(self.result)] if self.result is not None and self.result.distinct() else []
+        lines = [outcome(self.result)] if self.result.distinct() else []
         lines += [f"Warning: {one}" for one in self.warnings]
         groups = self.groups.sort_values("speedup", ascending=False)
         return first_screen(f"{self.label} on {self.data.device}", lines, self.data, groups, GROUPS_FIRST)
@@ -239,10 +239,9 @@ class OneModel:
         ((_, result),) = ran.results
         session, name = result.session, self.asked.label
         warnings, failure = ran.complaints()
-        if not result.distinct():
-            data = frames.ReportData(session.device, name, session.spec, {}, {})
-            return Tuned(data, label=name, result=result, warnings=warnings, failure=failure)
-        data = frames.load_report(replace(session, run="").store, session.device, session.spec, name)
+        data = frames.ReportData(session.device, name, session.spec, {}, {})
+        if result.distinct():
+            data = frames.load_report(replace(session, run="").store, session.device, session.spec, name)
         known = frames.group_frame(data)
         shown = known[known["key"].isin(_tuned_groups([region.record for _, region in result.distinct()]))]
         measured = _tuned_groups(result.decided())
@@ -250,8 +249,8 @@ class OneModel:
         noises = tuple(record.unfused.noise for record in data.records.values() if record.key.workload in measured)
         asked = {one.workload for one in result.plans if self.asked.is_asked_for(one.workload)}
         chosen = [one for one in data.workloads if one.workload in asked and one.regime == session.settings.regime]
-        return Tuned(replace(data, workloads=tuple(chosen)), None, name, result, shown, known, noises,
-                     warnings=warnings, failure=failure)
+        return Tuned(replace(data, workloads=tuple(chosen)), label=name, result=result, decided=shown, known=known,
+                     noises=noises, warnings=warnings, failure=failure)
 
 
 def _tuned_groups(records: Sequence[PlanRecord]) -> set[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import gc
 import importlib
 import os
 import pickle
@@ -340,6 +341,7 @@ def main(handle: int, threads: int, background: int, preload: Sequence[str], tur
     """Serve the parent behind the socket ``handle``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    gc.disable()  # what is imported stays: looking for garbage among it takes a quarter of the time
     import fuseplan.search.workers.jobs  # noqa: F401  # pulls in torch before any fork
 
     for entry in preload:
@@ -348,4 +350,6 @@ def main(handle: int, threads: int, background: int, preload: Sequence[str], tur
             loaded = importlib.import_module(module)
             if function:
                 getattr(loaded, function)()
+    gc.freeze()  # a worker that looked there would copy the memory that it shares with this process
+    gc.enable()
     Supervisor(Connection(handle), threads, cores, background, turn=turn).run()

@@ -40,9 +40,15 @@ from fuseplan.search.store.record import PlanRecord, RecordKey
 SWIGLU = ModelArguments(pattern="swiglu", shape="3x8", dtype="float32")
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Captures and compiled kernels: several tests tune the same models."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def quick(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     fleet_here.tune_quickly(monkeypatch)
     fleet_here.in_the_place_of_local(monkeypatch, 2)
 

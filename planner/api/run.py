@@ -77,9 +77,25 @@ class Ran:
 
     def complaints(self) -> tuple[tuple[str, ...], str]:
         """What was not decided, or doubtfully; and why nothing was, where that is more than a region or some noise."""
-        found = [_complaints(result, self.load) for _, result in self.results]
-        warnings = dict.fromkeys(one for warnings, _ in found for one in warnings)
-        return tuple(warnings), "; ".join(dict.fromkeys(failure for _, failure in found if failure))
+        warnings, failures = list[str](), list[str]()
+        for _, result in self.results:
+            warnings += [*map(str, result.failures), *result.untimed]
+            if result.measured and self.load.busy:
+                warnings.append(
+                    f"the machine was busy ({self.load}), so times are noisy; `plan tune --again` measures anew")
+            if result.measured and result.session.settings.inductor != "off" and (changed := changed_settings()):
+                warnings.append(
+                    f"TorchInductor's code was timed with its defaults; this process changes {', '.join(changed)}")
+            if hidden := sum(plan.record.undecided for _, plan in result.distinct()):
+                warnings.append(
+                    f"noise hides the answer in {hidden} regions: until a tune on a quieter machine they are planned "
+                    "by the cost model")
+            if any(isinstance(failure.error, NothingCompilesError) for failure in result.failures):
+                failures.append("nothing compiles here")
+            elif result.failures and not result.distinct():
+                failures.append("no region could be planned")
+        again = "nothing of that is stored, and the same command tries again"
+        return tuple(dict.fromkeys(warnings)), "; ".join(f"{why}; {again}" for why in dict.fromkeys(failures))
 
 
 #: What is wanted on a device, by its key, and where its graphs are captured; None for here.
@@ -121,25 +137,6 @@ def run_here(
             session = result.session
             results.append((batch, result))
     return [(wanted, Ran(tuple(results), session, load))]
-
-
-def _complaints(result: TuneResult, load: probe.MachineLoad) -> tuple[tuple[str, ...], str]:
-    found = [*map(str, result.failures), *result.untimed]
-    if result.measured and load.busy:
-        found.append(f"the machine was busy ({load}), so times are noisy; `plan tune --again` measures anew")
-    if result.measured and result.session.settings.inductor != "off" and (changed := changed_settings()):
-        found.append(f"TorchInductor's code was timed with its defaults; this process changes {', '.join(changed)}")
-    if hidden := sum(plan.record.undecided for _, plan in result.distinct()):
-        found.append(
-            f"noise hides the answer in {hidden} regions: until a tune on a quieter machine they are "
-            "planned by the cost model"
-        )
-    why = ""
-    if any(isinstance(failure.error, NothingCompilesError) for failure in result.failures):
-        why = "nothing compiles here"
-    elif result.failures and not result.distinct():
-        why = "no region could be planned"
-    return tuple(found), f"{why}; nothing of that is stored, and the same command tries again" if why else ""
 
 
 def outcome(result: TuneResult) -> str:

@@ -179,24 +179,20 @@ def rejected_groups(plan: PlanRecord, region: RegionSummary, most: int) -> list[
         return time_of(one) - math.fsum(share_us.get(op, 0.0) for op in one.ops)
 
     solved = {id(one) for one in sorted((one for one in timed if one.implementation != ATEN), key=extra_us)[:most]}
-    found = [_with(problem, usable, one, chosen_us, len(plan.groups)) if id(one) in solved
-             else Rejected(one, chosen_us) for one in plan.rejected if one.implementation != ATEN]
+    position = {id(one): at for at, one in enumerate(usable) if id(one) in solved}
+    found = []
+    for one in (one for one in plan.rejected if one.implementation != ATEN):
+        at = position.get(id(one))
+        cover = best_cover_with(problem, at) if at is not None else None
+        if cover is None:
+            found.append(Rejected(one, chosen_us))
+            continue
+        beside = tuple(usable[other] for other in cover.chosen if other >= len(plan.groups) and other != at)
+        predicted = sum(usable[other].measured_us is None for other in cover.chosen)
+        found.append(Rejected(one, chosen_us, cover.cost_s * 1e6, beside, predicted))
     alike: defaultdict[tuple[object, ...], list[Rejected]] = defaultdict(list)
-    for one in sorted(found, key=lambda one: one.more_us):
-        group, cover_us = one.group, one.cover_us
+    for each in sorted(found, key=lambda each: each.more_us):
+        group, cover_us = each.group, each.cover_us
         about = None if cover_us is None else round(cover_us, 3)
-        alike[group.label, group.implementation, group.reason, about].append(one)
+        alike[group.label, group.implementation, group.reason, about].append(each)
     return [replace(same[0], places=len(same)) for same in alike.values()]
-
-
-def _with(
-    problem: CoverProblem, usable: Sequence[GroupChoice | Alternative], wanted: Alternative, chosen_us: float,
-    chosen: int
-) -> Rejected:
-    at = next((at for at, one in enumerate(usable) if one is wanted), None)
-    cover = best_cover_with(problem, at) if at is not None else None
-    if cover is None:
-        return Rejected(wanted, chosen_us)
-    beside = tuple(usable[one] for one in cover.chosen if one >= chosen and one != at)
-    predicted = sum(usable[one].measured_us is None for one in cover.chosen)
-    return Rejected(wanted, chosen_us, cover.cost_s * 1e6, beside, predicted)

@@ -162,19 +162,17 @@ def _group_row(group: GroupChoice, record: TuningRecord | None) -> dict[str, Any
         "predicted_us": group.predicted_us, "lower_bound_us": group.lower_bound_us,
         "fused_us": None if group.is_plain else group.measured_us,
     }
-    if record is None:
-        return row | {"doubt": floor_doubt(row["fused_us"], group.lower_bound_us)}
-    row |= {
-        "group": record.label, "backend": record.backend, "config": config_text(record.config),
-        "fused_us": record.fused.median_us if record.fused is not None else None,
-        "unfused_us": record.unfused.median_us, "noise": record.unfused.noise,
-        "measured_configs": record.measured, "enumerated_configs": record.enumerated,
-    }
-    if record.undecided:
-        row["answer"] = "undecided"
+    if record is not None:
+        row |= {
+            "group": record.label, "backend": record.backend, "config": config_text(record.config),
+            "answer": "undecided" if record.undecided else row["answer"],
+            "fused_us": record.fused.median_us if record.fused is not None else None,
+            "unfused_us": record.unfused.median_us, "noise": record.unfused.noise,
+            "measured_configs": record.measured, "enumerated_configs": record.enumerated,
+        }
     chosen_us = row["unfused_us"] if group.is_plain else row["fused_us"]
-    doubt = floor_doubt(chosen_us, group.lower_bound_us)
-    return row | {"speedup": row["unfused_us"] / chosen_us if chosen_us else None, "doubt": doubt}
+    speedup = row["unfused_us"] / chosen_us if record is not None and chosen_us else None
+    return row | {"speedup": speedup, "doubt": floor_doubt(chosen_us, group.lower_bound_us)}
 
 
 def floor_doubt(time_us: float | None, floor_us: float | None) -> str | None:

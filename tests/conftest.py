@@ -16,6 +16,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # The processes that tests start need not compile our code each for itself.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, (str(Path(__file__).parent / "support" / "children"), os.environ.get("PYTHONPATH"))))
 
 import hypothesis
 import pytest

@@ -215,7 +215,7 @@ from inline_executor import InlineExecutor
 
 class Killed(FakeBackend):
     "Kills its process a number of calls after a number of compilations."
-    left = [int(sys.argv[4]), int(sys.argv[5])]
+    left = []
     def prepare(self, *args):
         self.left[0] -= 1
         if self.left[0] == 0:
@@ -226,36 +226,53 @@ class Killed(FakeBackend):
         if self.left[1] <= 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
-budget = Budget(trials=30, seconds=math.inf, decide_s=0.002)
-backend, executor = Killed(journal=sys.argv[3]), InlineExecutor()
-tuner = Tuner(Database(sys.argv[2]), CPU, (backend,), "cpu-test", budget, executor=executor, timer=ShortTimer())
-leases.LASTS_S = 1.0  # the next tune waits for the end of a killed one's
-for number in range(3):
-    tuner.tune(FakeSubject(key=f"subject-{number}"))
+def tune():
+    budget = Budget(trials=30, seconds=math.inf, decide_s=0.002)
+    backend, executor = Killed(journal=sys.argv[3]), InlineExecutor()
+    tuner = Tuner(Database(sys.argv[2]), CPU, (backend,), "cpu-test", budget, executor=executor, timer=ShortTimer())
+    leases.LASTS_S = 1.0  # the next tune waits for the end of a killed one's
+    for number in range(3):
+        tuner.tune(FakeSubject(key=f"subject-{number}"))
+
+for line in sys.stdin:  # forked from a process that has imported all that they need
+    if not (child := os.fork()):
+        Killed.left = [int(word) for word in line.split()]
+        tune()
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
-def tune(path: Path, journal: Path, compilations: int = 0, calls: int = 0) -> int:
+@pytest.fixture
+def tune(tmp_path: Path) -> Iterator[Callable[..., int]]:
     """Exit status of a tune of three subjects, killed ``calls`` calls after so many compilations; 0 for never."""
-    arguments = [str(SUPPORT), str(path), str(journal), str(compilations), str(calls)]
-    return subprocess.run([sys.executable, "-c", TUNE, *arguments], check=False).returncode
+    command = [sys.executable, "-c", TUNE, str(SUPPORT), str(tmp_path / "tuning.db"), str(tmp_path / "journal")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        orders, statuses = process.stdin, process.stdout
+        assert orders is not None and statuses is not None
+
+        def run(compilations: int = 0, calls: int = 0) -> int:
+            print(compilations, calls, file=orders, flush=True)
+            return int(statuses.readline())
+
+        yield run
 
 
-def test_kill_nine_loses_nothing_that_was_finished(tmp_path: Path) -> None:
+def test_kill_nine_loses_nothing_that_was_finished(tmp_path: Path, tune: Callable[..., int]) -> None:
     path, journal = tmp_path / "tuning.db", tmp_path / "journal"
     chance = random.Random(5)
     seen: list[TuningRecord] = []
     # Of 57 compilations, and one more for each kill: in the first tune, where it ends, in the second, in the third.
     kills = (4, 17, 11, 16)
     for number in kills:
-        assert tune(path, journal, number, chance.randrange(3000)) == -signal.SIGKILL
+        assert tune(number, chance.randrange(3000)) == -signal.SIGKILL
         database = Database(path)
         assert maintenance.verify_database(database) == []
         records = list(database.records())
         assert [record for record in seen if record not in records] == []
         seen = records
     assert len(seen) >= 2
-    assert tune(path, journal) == 0
+    assert tune() == 0
     database = Database(path)
     records = list(database.records())
     assert [record for record in seen if record not in records] == []

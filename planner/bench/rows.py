@@ -167,12 +167,11 @@ def verdict(frame: pd.DataFrame, what: str) -> list[str]:
     """Sentences: geometric mean of ours against each peer, and cells that ours loses beyond the noise."""
     table = comparison(frame)
     lines = []
-    for name in dict.fromkeys(frame["contestant"]):
-        column = f"vs_{name}"
-        if column not in table:
+    for name in frame["contestant"].unique():
+        if name == OURS:
             continue
         rivals = frame[(frame["contestant"] == name) & frame["gain"].notna()]
         lost = int((rivals["gain"] < -rivals["noise"].clip(lower=0.01)).sum())
-        mean = geometric_mean(table[column].dropna())
+        mean = geometric_mean(table[f"vs_{name}"].dropna())
         lines.append(f"{what}: {mean:.2f}x {name} (geometric mean of {len(rivals)}); {lost} slower beyond noise")
     return lines

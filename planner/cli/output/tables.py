@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from fuseplan.planner.reports.document import Table, cell_text
@@ -23,6 +23,17 @@ class Fitted:
     left_out: tuple[str, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class _Column:
+    """A column with its cells as text, the width that these want, and the least before another column is left out."""
+
+    name: str
+    cells: Sequence[str]
+    numeric: bool
+    natural: int
+    least: int
+
+
 def fitted(table: Table, width: int) -> Fitted:
     """The table in at most ``width`` characters a row, as far as its ``keep`` allows: numbers are never cut.
 
@@ -31,57 +42,42 @@ def fitted(table: Table, width: int) -> Fitted:
     """
     from rich.cells import cell_len
 
-    texts = [[cell_text(row[at], table.digits, ",") for row in table.rows] for at in range(len(table.columns))]
-    numeric = [table.numeric(at) for at in range(len(table.columns))]
-    natural = [max(map(cell_len, [name, *cells])) for name, cells in zip(table.columns, texts, strict=True)]
-    keep = _kept(table)
-    least = [wide if number else min(wide, _WIDEST if name in keep else max(_LEAST, cell_len(name)))
-             for name, wide, number in zip(table.columns, natural, numeric, strict=True)]
-    shown = [at for at, cells in enumerate(texts) if any(cells) or not table.rows]
-    chosen = _columns(table, shown, least, width)
-    room = width - _GAP * (len(chosen) - 1)
-    widths = _widths({at: natural[at] for at in chosen}, {at: least[at] for at in chosen}, numeric, room)
+    keep = {*(table.keep or (*table.columns[:1], *table.columns[-1:]))}
+    shown: list[_Column] = []
+    for at, name in enumerate(table.columns):
+        cells, numeric = [cell_text(row[at], table.digits, ",") for row in table.rows], table.numeric(at)
+        natural = max(map(cell_len, [name, *cells]))
+        least = natural if numeric else min(natural, _WIDEST if name in keep else max(_LEAST, cell_len(name)))
+        if any(cells) or not cells:
+            shown.append(_Column(name, cells, numeric, natural, least))
+    chosen = shown
+    for name in (*table.spare, *(one for one in reversed(table.columns) if one not in {*table.spare, *keep})):
+        if sum(one.least + _GAP for one in chosen) - _GAP <= width:
+            break
+        chosen = [one for one in chosen if one.name != name]
+    widths = _widths(chosen, width - _GAP * (len(chosen) - 1))
 
-    def line(cells: Callable[[int], str]) -> str:
+    def line(cells: Iterable[str]) -> str:
         parts = []
-        for at, wide in widths.items():
-            text = shortened(cells(at), wide, cell_len)
+        for one, wide, cell in zip(chosen, widths, cells, strict=True):
+            text = shortened(cell, wide, cell_len)
             pad = " " * (wide - cell_len(text))
-            parts.append(pad + text if numeric[at] else text + pad)
+            parts.append(pad + text if one.numeric else text + pad)
         return (" " * _GAP).join(parts).rstrip()
 
-    lines = tuple(line(lambda at, row=row: texts[at][row]) for row in range(len(table.rows)))  # type: ignore[misc]
-    left_out = tuple(table.columns[at] for at in shown if at not in widths)
-    return Fitted(line(lambda at: table.columns[at]), lines, left_out)
+    lines = tuple(line(one.cells[row] for one in chosen) for row in range(len(table.rows)))
+    return Fitted(line(one.name for one in chosen), lines, tuple(one.name for one in shown if one not in chosen))
 
 
-def _kept(table: Table) -> set[str]:
-    return set(table.keep) or set(table.columns[:1] + table.columns[-1:])
-
-
-def _columns(table: Table, shown: Sequence[int], least: Sequence[int], width: int) -> list[int]:
-    """Positions of those of the columns ``shown`` that fit, each at its least width."""
-    names, keep = list(table.columns), _kept(table)
-    others = [name for name in reversed(names) if name not in table.spare and name not in keep]
-    chosen = list(shown)
-    for name in [*table.spare, *others]:
-        if sum(least[at] for at in chosen) + _GAP * (len(chosen) - 1) <= width:
-            break
-        chosen = [at for at in chosen if names[at] != name]
-    return chosen
-
-
-def _widths(natural: dict[int, int], least: dict[int, int], numeric: Sequence[bool], room: int) -> dict[int, int]:
+def _widths(columns: Sequence[_Column], room: int) -> list[int]:
     """Characters of each column: of texts, the longest give way first."""
-    widths = {at: wide if numeric[at] else min(_WIDEST, wide) for at, wide in natural.items()}
-    for floor in (least, dict.fromkeys(least, _NARROWEST)):
-        while sum(widths.values()) > room:
-            wider = [at for at, wide in widths.items() if not numeric[at] and wide > floor[at]]
-            if not wider:
-                break
-            widths[max(wider, key=lambda at: widths[at])] -= 1
-    for at in widths:  # what is left goes to the texts that were cut
-        widths[at] += 0 if numeric[at] else max(0, min(natural[at] - widths[at], room - sum(widths.values())))
+    widths = [one.natural if one.numeric else min(_WIDEST, one.natural) for one in columns]
+    texts = [at for at, one in enumerate(columns) if not one.numeric]
+    for floor in ([one.least for one in columns], [_NARROWEST] * len(columns)):
+        while sum(widths) > room and (wider := [at for at in texts if widths[at] > floor[at]]):
+            widths[max(wider, key=widths.__getitem__)] -= 1
+    for at in texts:  # what is left goes to the texts that were cut
+        widths[at] += max(0, min(columns[at].natural - widths[at], room - sum(widths)))
     return widths
 
 

@@ -208,10 +208,7 @@ class Models:
                 "tune_s": round(took_s, 2)}
         first = next((name for name, _ in one.graphs if asked.is_asked_for(name)), None)
         for step in steps(data):
-            of = step.workload
-            if (of.model, of.workload, of.regime, of.numerics) == (
-                asked.label, first, settings.regime, settings.numerics
-            ):
+            if step.workload.identity == (asked.label, first, settings.regime, settings.numerics):
                 row |= {"step": first, "unfused_us": step.unfused_us, "planned_us": step.planned_us,
                         "saved_us": step.unfused_us - step.planned_us}
         return row
@@ -227,8 +224,7 @@ def _stored(captured: Sequence[CapturedModel], session: Session) -> frames.Repor
         data = frames.load_report(replace(session, run="").store, session.device, session.spec)
     except PlanError:  # nothing at all is stored
         return frames.ReportData(session.device, "", session.spec, {}, {})
-    chosen = [one for one in data.workloads if (one.model, one.workload, one.regime, one.numerics) in wanted]
-    return replace(data, model="", workloads=tuple(chosen))
+    return replace(data, model="", workloads=tuple(one for one in data.workloads if one.identity in wanted))
 
 
 def _named_apart(models: Sequence[tuple[ManifestModel, Asked]]) -> Iterator[Asked]:

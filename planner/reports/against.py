@@ -79,12 +79,8 @@ def _change(one: Step, other: Step) -> str:
 
 def _pairs(here: ReportData, there: ReportData) -> Iterator[tuple[Step, Step]]:
     """Steps of the same model, workload, regime and numerics."""
-    def name(step: Step) -> tuple[str, ...]:
-        one = step.workload
-        return one.model, one.workload, one.regime, one.numerics
-
-    others = {name(one): one for one in steps(there)}
-    yield from ((one, others[name(one)]) for one in steps(here) if name(one) in others)
+    others = {one.workload.identity: one for one in steps(there)}
+    yield from ((one, others[one.workload.identity]) for one in steps(here) if one.workload.identity in others)
 
 
 def _groups(one: Step) -> Mapping[str, tuple[float, str]]:

@@ -105,6 +105,11 @@ class WorkloadSummary:
     regions: tuple[RegionSummary, ...]
     created: str = ""
 
+    @property
+    def identity(self) -> tuple[str, str, str, str]:
+        """What tells it from others of a device."""
+        return self.model, self.workload, self.regime, self.numerics
+
     def plan_key(self, region: RegionSummary) -> RecordKey:
         """Key of the plan of one of the regions."""
         return self._key(region.key)

@@ -93,8 +93,17 @@ def measure_patterns(
     ``name`` is that of the results, ``said`` what else is told. Without a ``budget`` nothing is tuned.
     """
     log = RowLog(results_folder(bench.session, out) / f"{name}-cells.csv", resume)
+    missing = [cell for cell in cells if not log.has(cell.key)]
+    done, tuned = 0, bench.session
     try:
-        _fill(bench, [cell for cell in cells if not log.has(cell.key)], budget, log, said)
+        with make_pool(tuned.target.device_type) as workers:
+            for batch in (list(group) for _, group in groupby(missing, lambda cell: cell.pattern)):
+                tuned = tune_cells(tuned, batch, budget, workers, said)
+                with current().status("measuring") as say:
+                    for cell in batch:
+                        done += 1
+                        say(f"cell {done} of {len(missing)}: measuring {cell.key}")
+                        log.add(bench.rows(cell))
     finally:  # an interrupted bench keeps what it has measured
         if log.frame.empty:
             for line in said:
@@ -105,22 +114,6 @@ def measure_patterns(
                             keep=("pattern", "shape", "vs_best"))
             said += [*verdicts.pattern_verdict(frame), *verdicts.notes(frame)]
             publish(bench.session, name, {"cells": frame}, said, out, {"cells": table})
-
-
-def _fill(
-    bench: PatternBench, cells: Sequence[Cell], budget: Budget | None, log: RowLog, said: list[str]
-) -> None:
-    """Measure cells into the log; what else should be said goes to ``said``."""
-    done, tuned = 0, bench.session
-    with make_pool(tuned.target.device_type) as workers:
-        for _, group in groupby(cells, lambda cell: cell.pattern):
-            batch = list(group)
-            tuned = tune_cells(tuned, batch, budget, workers, said)
-            with current().status("measuring") as say:
-                for cell in batch:
-                    say(f"cell {done + 1} of {len(cells)}: measuring {cell.key}")
-                    log.add(bench.rows(cell))
-                    done += 1
 
 
 def tune_cells(

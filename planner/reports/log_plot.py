@@ -89,7 +89,11 @@ class LogPlot:
 
     def svg(self) -> str:
         """The ``<svg>`` element."""
-        across, up = self._scales()
+        pairs = [(one.x, one.y) for one in self.points] + [pair for one in self.curves for pair in one.points]
+        xs, ys = ([pair[at] for pair in pairs] or [1.0, 10.0] for at in (0, 1))
+        if self.band:
+            xs = ys = [*xs, *ys]
+        across, up = _Scale.of(xs, _LEFT, _WIDTH - _RIGHT), _Scale.of(ys, _HEIGHT - _BOTTOM, _TOP)
         marks = _marks((across(one.x), up(one.y), one) for one in self.points)
         spots = [(across(one.x), up(one.y), one) for one in self.most()]
         low, high = max(across.low, up.low), min(across.high, up.high)
@@ -103,13 +107,6 @@ class LogPlot:
             band=[(across(x), up(y)) for x, y in band], diagonal=[(across(at), up(at)) for at in (low, high)],
             curves=[(one, [(across(x), up(y)) for x, y in one.points]) for one in self.curves],
         )
-
-    def _scales(self) -> tuple[_Scale, _Scale]:
-        pairs = [(one.x, one.y) for one in self.points] + [pair for one in self.curves for pair in one.points]
-        xs, ys = ([pair[at] for pair in pairs] or [1.0, 10.0] for at in (0, 1))
-        if self.band:
-            xs = ys = [*xs, *ys]
-        return (_Scale.of(xs, _LEFT, _WIDTH - _RIGHT), _Scale.of(ys, _HEIGHT - _BOTTOM, _TOP))
 
     def _key(self) -> Iterator[tuple[float, str, str]]:
         """Where the next entry of the key begins, its class and its words."""

@@ -14,6 +14,7 @@ from fuseplan.kernels.ir.ops import torch_dtype
 from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.ops.builder import BodyBuilder
 from fuseplan.planner.ops.op import (
+    FLOATS,
     INTEGERS,
     Build,
     Rows,
@@ -182,6 +183,102 @@ def _filled_refuse(node: OpNode, specs: Specs) -> str | None:
     return None if known else f"fills {dtype} with a number of dtype {specs[value[0]].dtype}"
 
 
+def _floats_alone(node: OpNode, specs: Specs) -> str | None:
+    return None if specs[node.inputs[0]].dtype in FLOATS else f"of dtype {specs[node.inputs[0]].dtype}"
+
+
+def _is_number(number: float, magnitude: bool = False) -> Build:
+    """Whether an element, or its ``magnitude``, is this number."""
+
+    def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
+        x = p.operand(node, 0, position)
+        x = p.apply("abs", x) if magnitude else x
+        return p.apply("eq", x, p.const(number, p.dtype_of(x)))
+
+    return build
+
+
+def _is_nan(p: BodyBuilder, node: OpNode, position: Position) -> int:
+    x = p.operand(node, 0, position)
+    return p.apply("ne", x, x)
+
+
+def _sign(p: BodyBuilder, node: OpNode, x: int) -> int:
+    """-1, 0 or 1; 0 of NaN, as in ATen."""
+    dtype = p.dtype_of(x)
+    above, below = (p.cast(p.apply(op, x, p.const(0, dtype)), dtype) for op in ("gt", "lt"))
+    return p.apply("sub", above, below)
+
+
+def _trunc(p: BodyBuilder, node: OpNode, x: int) -> int:
+    dtype = p.dtype_of(x)
+    if not dtype.startswith("float"):
+        return x
+    return p.apply("where", p.apply("lt", x, p.const(0.0, dtype)), p.apply("ceil", x), p.apply("floor", x))
+
+
+def _finite(p: BodyBuilder, node: OpNode, x: int) -> int:
+    """nan_to_num: NaN and infinities as numbers, by default 0 and the outermost of the dtype."""
+    dtype, limits = p.dtype_of(x), torch.finfo(torch_dtype(p.specs[node.outputs[0]].dtype))
+    for name, number, usual in (("posinf", math.inf, limits.max), ("neginf", -math.inf, limits.min)):
+        given = node.attrs.get(name)
+        in_its_place = p.const(usual if given is None else given, dtype)
+        x = p.apply("where", p.apply("eq", x, p.const(number, dtype)), in_its_place, x)
+    return p.apply("where", p.apply("ne", x, x), p.const(node.attrs.get("nan") or 0.0, dtype), x)
+
+
+def _of_three(compute: Callable[[BodyBuilder, OpNode, int, int, int], int]) -> Build:
+    """A recipe of three operands, of which the last may be the number ``weight``."""
+
+    def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
+        dtype = result_type(p, node)
+        a, b = (p.operand(node, number, position, dtype) for number in (0, 1))
+        return compute(p, node, a, b, argument(p, node, "weight", 2, position, dtype))
+
+    return build
+
+
+def _lerp(p: BodyBuilder, node: OpNode, a: int, b: int, weight: int) -> int:
+    """a + w (b - a), from the nearer end: exact at both."""
+    dtype, difference = p.dtype_of(a), p.apply("sub", b, a)
+    near = p.apply("add", a, p.apply("mul", weight, difference))
+    rest = p.apply("sub", p.const(1.0, dtype), weight)
+    far = p.apply("sub", b, p.apply("mul", difference, rest))
+    return p.apply("where", p.apply("lt", p.apply("abs", weight), p.const(0.5, dtype)), near, far)
+
+
+def _added(op: str) -> Build:
+    """addcmul, addcdiv: a + value (b op c)."""
+
+    def compute(p: BodyBuilder, node: OpNode, a: int, b: int, c: int) -> int:
+        value = node.attrs.get("value", 1)
+        b = b if value == 1 else p.apply("mul", p.const(value, p.dtype_of(b)), b)
+        return p.apply("add", a, p.apply(op, b, c))
+
+    return _of_three(compute)
+
+
+def _clamp_by_tensors(p: BodyBuilder, node: OpNode, position: Position) -> int:
+    """min(max(x, low), high) with what is given of both."""
+    dtype = result_type(p, node)
+    x = p.operand(node, 0, position, dtype)
+    folds = [fold for name, fold in (("min", "maximum"), ("max", "minimum")) if name in _bounds(node)]
+    for number, fold in enumerate(folds, 1):
+        x = p.apply(fold, p.operand(node, number, position, dtype), x)
+    return x
+
+
+def _bounds(node: OpNode) -> tuple[str, ...]:
+    kind = node.op.split(".")[1].removeprefix("clamp").strip("_")
+    return (kind,) if kind else tuple(name for name in ("min", "max") if name not in node.attrs)
+
+
+def _remainder_refuse(node: OpNode, specs: Specs) -> str | None:
+    """Integers by a number that is known: ATen raises where a divisor is zero."""
+    divisor, dtype = node.attrs.get("other"), specs[node.outputs[0]].dtype
+    return None if isinstance(divisor, int) and divisor and dtype in INTEGERS else "of no integers, or by no number"
+
+
 def _each(make: Callable[[str], Build], names: str, **also: Any) -> Rows:
     """A row for each of several ops; ``make`` is given what the name and its scalar op have in common."""
     return {name: op for full in names.split() for name, op in _row(full, make(full.split(".")[0]), **also).items()}
@@ -232,6 +329,23 @@ POINTWISE = {
            _shift("shift_left")),
     **_row("bitwise_right_shift.Tensor bitwise_right_shift.Tensor_Scalar __rshift__.Tensor __rshift__.Scalar",
            _shift("shift_right")),
+    **_row("isnan", _is_nan, refuse=_floats_alone),
+    **_row("isinf", _is_number(math.inf, magnitude=True), refuse=_floats_alone),
+    **_row("isposinf", _is_number(math.inf), refuse=_floats_alone),
+    **_row("isneginf", _is_number(-math.inf), refuse=_floats_alone),
+    **_row("sign sgn", of_one(_sign), refuse=no_booleans),
+    **_row("trunc fix", of_one(_trunc), refuse=no_booleans),
+    **_row("frac", of_one(lambda p, node, x: p.apply("sub", x, _trunc(p, node, x))), refuse=float_result),
+    **_row("nan_to_num", of_one(_finite), refuse=_floats_alone),
+    **_row("deg2rad", of_one(lambda p, node, x: p.apply("mul", x, p.const(math.pi / 180, p.dtype_of(x)))),
+           refuse=_floats_alone),
+    **_row("rad2deg", of_one(lambda p, node, x: p.apply("mul", x, p.const(180 / math.pi, p.dtype_of(x)))),
+           refuse=_floats_alone),
+    **_row("lerp.Scalar lerp.Tensor", _of_three(_lerp), refuse=_floats_alone),
+    **_row("addcmul", _added("mul"), refuse=_floats_alone),
+    **_row("addcdiv", _added("div"), refuse=_floats_alone),
+    **_row("clamp.Tensor clamp_min.Tensor clamp_max.Tensor", _clamp_by_tensors, refuse=no_booleans),
+    **_row("remainder.Scalar", _binary("int_remainder"), refuse=_remainder_refuse),
     **_row("where.self where.ScalarSelf where.ScalarOther", _where, rearranges=True),
     **_row("where.Scalar", _where),
     **_row("masked_fill.Scalar masked_fill.Tensor", _masked_fill, refuse=_filled_refuse, rearranges=True),

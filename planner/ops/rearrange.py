@@ -166,6 +166,14 @@ def _roll_refuse(node: OpNode, specs: Specs) -> str | None:
     return None if all(isinstance(number, int) for number in numbers) else "by or along a dynamic size"
 
 
+def _flip(p: BodyBuilder, node: OpNode, position: Position) -> int:
+    shape = p.specs[node.inputs[0]].shape
+    for dim in _numbers(node, "dims"):
+        at = normalise_dim(dim, len(shape))
+        position = along(position, at, Index(shape[at] - 1) - position[at])
+    return p.pull(node.inputs[0], position)
+
+
 def _upsample(p: BodyBuilder, node: OpNode, position: Position) -> int:
     pairs = zip(position, growth(node, p.specs), strict=True)
     return p.pull(node.inputs[0], tuple(index // factor for index, factor in pairs))
@@ -250,5 +258,6 @@ REARRANGEMENTS = {
     **_moved("pad constant_pad_nd", _pad, refuse=_pad_refuse),
     **_moved("repeat", _repeat),
     **_moved("roll", _roll, refuse=_roll_refuse),
+    **_moved("flip", _flip, refuse=_roll_refuse),
     **_moved("repeat_interleave.self_int", _repeat_interleave),
 }

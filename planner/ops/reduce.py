@@ -108,6 +108,50 @@ def _softmax(log: bool) -> Build:
     return build
 
 
+def _std(p: BodyBuilder, node: OpNode, position: Position) -> int:
+    return p.apply("sqrt", _var(p, node, position))
+
+
+def _log_sum_exp(p: BodyBuilder, node: OpNode, position: Position) -> int:
+    """log(sum(exp(x))); of a row whose largest is infinite, no infinity is taken from another."""
+    dtype, row = _float_type(p, node), _row_of(p, node, position)
+    top = _fold(p, node, row, "max", lambda x: x, dtype)
+    is_infinite = p.apply("eq", p.apply("abs", top), p.const(math.inf, dtype))
+    top = p.apply("where", is_infinite, p.const(0.0, dtype), top)
+    total = _fold(p, node, row, "sum", lambda x: p.apply("exp", p.apply("sub", x, top)), dtype)
+    return p.apply("add", p.apply("log", total), top)
+
+
+def _norm(p: BodyBuilder, node: OpNode, position: Position) -> int:
+    """linalg_vector_norm of order 2, 1 or infinity."""
+    dtype, order = _float_type(p, node), node.attrs.get("ord", 2)
+    kind = "max" if order == math.inf else "sum"
+    total = _fold(p, node, _row_of(p, node, position), kind,
+                  lambda x: p.apply("mul", x, x) if order == 2 else p.apply("abs", x), dtype)
+    return p.apply("sqrt", total) if order == 2 else total
+
+
+def _norm_refuse(node: OpNode, specs: Specs) -> str | None:
+    order = node.attrs.get("ord", 2)
+    if order not in (1, 2, math.inf) or node.attrs.get("dtype") is not None:
+        return f"of order {order}, or in another dtype"
+    return float_result(node, specs)
+
+
+def _whether(kind: str) -> Build:
+    """Whether any element is not 0 (``max``), or all are not (``min``)."""
+
+    def is_true(p: BodyBuilder, x: int) -> int:
+        return x if p.dtype_of(x) == "bool" else p.apply("ne", x, p.const(0, p.dtype_of(x)))
+
+    return lambda p, node, position: _fold_columns(
+        p, node, _row_of(p, node, position), kind, lambda x, _: is_true(p, x))
+
+
+def _whether_refuse(node: OpNode, specs: Specs) -> str | None:
+    return None if specs[node.outputs[0]].dtype == "bool" else "result of dtype uint8"
+
+
 def _pool_refuse(node: OpNode, specs: Specs) -> str | None:
     whole = all(isinstance(size, int) and size == 1 for size in specs[node.outputs[0]].shape[-2:])
     return float_result(node, specs) if whole else "to another size than 1 x 1"
@@ -184,6 +228,11 @@ REDUCTIONS = {
     **_fold_row("adaptive_avg_pool2d", _mean, refuse=_pool_refuse, reduced_dim=partial(_last_dims, count=2)),
     **_fold_row("mean.dim", _mean, refuse=float_result),
     **_fold_row("var.dim var.correction", _var, refuse=float_result, effort=""),
+    **_fold_row("std.correction", _std, refuse=float_result, effort=""),
+    **_fold_row("any.dim any.dims any", _whether("max"), refuse=_whether_refuse),
+    **_fold_row("all.dim all.dims all", _whether("min"), refuse=_whether_refuse),
+    **_fold_row("linalg_vector_norm", _norm, refuse=_norm_refuse),
+    **_softmax_row("logsumexp", _log_sum_exp),
     **_softmax_row("softmax.int _softmax special_softmax", _softmax(log=False)),
     **_softmax_row("log_softmax.int _log_softmax", _softmax(log=True)),
 }

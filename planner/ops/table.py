@@ -38,7 +38,15 @@ OPS: Mapping[str, Op] = MappingProxyType({
                     "feature_alpha_dropout_", drops=True),
     **rows("other", "empty_like rand_like randn_like", like=True),
     **rows("composed", "movedim.int movedim.intlist moveaxis.int moveaxis.intlist swapaxes swapdims "
-                       "tensor_split.sections tensor_split.indices hsplit.int vsplit.int dsplit.int ravel tile"),
+                       "tensor_split.sections tensor_split.indices hsplit.int vsplit.int dsplit.int ravel tile "
+                       "hstack vstack dstack column_stack row_stack fliplr flipud meshgrid meshgrid.indexing "
+                       "broadcast_tensors take_along_dim "
+                       "einsum tensordot outer inner kron cosine_similarity instance_norm l1_loss "
+                       "isfinite isreal std std.dim selu prelu trapezoid.x trapezoid.dx "
+                       "divide.Tensor divide.Scalar multiply.Tensor multiply.Scalar subtract.Tensor subtract.Scalar "
+                       "negative absolute clip clip.Tensor greater.Tensor greater.Scalar less.Tensor less.Scalar "
+                       "greater_equal.Tensor greater_equal.Scalar less_equal.Tensor less_equal.Scalar "
+                       "not_equal.Tensor not_equal.Scalar special_expit special_log1p special_exp2 special_erf"),
     **rows("state", "detach_ requires_grad_"),
     **rows("check", "_assert_async.* _assert_scalar.* _assert_tensor_metadata.* sym_constrain_range.* "
                     "sym_constrain_range_for_size.*"),

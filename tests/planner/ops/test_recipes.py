@@ -104,7 +104,7 @@ def test_every_recipe_has_a_sample() -> None:
         ("aten.to.dtype", (X,), {"dtype": "float8_e5m2"}, "float8_e5m2"),
         ("aten.dropout.default", (X,), {"p": 0.5, "train": True}, "training"),
         ("aten.arange.start_step", (), {"start": 5, "end": 0, "step": -1}, "not positive"),
-        ("aten.clamp.Tensor", (X, T), {}, "no recipe"),
+        ("aten.copysign.Tensor", (X, T), {}, "no recipe"),
     ],
 )
 def test_what_cannot_be_lowered_says_why(

@@ -185,7 +185,7 @@ def test_layers_share_a_kernel_and_no_counters(monkeypatch: pytest.MonkeyPatch) 
             """As of a GPU's kernel, the call does not keep the kernel."""
             return allocating(lambda *tensors: counters.append(tensors[-2]), *how, {})
 
-    monkeypatch.setattr(fixed_functions, "GpuKernel", Kernel)
+    monkeypatch.setattr(fixed_functions, "loaded_kernel", Kernel)
     # What this test makes stays in it.
     monkeypatch.setattr(fixed_functions, "_LOADED", WeakValueDictionary())
     b = Builder(q=torch.randn(1, 4, 1, 16), k=torch.randn(1, 2, 65, 16))

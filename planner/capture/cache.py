@@ -30,8 +30,6 @@ from fuseplan.search.timing.contest import no_collection
 _CODE = (Path(__file__).parent.parent, Path(fuseplan.kernels.__path__[0]))
 
 
-
-
 def cached_capture(source: ModelSource, workload: Workload, device_type: str, pack_weights: bool = False) -> Graphs:
     """:func:`~fuseplan.planner.capture.trace.capture`, from disk when it was done before.
 
@@ -63,7 +61,7 @@ def graphs_of_text(text: str) -> Graphs:
 
 
 def capture_path(source: ModelSource, workload: Workload, device_type: str, pack_weights: bool = False) -> Path:
-    """Where the capture is kept, once there is one: in the user's cache folder."""
+    """The file in the user's cache folder that holds the capture, or will hold it."""
     key = capture_key(source, workload, device_type, pack_weights)
     return platformdirs.user_cache_path("fuseplan") / "captures" / f"{key}.json"
 

@@ -168,8 +168,6 @@ def carried(error: Exception) -> Exception:
     return PlanError(failure_reason(error))
 
 
-
-
 def stored_plan(session: Session, graph: DataflowGraph, region: Region, found: RegionOutcome) -> RegionPlan:
     """The plan that a worker says it has stored. One that is damaged, or cannot be the region's, is deleted.
 

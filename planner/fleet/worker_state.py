@@ -180,7 +180,6 @@ class RegionTuner:
             graph, regions=[region], on_taken=None if task.waits else taken.append).regions
         return plans[0] if plans else None
 
-
     def _graph(self, task: RegionTask) -> tuple[DataflowGraph, Region]:
         """The same objects for what prepares a region and what measures it."""
         if task.key not in self._graphs:

@@ -103,9 +103,12 @@ def _shrink(p: BodyBuilder, x: int, attrs: Mapping[str, Any], soft: bool) -> int
     dtype = p.dtype_of(x)
     edge = p.const(attrs.get("lambd", 0.5), dtype)
     above, below = p.apply("gt", x, edge), p.apply("lt", x, p.apply("neg", edge))
-    inside = p.apply("mul", x, p.const(0.0, dtype))  # NaN stays
-    high, low = (p.apply("sub", x, edge), p.apply("add", x, edge)) if soft else (x, x)
-    return p.apply("where", above, high, p.apply("where", below, low, inside))
+    zero = p.const(0.0, dtype)
+    if not soft:  # of what is inside no sign is left; NaN stays
+        outside = p.apply("logical_or", p.apply("logical_or", above, below), p.apply("ne", x, x))
+        return p.apply("where", outside, x, zero)
+    moved = p.apply("where", below, p.apply("add", x, edge), p.apply("mul", x, zero))
+    return p.apply("where", above, p.apply("sub", x, edge), moved)
 
 
 def _threshold(p: BodyBuilder, x: int, attrs: Mapping[str, Any]) -> int:

@@ -264,7 +264,7 @@ def _clamp_by_tensors(p: BodyBuilder, node: OpNode, position: Position) -> int:
     x = p.operand(node, 0, position, dtype)
     folds = [fold for name, fold in (("min", "maximum"), ("max", "minimum")) if name in _bounds(node)]
     for number, fold in enumerate(folds, 1):
-        x = p.apply(fold, p.operand(node, number, position, dtype), x)
+        x = p.apply(fold, x, p.operand(node, number, position, dtype))  # of equal numbers, the bound: zeros have signs
     return x
 
 

@@ -139,8 +139,9 @@ def _is_merely_read(node: fx.Node) -> bool:
 
 
 def shared_heads(node: Any) -> SharedHeads | None:
-    """What a key or value is a repetition of, over heads, by whichever ops: ``repeat_interleave``, or a new dimension
-    that is expanded and merged.
+    """The tensor whose heads a key or value repeats, None where it repeats none.
+
+    The ops that repeat them do not matter: ``repeat_interleave``, or a new dimension that is expanded and merged.
     """
     sizes = edit.sizes_of(node)
     if sizes is None or len(sizes) != 4:

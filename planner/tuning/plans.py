@@ -19,7 +19,7 @@ OnFailure: TypeAlias = Callable[[Region, Exception], None]
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """What a plan is made for.
+    """The choices that a plan depends on besides its graph and its device.
 
     Attributes:
         numerics: ``"fp32"`` keeps intermediates of a group in fp32, but for casts whose rounding the program can see;

@@ -161,7 +161,6 @@ class Session:
         return self.with_spec(spec)
 
 
-
 def open_session(
     device_type: str, database: str | Path | None = None, settings: PlanSettings | None = None,
     mode: OpenMode = "write", patient: bool = True,

@@ -190,7 +190,6 @@ def _region(graph: DataflowGraph, kinds: Mapping[str, str], occurrences: list[Re
     )
 
 
-
 def store_summary(database: Database, summary: WorkloadSummary) -> None:
     """Keep a summary; one of the same model, workload, device, regime and numerics is replaced."""
     # A digest, because a model's name may be a long path and a database's keys are bounded.

@@ -110,7 +110,6 @@ def verify_database(database: Database) -> list[Problem]:
     return problems
 
 
-
 def _foreign_schema(connection: Connection) -> list[str]:
     """Triggers and views of a SQLite file: fuseplan makes none, and a trigger may change or refuse what is stored."""
     found = connection.exec_driver_sql("SELECT type, name FROM sqlite_master WHERE type IN ('trigger', 'view')")
@@ -142,8 +141,6 @@ def _ahead(row: Mapping[str, Any], now_s: float) -> str:
         return ""
     ahead = timedelta(seconds=round(seconds(text) - now_s))
     return f"is dated {plain(str(text))}, {ahead} (h:mm:ss) in the future: the clock of whoever wrote it was ahead"
-
-
 
 
 def prune_database(

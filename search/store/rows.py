@@ -231,7 +231,6 @@ def _counted(row: Mapping[str, Any]) -> tuple[int, str, str]:
     return miss["count"], miss["first_seen"], str(miss["payload"].get("region", ""))
 
 
-
 def dropped_misses(capture: Mapping[str, Any]) -> int:
     """How many misses were dropped, as the capture :data:`DROPPED` has it."""
     count = capture.get("misses")

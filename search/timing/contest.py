@@ -138,7 +138,6 @@ class Contest:
         )
 
 
-
 def decisive(
     timer: Timer, contestants: Mapping[str, Run], operands: Operands, seconds: float, incumbent: str,
     twice: str | None = None,

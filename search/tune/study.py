@@ -76,7 +76,6 @@ class Studies:
             logger.warning("the study of %s is not kept in %s: %s", record.label, plain(self.where), plain(str(error)))
 
 
-
 @contextmanager
 def quiet_optuna() -> Iterator[None]:
     """Optuna announces every study and storage; its users' own verbosity is put back."""
@@ -96,7 +95,6 @@ def study_name(record: TuningRecord) -> str:
     how = key.regime if key.numerics == "fp32" else f"{key.regime}, numerics {key.numerics}"
     apart = f"{key.workload[:8]} {record.evidence.created}"
     return f"{record.label[:_LONGEST]} on {key.device}, {how} [{apart}]"
-
 
 
 def _frozen(record: TuningRecord, trials: Sequence[Trial], on_device: bool) -> Iterator[FrozenTrial]:

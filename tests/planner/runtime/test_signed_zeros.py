@@ -41,6 +41,22 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sin": lambda x, y: x.sin(),
     "tanh": lambda x, y: x.tanh(),
     "erf": lambda x, y: x.erf(),
+    "elu": lambda x, y: F.elu(x),
+    "celu": lambda x, y: F.celu(x, 0.75),
+    "prelu": lambda x, y: F.prelu(x, x.new_full((1,), 0.25)),
+    "hardshrink": lambda x, y: F.hardshrink(x),
+    "threshold": lambda x, y: F.threshold(x, 0.5, -0.0),  # beside zeros of the other sign in one kernel
+    "threshold to 0": lambda x, y: F.threshold(x, 0.5, 0.0),
+    "sign": lambda x, y: x.sign(),
+    "trunc": lambda x, y: x.trunc(),
+    "frac": lambda x, y: x.frac(),
+    "nan_to_num": lambda x, y: x.nan_to_num(),
+    "lerp": lambda x, y: torch.lerp(x, y, 0.25),
+    "addcmul": lambda x, y: torch.addcmul(x, x, y),
+    "addcdiv": lambda x, y: torch.addcdiv(x, x, y),
+    "clamp by tensors": lambda x, y: x.clamp(y.minimum(-y), y.maximum(-y)),
+    "clamp_min by a tensor": lambda x, y: torch.clamp_min(x, y),
+    "clamp_max by a tensor": lambda x, y: torch.clamp_max(x, y),
 }
 
 

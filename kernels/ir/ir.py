@@ -102,22 +102,10 @@ class Load:
     gather: Gather | None = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Const:
-    """A number; 0.0 and -0.0 are two, though Python calls them equal."""
-
     dtype: RegisterType
     value: float | int | bool
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Const) and self._identity == other._identity
-
-    def __hash__(self) -> int:
-        return hash(self._identity)
-
-    @property
-    def _identity(self) -> tuple[str, float, float]:
-        return self.dtype, self.value, math.copysign(1.0, self.value)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,11 @@ from dataclasses import replace
 from fuseplan.kernels.ir.ir import LARGEST, Apply, Buffer, Const, Instr, Round, Segment, ancestors, operands, renamed
 
 
+def identity(instr: Instr) -> object:
+    """What two equal instructions share. The constants 0.0 and -0.0 are not equal, though Python says so."""
+    return (instr, math.copysign(1.0, instr.value)) if isinstance(instr, Const) else instr
+
+
 def without_repeated_clamps(segment: Segment, buffers: Sequence[Buffer]) -> Segment:
     """The segment with conversions to a type that saturates reading past the clamps which they repeat.
 
@@ -71,17 +76,17 @@ class _Maker:
         self.body: list[Instr] = []
         #: Where each value of the old body is in the new one.
         self.places: list[int] = []
-        self._known: dict[Instr, int] = {}
+        self._known: dict[object, int] = {}
         #: How many instructions and stores read each value.
         self._users = Counter(arg for instr in segment.body for arg in operands(instr))
         self._users.update(value for store in segment.stores for value in store.values)
         self._per_row = segment.per_row
 
     def emit(self, instr: Instr) -> int:
-        if instr not in self._known:
-            self._known[instr] = len(self.body)
+        place = self._known.setdefault(identity(instr), len(self.body))
+        if place == len(self.body):
             self.body.append(instr)
-        return self._known[instr]
+        return place
 
     def cheaper(self, instr: Instr) -> int | None:
         """The value in its cheaper spelling, where it has one."""

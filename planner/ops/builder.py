@@ -16,6 +16,7 @@ from fuseplan.kernels.ir import ir
 from fuseplan.kernels.ir.index import Index, Size, as_size, is_static, known_less_equal
 from fuseplan.kernels.ir.ir import Const, Instr, Iota, Product, RegisterType, Segment, Store
 from fuseplan.kernels.ir.ops import OPS, torch_dtype
+from fuseplan.kernels.ir.rewrite import identity
 from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.ops.positions import Position, broadcast
@@ -56,7 +57,7 @@ class IterationSpace:
     #: Copies of the columns that are unrolled side by side.
     pieces: int = 1
     body: list[Instr] = field(default_factory=list)
-    known: dict[Instr, int] = field(default_factory=dict)
+    known: dict[object, int] = field(default_factory=dict)
     pulled: dict[tuple[str, Position, int | None], int] = field(default_factory=dict)
     stores: list[Store] = field(default_factory=list)
     products: list[Product] = field(default_factory=list)
@@ -71,11 +72,10 @@ class IterationSpace:
         return self.cols if self.pieces == 1 else self.cols // self.pieces
 
     def emit(self, instr: Instr) -> int:
-        found = self.known.get(instr)
-        if found is None:
-            found = self.known[instr] = len(self.body)
+        place = self.known.setdefault(identity(instr), len(self.body))
+        if place == len(self.body):
             self.body.append(instr)
-        return found
+        return place
 
 
 def column(space: IterationSpace, piece: int) -> Index:

@@ -23,6 +23,8 @@ from fuseplan.planner.groups.convex import Hop, bits, short_cycles
 _SCALE = 1e3
 #: Relative slack in comparing a sum of costs with a limit, for rounding.
 _ROUNDING = 1e-9
+#: Numbers of the relaxation this near to whole ones are whole: HiGHS lets its rows be off by 1e-7.
+_WHOLE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -188,12 +190,16 @@ class _Solver:
                 limits = [limit for _, limit in rows]
                 cuts = _narrow(scipy.sparse.csr_array(np.stack([row for row, _ in rows])))
                 constraints.append(scipy.optimize.LinearConstraint(cuts, -np.inf, limits))
-            result = scipy.optimize.milp(
-                objective, integrality=np.ones(len(objective), dtype=np.int64), bounds=bounds, constraints=constraints,
-                options={"mip_rel_gap": 0.0},
-            )
-            if result.x is None:
-                return None
+            # Of most covers the relaxation has whole numbers: then it is the answer, a tenth of the time sooner.
+            for is_whole in (0, 1):
+                result = scipy.optimize.milp(
+                    objective, integrality=np.full(len(objective), is_whole), bounds=bounds, constraints=constraints,
+                    options={"mip_rel_gap": 0.0},
+                )
+                if result.x is None:
+                    return None
+                if np.all(np.abs(result.x - np.round(result.x)) < _WHOLE):
+                    break
             chosen = [int(at) for at in np.flatnonzero(result.x > 0.5)]
             group_of = {op: at for at in chosen for op in bits(self.options[at].mask)}
             cycles = short_cycles([group_of[op] for op in range(self.problem.num_ops)], self.problem.edges)

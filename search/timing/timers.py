@@ -40,8 +40,8 @@ HELD_BYTES = 2**30
 #: A replay takes half of this at least.
 _GRAPH_US = 200.0
 #: What a replay takes at most, unless one call takes longer. Operands that the cache still holds after so long are at
-#: most 60 MB (H200), which memory would have taken 13 us to read: 0.5 % of the replay. So it need not visit every set.
-_LONG_GRAPH_US = 2_500.0
+#: most 60 MB (H200), which memory would have taken 13 us to read: 1.3 % of the replay. So it need not visit every set.
+_LONG_GRAPH_US = 1_000.0
 _MAX_REPETITIONS = 2000
 _CALIBRATION_TRIES = 3
 _MAX_LAUNCHES = 512

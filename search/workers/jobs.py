@@ -314,10 +314,9 @@ def release() -> None:
 
 
 def free_bytes(device: str) -> int:
-    """Memory that is free on the device; on a GPU PyTorch returns what it has cached."""
+    """Memory that is free on the device; on a GPU with what PyTorch has cached."""
     if is_gpu(device):
-        torch.cuda.empty_cache()
-        return int(torch.cuda.mem_get_info()[0])
+        return int(torch.cuda.mem_get_info()[0]) + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

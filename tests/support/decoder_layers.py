@@ -37,6 +37,7 @@ class Sizes:
 MODELS = {
     "llama": Sizes(4096, 32, 8, 128, 14336),
     "qwen3": Sizes(4096, 32, 8, 128, 12288, normed_heads=True),
+    "phi3": Sizes(3072, 32, 32, 96, 8192),
     "gemma3": Sizes(2560, 8, 4, 256, 10240, normed_heads=True, normed_results=True),
     "tiny": Sizes(64, 4, 2, 16, 96, normed_heads=True, normed_results=True),
 }

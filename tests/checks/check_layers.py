@@ -1,8 +1,8 @@
 """Decoder layers end to end in a CUDA graph, beside eager and TorchInductor: what plans buy where matmuls take time.
 
 Layers of the sizes of Llama-3-8B, Qwen3-8B, Phi-3-mini or Gemma-3-4B as a plain module: shared keys by
-``enable_gqa``, static caches, no head. Every region is tuned in the first call. All contestants of one cell are timed in
-interleaved rounds of one run; the peer ``bare`` runs the matmuls and attention alone, in eager's ops, which give
+``enable_gqa``, static caches, no head. Every region is tuned in the first call. All contestants of one cell are timed
+in interleaved rounds of one run; the peer ``bare`` runs the matmuls and attention alone, in eager's ops, which give
 another result.
 
     python tests/checks/check_layers.py --models llama qwen3 --out results/nvidia-h200/layers.md

@@ -198,9 +198,10 @@ class _Solver:
                 )
                 if result.x is None:
                     return None
-                if np.all(np.abs(result.x - np.round(result.x)) < _WHOLE):
+                shares: NDArray[np.float64] = result.x
+                if np.allclose(shares, np.round(shares), rtol=0.0, atol=_WHOLE):
                     break
-            chosen = [int(at) for at in np.flatnonzero(result.x > 0.5)]
+            chosen = [int(at) for at in np.flatnonzero(shares > 0.5)]
             group_of = {op: at for at in chosen for op in bits(self.options[at].mask)}
             cycles = short_cycles([group_of[op] for op in range(self.problem.num_ops)], self.problem.edges)
             if not cycles:

@@ -65,6 +65,15 @@ def solver(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+def test_halves_of_groups_are_no_cover(solver: None) -> None:
+    """Half of each pair would run three ops at the cost of one and a half groups."""
+    problem = CoverProblem(3, tuple(Option(mask, 1e-6) for mask in (0b001, 0b010, 0b100, 0b011, 0b110, 0b101)))
+    found = solve_cover(problem)
+    assert found.cost_s == pytest.approx(2e-6)
+    assert sorted(problem.options[number].mask for number in found.chosen) in ([0b001, 0b110], [0b010, 0b101],
+                                                                               [0b011, 0b100])
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 7), st.integers(0, 14))
 def test_covers_are_optimal(solver: None, seed: int, num_ops: int, groups: int) -> None:

@@ -1,0 +1,1 @@
+../../planner/front/__init__.py

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import fuseplan.planner
+import fuseplan
 
 CONFIG = LlamaConfig(
     hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -26,7 +26,7 @@ def main() -> None:
         found = fast(input_ids=ids, use_cache=False).logits
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
     print(f"largest difference to eager: {(found - expected).abs().max():.1e}")
-    print(fuseplan.planner.stats())
+    print(fuseplan.stats())
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
-import fuseplan.planner
+import fuseplan
 
 CONFIG = LlamaConfig(
     hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -30,7 +30,7 @@ def main() -> None:
     )
     assert torch.equal(found, expected), (found, expected)
     print("tokens:", found[0, ids.shape[1]:].tolist())
-    print(fuseplan.planner.stats())
+    print(fuseplan.stats())
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-import fuseplan.planner
+import fuseplan
 
 
 class Block(nn.Module):
@@ -56,7 +56,7 @@ def main(folder: Path) -> None:
     fast = torch.compile(module, backend="fuseplan", options={"db": served, "on_miss": "unfused"})
     with torch.no_grad():
         torch.testing.assert_close(fast(x), module(x))
-    stats = fuseplan.planner.stats()
+    stats = fuseplan.stats()
     print(stats)
     assert stats.misses == 0 and stats.from_model == 0, stats
 

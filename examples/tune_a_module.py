@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import silu
 
-import fuseplan.planner
+import fuseplan
 
 
 class FeedForward(nn.Module):
@@ -31,14 +31,14 @@ class FeedForward(nn.Module):
 def main() -> None:
     torch.manual_seed(0)
     model, x = FeedForward().eval(), torch.randn(32, 128)
-    print(fuseplan.planner.tune(model, x, device="cpu", trials=2, seconds=0.5))
+    print(fuseplan.tune(model, x, device="cpu", trials=2, seconds=0.5))
 
     fast = torch.compile(model, backend="fuseplan")
     with torch.no_grad():
         expected, found = model(x), fast(x)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     print(f"largest difference to eager: {(found - expected).abs().max():.1e}")
-    print(fuseplan.planner.stats())
+    print(fuseplan.stats())
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """The planner's public names, imported when first used: ``import fuseplan.planner`` loads nothing heavy.
 
->>> import fuseplan.planner
->>> fuseplan.planner.stats().groups_fused
-0
+>>> from fuseplan.planner import FusionScheduler
 """
 
 from __future__ import annotations

@@ -143,9 +143,9 @@ def tune(
 
     What is stored already is not measured again. An interrupted call goes on where it was when it is made again.
 
-    >>> fuseplan.planner.tune(model, torch.randn(4, 256))  # doctest: +SKIP
-    >>> fuseplan.planner.tune("llama-3.2-1b", decode=(1, 8), kv_len=1024, prefill=[512, (4, 512)])  # doctest: +SKIP
-    >>> fuseplan.planner.tune(manifest="models.toml")  # doctest: +SKIP
+    >>> fuseplan.tune(model, torch.randn(4, 256))  # doctest: +SKIP
+    >>> fuseplan.tune("llama-3.2-1b", decode=(1, 8), kv_len=1024, prefill=[512, (4, 512)])  # doctest: +SKIP
+    >>> fuseplan.tune(manifest="models.toml")  # doctest: +SKIP
 
     Args:
         model: An ``nn.Module`` with ``inputs``, a preset's name (``"llama-3.2-1b"``), the path of a ``config.json``, a

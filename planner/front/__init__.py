@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fuseplan.planner import explain, misses, report, stats, tune
+    from fuseplan.planner import explain, misses, report, reset_stats, stats, tune
 
     __version__: str
 
 if (_here := Path(__file__).parent).name == "front":  # an editable install: the packages lie in the checkout's root
     __path__.append(str(_here.parents[1]))
 
-__all__ = ["__version__", "explain", "misses", "report", "stats", "tune"]
+__all__ = ["__version__", "explain", "misses", "report", "reset_stats", "stats", "tune"]
 
 
 def __getattr__(name: str) -> Any:

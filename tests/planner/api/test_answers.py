@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from html.parser import HTMLParser
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -270,9 +271,17 @@ def test_a_database_that_cannot_be_written_is_told_before_anything_is_captured()
     assert "capturing" not in account.spent()
 
 
-def test_the_names_load_nothing_before_they_are_used() -> None:
-    code = "import sys, fuseplan.planner as p; dir(p); print([m for m in ('torch', 'pandas') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+@pytest.mark.parametrize("module", ["fuseplan", "fuseplan.planner"])
+def test_the_names_load_nothing_before_they_are_used(module: str, tmp_path: Path) -> None:
+    code = f"import sys, {module} as p; dir(p); print([m for m in ('torch', 'pandas') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert done.stdout.strip() == "[]"
-    names = {"tune", "report", "explain", "misses"}
-    assert names <= set(fuseplan.planner.__all__) and all(callable(getattr(fuseplan.planner, name)) for name in names)
+
+
+def test_the_package_has_the_planners_names() -> None:
+    names = {"tune", "report", "explain", "misses", "stats", "reset_stats"}
+    assert names <= set(fuseplan.planner.__all__)
+    assert all(getattr(fuseplan, name) is getattr(fuseplan.planner, name) for name in names)
+    assert {*names, "__version__"} == set(dir(fuseplan)) and fuseplan.__version__ == version("fuseplan")
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = fuseplan.no_such_name

@@ -31,6 +31,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
     help="Plan and tune the fusion of a PyTorch model's ops for the device at hand.\n\n"
     "Start with `plan tune --model llama`; then torch.compile(model, backend='fuseplan') uses what was stored.",

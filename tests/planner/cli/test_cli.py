@@ -72,6 +72,7 @@ def test_every_command_has_help(plan: Run, command: list[str]) -> None:
     status, out, _ = plan(*command, "--help")
     assert status == 0
     assert out.startswith("Usage: plan") and len(out.splitlines()) > 5
+    assert plan(*command, "-h")[:2] == (0, out)
 
 
 def test_the_command_is_a_module_too() -> None:

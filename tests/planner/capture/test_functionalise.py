@@ -57,13 +57,19 @@ def after_a_write(x: Tensor, y: Tensor) -> Tensor:
     return root * y
 
 
+def filled(x: Tensor, y: Tensor) -> Tensor:
+    """How some models make the mask of attention to what came before."""
+    mask = torch.empty(3, 5).fill_(float("-inf")).triu_(1)
+    return x * y + mask + torch.empty(5).zero_()
+
+
 def through_a_view(x: Tensor, y: Tensor) -> Tensor:
     made = x * y
     return made.view(15).add_(1.0).mul_(2.0).tanh()
 
 
 UNSEEN: list[Callable[[Tensor, Tensor], Any]] = [
-    residual, normalises_itself, read_before, masked, transposed, through_a_view,
+    residual, normalises_itself, read_before, masked, transposed, through_a_view, filled,
 ]
 
 

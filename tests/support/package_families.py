@@ -55,7 +55,7 @@ _WIDTHS = {
     r".*(num_|n_)?(attention_)?heads?|n_head|num_heads|.*_attention_heads": 4,
     r"hidden_size|d_model|n_embd|.*(embed|embedding|hidden)_(dim|size)|dim|.*proj(ection)?_dim|width": 64,
     r".*(intermediate|ffn|ff|mlp|inner).*(size|dim|hidden)|d_ff|d_inner|n_inner|.*ffn_dim": 96,
-    r".*lora_rank": 24, r"(num|n)_.*experts|moe_num_experts": 4, r".*experts_per_tok.*|.*top_?k": 2,
+    r".*lora_rank": 24, r"(num|n)_.*experts|moe_num_experts": 4, r".*experts_per_tok.*|.*top_?k|moe_k": 2,
     r"n_group|topk_group|num_expert_groups": 1, r"num_mel_bins|num_mel": 20,
 }
 _AT_MOST = {
@@ -145,7 +145,7 @@ def _built(model_class: Any, config: Any) -> nn.Module:
 def _shrunk(config: Any, sizes: Sizes) -> Any:
     """The configuration made anew of its smaller numbers."""
     entries = _smaller(config.to_dict(), sizes)
-    for name in ("transformers_version", "model_type", "architectures"):
+    for name in ("transformers_version", "model_type", "architectures", "out_features", "out_indices", "stage_names"):
         entries.pop(name, None)
     made = type(config)(**entries)
     kinds = getattr(config, "layer_types", None)
@@ -158,10 +158,15 @@ def _shrunk(config: Any, sizes: Sizes) -> Any:
 def _smaller(entries: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
     found = dict[str, Any]()
     for name, value in entries.items():
-        if isinstance(value, dict) and name not in ("rope_parameters", "rope_scaling", "id2label", "label2id"):
+        if name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
+            found[name] = {**value, "mrope_section": [4, 2, 2]} if "mrope_section" in value else value
+        elif isinstance(value, dict) and name not in ("id2label", "label2id"):
             found[name] = _smaller(value, sizes)
         elif not (sizes.numbers and name in ("layer_types", "mlp_layer_types")):  # as long as there are layers
             found[name] = sizes.of(name, value)
+    for name, same in (("head_dim", "qk_rope_head_dim"), ("num_key_value_heads", "num_attention_heads")):
+        if same in entries and entries.get(name) == entries[same]:
+            found[name] = found[same]
     return found
 
 

@@ -408,7 +408,7 @@ def _of_diffusers(name: str) -> tuple[nn.Module, Arguments]:
     return model, {**given, "return_dict": False}
 
 
-_GRAPH_MODELS = ("GCN", "GraphSAGE", "GIN", "GAT", "PNA", "EdgeCNN", "LightGCN", "AttentiveFP", "SignedGCN")
+_GRAPH_MODELS = ("GCN", "GraphSAGE", "GIN", "GAT", "PNA", "EdgeCNN")
 _GRAPH_LAYERS = (
     "GCNConv", "SAGEConv", "GATConv", "GATv2Conv", "TransformerConv", "GINConv", "ChebConv", "ARMAConv", "SGConv",
     "TAGConv", "GraphConv", "ResGatedGraphConv", "LEConv", "ClusterGCNConv", "GENConv", "GeneralConv", "MFConv",
@@ -417,7 +417,7 @@ _GRAPH_LAYERS = (
 
 
 def _torch_geometric() -> Iterator[tuple[str, Build]]:
-    for name in (*_GRAPH_MODELS[:6], *_GRAPH_LAYERS):
+    for name in (*_GRAPH_MODELS, *_GRAPH_LAYERS):
         yield name, partial(_of_torch_geometric, name)
 
 

@@ -67,17 +67,25 @@ def live(ops: Sequence[OpNode], accesses: Mapping[str, Access], outputs: Iterabl
 
 @cache
 def functional_twin(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    """The op that computes the same and writes to nothing: ``aten.add.Tensor`` of ``aten.add_.Tensor``."""
+    """The op that computes the same and writes to nothing: ``aten.add.Tensor`` of ``aten.add_.Tensor``.
+
+    Its overload may have another name (``pow.Tensor_Scalar`` of ``pow_.Scalar``), but has the same arguments.
+    """
     namespace, _, name = target._schema.name.partition("::")
     if not name.endswith("_") or name.endswith("__"):
         return None
     packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
-    twin = getattr(packet, target._overloadname, None)
-    return twin if isinstance(twin, torch._ops.OpOverload) and not twin._schema.is_mutable else None
+    overloads = [] if packet is None else [getattr(packet, one) for one in packet.overloads()]
+    alike = [one for one in overloads if not one._schema.is_mutable and _arguments(one) == _arguments(target)]
+    return next((one for one in alike if one._overloadname == target._overloadname), next(iter(alike), None))
+
+
+def _arguments(target: torch._ops.OpOverload) -> list[tuple[str, str]]:
+    return [(one.name, str(one.type)) for one in target._schema.arguments]
 
 
 def is_laid_out_alike(node: fx.Node, twin: torch._ops.OpOverload) -> bool:
-    """Whether ``twin`` would give the very tensor that the in-place call ``node`` leaves: shape, dtype and strides."""
+    """Whether ``twin`` would give the very tensor that the in-place call ``node`` leaves, in as much memory."""
     old = value_of(node)
     try:
         new = fake_result(twin, node.args, node.kwargs, {})
@@ -86,7 +94,10 @@ def is_laid_out_alike(node: fx.Node, twin: torch._ops.OpOverload) -> bool:
         return False
     if old is None or not isinstance(new, torch.Tensor):
         return False
-    return (old.shape, old.dtype, old.stride(), old.device) == (new.shape, new.dtype, new.stride(), new.device)
+    if (old.shape, old.dtype, old.stride(), old.device) != (new.shape, new.dtype, new.stride(), new.device):
+        return False
+    # Sizes of memory may be symbols, and are compared as they are written, which adds no guard to the trace.
+    return str(old.untyped_storage().nbytes()) == str(new.untyped_storage().nbytes())
 
 
 def unordered_readers(readers: Iterable[OpNode], op: OpNode, ops: Iterable[OpNode]) -> list[str]:

@@ -102,8 +102,6 @@ class _Builder:
     storages: Storages = field(default_factory=Storages)
     #: Pairs of ops that must keep their order although no access says so.
     ordered: list[tuple[str, str]] = field(default_factory=list)
-    #: Values that an in-place op wrote over, whose result counts as memory of its own.
-    overwritten: set[str] = field(default_factory=set)
     #: Results of ops without operands (``full``, ``arange``).
     from_nothing: set[str] = field(default_factory=set)
     #: What each fx node stands for: a TracedTensor, a size or constant, a tuple of these, or a module.
@@ -220,20 +218,18 @@ class _Builder:
     def _may_be_functional(self, node: fx.Node, twin: torch._ops.OpOverload, written: TracedTensor) -> bool:
         """Whether nobody can tell that the in-place call ``node`` wrote to an operand: it may be fused as ``twin``.
 
-        The operand is an intermediate, no view of it or of what it lies in exists, and all its readers came before.
+        The operand is an intermediate, and nothing reads it later, nor another tensor in its memory.
         """
-        name, storage = written.name, self.storages.of(written)
-        if not op_of(str(twin)).is_fusible or name in self.placeholders or name in self.constants:
+        storage = self.storages.of(written)
+        sharing = [(one, tensor.name) for one, value in self.values.items() for tensor in tensors_in(value)
+                   if self.storages.of(tensor) == storage]
+        if not op_of(str(twin)).is_fusible or any(
+            name in self.placeholders or name in self.constants
+            or any(user is not node and user not in self.values for user in (*one.users, *self.nodes[name].users))
+            for one, name in sharing
+        ):
             return False
-        tensors = [
-            (one, tensor) for one, value in self.values.items() for tensor in tensors_in(value)
-            if tensor.name not in self.overwritten
-        ]
-        if any(self.storages.of(value) == storage and value.name != name for _, value in tensors):
-            return False
-        standing_for = [self.nodes[name], *(one for one, value in tensors if value.name == name)]
-        is_read_later = any(user is not node and user not in self.values for one in standing_for for user in one.users)
-        return not is_read_later and is_laid_out_alike(node, twin)
+        return is_laid_out_alike(node, twin)
 
     def _append_functional(self, name: str, bound: Bound, results: list[TracedTensor], node: fx.Node) -> None:
         """Add an in-place call as the op ``name``, whose result is in memory of its own."""
@@ -244,7 +240,6 @@ class _Builder:
         made = self.ops[-1]
         # Where the op stays as it is, it writes over what they read.
         self.ordered.extend((reader, made.name) for reader in unordered_readers(readers, made, self.ops))
-        self.overwritten.add(written.name)
         self.storages.renew(written)
 
     def _is_same(self, operand: TracedTensor, result: TracedTensor) -> bool:

@@ -238,12 +238,28 @@ def _repeat_interleave(p: BodyBuilder, node: OpNode, position: Position) -> int:
     return p.pull(source, along(position, dim, position[dim] // repeats))
 
 
+def _pixel_shuffle(p: BodyBuilder, node: OpNode, position: Position) -> int:
+    """Each square of pixels is the channels that the operand has at one pixel."""
+    side, (*batch, channel, row, column) = node.attrs["upscale_factor"], position
+    within = row % side * side + column % side
+    return p.pull(node.inputs[0], (*batch, channel * side**2 + within, row // side, column // side))
+
+
+def _pixel_unshuffle(p: BodyBuilder, node: OpNode, position: Position) -> int:
+    side, (*batch, channel, row, column) = node.attrs["downscale_factor"], position
+    within = channel % side**2
+    moved = (channel // side**2, row * side + within // side, column * side + within % side)
+    return p.pull(node.inputs[0], (*batch, *moved))
+
+
 _made, _moved = partial(rows, "rearrangement"), partial(rows, "rearrangement", rearranges=True)
 _GIVEN, _ONES = _filled(lambda node: node.attrs.get("fill_value", 0)), _filled(lambda node: 1)
 
 REARRANGEMENTS = {
     **_made("full zeros new_zeros new_full", _GIVEN),
-    **_made("full_like zeros_like", _GIVEN, like=True),
+    **_made("full_like zeros_like zero", _GIVEN, like=True),
+    **_made("fill.Scalar", _filled(lambda node: node.attrs["value"]), like=True),
+    **_made("fill.Tensor", lambda p, node, position: p.operand(node, 1, (), result_type(p, node)), like=True),
     **_made("ones new_ones", _ONES),
     **_made("ones_like", _ONES, like=True),
     **_made("scalar_tensor", _filled(lambda node: node.attrs["s"])),
@@ -260,4 +276,6 @@ REARRANGEMENTS = {
     **_moved("roll", _roll, refuse=_roll_refuse),
     **_moved("flip", _flip, refuse=_roll_refuse),
     **_moved("repeat_interleave.self_int", _repeat_interleave),
+    **_moved("pixel_shuffle", _pixel_shuffle),
+    **_moved("pixel_unshuffle", _pixel_unshuffle),
 }

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from graphs import Builder
-from op_coverage import Coverage, Role, coverage, role_of
+from op_coverage import Coverage, MemoryBound, Role, coverage, role_of
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref, TensorSpec
 
@@ -80,6 +80,18 @@ def test_an_op_left_alone_is_told_from_one_that_others_could_join(
 ) -> None:
     graph, made = chain()
     assert coverage(graph, [made[name] for name in fused]) == expected
+
+
+def test_ops_bound_by_memory_are_all_but_matmuls() -> None:
+    """A sort is one that nothing else covers; a window and a scan are, too."""
+    graph, made = chain()
+    found = coverage(graph, [made["mul"], made["exp"]]).memory_bound
+    assert found == MemoryBound(4, 2, 1, {"aten.sort.default": 1})
+    b = Builder(x=torch.randn(2, 3, 8, 8), i=torch.tensor([0, 1]))
+    drawn = b("aten.rand_like.default", b("aten.max_pool2d.default", "x", kernel_size=(2, 2)))
+    scanned = b("aten.cumsum.default", b("aten.index_select.default", "x", "i", dim=0), dim=1)
+    left = {"aten.max_pool2d.default": 1, "aten.cumsum.default": 1}
+    assert coverage(b.graph(drawn, scanned), ()).memory_bound == MemoryBound(3, 0, 1, left)
 
 
 def test_shares() -> None:

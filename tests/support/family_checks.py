@@ -37,7 +37,7 @@ def watching() -> Iterator[list[Coverage]]:
 
     def watched(traced: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         call: Any = executable(traced, *args, **kwargs)
-        slots = [slot for slot in call.__globals__.values() if isinstance(slot, FirstCall) and slot.ir is not None]
+        slots = [slot for slot in call.__globals__.values() if isinstance(slot, FirstCall)]
         found.append(coverage(traced.graph, {name for slot in slots for name in slot.ops}))
         return call  # type: ignore[no-any-return]
 

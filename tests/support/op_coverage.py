@@ -26,14 +26,17 @@ from fuseplan.planner.ops.table import OpKind, is_address_map
 
 Role: TypeAlias = Literal["coverable", "anchor", "opaque", "view", "constant"]
 
+#: Ops that read windows.
+WINDOWS = frozenset({
+    "max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "unfold", "im2col",
+})  # fmt: skip
 #: Ops of ATen (overload, leading and trailing underscores left off) with an inner dimension of their own.
 ANCHORS = frozenset({
     "linear", "matmul", "mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm", "addbmm", "einsum", "bilinear", "inner",
     "tensordot", "grouped_mm", "scaled_mm", "conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d",
     "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention", "multi_head_attention_forward",
     "native_multi_head_attention", "transformer_encoder_layer_fwd", "lstm", "gru", "rnn_tanh", "rnn_relu",
-    # Windows.
-    "max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "unfold", "im2col",
+    *WINDOWS,
 })  # fmt: skip
 #: Ops that only ATen can run, by the reason. Random numbers, writes and sizes that depend on data show in the schema.
 OPAQUE: Mapping[str, frozenset[str]] = MappingProxyType({
@@ -56,6 +59,26 @@ _OPAQUE_TAGS = (
 
 
 @dataclass(frozen=True)
+class MemoryBound:
+    """Ops whose time is that of memory.
+
+    All that do work are, but matmuls and their like, random numbers, and what has a size that depends on data or is no
+    op of ATen. Sorts, scans, windows and writes are among them.
+
+    Attributes:
+        ops: How many there are.
+        fused: Those of them that run in fused code.
+        alone: The others that no other op can join.
+        left: What is neither, by name.
+    """
+
+    ops: int = 0
+    fused: int = 0
+    alone: int = 0
+    left: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Coverage:
     """Counts of one graph, or of several.
 
@@ -64,12 +87,14 @@ class Coverage:
         fused: Those of them that run in a kernel, whether with others or alone.
         alone: Those left to ATen that no other coverable op can join: a kernel of one op saves no launch.
         left: Every coverable op that is left to ATen, by name.
+        memory_bound: Of one graph: the same question about more ops (no sum of coverages has it).
     """
 
     coverable: int = 0
     fused: int = 0
     alone: int = 0
     left: Mapping[str, int] = field(default_factory=dict)
+    memory_bound: MemoryBound = field(default_factory=MemoryBound, compare=False)
 
     def __add__(self, other: Coverage) -> Coverage:
         return Coverage(
@@ -97,8 +122,12 @@ def coverage(graph: DataflowGraph, fused: Collection[str]) -> Coverage:
     groups = [[name for name in region.ops if roles[name] == "coverable"] for region in regions]
     names = [name for group in groups for name in group]
     left = Counter(graph.op(name).op for name in names if name not in members)
-    lone = sum(len(group) == 1 and group[0] not in members for group in groups)
-    return Coverage(len(names), len(members.intersection(names)), lone, MappingProxyType(dict(left)))
+    lone = {group[0] for group in groups if len(group) == 1} - members
+    bound = [node for node in graph if _is_memory_bound(node, graph.specs, roles[node.name])]
+    apart = Counter(node.op for node in bound if node.name not in members | lone)
+    return Coverage(
+        len(names), len(members.intersection(names)), len(lone), MappingProxyType(dict(left)),
+        MemoryBound(len(bound), len(bound) - apart.total() - len(lone), len(lone), MappingProxyType(dict(apart))))
 
 
 #: What a role is to the search for regions: a constant can be in any of them, and is in none by itself.
@@ -123,6 +152,18 @@ def role_of(node: OpNode, specs: Specs) -> Role:
     if name in _OPAQUE_NAMES or "device" in node.attrs or _is_opaque(node) or _indexes_with_booleans(node, specs):
         return "opaque"
     return "coverable" if node.inputs and name not in CONSTANTS else "constant"
+
+
+def _is_memory_bound(node: OpNode, specs: Specs, role: Role) -> bool:
+    if role in ("view", "constant") or not node.op.startswith("aten."):
+        return False
+    name = node.op.split(".")[1].strip("_")
+    if role == "anchor":
+        return name in WINDOWS
+    if role == "coverable" or name in _OPAQUE_NAMES - OPAQUE["makes memory only"]:
+        return True
+    target = resolve_op(node.op)
+    return target._schema.is_mutable and not any(tag in target.tags for tag in _OPAQUE_TAGS)
 
 
 def _is_opaque(node: OpNode) -> bool:

@@ -254,7 +254,7 @@ def _default_across(ir: KernelIR, target: Target) -> Config:
 
 def _default_reduction(ir: KernelIR, target: Target) -> Config:
     reducing = [segment for segment in ir.segments if segment.has_reduction()]
-    if any(map(folds_across, reducing)):
+    if all(map(folds_across, reducing)):
         return _default_across(ir, target)
     widest = max(next_power_of_2(_static(segment.cols)) for segment in reducing)
     looped = widest > DEFAULT_PERSISTENT_COLS or not all(is_static(segment.cols) for segment in reducing)

@@ -51,7 +51,8 @@ def _fold_columns(p: BodyBuilder, node: OpNode, row: Position, kind: str, elemen
 
 
 def _float_type(p: BodyBuilder, node: OpNode) -> RegisterType:
-    return "float64" if p.specs[node.inputs[0]].dtype == "float64" else "float32"
+    dtypes = (p.specs[value].dtype for value in (node.inputs[0], node.outputs[0]))  # the second one may be asked for
+    return "float64" if "float64" in dtypes else "float32"
 
 
 def _plain_fold(kind: str) -> Build:

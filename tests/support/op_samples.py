@@ -264,6 +264,7 @@ SAMPLES: list[tuple[str, tuple[torch.Tensor, ...], dict[str, Any]]] = [
     ("aten.prod.dim_int", (T,), {"dim": 1}),
     ("aten.prod.dim_int", (COUNTS,), {"dim": -1, "keepdim": True}),
     ("aten.softmax.int", (X,), {"dim": 1}),
+    ("aten.log_softmax.int", (X,), {"dim": 1, "dtype": "float64"}),
     ("aten.log_softmax.int", (T,), {"dim": 0}),
     ("aten.mean.dim", (IMAGE.to(memory_format=torch.channels_last),), {"dim": (2, 3)}),
     ("aten.var.correction", (IMAGE,), {"dim": (0, 1), "correction": 1}),

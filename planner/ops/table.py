@@ -183,7 +183,8 @@ def why_refused(node: OpNode, specs: Specs) -> str | None:
         dims = op.reduced_dim(node, specs)
         if not rank:
             return f"{node.op}: reduces a scalar"
-        if len(dims) == rank and not _is_short(specs[node.inputs[0]]):
+        # A softmax of one row has one block in ATen, too.
+        if len(dims) == rank and (rank > 1 or op.effort == "fold") and not _is_short(specs[node.inputs[0]]):
             return f"{node.op}: reduces all of {rank} dimensions: a kernel shares rows among threads, and this is one"
     reason = _unheld_number(node, specs) or (op.refuse(node, specs) if op.refuse is not None else None)
     if reason is not None:

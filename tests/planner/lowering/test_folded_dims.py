@@ -166,3 +166,8 @@ def test_a_sum_of_all_elements_is_one_row() -> None:
     lowered = check(b, b("aten.sum.default", b("aten.mul.Tensor", "x", "x")))
     (found,) = run_reference(lowered.ir, [x])
     torch.testing.assert_close(found.double(), (x.double() * x.double()).sum())
+
+
+def test_a_softmax_of_one_long_row_stays_in_kernels() -> None:
+    b = Builder(x=torch.randn(40_000))
+    check(b, b("aten.softmax.int", "x", dim=0))

@@ -7,6 +7,7 @@ import math
 from fuseplan.kernels.cpp.emitter import simplified_segments
 from fuseplan.kernels.cpp.entry import is_strided, is_tiled
 from fuseplan.kernels.cpp.launch import RunSettings
+from fuseplan.kernels.cpp.row_vectors import RowVectors, task_elements
 from fuseplan.kernels.ir.backend import Config, Target, Tunable, checked
 from fuseplan.kernels.ir.gathers import gathered_elements
 from fuseplan.kernels.ir.index import is_static
@@ -27,6 +28,8 @@ _STAGE_BYTES = 512 * 1024
 _TASKS_PER_THREAD = 4
 _COL_TILES = (1024, 4096, 16384)
 _STRIDED_COL_TILES = (32, 128)
+#: Where vectors hold rows, of how many.
+_ROW_TILES = (64, 256, 1024)
 _ROWS_PER_TASK = (1, 4, 16)
 _UNROLLS = (2, 4)
 #: Streaming stores are worth a try once a call touches more than some last-level caches hold.
@@ -65,6 +68,8 @@ def config_space(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
 
 def _tiles(segments: tuple[Segment, ...]) -> tuple[int, ...]:
     """Column tiles to choose from; one where no segment is tiled."""
+    if any(isinstance(segment, RowVectors) for segment in segments):
+        return _ROW_TILES
     tiled = [segment for segment in segments if is_tiled(segment)]
     if not tiled:
         return _COL_TILES[1:2]
@@ -107,7 +112,7 @@ def count_tasks(segments: tuple[Segment, ...], rows_per_task: int, col_tile: int
 
 def _staged(segment: Segment) -> int:
     """Bytes, for each column, of values that a segment evaluates twice, and that a staging buffer could hold."""
-    phases = schedule(segment, stage=True)
+    phases = () if isinstance(segment, RowVectors) else schedule(segment, stage=True)
     return sum(ITEMSIZE[segment.body[value].dtype] for phase in phases for value in phase.stages)
 
 
@@ -169,7 +174,7 @@ def _default_task(segments: tuple[Segment, ...], threads: int) -> tuple[int, int
         return threads == 1 or count_tasks(segments, rows, tile) >= _TASKS_PER_THREAD * threads
 
     tile = tiles[0] if strided else max((one for one in tiles[:-1] if busy(1, one)), default=tiles[0])
-    bytes_per_row = min(widest, tile) * 4
+    bytes_per_row = min(widest, tile) * 4 * max(int(task_elements(segment)) for segment in segments)
     fitting = [
         rows for rows in _ROWS_PER_TASK
         if rows <= most_rows and rows * bytes_per_row <= _TASK_BYTES and busy(rows, tile)
@@ -186,7 +191,7 @@ def run_settings(ir: KernelIR, config: Config, target: Target) -> RunSettings:
     config = checked(config, PARAMETERS)
     segments = simplified_segments(ir)
     static = not ir.symbols
-    elements = sum(segment.num_rows * segment.cols for segment in segments) if static else _GIL_ELEMENTS
+    elements = sum(one.num_rows * one.cols * task_elements(one) for one in segments) if static else _GIL_ELEMENTS
     return RunSettings(
         threads=min(int(config["threads"]), max(target.cores, 1)),
         grain=0 if static else ELEMENTS_PER_THREAD,

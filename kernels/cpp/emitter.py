@@ -18,6 +18,8 @@ from fuseplan.kernels.cpp.entry import (
     shapes_lines,
     symbol_lines,
 )
+from fuseplan.kernels.cpp.row_vectors import RowVectors, as_row_vectors
+from fuseplan.kernels.cpp.row_vectors_emitter import RowVectorsWriter
 from fuseplan.kernels.cpp.types import (
     SCALAR_TYPE,
     STORAGE_TYPE,
@@ -51,7 +53,8 @@ def emit_cpp(ir: KernelIR, unroll: int = 2, stage: bool = False, stream: bool = 
     names = {name: f"n{number}" for number, name in enumerate(ir.symbols)}
     segments = simplified_segments(ir)
     # What somebody else sees is written only after all checks; what a call makes is dropped where one fails.
-    before = tuple(dict.fromkeys(map(checks_alone, segments))) if ir.overwritten and may_fail(ir) else ()
+    whole = (one.whole if isinstance(one, RowVectors) else one for one in segments)
+    before = tuple(dict.fromkeys(map(checks_alone, whole))) if ir.overwritten and may_fail(ir) else ()
     simple = KernelIR(ir.buffers, (*segments, *(one for one in before if one.checks)))
     kinds, widest = assign_registers(simple)
     floats = {buffer.dtype for buffer in ir.outputs if "float" in buffer.dtype}
@@ -70,7 +73,8 @@ def emit_cpp(ir: KernelIR, unroll: int = 2, stage: bool = False, stream: bool = 
 @lru_cache(maxsize=64)
 def simplified_segments(ir: KernelIR) -> tuple[Segment, ...]:
     """The segments as they are emitted: cut where their masks change, with as few axes as possible."""
-    return tuple(coalesce(piece, within_divisions=True) for segment in ir.segments for piece in split_columns(segment))
+    pieces = (piece for segment in ir.segments for piece in split_columns(segment))
+    return tuple(as_row_vectors(coalesce(piece, within_divisions=True)) for piece in pieces)
 
 
 @lru_cache(maxsize=1)
@@ -92,7 +96,9 @@ class _SegmentWriter:
         cols = self.segment.cols
         # No more accumulators than the row has vectors.
         self.unroll = max(1, min(unroll, cols // _MOST_LANES)) if isinstance(cols, int) else unroll
-        self.phases = schedule(self.segment, stage)
+        self._across = RowVectorsWriter(buffers, values, unroll, checks) if isinstance(
+            self.segment, RowVectors) else None
+        self.phases = schedule(self.segment, stage) if self._across is None else ()
         self._declared: set[str] = set()
 
     def _size(self, size: Size) -> str:
@@ -111,9 +117,11 @@ class _SegmentWriter:
         if not tiled:
             lines.append(f"const i64 low = 0, high = {self._size(segment.cols)};")
         first, following = self._rows()
-        lines += [*self._staging_lines(), *first, "for (i64 row = begin; row < end; ++row) {"]
+        lines += self._staging_lines() if self._across is None else self._across.arrays()
+        lines += [*first, "for (i64 row = begin; row < end; ++row) {"]
         for position, phase in enumerate(self.phases):
             lines += indent(self._phase(position, phase))
+        lines += indent(self._across.lines()) if self._across is not None else []
         return [head, *indent([*lines, *indent(following), "}"]), "}"]
 
     def _storage(self, buffer: int) -> str:
@@ -190,7 +198,8 @@ class _SegmentWriter:
         return f"const {scalar} r{value} = ({cols}) ? {whole} : {self._identity(value, self.kinds[value])};"
 
     def _identity(self, value: int, kind: str) -> str:
-        return constant_text(kind, fold_identity(self._reduce(value).kind, kind))
+        reduce = self._reduce(value)
+        return constant_text(kind, fold_identity(reduce.kind, "bool" if reduce.dtype == "bool" else kind))
 
     def _accumulator_kind(self, value: int) -> str:
         """Register type of a reduction's lanes: the result's, unless the operand is a narrowed integer or a mask."""

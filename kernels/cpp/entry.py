@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fuseplan.kernels.cpp.row_vectors import RowVectors, task_elements
 from fuseplan.kernels.cpp.types import cpp_size, indent
 from fuseplan.kernels.ir.gathers import value_axes
 from fuseplan.kernels.ir.ir import Buffer, KernelIR, Reduce, Segment
@@ -18,6 +19,8 @@ UNTILED_STRIDED_COLS = 32
 
 def is_tiled(segment: Segment) -> bool:
     """True when a (simplified) segment's columns are shared among tasks, too."""
+    if isinstance(segment, RowVectors):
+        return True
     if segment.has_reduction() or (isinstance(segment.cols, int) and segment.cols <= UNTILED_STRIDED_COLS):
         return False
     return is_strided(segment) or not (isinstance(segment.cols, int) and segment.cols <= UNTILED_COLS)
@@ -86,7 +89,7 @@ def entry_lines(segments: Sequence[Segment], names: Mapping[str, str], checks: S
         rows = f"({' * '.join(['(i64)1', *(cpp_size(extent, names) for extent in segment.rows)])})"
         cols, chunks = cpp_size(segment.cols, names), f"ceil_div({rows}, how->rows_per_task)"
         tiles = f"ceil_div({cols}, how->col_tile)" if is_tiled(segment) else "1"
-        elements.append(f"{rows} * {cols}")
+        elements.append(f"{rows} * {cols} * {cpp_size(task_elements(segment), names)}")
         tasks.append(f"{chunks} * {tiles}")
         runs += _run_segment(f"segment{number}(buffers, sizes, ", is_tiled(segment), rows, cols, chunks, tiles)
     return [

@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 import sympy
 
+from fuseplan.kernels.cpp.row_vectors import folded_size
 from fuseplan.kernels.ir.backend import BuildError
 from fuseplan.kernels.ir.index import Coord, Index, Mod, Size
 from fuseplan.kernels.ir.ir import Apply, Cast, Const, Instr, Iota, KernelIR, Load, Reduce, Segment
@@ -137,11 +138,12 @@ def _interval(instr: Instr, segment: Segment, known: Sequence[Interval]) -> Inte
         return known[instr.arg] if not source.startswith("float") else None
     if isinstance(instr, Load):
         return (-(2**31), 2**31 - 1) if instr.dtype == "int32" else None
-    if isinstance(instr, Reduce):
+    if isinstance(instr, Reduce) and instr.kind != "prod":
         operand = known[instr.arg]
         if instr.kind != "sum" or operand is None:
             return operand
-        count = segment.cols if isinstance(segment.cols, int) else DYNAMIC_SIZE_LIMIT
+        size = folded_size(segment)
+        count = size if isinstance(size, int) else DYNAMIC_SIZE_LIMIT
         return (min(0, operand[0] * count), max(0, operand[1] * count))
     if isinstance(instr, Apply):
         return _apply_interval(instr.op, [known[arg] for arg in instr.args])

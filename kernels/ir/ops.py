@@ -115,6 +115,8 @@ REDUCTIONS: dict[str, ReductionSpec] = {
                       lambda x: torch.amax(x, dim=-1, keepdim=True)),
         ReductionSpec("min", math.inf, "fp_minimum({0}, {1})", _NAN_MIN, "_row_min",
                       lambda x: torch.amin(x, dim=-1, keepdim=True)),
+        ReductionSpec("prod", 1.0, "({0} * {1})", "({0} * {1})", "_row_prod",
+                      lambda x: torch.prod(x, dim=-1, keepdim=True)),
     )
 }
 

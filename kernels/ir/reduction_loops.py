@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from fuseplan.kernels.ir.index import is_static
 from fuseplan.kernels.ir.ir import Apply, Cast, Const, Iota, Load, Reduce, Round, Segment, ancestors, operands
+
+#: So few rows side by side would leave most of a vector empty, and most of a line unread.
+_FEW_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,22 @@ def schedule(segment: Segment, stage: bool = False, rescale: bool = False) -> tu
         replace(phase, stages=tuple(v for v in phase.elements if any(v in later.reads for later in phases[n + 1 :])))
         for n, phase in enumerate(phases)
     )
+
+
+def folds_across(segment: Segment) -> bool:
+    """Whether rows that lie side by side in memory are folded along columns that lie apart: several rows at a time then
+    read whole lines.
+    """
+    if not segment.rows or not segment.has_reduction():
+        return False
+    few = is_static(segment.rows[-1]) and segment.rows[-1] < _FEW_ROWS
+    return not few and _apart(segment, segment.col_axis - 1) < _apart(segment, segment.col_axis)
+
+
+def _apart(segment: Segment, axis: int) -> int:
+    """Loads and stores whose elements lie apart along an axis."""
+    indices = [access.index for access in segment.accesses]
+    return sum(not index.is_affine_in(axis) or index.coefficient(axis) not in (0, 1) for index in indices)
 
 
 def reduction_depths(segment: Segment, beside: Mapping[int, int] | None = None) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from fuseplan.kernels.gpu.overlap import OVERLAP, OVERLAP_IMPORT, is_overlapped,
 from fuseplan.kernels.gpu.tile import needs_int64, next_power_of_2, segment_programs, tile_of
 from fuseplan.kernels.ir.backend import SM90, BuildError, Config, MachineError, Target, Tunable
 from fuseplan.kernels.ir.gathers import may_fail
-from fuseplan.kernels.ir.ir import ITEMSIZE, KernelIR
+from fuseplan.kernels.ir.ir import ITEMSIZE, KernelIR, Reduce
 from fuseplan.kernels.ir.kernel_name import kernel_name
 from fuseplan.kernels.native.build import is_exposed
 from fuseplan.kernels.ninetoothed.emitter import View, Views, emit_ninetoothed
@@ -47,6 +47,8 @@ class NinetoothedBackend(GpuBackend):
         for segment in ir.segments:
             if segment.products:
                 return "a matmul: its kernels are Triton's"
+            if any(isinstance(instr, Reduce) and instr.kind == "prod" for instr in segment.body):
+                return "a product of all elements of a row: ninetoothed folds by its own functions only"
             if segment.has_reduction() and next_power_of_2(segment.cols) > MAX_PERSISTENT_COLS:
                 return f"a reduction over {segment.cols} columns does not fit one block (at most {MAX_PERSISTENT_COLS})"
             if segment.num_rows == 0 or segment.cols == 0:
@@ -78,7 +80,8 @@ class NinetoothedBackend(GpuBackend):
         cols = {t.name: t.choices for t in self.tunables(ir, target)}["block_cols"]
         if config["block_cols"] not in cols:
             # A row that Triton would walk in blocks: as many threads as there are hold it at once.
-            config |= {"block_cols": cols[-1], "num_warps": 32}
+            rows = max(1, min(int(config["block_rows"]), MAX_PERSISTENT_COLS // int(cols[-1])))
+            config |= {"block_rows": rows, "block_cols": cols[-1], "num_warps": 32}
         return config
 
     def source(self, ir: KernelIR, config: Config) -> str:

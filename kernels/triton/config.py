@@ -7,7 +7,7 @@ from fuseplan.kernels.gpu.tile import Tile, chunk_width, live_words, next_power_
 from fuseplan.kernels.ir.backend import Config, Target, Tunable
 from fuseplan.kernels.ir.index import Size, is_static
 from fuseplan.kernels.ir.ir import ITEMSIZE, KernelIR, Load, Segment
-from fuseplan.kernels.ir.reduction_loops import reduction_depths, schedule
+from fuseplan.kernels.ir.reduction_loops import folds_across, reduction_depths, schedule
 
 #: Rows wider than this are walked in blocks by default; configs may hold up to the second number in registers.
 DEFAULT_PERSISTENT_COLS = 16384
@@ -22,6 +22,12 @@ _POINTWISE_TILE, _FULL_BYTES = 1024, 4
 _NARROW_COLS = 512
 #: The default block and warps of a looped reduction that rescales sums.
 _RESCALING: Config = {"block_rows": 1, "block_cols": 8192, "num_warps": 32}
+#: Bytes that a GPU fetches from memory at once, and that it reads fully used from its cache.
+_SECTOR_BYTES, _LINE_BYTES = 32, 128
+#: Elements of a default tile that folds across memory: held in registers, and of a block that is one of many.
+_HELD_TILE, _LOOPED_TILE = 8192, 4096
+#: Multiprocessors where no device is named: those of an H200.
+_TYPICAL_CORES = 132
 #: What a dynamic size counts as where a choice needs a number.
 _TYPICAL_SIZE = 4096
 
@@ -54,6 +60,8 @@ def tunables(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
     reduces = any(segment.has_reduction() for segment in ir.segments)
     narrower, most = ((1024, 2048, 4096, 8192), MAX_PERSISTENT_COLS) if reduces else (
         (64, 128, 256, 512, 1024, 2048, 4096), 8192)
+    if any(map(folds_across, ir.segments)):
+        narrower = (32, 64, 128, 256, 512, *narrower)
     cols = [*(c for c in narrower if c < widest), *([widest] if widest <= most else [])]
     found = [
         *overlap_tunables(target),
@@ -109,7 +117,7 @@ def _redundant(ir: KernelIR, config: Config, tiles: list[Tile]) -> str | None:
     if config.get("loads") == "late" and all(tile.looped for tile in folding):
         return "loads has no effect on a looped reduction"
     for tile, segment in zip(tiles, ir.segments, strict=True):
-        if tile.looped and tile.rows > 4:
+        if tile.looped and tile.rows > 4 and not folds_across(segment):
             return "a looped reduction over many rows at once"
         if not segment.has_reduction() and isinstance(segment.cols, int) and isinstance(tile.col_blocks, int):
             covered = tile.col_blocks * tile.cols
@@ -217,8 +225,37 @@ def _block_shape(ir: KernelIR, most: int, target: Target) -> tuple[int, int]:
     return (ranked[0][2], -ranked[0][0]) if ranked else (rows, cols)
 
 
+def line_rows(ir: KernelIR, segment: Segment, cores: int = _TYPICAL_CORES) -> int:
+    """Rows of a default block of a segment that :func:`folds_across`: those of a line or, where so few blocks would
+    leave multiprocessors idle, of a sector.
+    """
+    narrowest = min((ITEMSIZE[ir.buffers[load.buffer].dtype] for load in segment.loads), default=4)
+    rows = _LINE_BYTES // narrowest
+    while rows * narrowest > _SECTOR_BYTES and _static(segment.num_rows) // rows < 2 * cores:
+        rows //= 2
+    return min(rows, next_power_of_2(_static(segment.num_rows)))
+
+
+def _default_across(ir: KernelIR, target: Target) -> Config:
+    """Rows of whole lines, and as many columns as registers hold; few of them where the rest is walked in blocks."""
+    main = max((segment for segment in ir.segments if folds_across(segment)), key=_elements)
+    rows, widest = line_rows(ir, main, target.cores), next_power_of_2(_static(main.cols))
+    held = is_static(main.cols) and rows * widest <= _HELD_TILE
+    choices = {tunable.name: tunable.choices for tunable in tunables(ir, target)}
+    wanted = widest if held else max(32, _LOOPED_TILE // rows)
+    cols = next((int(choice) for choice in choices["block_cols"] if int(choice) >= wanted), wanted)
+    warps = max(1, min(16, rows * cols // (target.gpu.warp * 16)))
+    words = max(live_words(segment) for segment in ir.segments)
+    while warps < 16 and rows * cols // (target.gpu.warp * warps) * words > 128:
+        warps *= 2
+    chosen: dict[str, int | str] = {"block_rows": rows, "block_cols": cols, "num_warps": warps}
+    return {name: chosen.get(name, values[0]) for name, values in choices.items()}
+
+
 def _default_reduction(ir: KernelIR, target: Target) -> Config:
     reducing = [segment for segment in ir.segments if segment.has_reduction()]
+    if all(map(folds_across, reducing)):
+        return _default_across(ir, target)
     widest = max(next_power_of_2(_static(segment.cols)) for segment in reducing)
     looped = widest > DEFAULT_PERSISTENT_COLS or not all(is_static(segment.cols) for segment in reducing)
     num_rows = max(_static(segment.num_rows) for segment in reducing)

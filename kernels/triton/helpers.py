@@ -200,10 +200,15 @@ _PAIR = '''
 def {name}(a, b):
     return tl.{function}(a, b, propagate_nan=tl.PropagateNan.ALL)
 '''
+_PRODUCT = '''
+@triton.jit
+def _product(a, b):
+    return a * b
+'''
 _FOLD = '''
 @triton.jit
 def {name}(x, axis: tl.constexpr, keep_dims: tl.constexpr = False):
-    """{title} along ``axis``; NaN wins."""
+    """{title} along ``axis``; of what is NaN, NaN."""
     return tl.reduce(x, axis, {pair}, keep_dims=keep_dims)
 '''
 
@@ -217,6 +222,8 @@ _HELPERS = {
         _FOLD.format(name="_row_max", title="Maximum", pair="_larger"),
         _PAIR.format(name="_smaller", function="minimum"),
         _FOLD.format(name="_row_min", title="Minimum", pair="_smaller"),
+        _PRODUCT,
+        _FOLD.format(name="_row_prod", title="Product", pair="_product"),
     )
 }
 

@@ -1,8 +1,9 @@
 """What one Triton program does: its tile of one segment, as statements.
 
 With one row to a tile the code is one-dimensional and row coordinates are scalars; otherwise tensors are ``[rows, 1]``,
-``[1, cols]`` or ``[rows, cols]``. A row reduction either holds its row in registers (every value is computed once) or
-walks it in blocks, one loop for each phase of the schedule.
+``[1, cols]`` or ``[rows, cols]``, and all turned where rows lie side by side in memory: neighbouring threads then are
+neighbours there, whatever the compiler knows of the addresses. A row reduction either holds its row in registers (every
+value is computed once) or walks it in blocks, one loop for each phase of the schedule.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from fuseplan.kernels.ir.backend import Config
 from fuseplan.kernels.ir.index import Index, divides
 from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, Gather, Load, Segment, Store
 from fuseplan.kernels.ir.ops import REDUCTIONS, fold_identity, op_spec
-from fuseplan.kernels.ir.reduction_loops import Phase, rescaled_sums, schedule
+from fuseplan.kernels.ir.reduction_loops import Phase, folds_across, rescaled_sums, schedule
 from fuseplan.kernels.triton.index import Coordinates, triton_size
 from fuseplan.kernels.triton.values import OUTSIDE, ValueEmitter, index_extent, literal, tl_type
 
@@ -34,6 +35,8 @@ class SegmentEmitter(ValueEmitter):
 
     def __init__(self, buffers: Sequence[Buffer], names: Sequence[str], segment: Segment, config: Config) -> None:
         super().__init__(buffers, segment, config)
+        self.turned = not self.flat and folds_across(segment)
+        self.down, self.across = ("None, :", ":, None") if self.turned else (":, None", "None, :")
         self.names, self.traps = names, bool(segment.products)
         self.chunk = chunk_width(buffers, segment, config)
         self.rescaled = rescaled_sums(segment) if self.chunk else {}
@@ -68,7 +71,7 @@ class SegmentEmitter(ValueEmitter):
         tile, lines, used = self.tile, [], set(re.findall(r"\w+", body))
         row_block, col_block = self._block_numbers()
         if used & {"row", "in_rows"}:
-            rows = f"({row_block} * {tile.rows} + tl.arange(0, {tile.rows}))[:, None]"
+            rows = f"({row_block} * {tile.rows} + tl.arange(0, {tile.rows}))[{self.down}]"
             lines.append(f"row = {row_block.removeprefix('(').removesuffix(')') if self.flat else rows}")
         if "first_row" in used:
             lines.append(f"first_row = ({row_block} * {tile.rows} + tl.arange(0, 1))[:, None]")
@@ -90,7 +93,7 @@ class SegmentEmitter(ValueEmitter):
     def _columns(self, start: str, width: int = 1) -> list[str]:
         """The tile's columns, in chunks of ``width`` where that is more than one."""
         arange = f"tl.arange(0, {self.tile.cols // width})"
-        col = f"{start}{arange}" if self.flat else f"({start}{arange})[None, :]"
+        col = f"{start}{arange}" if self.flat else f"({start}{arange})[{self.across}]"
         if width > 1:
             col = f"{start}({arange} * {width})[:, None] + tl.arange(0, {width})[None, :]"
         bound = [f"in_cols = col < {triton_size(self.segment.cols)}"] if self.masks_cols else []
@@ -184,7 +187,7 @@ class SegmentEmitter(ValueEmitter):
         """The beginning of a fold, with ``cols`` numbers for each row."""
         dtype = self.fold_type(value)
         identity = literal(fold_identity(self.reduction(value).kind, dtype), dtype)
-        shape = (cols,) if self.flat else (self.tile.rows, cols)
+        shape = (cols,) if self.flat else (cols, self.tile.rows) if self.turned else (self.tile.rows, cols)
         return f"acc{self.prefix}{value} = tl.full({shape}, {identity}, {tl_type(dtype)})"
 
     def combined(self, value: int, operand: str) -> str:

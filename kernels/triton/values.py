@@ -82,6 +82,8 @@ class ValueEmitter(ABC):
         self.masks_cols = divides(self.tile.cols, segment.cols) is None
         #: Row coordinates and row-level values are scalars, and tiles have one dimension.
         self.flat = self.tile.flat
+        #: Tiles are [cols, rows].
+        self.turned = False
         #: Values loaded ahead of their use, still in storage type.
         self.loaded: set[int] = set()
         self.done: set[int] = set()
@@ -235,7 +237,7 @@ class ValueEmitter(ABC):
         """``v<value> = ...``: fold the columns of a tile."""
         reduce, name = self.reduction(value), self.name(value)
         # By position, and never left out: ninetoothed knows neither names nor defaults of the helpers it inlines.
-        axis = "0, False" if self.flat else "1, True"
+        axis = "0, False" if self.flat else "0, True" if self.turned else "1, True"
         lines = [f"{name} = {REDUCTIONS[reduce.kind].triton_reduce}({text}, {axis})"]
         return [*lines, f"{name} = ({name} != 0)"] if reduce.dtype == "bool" else lines
 

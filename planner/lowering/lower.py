@@ -8,12 +8,13 @@ cannot be expressed raises :class:`NotLowerable`, which is how the planner tells
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fuseplan.kernels.ir.coalesce import coalesce, split_words
 from fuseplan.kernels.ir.contraction import with_weight_columns
-from fuseplan.kernels.ir.index import Index, Size, as_size, divides
+from fuseplan.kernels.ir.index import Index, Size, as_size, divides, known_less_equal, product
 from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, KernelIR, Segment
 from fuseplan.kernels.ir.rewrite import cheaper_arithmetic
 from fuseplan.planner.errors import NotLowerable
@@ -47,7 +48,7 @@ def lower(graph: DataflowGraph, ops: Iterable[str], numerics: str, outputs: Iter
         numerics: ``"fp32"`` keeps intermediates in fp32, but for roundings that the program can see;
             ``"eager"`` rounds after every op as ATen would.
     """
-    members, wanted, row_wise = frozenset(ops), tuple(outputs), frozenset[str]()
+    members, wanted, passed = frozenset(ops), tuple(outputs), Counter[str]()
     if not wanted:
         raise NotLowerable("nothing outside the group uses its results")
     for node in map(graph.op, members):
@@ -55,13 +56,13 @@ def lower(graph: DataflowGraph, ops: Iterable[str], numerics: str, outputs: Iter
         if op_of(node.op).reduced_dim is not None and (reason := why_refused(node, graph.specs)) is not None:
             raise NotLowerable(reason)
     while True:
-        lowering = _Lowering(graph, members, numerics, row_wise)
+        lowering = _Lowering(graph, members, numerics, passed)
         try:
             return lowering.run(wanted)
         except AcrossColumns:
-            if lowering.storing in row_wise:
+            passed[lowering.storing] += 1
+            if passed[lowering.storing] == len(lowering.spaces(lowering.storing)):
                 raise
-            row_wise |= {lowering.storing}
 
 
 @dataclass(frozen=True)
@@ -79,14 +80,14 @@ class _Plan:
 
 
 class _Lowering:
-    """One attempt at a group, in which every dimension of the values ``row_wise`` walks rows; ``storing`` is the output
-    that it was asking for when it stopped.
+    """One attempt at a group, with so many spaces of each value ``passed`` over; ``storing`` is the output that it was
+    asking for when it stopped.
     """
 
-    def __init__(self, graph: DataflowGraph, members: frozenset[str], numerics: str, row_wise: frozenset[str]) -> None:
+    def __init__(self, graph: DataflowGraph, members: frozenset[str], numerics: str, passed: Mapping[str, int]) -> None:
         self.graph = graph
         self.members = members
-        self.row_wise = row_wise
+        self.passed = passed
         self.group = Group(graph, members, numerics, graph.rounds)
         self.outputs: list[str] = []
         self.storing = ""
@@ -121,7 +122,7 @@ class _Lowering:
     def _plan_spaces(self, wanted: Sequence[str]) -> dict[str, _Plan]:
         plans: dict[str, _Plan] = {}
         for value in wanted:  # without rows of size one, whose place differs between outputs that share a segment
-            plan = self._space(value)
+            plan = self.spaces(value)[self.passed.get(value, 0)]
             plans[value] = _with_rows(plan, [axis for axis, extent in enumerate(plan.rows) if extent != 1])
         folding: dict[tuple[tuple[Size, ...], Size], list[str]] = {}
         for value in wanted:
@@ -136,7 +137,7 @@ class _Lowering:
             order = _row_order(plans[largest], self.graph.specs[largest])
             beside = [value for value in wanted if plans[value] == plans[largest]]
             ordered |= {value: _with_rows(plans[value], order) for value in (*sharing, *beside)}
-            if plans[largest].viewed is not None:
+            if plans[largest].viewed is not None or len(plans[largest].rows) in plans[largest].axes[:-1]:
                 # A result beside it that folds nothing walks the same rows, not rows of its own.
                 shape = self.graph.specs[largest].shape
                 ordered |= {
@@ -145,31 +146,37 @@ class _Lowering:
                 }
         return plans | ordered
 
-    def _space(self, value: str) -> _Plan:
+    def spaces(self, value: str) -> list[_Plan]:
+        """The iteration spaces of an output, of which the first is taken in which no reduction is asked for across the
+        columns: a size that is the folded one may be a coincidence (``x.sum(-1)`` of a square x).
+        """
         spec = stored_spec(self.group, value)
         reduced = self._reduced_size(value)
         rank = len(spec.shape)
         if reduced is None:
             order = _memory_order(spec)
             if not order:
-                return _Plan((), 1, ())
+                return [_Plan((), 1, ())]
             shape = tuple(spec.shape[dim] for dim in order)
-            return _Plan(shape[:-1], shape[-1], tuple(map(order.index, range(rank))))
-        # A last size equal to the folded one may be a coincidence (x.sum(-1) of a square x): then a reduction is asked
-        # for across the columns, and the value is tried again with rows alone.
-        if rank and spec.shape[-1] == reduced and value not in self.row_wise:
-            return _Plan(spec.shape[:-1], reduced, tuple(range(rank)))
-        # Whether a row folded on the way is more than one dimension of an operand.
+            return [_Plan(shape[:-1], shape[-1], tuple(map(order.index, range(rank))))]
+        found = [_along(spec.shape, dim) for dim in reversed(range(rank)) if spec.shape[dim] == reduced]
+        # A row folded on the way may be more than one dimension of an operand.
         specs, folds = self.graph.specs, self._folds(value)
-        several = any(shape != specs[node.inputs[0]].shape for node, shape in folds)
-        walkers = [(node, shape) for node, shape in folds if op_of(node.op).walk(node, specs) is not None
-                   and specs[node.inputs[0]].shape == spec.shape]
-        walker, viewed = walkers[0] if walkers else (None, _viewed_as_rows(spec.shape, reduced) if several else None)
-        if viewed is not None and value not in self.row_wise:
-            return _Plan(viewed[:-1], reduced, tuple(range(len(viewed))), viewed, walker)
+        if any(op_of(node.op).folds_several(node, specs) for node, _ in folds):
+            walkers = [(node, shape) for node, shape in folds if op_of(node.op).walk_of(node, specs) is not None
+                       and specs[node.inputs[0]].shape == spec.shape]
+            walker, viewed = walkers[0] if walkers else (None, _viewed_as_rows(spec.shape, reduced))
+            if viewed is not None:
+                last = [plan for plan in found if plan.axes[-1] == rank - 1]
+                found = [*last, _Plan(viewed[:-1], reduced, tuple(range(len(viewed))), viewed, walker),
+                         *(plan for plan in found if plan not in last)]
+        if any(_repeats(shape, spec) for node, shape in folds if op_of(node.op).walk_of(node, specs) is not None):
+            if not found:
+                raise NotLowerable(f"{value} would fold a row again for each of its elements")
+            return found
         if rank and spec.shape[-1] == 1:
-            return _Plan(spec.shape[:-1], reduced, (*range(rank - 1), None))
-        return _Plan(spec.shape, reduced, tuple(range(rank)))
+            return [*found, _Plan(spec.shape[:-1], reduced, (*range(rank - 1), None))]
+        return [*found, _Plan(spec.shape, reduced, tuple(range(rank)))]
 
     def _reduced_size(self, value: str) -> Size | None:
         """Length of the rows folded on the way to ``value`` (None without reductions)."""
@@ -242,7 +249,7 @@ class _Lowering:
         col_axis = len(space.rows)
         for value, plan in members:
             self.storing, folded = value, len(space.folded)
-            spec = stored_spec(self.group, value)
+            spec, specs = stored_spec(self.group, value), self.graph.specs
             for piece in range(space.pieces):
                 position: Position = tuple(
                     Index(0) if axis is None
@@ -250,7 +257,7 @@ class _Lowering:
                     else Index.coord(axis, space.rows[axis])
                     for axis in plan.axes
                 )
-                walk = op_of(plan.walker.op).walk(plan.walker, self.graph.specs) if plan.walker is not None else None
+                walk = op_of(plan.walker.op).walk_of(plan.walker, specs) if plan.walker is not None else None
                 if walk is not None:
                     position = walk(position)
                 elif plan.viewed is not None:
@@ -260,7 +267,8 @@ class _Lowering:
                 buffer = -1 - self.outputs.index(value)
                 space.stores.append(Puller(self.group, space).store(buffer, value, position))
             last = next((axis for axis in reversed(plan.axes) if axis is not None), None)
-            if value in self.row_wise and last is not None and any(last not in axes for axes in space.folded[folded:]):
+            again = self.passed.get(value) and last is not None and col_axis not in plan.axes
+            if again and any(last not in axes for axes in space.folded[folded:]):
                 raise NotLowerable(f"{value} would fold a row again for each of its elements")
         return space
 
@@ -286,6 +294,17 @@ def _fitted(segment: Segment) -> Segment:
         return with_weight_columns(segment)
     except ValueError as error:
         raise NotLowerable(f"matmul: {error}") from None
+
+
+def _along(shape: tuple[Size, ...], dim: int) -> _Plan:
+    """The space of a value whose dimension ``dim`` is the columns."""
+    axes = (*range(dim), len(shape) - 1, *range(dim, len(shape) - 1))
+    return _Plan((*shape[:dim], *shape[dim + 1 :]), shape[dim], axes)
+
+
+def _repeats(rows: tuple[Size, ...], spec: TensorSpec) -> bool:
+    """Whether a value has more elements than there are rows (the last of ``rows`` are their columns)."""
+    return not known_less_equal(product(spec.shape), product(rows[:-1]))
 
 
 def _viewed_as_rows(shape: tuple[Size, ...], length: Size) -> tuple[Size, ...] | None:

@@ -249,8 +249,11 @@ class Puller(BodyBuilder):
     def row_shape(self, node: OpNode) -> tuple[Size, ...]:
         return op_of(node.op).row_shape(node, self.specs)
 
+    def folded_dims(self, node: OpNode) -> tuple[int, ...]:
+        return op_of(node.op).folded_dims(node, self.specs)
+
     def element(self, node: OpNode, row: Position, column: Index) -> int:
-        walk, source = op_of(node.op).walk(node, self.specs), node.inputs[0]
+        walk, source = op_of(node.op).walk_of(node, self.specs), node.inputs[0]
         if walk is not None:
             return self.pull(source, walk((*row, column)))
         return self.pull(source, reshape_position((*row, column), self.row_shape(node), self.specs[source].shape))

@@ -115,6 +115,10 @@ class BodyBuilder(ABC):
         """Operand 0's shape as a folding op walks it: what counts its rows, then the number of elements of a row."""
 
     @abstractmethod
+    def folded_dims(self, node: OpNode) -> tuple[int, ...]:
+        """The dimensions of operand 0 that a folding op folds."""
+
+    @abstractmethod
     def element(self, node: OpNode, row: Position, column: Index) -> int:
         """Value id of an element of operand 0 that a folding op meets in a row."""
 
@@ -211,10 +215,12 @@ class BodyBuilder(ABC):
         if as_size(extent - space.cols) != 0:
             raise NotLowerable(f"{node.op} folds {extent} elements in a space of {space.cols} columns")
         self.refuse_part_of_cat(node)
-        combine = {"sum": "add", "max": "maximum", "min": "minimum"}[kind]
+        combine = {"sum": "add", "max": "maximum", "min": "minimum", "prod": "mul"}[kind]
         total = element(column(space, 0))
         for piece in range(1, space.pieces):
             total = self.apply(combine, total, element(column(space, piece)))
+        if kind == "prod" and self.is_per_row(total):
+            raise NotLowerable(f"{node.op} multiplies a number by itself {extent} times")
         return space.emit(ir.Reduce(self.dtype_of(total), kind, total))
 
     def inside(self, ids: Mapping[int, int], extents: Mapping[int, Size]) -> int | None:

@@ -12,7 +12,7 @@ from fuseplan.kernels.ir.index import Size, product
 from fuseplan.kernels.ir.ir import RegisterType, register_type
 from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.ops.builder import BodyBuilder
-from fuseplan.planner.ops.positions import Position, Specs
+from fuseplan.planner.ops.positions import Position, Specs, reshape_position
 
 Build: TypeAlias = Callable[[BodyBuilder, OpNode, Position], int]
 #: The reason when an op cannot be lowered as it is (an unsupported attribute), else None.
@@ -53,8 +53,8 @@ class Op:
     reduced_dim: Callable[[OpNode, Specs], tuple[int, ...]] | None = None
     #: ``row_shape`` where it is not that the folded dimensions are one (the groups of a group_norm).
     rows: Callable[[OpNode, Specs], tuple[Size, ...]] | None = None
-    #: In which order it walks the elements of a row; None where that is the operand's own, row-major.
-    walk: Callable[[OpNode, Specs], Walk | None] = lambda node, specs: None
+    #: In which order it walks the elements of a row, where that is not always the operand's own, row-major.
+    walk: Callable[[OpNode, Specs], Walk | None] | None = None
     #: For an op that writes to operand 0, the dimension along which operand 1 says where to; None where all of the
     #: operand is written. ``build`` then emits what is written, at a position of that.
     writes: Callable[[OpNode, Specs], int | None] | None = None
@@ -119,12 +119,37 @@ class Op:
 
     def row_shape(self, node: OpNode, specs: Specs) -> tuple[Size, ...]:
         """Operand 0's shape as the op walks it: what counts its rows, then the number of elements of a row."""
-        assert self.reduced_dim is not None
-        shape = specs[node.inputs[0]].shape
         if self.rows is not None:
             return self.rows(node, specs)
-        kept = len(shape) - len(self.reduced_dim(node, specs))
-        return (*shape[:kept], product(shape[kept:]))
+        shape, dims = specs[node.inputs[0]].shape, self.folded_dims(node, specs)
+        kept = (size for dim, size in enumerate(shape) if dim not in dims)
+        return (*kept, product(shape[dim] for dim in dims))
+
+    def folded_dims(self, node: OpNode, specs: Specs) -> tuple[int, ...]:
+        """The dimensions of operand 0 that the op folds, in order."""
+        assert self.reduced_dim is not None
+        return tuple(sorted(self.reduced_dim(node, specs)))
+
+    def folds_several(self, node: OpNode, specs: Specs) -> bool:
+        """Whether the rows that it folds are not just one dimension of operand 0."""
+        return self.rows is not None or len(self.folded_dims(node, specs)) > 1
+
+    def walk_of(self, node: OpNode, specs: Specs) -> Walk | None:
+        """How the op goes through operand 0; None where a row's elements follow one another as they do there."""
+        if self.walk is not None:
+            return self.walk(node, specs)
+        shape, dims = specs[node.inputs[0]].shape, self.folded_dims(node, specs)
+        kept = [dim for dim in range(len(shape)) if dim not in dims]
+        if not dims or dims[0] == len(kept):
+            return None
+        folded = tuple(shape[dim] for dim in dims)
+
+        def walk(position: Position) -> Position:
+            column = reshape_position(position[-1:], (product(folded),), folded)
+            coordinates = dict(zip((*kept, *dims), (*position[:-1], *column), strict=True))
+            return tuple(coordinates[dim] for dim in range(len(shape)))
+
+        return walk
 
 
 Rows: TypeAlias = dict[str, Op]

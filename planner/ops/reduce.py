@@ -1,4 +1,4 @@
-"""Recipes of ops that fold the last dimensions: sums, means, softmax, extremes' positions, normalisations."""
+"""Recipes of ops that fold dimensions: sums, means, softmax, extremes' positions, normalisations."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ def _last_dims(node: OpNode, specs: Specs, count: int) -> tuple[int, ...]:
 
 
 def _row_of(p: BodyBuilder, node: OpNode, position: Position) -> Position:
-    """The leading coordinates of the row that the result element at ``position`` comes from."""
-    kept = len(p.row_shape(node)) - 1
-    return p.row_position(node, position[:kept])
+    """The coordinates of the row that the result element at ``position`` comes from."""
+    dims = p.folded_dims(node)
+    if len(position) == len(p.specs[node.inputs[0]].shape):  # folded ones are kept
+        position = tuple(index for dim, index in enumerate(position) if dim not in dims)
+    return p.row_position(node, position)
 
 
 def _fold(
@@ -49,7 +51,8 @@ def _fold_columns(p: BodyBuilder, node: OpNode, row: Position, kind: str, elemen
 
 
 def _float_type(p: BodyBuilder, node: OpNode) -> RegisterType:
-    return "float64" if p.specs[node.inputs[0]].dtype == "float64" else "float32"
+    dtypes = (p.specs[value].dtype for value in (node.inputs[0], node.outputs[0]))  # the second one may be asked for
+    return "float64" if "float64" in dtypes else "float32"
 
 
 def _plain_fold(kind: str) -> Build:
@@ -61,7 +64,7 @@ def _mean_of(p: BodyBuilder, total: int, count: Size, correction: float = 0.0) -
     """``total / (count - correction)``."""
     dtype = p.dtype_of(total)
     if isinstance(count, int):
-        share = math.inf if count == correction else 1.0 / max(count - correction, 0.0)
+        share = math.inf if count <= correction else 1.0 / (count - correction)
         return p.apply("mul", total, p.const(share, dtype))
     number = p.cast(p.iota(Index(count)), dtype)
     if correction:
@@ -214,19 +217,20 @@ def _extreme(kind: str) -> Rows:
     """A row's extreme, its position, and both."""
     value, position = _plain_fold(kind), _position_of(kind)
     return {
-        **_fold_row(f"a{kind}", value),
+        **_fold_row(f"a{kind} {kind}", value),
         **_fold_row(f"{kind}.dim", value, refuse=no_booleans, others=(position,)),
         **_fold_row(f"arg{kind}", position, refuse=no_booleans),
     }
 
 
 REDUCTIONS = {
-    **_fold_row("sum.dim_IntList", _sum, reduced_dim=lambda node, specs: (
+    **_fold_row("prod.dim_int prod", _plain_fold("prod")),
+    **_fold_row("sum.dim_IntList sum", _sum, reduced_dim=lambda node, specs: (
         _reduced_dims(node, specs) if _short_dim(node, specs) is None else ())),
     **_extreme("max"),
     **_extreme("min"),
     **_fold_row("adaptive_avg_pool2d", _mean, refuse=_pool_refuse, reduced_dim=partial(_last_dims, count=2)),
-    **_fold_row("mean.dim", _mean, refuse=float_result),
+    **_fold_row("mean.dim mean", _mean, refuse=float_result),
     **_fold_row("var.dim var.correction", _var, refuse=float_result, effort=""),
     **_fold_row("std.correction", _std, refuse=float_result, effort=""),
     **_fold_row("any.dim any.dims any", _whether("max"), refuse=_whether_refuse),

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 import torch
 
-from fuseplan.kernels.ir.index import row_major_strides
 from fuseplan.kernels.ir.ops import torch_dtype
-from fuseplan.planner.graph.dataflow import OpNode
+from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
 from fuseplan.planner.ops.activation import ACTIVATIONS
 from fuseplan.planner.ops.anchors import ANCHORS
 from fuseplan.planner.ops.gather_scatter import LOOKUPS, WRITES
@@ -151,6 +151,9 @@ def why_opaque(node: OpNode, specs: Specs) -> str | None:
     return why_refused(node, specs)
 
 
+#: Elements of a tensor that is folded as a whole by one thread: PyTorch shares no fewer among several
+#: (``at::internal::GRAIN_SIZE``), and a GPU's block holds half as many in registers.
+MOST_ALONE = 32768
 #: Arguments that may be numbers in the place of elements.
 _NUMBERS = ("self", "other", "value", "fill_value", "s", "alpha", "min", "max", "min_val", "max_val")
 
@@ -178,17 +181,23 @@ def why_refused(node: OpNode, specs: Specs) -> str | None:
     if op.reduced_dim is not None:
         rank = len(specs[node.inputs[0]].shape)
         dims = op.reduced_dim(node, specs)
-        if not rank or sorted(dims) != list(range(rank - len(dims), rank)):
-            return f"{node.op}: reduces dimensions {dims} of {rank}; only the last ones are supported"
-        if len(dims) == rank > 1:
+        if not rank:
+            return f"{node.op}: reduces a scalar"
+        # A softmax of one row has one block in ATen, too.
+        if len(dims) == rank and (rank > 1 or op.effort == "fold") and not _is_short(specs[node.inputs[0]]):
             return f"{node.op}: reduces all of {rank} dimensions: a kernel shares rows among threads, and this is one"
     reason = _unheld_number(node, specs) or (op.refuse(node, specs) if op.refuse is not None else None)
     if reason is not None:
         return f"{node.op}: {reason}"
     # Of dynamic sizes that cannot always be told. A plan is made for some sizes, with which it is.
-    if len(dims) > 1 and (spec := specs[node.inputs[0]]).is_static and op.walk(node, specs) is None:
-        shape = spec.shape[-len(dims) :]
-        run = zip(shape, spec.strides[-len(dims) :], row_major_strides(shape), strict=True)
-        if any(extent != 1 and stride != expected for extent, stride, expected in run):
+    if len(dims) > 1 and (spec := specs[node.inputs[0]]).is_static and (
+            op.walk is None or op.walk(node, specs) is None):
+        run = [(spec.shape[dim], spec.strides[dim]) for dim in sorted(dims) if spec.shape[dim] != 1]
+        if any(stride != extent * step for (_, stride), (extent, step) in pairwise(run)):
             return f"{node.op}: the dimensions that it reduces are not one run of memory"
     return None
+
+
+def _is_short(spec: TensorSpec) -> bool:
+    """Whether one thread, or one block of them, folds all of a tensor as fast as several that then meet."""
+    return len(spec.shape) == 1 if not spec.is_static else spec.numel <= MOST_ALONE

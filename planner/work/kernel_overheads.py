@@ -14,13 +14,14 @@ from dataclasses import replace
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.cpp.config import BYTES_PER_THREAD, ir_bytes
 from fuseplan.kernels.cpp.emitter import simplified_segments
+from fuseplan.kernels.cpp.row_vectors import RowVectors
 from fuseplan.kernels.gpu.tile import next_power_of_2
 from fuseplan.kernels.ir.gathers import value_axes
-from fuseplan.kernels.ir.index import Index
+from fuseplan.kernels.ir.index import Index, evaluate
 from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, Const, Instr, KernelIR, Load, Reduce, Segment, operands
 from fuseplan.kernels.ir.ops import op_spec
-from fuseplan.kernels.ir.reduction_loops import reduction_depths
-from fuseplan.kernels.triton.config import DEFAULT_PERSISTENT_COLS, full_tile
+from fuseplan.kernels.ir.reduction_loops import folds_across, reduction_depths
+from fuseplan.kernels.triton.config import DEFAULT_PERSISTENT_COLS, full_tile, line_rows
 
 #: Dependent instructions of folding a row: shuffles within a warp, then an exchange between warps.
 _FOLD_STEPS = 4.0
@@ -61,7 +62,8 @@ def reduction_levels(segment: Segment) -> int:
 
 def _segment_effort(ir: KernelIR, segment: Segment) -> Work:
     sizes = segment.extents()
-    elements, cols = math.prod(sizes), sizes[-1]
+    together = line_rows(ir, segment) if folds_across(segment) else 1
+    elements, cols = math.prod(sizes), sizes[-1] * together
     block_rows = full_tile(ir, segment)[0]
     per_row = segment.per_row
     issued, repeated = _issued(ir, segment, per_row, block_rows)
@@ -78,7 +80,8 @@ def _segment_effort(ir: KernelIR, segment: Segment) -> Work:
     sweeps = levels + 1 if cols > DEFAULT_PERSISTENT_COLS else 1
     return replace(
         found,
-        row_loaded_bytes=issued.row_loaded_bytes * sweeps,
+        row_bytes=issued.row_bytes * together,
+        row_loaded_bytes=issued.row_loaded_bytes * sweeps * together,
         row_instructions=each * max(cols - _ROW_COLS, 0.0),
         steps=steps + _FOLD_STEPS * levels + _EXCHANGE_STEPS * _rounds(ir, segment, per_row, cols),
     )
@@ -213,6 +216,8 @@ def threads(ir: KernelIR) -> int:
 
 
 def _segment_lanes(ir: KernelIR, segment: Segment) -> float:
+    if isinstance(segment, RowVectors):
+        return _row_vector_lanes(ir, segment)
     *outer, cols = segment.extents()
     per_row = segment.per_row
     once = 1 + sum(per_row) + sum(segment.store_per_row(store) for store in segment.stores)
@@ -224,6 +229,20 @@ def _segment_lanes(ir: KernelIR, segment: Segment) -> float:
         for store in segment.stores if not segment.store_per_row(store)
     )
     return math.prod(outer) * (_ROW_LANES * once + cols * each)
+
+
+def _row_vector_lanes(ir: KernelIR, segment: RowVectors) -> float:
+    """Of a segment whose vectors hold rows: what is one number for all lanes takes as long as a whole vector."""
+    *outer, rows = segment.extents()
+    turns, whole = evaluate(segment.folded, {}), segment.whole
+    total = 0.0
+    for instr, shared, once in zip(segment.body, segment.per_row, whole.per_row, strict=True):
+        own = _LANES if shared else rows * _instruction_lanes(ir, segment, instr)
+        total += own * (1 if once and not isinstance(instr, Reduce) else turns)
+    for store in segment.stores:
+        moved = _moved_lanes(ir.buffers[store.buffer].dtype, store.index, segment.col_axis)
+        total += rows * moved * (1 if whole.store_per_row(store) else turns)
+    return math.prod(outer) * (_ROW_LANES + total)
 
 
 def _instruction_lanes(ir: KernelIR, segment: Segment, instr: Instr) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -67,4 +68,20 @@ def recipe_samples() -> list[Sample]:
         _sample("shifted", "aten.bitwise_right_shift.Tensor_Scalar", words.to(torch.uint8), other=8),
         _sample("softplus", "aten.softplus.default", tails),
         _sample("summed", "aten.sum.dim_IntList", floats(6, 4, 37, dtype=half), dim=(1,)),
+        _sample("folded_across", "aten.sum.dim_IntList", floats(3, 45, 37), dim=(1,)),
+        _sample("folded_across", "aten.mean.dim", floats(40, 3, 19, dtype=half), dim=(0, 1), keepdim=True),
+        _sample("folded_across", "aten.mean.dim", floats(2, 21, 5, 7).to(memory_format=torch.channels_last),
+                dim=(2, 3)),
+        _sample("folded_across", "aten.softmax.int", floats(2, 19, 3, 13, dtype=half), dim=1),
+        _sample("folded_across", "aten.softmax.int", floats(2, 19, 5, 13).transpose(1, 3), dim=2),
+        _sample("folded_across", "aten.var.correction", floats(70, 33), dim=(0,), correction=1),
+        _sample("folded_across", "aten.max.dim", torch.where(floats(5, 21, 17) > 2, math.nan, floats(5, 21, 17)),
+                results=2, dim=1),
+        _sample("folded_across", "aten.argmin.default", integers(23, 11), dim=0),
+        _sample("folded_across", "aten.any.dim", floats(23, 11) > 2, dim=0),
+        _sample("folded_across", "aten.all.dims", integers(3, 23, 11), dim=(0, 1)),
+        _sample("folded_across", "aten.sum.dim_IntList", integers(1100, 11).to(torch.uint8), dim=(0,)),
+        _sample("multiplied", "aten.prod.dim_int", integers(5, 37), dim=1),
+        _sample("multiplied", "aten.prod.dim_int", floats(9, 5, 37), dim=0),
+        _sample("folded_across", "aten.logsumexp.default", floats(3, 5, 4), dim=(0, 1, 2)),
     ]

@@ -65,9 +65,9 @@ def test_every_recipe_has_a_sample() -> None:
 @pytest.mark.parametrize(
     ("op", "operands", "attrs", "words"),
     [
-        ("aten.sum.dim_IntList", (torch.randn(17, 3),), {"dim": (0,)}, "reduces dimensions"),
-        ("aten.sum.dim_IntList", (X,), {"dim": (0, 1, 2)}, "reduces all"),
-        ("aten.mean.dim", (IMAGE.to(memory_format=torch.channels_last),), {"dim": (2, 3)}, "one run of memory"),
+        ("aten.sum.dim_IntList", (torch.randn(1, 1).expand(256, 129),), {"dim": (0, 1)}, "reduces all"),
+        ("aten.sum.default", (torch.randn(32769),), {}, "reduces all"),
+        ("aten.mean.dim", (IMAGE,), {"dim": (0, 2, 3)}, "one run of memory"),
         ("aten.group_norm.default", (IMAGE.transpose(2, 3),), {
             "num_groups": 2, "weight": None, "bias": None}, "one run of memory"),
         ("aten.conv2d.default", (IMAGE, torch.randn(IMAGE.shape[1], 1, 2, 2)), {
@@ -98,7 +98,7 @@ def test_every_recipe_has_a_sample() -> None:
         ("aten.batch_norm.default", (IMAGE, GAIN, GAIN), {
             "weight": None, "bias": None, "training": True, "momentum": 0.1, "eps": 1e-5, "cudnn_enabled": True},
          "training"),
-        ("aten.softmax.int", (X,), {"dim": 1}, "reduces dimensions"),
+        ("aten.softmax.int", (torch.tensor(1.0),), {"dim": 0}, "a scalar"),
         ("aten.div.Tensor", (X.to(torch.complex64), P), {}, "complex64"),
         ("aten.linear.default", (X, torch.randn(4, 7)), {}, "no recipe"),
         ("aten.to.dtype", (X,), {"dtype": "float8_e5m2"}, "float8_e5m2"),

@@ -18,10 +18,12 @@ from fuseplan.search.workers import jobs
 
 
 def statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Much of it is ATen's (``std``, ``cumsum``), and some a kernel's."""
+    """Much of it is ATen's (``var_mean``, ``cumsum``), and some a kernel's."""
     y = torch.tanh(x) * 2 + 1
-    z = ((y - y.mean(0)) / y.std(0)).clamp(-3, 3)
-    return z.cumsum(1).amax(0), z
+    variance, mean = torch.var_mean(y, 0)
+    z = ((y - mean) / variance.sqrt()).clamp(-3, 3)
+    low, high = z.cumsum(1).aminmax(dim=0)
+    return high - low, z
 
 
 def gated(x: torch.Tensor) -> torch.Tensor:

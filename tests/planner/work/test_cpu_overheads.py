@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from graphs import Builder
 
 from fuseplan.kernels.ir.index import Index
 from fuseplan.kernels.ir.ir import Apply, Buffer, Instr, KernelIR, Load, Reduce, Segment, Store
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
+from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.work.group_work import op_work
 from fuseplan.planner.work.kernel_overheads import lanes, threads
 
@@ -85,3 +88,15 @@ def test_an_aten_op_is_known_by_its_name_and_type_and_has_no_lanes() -> None:
     for names, call in (("xx", "bfloat16"), (("x", "one"), "bfloat16.one"), (("one", "x"), "bfloat16.one")):
         nodes = [OpNode("aten.mul.Tensor", tuple(names), ("y",))]
         assert op_work(DataflowGraph(nodes, specs, ["x", "one"], ["y"]), "y").call == f"aten.mul.Tensor.{call}"
+
+
+def folded(x: torch.Tensor, dim: int) -> KernelIR:
+    b = Builder(x=x)
+    return lower_group(b.graph(b("aten.amax.default", "x", dim=(dim,))), ("v0_0",)).ir
+
+
+def test_a_fold_across_memory_costs_no_more_than_one_along_it() -> None:
+    across, along = (lanes(folded(torch.empty(shape), dim)) for shape, dim in (((8, 200, 512), 1), ((8, 512, 200), 2)))
+    assert across < along
+    apart = lanes(folded(torch.empty(8, 200, 1024)[:, :, ::2], 1))  # nowhere are two elements neighbours
+    assert apart > 8 * across

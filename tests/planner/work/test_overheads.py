@@ -60,6 +60,17 @@ def test_a_long_row_is_loaded_and_computed_by_one_multiprocessor() -> None:
     assert effort(32768).row_loaded_bytes == 2 * 32768 * 2
 
 
+@pytest.mark.parametrize(("dtype", "rows", "together"), [
+    ("float32", 2**20, 32), ("bfloat16", 2**20, 64), ("float32", 8192, 16), ("float32", 16, 8),
+])
+def test_a_fold_across_memory_loads_rows_of_whole_lines(dtype: str, rows: int, together: int) -> None:
+    body = (Load("float32", 0, Index.coord(0, rows) + Index.coord(1, 200) * rows), Reduce("float32", "sum", 0))
+    buffers = (Buffer("x", dtype, (200, rows), (rows, 1)), Buffer("y", dtype, (rows,), (1,), is_output=True))
+    segment = Segment((rows,), 200, body, (Store(1, Index.coord(0, rows), 1),))
+    size = {"float32": 4, "bfloat16": 2}[dtype]
+    assert kernel_overheads(KernelIR(buffers, (segment,))).row_loaded_bytes == together * 200 * size
+
+
 def chain(*ops: str) -> Work:
     """``y = f(g(... x))`` on [3, 8] float32, the first function applied first."""
     at = Index.coord(0, ROWS) * COLS + Index.coord(1, COLS)

@@ -36,6 +36,13 @@ from fuseplan.search.errors import OWN_FAULTS
 SLOW = Path(__file__).with_name("slow.txt")
 
 
+def pytest_sessionstart() -> None:
+    """Nobody listens to the log that tlparse reads: PyTorch would write it for the handlers that pytest gives loggers
+    that do not propagate.
+    """
+    logging.getLogger("torch.__trace").propagate = True
+
+
 def pytest_configure() -> None:
     """Let a wide ``except`` hide no fault of our own; let Ctrl-C work in the tests that send it: a shell's background
     job begins with it ignored. Hypothesis fails no example for its time: the machine may be busy.
@@ -118,4 +125,4 @@ def pytest_collection_finish() -> None:
     """Spare the garbage collector what lives to the end: a worker holds PyTorch and ten thousand tests."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 10, 10)
+    gc.set_threshold(30_000, 10, 15)

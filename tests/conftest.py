@@ -16,9 +16,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Those of NumPy's BLAS know no such policy: an interpreted kernel's products of tiles took three times the time.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# Neither the processes that tests start nor the next run need compile our code again.
+# Neither the processes that tests start nor the next run need compile our code again (for the latter: below).
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, (str(Path(__file__).parent / "support" / "children"), os.environ.get("PYTHONPATH"))))
 
@@ -32,8 +31,11 @@ from fuseplan.planner.dispatch_stats import reset_stats
 from fuseplan.search import policy
 from fuseplan.search.errors import OWN_FAULTS
 
+sys.dont_write_bytecode = False
 #: Seconds and name of each slow case, or of a function whose cases are slow; ``tests/checks/list_slow.py`` writes it.
 SLOW = Path(__file__).with_name("slow.txt")
+#: Seconds of one of the others in the mean: some files have hundreds.
+QUICK_S = 0.05
 
 
 def pytest_sessionstart() -> None:
@@ -66,6 +68,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.nodeid in slow_s or item.nodeid.partition("[")[0] in slow_s:
             item.add_marker("slow")
             item.add_marker("uncovered")  # its time would double, and quicker tests cover the same code
+        else:
+            file_s[item.nodeid.partition("::")[0]] += QUICK_S
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: -file_s[item.nodeid.partition("::")[0]])
 

@@ -1,4 +1,4 @@
-"""Mutated databases in use. Run by hand; CI runs 50 (test_mutated_databases.py).
+"""Mutated databases in use. Run by hand; CI runs 30 (test_mutated_databases.py).
 
     python tests/checks/check_database.py --count 10000 --seed 0 --jobs 16
     python tests/checks/check_database.py --seed 17 --count 1 --keep /tmp/case   # one case; its files are left there

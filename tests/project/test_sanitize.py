@@ -153,7 +153,7 @@ def test_last(): note("last")
 
 def test_the_time_limit_leaves_summaries(sanitize: Callable[..., tuple[int, str, str]]) -> None:
     tests = "@pytest.mark.parametrize('n', range(1000))\ndef test_long(n): time.sleep(0.4)\n"
-    status, said, _ = sanitize(tests, "--minutes", "0.2", "--slices", "1")
+    status, said, _ = sanitize(tests, "--minutes", "0.1", "--slices", "1")
     assert status == 1 and "-- not reached" in said and "0 memcheck errors" in said
     assert "without a summary" not in said
 

@@ -1,7 +1,7 @@
 """Every command in seconds, on its real path: times are given, and models are small.
 
 Tunes count (`fast_tunes.py`), the device's numbers are those of the samples, TorchInductor runs a graph as it is, and
-every preset is the same model of one layer or two.
+every preset is the model of two layers that the reader has.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ from fast_tunes import count_instead_of_timing
 from fuseplan.costmodel.devices import ByDevice
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.bench import model
+from fuseplan.planner.capture import cache
 from fuseplan.planner.models import sources, workload
 from fuseplan.planner.patterns import cells
 from fuseplan.planner.tuning import session
 
-#: The config of every other model.
+#: The config of every model. A bench takes two layers unless it is told otherwise.
 LLAMA: Mapping[str, Any] = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "hidden_size": 64,
-    "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "vocab_size": 256, "max_position_embeddings": 1024, "eos_token_id": None,
 }
-#: The default preset, of which pages ask for two layers.
-TWO_LAYERS: Mapping[str, Any] = {**LLAMA, "num_hidden_layers": 2}
 #: What is planned of a model unless sizes are given: ``--decode``, ``--kv-len`` and ``--prefill``.
 SIZES = ("1", 64, "16")
 #: Cells of a sweep over patterns.
@@ -53,9 +52,11 @@ def give_times(patch: pytest.MonkeyPatch) -> None:
 
 
 def _tunes(patch: pytest.MonkeyPatch) -> None:
+    key = cache.capture_key  # a preset and the reader's model are one config: it is captured once
     count_instead_of_timing(patch)
     patch.setattr(session, "probe", lambda kind, *_: replace(samples.SPEC, identity=current_identity(kind)))
-    patch.setattr(sources, "PRESETS", dict.fromkeys(sources.PRESETS, LLAMA) | {"llama-3.2-1b": TWO_LAYERS})
+    patch.setattr(sources, "PRESETS", dict.fromkeys(sources.PRESETS, LLAMA))
+    patch.setattr(cache, "capture_key", lambda source, *rest: key(replace(source, kind="config", dtype=None), *rest))
     patch.setattr(workload, "_DEFAULTS", ByDevice(SIZES, SIZES))
 
 

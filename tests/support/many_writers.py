@@ -18,7 +18,7 @@ from fuseplan.search.store.database import Database, Missed
 from fuseplan.search.store.location import resolve_url
 from fuseplan.search.store.record import Trial
 
-WRITERS, ROUNDS = 64, 3
+WRITERS, ROUNDS = 64, 2
 #: Keys that every process writes.
 SHARED = ("s1", "s2", "s3")
 

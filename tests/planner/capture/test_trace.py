@@ -56,22 +56,22 @@ def at_run_time(source: ModelSource, workload: Workload) -> list[Traced]:
 
 
 @pytest.mark.parametrize(
-    ("family", "workload"),
+    ("family", "workload", "layers"),
     [
-        ("llama", DECODE),
-        ("llama", PREFILL),
-        ("gemma3", DECODE),
-        ("gpt2", PREFILL),
-        ("llama", replace(PREFILL, given="masked")),
-        ("deepseek-v3", DECODE),  # keys and values of different widths; experts
-        ("mamba", DECODE),  # a cache that is no keys and values
-        ("whisper", PREFILL),  # an encoder, too
+        ("llama", DECODE, None),
+        ("llama", PREFILL, 1),
+        ("gemma3", DECODE, None),  # with a window and without
+        ("gpt2", PREFILL, 1),
+        ("llama", replace(PREFILL, given="masked"), 1),
+        ("deepseek-v3", DECODE, None),  # keys and values of different widths; experts, in the second layer
+        ("mamba", DECODE, None),  # a cache that is no keys and values
+        ("whisper", PREFILL, 1),  # an encoder, too
     ],
 )
 def test_offline_capture_equals_run_time_and_computes_the_model(
-    family: str, workload: Workload, tmp_path: Path
+    family: str, workload: Workload, layers: int | None, tmp_path: Path
 ) -> None:
-    source = find_source(config=write_family(tmp_path, family), dtype="float32")
+    source = find_source(config=write_family(tmp_path, family), dtype="float32", layers=layers)
     running = [graph_to_json(trace.graph) for trace in at_run_time(source, workload)]
     assert [graph_to_json(graph) for graph in capture(source, workload, "cpu")] == running
 

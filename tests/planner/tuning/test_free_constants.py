@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fast_tunes import count_instead_of_timing
+from report_samples import known_machine
 from torch import nn
 
 from fuseplan.planner import stats, tune
@@ -112,6 +113,7 @@ def test_what_earlier_versions_stored_is_found(
     run(old, NormAndLinear(), "measure")  # takes nothing over: it reads
     assert not stats().fallbacks
     # A tune takes it over, without measuring it again, and then it serves other constants as well.
+    known_machine(old)
     before = len(list(Database(old).records()))
     tune(NormAndLinear(), inputs(), device="cpu", db=old)
     assert len(list(Database(old).records())) == before

@@ -27,7 +27,7 @@ def test_64_processes_lose_nothing(kind: str, tmp_path: Path, request: pytest.Fi
 def test_processes_that_take_keys_in_any_order(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     where = str(tmp_path / "tuning.db") if kind == "sqlite" else request.getfixturevalue("server").url()
     done = subprocess.run(
-        [sys.executable, str(SUPPORT / "many_leases.py"), where, "8", "10"], capture_output=True, text=True,
+        [sys.executable, str(SUPPORT / "many_leases.py"), where, "8", "6"], capture_output=True, text=True,
         check=False, timeout=600, env=os.environ | {"PYTHONWARNINGS": "error::UserWarning"},
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stdout

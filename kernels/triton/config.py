@@ -237,11 +237,16 @@ def line_rows(ir: KernelIR, segment: Segment, cores: int = _TYPICAL_CORES) -> in
 
 
 def _default_across(ir: KernelIR, target: Target) -> Config:
-    """Rows of whole lines, and as many columns as registers hold; few of them where the rest is walked in blocks."""
+    """Rows of whole lines, and as many columns as registers hold; few of them where the rest is walked in blocks. Of
+    few columns more rows, so that a program has enough to do.
+    """
     main = max((segment for segment in ir.segments if folds_across(segment)), key=_elements)
     rows, widest = line_rows(ir, main, target.cores), next_power_of_2(_static(main.cols))
     held = is_static(main.cols) and rows * widest <= _HELD_TILE
     choices = {tunable.name: tunable.choices for tunable in tunables(ir, target)}
+    while held and 2 * rows <= int(choices["block_rows"][-1]) and 2 * rows * widest <= _LOOPED_TILE and (
+            _static(main.num_rows) // (2 * rows) >= 2 * target.cores):
+        rows *= 2
     wanted = widest if held else max(32, _LOOPED_TILE // rows)
     cols = next((int(choice) for choice in choices["block_cols"] if int(choice) >= wanted), wanted)
     warps = max(1, min(16, rows * cols // (target.gpu.warp * 16)))

@@ -190,7 +190,8 @@ def hf_config(source: ModelSource) -> Any:
         if source.layers > text.num_hidden_layers:
             raise ConfigError("{} {}: this config describes only {} layers", Argument("layers"), source.layers,
                               text.num_hidden_layers)
-        if getattr(text, "layer_types", None) is not None:
+        computed = isinstance(getattr(type(text), "layer_types", None), property)  # Mamba's, from their number
+        if not computed and getattr(text, "layer_types", None) is not None:
             text.layer_types = text.layer_types[: source.layers]
         text.num_hidden_layers = source.layers
     return config

@@ -98,6 +98,12 @@ def test_layers_are_overridden_whatever_the_family_calls_them(family: str, tmp_p
     assert len(getattr(config, "layer_types", None) or [0]) == 1
 
 
+def test_kinds_of_layers_that_follow_from_their_number_are_left_to_the_config(tmp_path: Path) -> None:
+    (tmp_path / "mamba.json").write_text(json.dumps({"model_type": "mamba", "num_hidden_layers": 3}))
+    config = hf_config(find_source(config=tmp_path / "mamba.json", layers=1))
+    assert config.num_hidden_layers == len(config.layer_types) == 1
+
+
 def test_a_folder_stands_for_the_config_in_it(tmp_path: Path) -> None:
     path = write_config(tmp_path, "qwen3")
     source = find_source(config=path.parent, layers=2)

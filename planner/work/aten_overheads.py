@@ -30,6 +30,8 @@ _TURN_STEPS, _ROW_STEPS = 4.0, 10.0
 _SMALL_GATHER = 16
 #: Threads of a block, of a warp, and elements that a thread of a reduction loads at once.
 _BLOCK, _WARP, _VECTOR = 512, 32, 4
+#: Threads of a block of a softmax across memory; rows side by side up to which several of them share one.
+_SPATIAL_BLOCK, _SPATIAL_ROWS = 1024, 64
 
 
 def aten_overheads(graph: DataflowGraph, node: OpNode) -> Work:
@@ -42,7 +44,7 @@ def aten_overheads(graph: DataflowGraph, node: OpNode) -> Work:
         turns = _fold_turns(elements, max(read // max(elements, 1), 1))
         return Work(steps=_FOLD_STEPS, serial_steps=_TURN_STEPS * turns)
     if effort == "whole row":
-        return Work(steps=_WHOLE_ROW_STEPS)
+        return Work(steps=_WHOLE_ROW_STEPS, serial_steps=_TURN_STEPS * _turns_across(graph, node))
     if effort == "scatter":
         return Work(instructions=_STRIDED_INSTRUCTIONS * elements, steps=_GATHER_STEPS)
     if effort == "gather":
@@ -98,6 +100,22 @@ def _fold_turns(outputs: int, reduced: int) -> float:
     each = reduced / width
     lanes = width * height if each >= min(_BLOCK // 2, 16 * height) else width
     return reduced / (lanes * _VECTOR)
+
+
+def _turns_across(graph: DataflowGraph, node: OpNode) -> float:
+    """Turns in which one thread of a softmax walks a row that lies across memory, as ``SpatialSoftMax_getBlockSize`` of
+    ATen's ``SoftMax.cu`` shapes its blocks: three times, one element in a turn.
+    """
+    shape, dim = _shape(graph, node.inputs[0]), node.attrs.get("dim")
+    if not isinstance(dim, int) or not shape:
+        return 0.0
+    row, *beside = shape[dim % len(shape):]
+    columns = min(math.prod(beside), _SPATIAL_BLOCK)
+    if columns <= 1 or not row:
+        return 0.0
+    shares = columns <= _SPATIAL_ROWS <= row
+    threads = _floor_power_of_2(min(row, _SPATIAL_BLOCK // columns)) if shares else 1
+    return 3.0 * math.ceil(row / threads)
 
 
 def _floor_power_of_2(value: int) -> int:

@@ -87,3 +87,20 @@ def test_aten_gathers_few_rows_in_turn() -> None:
 
     assert serial(16) == 2 * serial(8) > 0
     assert serial(17) == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "turns"),
+    [
+        ((4096, 1024), 0, 3 * 4096),  # one thread a row: 2.5 ms of one block on an H200
+        ((8, 12, 128, 128), 1, 3 * 12),
+        ((4096, 32), 0, 3 * 128),  # 32 threads share a row
+        ((64, 64), -2, 3 * 4),
+        ((63, 64), 0, 3 * 63),
+        ((4096, 1024), 1, 0),  # along memory
+        ((4096, 1), 0, 0),
+    ],
+)
+def test_aten_walks_rows_that_lie_across_memory_thrice(shape: tuple[int, ...], dim: int, turns: int) -> None:
+    graph = graph_of("aten.softmax.int", {"x": contiguous(*shape)}, contiguous(*shape), dim=dim)
+    assert aten_overheads(graph, graph.op("y")).serial_steps == 4 * turns

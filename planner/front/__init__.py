@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     __version__: str
 
-if (_here := Path(__file__).parent).name == "front":  # an editable install: the packages lie in the checkout's root
-    __path__.append(str(_here.parents[1]))
+if (_here := Path(__file__).parent).name == "front":  # an editable install: links to the packages, and nothing else
+    __path__.append(str(_here.parents[1] / ".typecheck" / "fuseplan"))
 
 __all__ = ["__version__", "explain", "misses", "report", "reset_stats", "stats", "tune"]
 

@@ -183,6 +183,8 @@ def why_refused(node: OpNode, specs: Specs) -> str | None:
         dims = op.reduced_dim(node, specs)
         if not rank:
             return f"{node.op}: reduces a scalar"
+        if not set(dims) <= set(range(rank)) or len(set(dims)) < len(dims):
+            return f"{node.op}: reduces dimensions {dims} of {rank}"
         # A softmax of one row has one block in ATen, too.
         if len(dims) == rank and (rank > 1 or op.effort == "fold") and not _is_short(specs[node.inputs[0]]):
             return f"{node.op}: reduces all of {rank} dimensions: a kernel shares rows among threads, and this is one"

@@ -181,8 +181,8 @@ class CudaGraphTimer(Timer):
         launches = self._calibrate(run, operands, stream)
         graph = record_calls(_calls(run, operands, launches), stream)
         # The host took part in the calibration: it launches short kernels more slowly than they run.
-        wanted = min(_MAX_LAUNCHES, math.ceil(_GRAPH_US / max(replay_us(graph, launches), 1e-3)))
-        if wanted > 2 * launches:
+        wanted = self._launches(replay_us(graph, launches), len(operands))
+        if wanted > 1.25 * launches:
             launches = wanted
             graph = record_calls(_calls(run, operands, launches), stream)
         return lambda: replay_us(graph, launches)
@@ -197,9 +197,15 @@ class CudaGraphTimer(Timer):
                 call()
         end.synchronize()
         torch.cuda.current_stream().wait_stream(stream)
-        per_call_us = max(float(begin.elapsed_time(end)) * 1e3 / 3, 0.5)
-        sets = min(len(operands), math.ceil(_LONG_GRAPH_US / per_call_us))
-        return max(sets, min(_MAX_LAUNCHES, math.ceil(_GRAPH_US / per_call_us)))
+        return CudaGraphTimer._launches(max(float(begin.elapsed_time(end)) * 1e3 / 3, 0.5), len(operands))
+
+    @staticmethod
+    def _launches(call_us: float, sets: int) -> int:
+        """Calls of so many microseconds in a replay that is long enough, and that visits every operand set if it can.
+        """
+        call_us = max(call_us, 1e-3)
+        visited = min(sets, math.ceil(_LONG_GRAPH_US / call_us))
+        return max(visited, min(_MAX_LAUNCHES, math.ceil(_GRAPH_US / call_us)))
 
 
 def _result_bytes(result: object) -> int:

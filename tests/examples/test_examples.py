@@ -55,7 +55,7 @@ def test_the_notebook_runs_and_stores_no_outputs(tmp_path: Path) -> None:
 
     for source in ("\ntuned", "\nreport", "\nexplained", "misses=True"):
         assert any(text.lstrip().startswith("<div") for text in shown(source)), source
-    assert any("silu+mul 5x128" in text for text in shown("planner.misses(DB"))
+    assert any("silu+mul 5x128" in text for text in shown("fuseplan.misses(DB"))
     serving = (cell for cell in code if "print(serve())" in cell.source)
     first, again = ("".join(output["text"] for output in cell.outputs) for cell in serving)
     assert "0 misses" not in first and "0 misses" in again, (first, again)

@@ -129,4 +129,4 @@ def pytest_collection_finish() -> None:
     """Spare the garbage collector what lives to the end: a worker holds PyTorch and ten thousand tests."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(30_000, 10, 15)
+    gc.set_threshold(10_000, 10, 10)

@@ -153,7 +153,7 @@ def why_opaque(node: OpNode, specs: Specs) -> str | None:
 
 #: Elements of a tensor that is folded as a whole by one thread: PyTorch shares no fewer among several
 #: (``at::internal::GRAIN_SIZE``), and a GPU's block holds half as many in registers.
-MOST_ALONE = 32768
+_MOST_ALONE = 32768
 #: Arguments that may be numbers in the place of elements.
 _NUMBERS = ("self", "other", "value", "fill_value", "s", "alpha", "min", "max", "min_val", "max_val")
 
@@ -202,4 +202,4 @@ def why_refused(node: OpNode, specs: Specs) -> str | None:
 
 def _is_short(spec: TensorSpec) -> bool:
     """Whether one thread, or one block of them, folds all of a tensor as fast as several that then meet."""
-    return len(spec.shape) == 1 if not spec.is_static else spec.numel <= MOST_ALONE
+    return len(spec.shape) == 1 if not spec.is_static else spec.numel <= _MOST_ALONE

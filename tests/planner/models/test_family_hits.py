@@ -25,8 +25,8 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 #: Families whose calls are tuned for, the sequences of a call (of several, some are padded), and the caches that are
-#: generated with: Gemma3's growing cache is Llama's, and its static one has windows. Llama has one layer here, the
-#: others two: what lies between layers is found in them.
+#: generated with: Gemma3's growing cache is Llama's, and its static one has windows. Llama has one layer here. The
+#: other families have two, and look up the ops between layers.
 _TUNED = [("llama", 3, (None, "static")), ("gemma3", 1, ("static",)), ("t5", 1, ())]
 
 

@@ -1,6 +1,6 @@
-"""Functions that reduce any dimensions, untuned, beside eager mode and TorchInductor's default.
+"""Functions that reduce any dimensions, untuned or tuned, beside eager mode and TorchInductor's default.
 
-    python tests/checks/check_folds.py [--device cuda|cpu] [--only WORDS]
+    python tests/checks/check_folds.py [--tune] [--device cuda|cpu] [--only WORDS]
 
 Medians of interleaved rounds in microseconds a call, in CUDA graphs on a GPU, and the error against float64 as a norm.
 Exits with 1 where a result is off. pytest does not collect it.
@@ -18,7 +18,7 @@ import torch
 from any_model import captured, compiler, contest
 from torch import Tensor
 
-from fuseplan.planner import stats
+import fuseplan
 
 #: How far a result may be from float64, by the type of what is read.
 MOST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -59,11 +59,24 @@ def floats(result: Any) -> Iterator[Tensor]:
             yield one.double()
 
 
-def check(name: str, device: str) -> bool:
-    """Print a row of the table; whether the result is right."""
+class Fold(torch.nn.Module):
+    """One of the functions, as a model that can be tuned."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x)
+
+
+def check(name: str, device: str, tuned: bool) -> bool:
+    """Print a row of the table; whether the result is right. ``tuned``: into the user's database."""
     function, shape, dtype, last = CASES[name]
     x = torch.randn(shape, device=device).to(dtype)
     x = x.to(memory_format=torch.channels_last) if last else x
+    if tuned:
+        fuseplan.tune(Fold(function), (x,), device=device)
     torch._dynamo.reset()
     calls: dict[str, Callable[[], Any]] = {"eager": partial(function, x)}
     for way in ("fuseplan", "inductor"):  # each needs a function of its own: Dynamo keeps what it compiled for one
@@ -84,13 +97,14 @@ def check(name: str, device: str) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tune", action="store_true", help="tune each function first")
     parser.add_argument("--only", default="", metavar="WORDS", help="functions with this in their names")
     args = parser.parse_args()
     torch.manual_seed(0)
     print("| function | eager | fuseplan | TorchInductor | over TorchInductor | error |")
     with torch.no_grad():
-        wrong = [name for name in CASES if args.only in name and not check(name, args.device)]
-    print(stats())
+        wrong = [name for name in CASES if args.only in name and not check(name, args.device, args.tune)]
+    print(fuseplan.stats())
     for name in wrong:
         print(f"off: {name}")
     return int(bool(wrong))

@@ -6,7 +6,6 @@ Every message says what happened and what to do.
 from __future__ import annotations
 
 import reprlib
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -37,12 +36,24 @@ class OwnFaults:
         """Count a caught error if it is, or was caused by, a fault of our own; raise it again where ``raised``."""
         one: BaseException | None = error
         while one is not None:
-            frames = traceback.extract_tb(one.__traceback__)
-            if isinstance(one, _FAULTS) and frames and frames[-1].filename.startswith(_PACKAGES):
-                self.counts[f"{type(one).__name__} at {Path(frames[-1].filename).name}:{frames[-1].lineno}"] += 1
+            if isinstance(one, _FAULTS) and (place := _raised_at(one)) is not None:
+                self.counts[f"{type(one).__name__} at {place}"] += 1
                 if self.raised:
                     raise error
             one = one.__cause__
+
+
+def _raised_at(error: BaseException) -> str | None:
+    """File and line of our own code that raised an error; None where another's did.
+
+    Planning asks often: traceback.extract_tb() would look at the source file of every frame.
+    """
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None or not last.tb_frame.f_code.co_filename.startswith(_PACKAGES):
+        return None
+    return f"{Path(last.tb_frame.f_code.co_filename).name}:{last.tb_lineno}"
 
 
 OWN_FAULTS = OwnFaults()

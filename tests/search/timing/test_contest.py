@@ -118,8 +118,11 @@ def test_a_run_without_an_answer_is_repeated_for_longer(
 
 @pytest.mark.parametrize(("gains", "runs", "found"), [
     ((0.3, 0.0, 0.0), 1, 0.3),  # far above the noise
-    ((0.04, -0.03, -0.02), 3, -0.02),
-    ((-0.02, 0.03, 0.01), 3, 0.01),
+    ((0.04, -0.03, -0.02), 2, -0.03),  # in no two of three is anybody faster
+    ((-0.02, 0.03, 0.3), 2, -0.02),
+    ((0.02, -0.3, 0.3), 2, 0.02),
+    ((0.01, 0.08, 0.2), 3, 0.08),
+    ((0.04, 0.08, 0.02), 3, 0.04),
     ((-0.2, 0.3, 0.3), 1, -0.2),  # far below
 ])
 def test_the_middle_one_of_three_where_noise_hides_the_answer(

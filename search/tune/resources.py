@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -209,14 +209,31 @@ class TuningResources:
         wait = self.executor.submit(function, self.bench, *args, limit_s=self._limit_s(of))
         return partial(self._booked, what, of, wait)
 
-    def compile(self, arguments: Sequence[Compilation]) -> list[Outcome]:
-        """Compile beside each other, and wait. Raises :class:`MachineFailureError`."""
+    def compile(self, arguments: Sequence[Compilation]) -> Iterator[Outcome]:
+        """Compile beside each other; outcomes in order. On a GPU each is given as soon as it is there, so that one is
+        timed while others compile; on a CPU compilers would take the cores away from what is measured. Raises
+        :class:`MachineFailureError`.
+        """
         with self.account.spend(COMPILING):
             limit_s = self.budget.job_limit_s + COMPILE_LIMIT_S
             outcomes = self.executor.map(jobs.prepare, arguments, limit_s=limit_s)
-        if any(outcome.checked().ok for outcome in outcomes):
+            return self._compiled(outcomes if self.target.is_gpu else iter(list(outcomes)), len(arguments))
+
+    def _compiled(self, outcomes: Iterator[Outcome], count: int) -> Iterator[Outcome]:
+        """So many outcomes. Before one that failed is given, it is known whether any other has compiled."""
+        for left in reversed(range(count)):
+            outcome = self._next(outcomes)
+            if not outcome.ok and not self.compiles.is_set():
+                yield from (outcome, *[self._next(outcomes) for _ in range(left)])
+                return
+            yield outcome
+
+    def _next(self, outcomes: Iterator[Outcome]) -> Outcome:
+        with self.account.spend(COMPILING):
+            outcome = next(outcomes).checked()
+        if outcome.ok:
             self.compiles.set()
-        return outcomes
+        return outcome
 
     def compile_ahead(self, arguments: Sequence[Compilation], spare: bool = False) -> None:
         """Compile into the cache, some time; ``spare``: once nothing else is to be compiled ahead.

@@ -237,9 +237,9 @@ class Tuner:
         backends = {backend.name: backend for backend in self.backends}
         refusals = [self._refuse_record(subject, record) for subject, record in kernels]
         sound = [(subject, record) for (subject, record), why in zip(kernels, refusals, strict=True) if why is None]
-        compiled = iter(self._resources.compile([
+        compiled = self._resources.compile([
             (backends[record.backend], subject.ir, record.config, self.target) for subject, record in sound
-        ]) if sound else ())
+        ])
         found = []
         for (subject, record), refusal in zip(kernels, refusals, strict=True):
             outcome = next(compiled) if refusal is None else Outcome(failure=refusal)
@@ -299,7 +299,11 @@ class Tuner:
         """
         keys = ((subject, self.key(subject)) for subject in subjects)
         new = [subject for subject, key in keys if self._current(key) is None and not self._resources.trials(key)]
-        self._resources.compile([one for subject in new for one in self._resources.default_of(subject)])
+        compilations = [one for subject in new for one in self._resources.default_of(subject)]
+        if self.target.is_gpu:
+            self._resources.compile_ahead(compilations)  # the screening waits for its own
+        else:
+            list(self._resources.compile(compilations))
 
     def _resources_for(self, minor: bool) -> TuningResources:
         budget = self.budget.minor() if minor else self.budget

@@ -100,6 +100,8 @@ class WorkerPool:
         self._threads = torch.get_num_threads()
         self._jobs = 0
         self._promised: dict[int, _Promise] = {}
+        #: The last job that each compile lane was sent.
+        self._lanes: dict[int, _Promise] = {}
         #: Another thread may prefetch while a job is sent.
         self._sending = threading.Lock()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the pool
@@ -124,18 +126,25 @@ class WorkerPool:
             self._receive()
         return partial(self._wait, self._send(MEASURING, function, args, limit_s, spare=True))
 
-    def map(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float) -> list[Outcome]:
-        """Run jobs beside each other (compiling); outcomes in the order of ``arguments``."""
+    def map(
+        self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float
+    ) -> Iterator[Outcome]:
+        """Run jobs beside each other (compiling). All are sent now; gives outcomes in the order of ``arguments``, each
+        as soon as it is there.
+        """
         sent: list[_Promise] = []
-        lanes: dict[int, _Promise] = {}
         with self._closed_if_interrupted():
             for args in arguments:
-                while not (free := [lane for lane in range(1, self.compilers + 1) if lane not in lanes]):
+                while not (free := self._free_lanes()):
                     self._receive()
-                    lanes = {lane: promise for lane, promise in lanes.items() if promise.outcome is None}
-                lanes[free[0]] = promise = self._send(free[0], function, args, limit_s)
+                self._lanes[free[0]] = promise = self._send(free[0], function, args, limit_s)
                 sent.append(promise)
-            return [self._wait(promise) for promise in sent]
+        return map(self._wait, sent)
+
+    def _free_lanes(self) -> list[int]:
+        """Compile lanes whose jobs have ended."""
+        self._lanes = {lane: promise for lane, promise in self._lanes.items() if promise.outcome is None}
+        return [lane for lane in range(1, self.compilers + 1) if lane not in self._lanes]
 
     def _send(
         self, lane: int, function: Callable[..., Any], args: tuple[Any, ...], limit_s: float, spare: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 from fuseplan.search.workers.supervisor import of_machine
@@ -31,8 +31,8 @@ class InlineExecutor:
         outcome = self.call(function, *args, limit_s=limit_s)
         return lambda: outcome
 
-    def map(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float) -> list[Outcome]:
-        return [self.call(function, *args, limit_s=limit_s) for args in arguments]
+    def map(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float) -> Iterator[Outcome]:
+        return iter([self.call(function, *args, limit_s=limit_s) for args in arguments])
 
     def prefetch(
         self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float, spare: bool = False

@@ -55,7 +55,7 @@ def test_a_pool_without_work_starts_no_process(monkeypatch: pytest.MonkeyPatch) 
     started: list[object] = []
     monkeypatch.setattr(subprocess, "Popen", lambda *args, **options: started.append(args))
     with WorkerPool(compilers=1) as idle:
-        assert idle.map(add, [], limit_s=LIMIT) == []
+        assert not list(idle.map(add, [], limit_s=LIMIT))
         idle.prefetch(add, [], limit_s=LIMIT)
     assert not started
 
@@ -71,15 +71,23 @@ def test_compile_lanes_run_beside_each_other_in_order(pool: WorkerPool, tmp_path
     outcomes = pool.map(meet, [(str(tmp_path), "a", "b"), (str(tmp_path), "b", "a")], limit_s=LIMIT)
     assert [outcome.value for outcome in outcomes] == [True, True]
     assert [o.value for o in pool.map(add, [(n, 1) for n in range(7)], limit_s=LIMIT)] == [1, 2, 3, 4, 5, 6, 7]
-    assert pool.map(add, [], limit_s=LIMIT) == []
-    assert pool.map(whoami, [()], limit_s=LIMIT)[0].value[1] == 1
+    assert not list(pool.map(add, [], limit_s=LIMIT))
+    assert next(pool.map(whoami, [()], limit_s=LIMIT)).value[1] == 1
+
+
+def test_outcomes_are_given_while_others_compile(pool: WorkerPool, tmp_path: Path) -> None:
+    outcomes = pool.map(meet, [(str(tmp_path), "a", "a"), (str(tmp_path), "b", "late")], limit_s=LIMIT)
+    assert next(outcomes).value
+    assert [one.value for one in pool.map(add, [(1, 1), (2, 2), (3, 3)], limit_s=LIMIT)] == [2, 4, 6]
+    assert pool.call(touch, str(tmp_path / "late"), limit_s=LIMIT).ok
+    assert [one.value for one in outcomes] == [True]
 
 
 def test_a_bound_worker_has_a_core_and_its_compilers_have_all() -> None:
     mine = os.sched_getaffinity(0)
     with WorkerPool(compilers=1, bind=True) as bound:
         assert bound.call(where, limit_s=LIMIT).value < mine or len(mine) == 1
-        assert bound.map(where, [()], limit_s=LIMIT)[0].value == mine
+        assert next(bound.map(where, [()], limit_s=LIMIT)).value == mine
 
 
 def test_an_unbound_worker_may_run_anywhere(pool: WorkerPool) -> None:
@@ -150,7 +158,7 @@ def test_a_crash_is_named_and_the_next_job_runs(pool: WorkerPool) -> None:
 
 
 def test_a_crash_in_one_lane_leaves_the_others_alone(pool: WorkerPool) -> None:
-    outcomes = pool.map(leave_or_add, [(0,), (1,), (2,), (3,)], limit_s=LIMIT)
+    outcomes = list(pool.map(leave_or_add, [(0,), (1,), (2,), (3,)], limit_s=LIMIT))
     assert [outcome.value for outcome in outcomes] == [0, None, 2, None]
     assert all("status 9" in outcomes[n].failure for n in (1, 3))
 

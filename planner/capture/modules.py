@@ -7,7 +7,10 @@ while a graph is interpreted node by node.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,7 +36,7 @@ def trace_ops(
     CaptureError where the trace would hold a fake tensor, which has no memory, or a subclass: it did not see what makes
     it.
     """
-    with fx.traceback.preserve_node_meta():
+    with fx.traceback.preserve_node_meta(), _traceable():
         table = dict(decompositions or {})
         trace = make_fx(_Interpreter(module).run, table, pre_dispatch=pre_dispatch)(*arguments)
     for node in trace.graph.find_nodes(op="get_attr"):
@@ -42,6 +45,30 @@ def trace_ops(
             readers = " and ".join(str(user.target) for user in node.users) or "the result"
             raise CaptureError(f"{readers} reads a tensor that no op of the trace makes")
     return trace
+
+
+@contextmanager
+def _traceable() -> Iterator[None]:
+    """Within, a pre-dispatch trace sees ops, wherever the graph is called from.
+
+    The dispatcher leaves it out inside of a ``__torch_dispatch__``. After Dynamo has met a decision by data in a tensor
+    subclass, PyTorch goes on leaving it out: a garbage collection brings that state back (torch 2.11 and 2.13).
+    """
+    if not torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.PreDispatch):
+        yield
+        return
+    included, excluded = _untouched_keys()
+    with torch._C._ForceDispatchKeyGuard(included, excluded):
+        yield
+
+
+@cache
+def _untouched_keys() -> tuple[Any, Any]:
+    """What the dispatcher includes and excludes in a new thread."""
+    with ThreadPoolExecutor(1) as pool:
+        found = [torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set]
+        included, excluded = (pool.submit(one).result() for one in found)
+    return included, excluded
 
 
 class _Interpreter(fx.Interpreter):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from reference_backend import ReferenceBackend, use
 from tensor_subclasses import Block, Int4Weight, Int8Linear, Int8Weight, blocks, parts_of
 from torch import Tensor, fx, nn
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fuseplan.planner
 from fuseplan.planner.capture.subclasses import take_apart
@@ -233,7 +235,6 @@ REFUSED: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Tensor, ...]], b
     "other tensors inside": (added, lambda: made(Swapping), False),
     "another class": (doubled, lambda: made(Renamed), False),
     "a function transform": (lambda x, y: (torch.vmap(lambda one: one * 2)(x), F.silu(y) * 2), two, False),
-    "a decision by data": (multiplied, lambda: (torch.randn(3, 8), Asking.of(torch.randn(6, 8))), False),
     "a size as text": (doubled, lambda: made(Spelled), True),
 }
 
@@ -242,12 +243,39 @@ REFUSED: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Tensor, ...]], b
 def test_what_cannot_be_taken_apart_runs_unfused_and_is_counted(kind: str, tmp_path: Path) -> None:
     function, make, dynamic = REFUSED[kind]
     args = make()
-    twins = args if kind == "a decision by data" else [
-        type(one)(one.a.clone(), one.b.clone()) if isinstance(one, TwoTensor) else one.clone() for one in args]
+    twins = [type(one)(one.a.clone(), one.b.clone()) if isinstance(one, TwoTensor) else one.clone() for one in args]
     found, wanted = compiled(function, tmp_path / "tuning.db", dynamic=dynamic)(*args), function(*twins)
     for one, other in zip((*found, *args), (*wanted, *twins), strict=True):
         torch.testing.assert_close(getattr(one, "a", one), getattr(other, "a", other))
     assert fuseplan.planner.stats().fallbacks
+
+
+def test_a_class_that_decides_by_a_number_in_it_is_fused_in_several_graphs(tmp_path: Path) -> None:
+    def run() -> None:
+        args = torch.randn(3, 8), Asking.of(torch.randn(6, 8))
+        same(compiled(multiplied, tmp_path / "tuning.db")(*args)[0], multiplied(*args)[0])
+
+    with torch._C._PreserveDispatchKeyGuard():
+        run()
+        stats = fuseplan.planner.stats()
+        assert stats.groups_fused > 1 and not stats.fallbacks
+        gc.collect()  # when its frames go, PyTorch's dispatcher is left as they had it
+
+
+def test_a_graph_is_traced_where_the_dispatcher_leaves_traces_out(tmp_path: Path) -> None:
+    """As within a ``__torch_dispatch__``, and for good once Dynamo has met a decision by data in a subclass."""
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        return (F.silu(x) * 2,)
+
+    class Within(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return fast(*args)[0] if op is torch.ops.aten.exp.default else op(*args, **(kwargs or {}))
+
+    fast, x = compiled(function, tmp_path / "tuning.db"), torch.randn(3, 127)
+    with Within():
+        found = x.exp()
+    same(found, function(x)[0])
+    assert fuseplan.planner.stats().groups_fused == 1 and not fuseplan.planner.stats().fallbacks
 
 
 def test_gradients_of_a_subclass_are_seen(tmp_path: Path) -> None:

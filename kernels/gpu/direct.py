@@ -9,7 +9,9 @@ from __future__ import annotations
 import ctypes
 import logging
 import re
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from fuseplan.kernels.gpu.targets import warm_up
 from fuseplan.kernels.gpu.tile import WARP
 from fuseplan.kernels.ir.backend import NOTHING, BuildError
 from fuseplan.kernels.ir.in_place import Reuse
@@ -86,6 +89,26 @@ class Launcher:
 def find_launcher() -> Launcher | None:
     """The launcher of this process, built on first use; None where it cannot be had."""
     return _search()[0]
+
+
+@lru_cache(maxsize=1)
+def prepare_first_launch() -> None:
+    """Begin what a process waits for before its first launch, once and on threads: C compilers build this launcher and
+    what Triton asks the driver with, and Triton's key is a hash of its files. Each takes a second where nothing is
+    cached; tracing and planning take as long.
+    """
+    def begin(step: Callable[[], object]) -> None:
+        with suppress(Exception):  # it is raised again where the result is needed
+            step()
+
+    for step in (find_launcher, _triton_driver, warm_up):
+        threading.Thread(target=begin, args=(step,), daemon=True).start()
+
+
+def _triton_driver() -> object:
+    from triton.runtime import driver
+
+    return driver.active.get_current_target
 
 
 def launcher_problem() -> str | None:

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from fuseplan.costmodel.devices import KINDS, is_gpu
+from fuseplan.kernels.gpu.direct import prepare_first_launch
 from fuseplan.kernels.native.overlap import span_bytes
 from fuseplan.planner.capture.normalise import normalise
 from fuseplan.planner.capture.subclasses import Apart, take_apart
@@ -81,6 +82,9 @@ def _compile(apart: Apart, options: DispatchOptions, tally: Tally) -> Callable[.
     """What runs a graph without tensor subclasses."""
     gm, example_inputs = apart.module, apart.inputs
     _check_plain(gm, example_inputs)
+    device_type = _device_type(example_inputs)
+    if is_gpu(device_type):
+        prepare_first_launch()
     module = trace_predispatch(
         gm, example_inputs, options.grouped_queries, options.attention_masks, options.decode_attention)
     for name, number in asdict(module.meta["attention"]).items():
@@ -94,7 +98,6 @@ def _compile(apart: Apart, options: DispatchOptions, tally: Tally) -> Callable[.
     traced = normalise(module)
     if _writes_shared(example_inputs, traced.written):
         raise RefusedError(SHARED_MEMORY)
-    device_type = _device_type(example_inputs)
     session = _open(device_type, options)
     session.database.keeps_misses = options.log_misses
     try:

@@ -14,7 +14,9 @@ from pathlib import Path
 
 # Before PyTorch is imported: OpenMP's threads otherwise spin while they wait, on cores that other test processes need.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# The processes that tests start need not compile our code each for itself.
+# Those of NumPy's BLAS know no such policy: an interpreted kernel's products of tiles took three times the time.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Neither the processes that tests start nor the next run need compile our code again (for the latter: below).
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, (str(Path(__file__).parent / "support" / "children"), os.environ.get("PYTHONPATH"))))
@@ -29,8 +31,18 @@ from fuseplan.planner.dispatch_stats import reset_stats
 from fuseplan.search import policy
 from fuseplan.search.errors import OWN_FAULTS
 
+sys.dont_write_bytecode = False
 #: Seconds and name of each slow case, or of a function whose cases are slow; ``tests/checks/list_slow.py`` writes it.
 SLOW = Path(__file__).with_name("slow.txt")
+#: Seconds of one of the others in the mean: some files have hundreds.
+QUICK_S = 0.05
+
+
+def pytest_sessionstart() -> None:
+    """Nobody listens to the log that tlparse reads: PyTorch would write it for the handlers that pytest gives loggers
+    that do not propagate.
+    """
+    logging.getLogger("torch.__trace").propagate = True
 
 
 def pytest_configure() -> None:
@@ -56,6 +68,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.nodeid in slow_s or item.nodeid.partition("[")[0] in slow_s:
             item.add_marker("slow")
             item.add_marker("uncovered")  # its time would double, and quicker tests cover the same code
+        else:
+            file_s[item.nodeid.partition("::")[0]] += QUICK_S
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: -file_s[item.nodeid.partition("::")[0]])
 
@@ -94,6 +108,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def counts_of_this_test_only() -> None:
     """Dispatch counts for the whole process: what an earlier test compiled would be in this test's ``stats()``."""
     reset_stats()
+
+
+@pytest.fixture(scope="module")
+def quick_collections() -> None:
+    """``gc.collect()`` looks only at what this file's tests make, not at what hundreds of files have left behind."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

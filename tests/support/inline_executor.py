@@ -31,7 +31,9 @@ class InlineExecutor:
         outcome = self.call(function, *args, limit_s=limit_s)
         return lambda: outcome
 
-    def map(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float) -> Iterator[Outcome]:
+    def map(
+        self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float
+    ) -> Iterator[Outcome]:
         return iter([self.call(function, *args, limit_s=limit_s) for args in arguments])
 
     def prefetch(

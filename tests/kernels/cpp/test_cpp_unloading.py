@@ -20,6 +20,7 @@ from fuseplan.kernels.native.build import required_compiler
 
 REASON = CppBackend().unavailable()
 pytestmark = [
+    pytest.mark.usefixtures("quick_collections"),
     pytest.mark.skipif(REASON is not None, reason=REASON or ""),
     pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux tells what is mapped"),
 ]

@@ -135,6 +135,7 @@ def test_a_bounded_number_of_recordings_is_kept_and_the_oldest_goes() -> None:
     assert run(2, 1) == 1
 
 
+@pytest.mark.usefixtures("quick_collections")
 def test_recordings_for_caches_that_are_gone_make_room_at_once() -> None:
     """As ``generate()`` makes them: a cache for each call, dropped at its end."""
     call, recorder, _ = graphed(step, STEP, keep=2)

@@ -18,6 +18,7 @@ from fuseplan.kernels.native.build import default_cache_dir
 
 REASON = CppBackend().unavailable()
 pytestmark = [
+    pytest.mark.usefixtures("quick_collections"),
     pytest.mark.skipif(REASON is not None, reason=REASON or ""),
     pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux tells what is mapped"),
 ]

@@ -158,6 +158,7 @@ class _Watched:
         return made
 
 
+@pytest.mark.usefixtures("quick_collections")
 def test_values_are_released_after_their_last_use_but_for_those_kept() -> None:
     b = Builder(x=torch.randn(4))
     values = [b("aten.exp.default", "x")]
@@ -179,6 +180,7 @@ def test_parts_without_names_share_nothing() -> None:
     assert run(*operands.tensors) == ()
 
 
+@pytest.mark.usefixtures("quick_collections")
 def test_parts_keep_the_order_of_the_model_where_they_can() -> None:
     """Two chains, one after the other: side by side, both chains' intermediates would live at once."""
     b = Builder(x=torch.randn(4), y=torch.randn(4))

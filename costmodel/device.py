@@ -119,7 +119,7 @@ class Calibration:
     Attributes:
         samples: Measured kernels behind the fit.
         error: Median ``|predicted / measured - 1|`` on those kernels.
-        held_out_error: The same on kernels left out of the fit (cross-validation); the number to quote, with its 90th
+        held_out_error: The same on held-out kernels (cross-validation); the number to quote, with its 90th
             percentile and rank correlation. None where there are too few samples to leave any out.
         latency_scale: Of the time that a kernel's dependent instructions wait (CUDA only).
         write_scale: Of the time to write the results at memory bandwidth (CUDA only).

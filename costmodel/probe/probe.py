@@ -125,8 +125,7 @@ def assemble(
     noise = statistics.median(timing.noise for timing in timings)  # of everything that was timed twice
     problems = list(doubts(noise, load))
     if short:
-        cut = "there was not enough time to measure everything often enough, or at all sizes"
-        problems.insert(0, f"{cut}: {'; '.join(short)}")
+        problems.insert(0, f"probe cut short ({'; '.join(short)}); rerun when idle")
     bandwidth = bandwidth_curve(measured.streams)
     thread_bandwidth = bandwidth_curve(measured.thread_streams) if measured.thread_streams else None
     if thread_bandwidth is not None:

@@ -42,7 +42,7 @@ def _repeated(x, rows: tl.constexpr, cols: tl.constexpr):
 _TRAP_UNLESS = '''
 @triton.jit
 def _trap_unless(inside, mask=True):
-    """Stop the device where ``inside`` is false, but for lanes that the ``mask`` excuses."""
+    """Stop the device where ``inside`` is false, except for lanes that the ``mask`` excuses."""
     outside = (tl.where(inside, False, True) & mask).to(tl.int32)
     tl.inline_asm_elementwise("{ .reg .pred stop; setp.ne.s32 stop, $1, 0; @stop trap; mov.b32 $0, $1; }", "=r,r",
                               [outside], dtype=tl.int32, is_pure=False, pack=1)

@@ -1,4 +1,4 @@
-"""What ``torch.compile`` looked up in vain: listed, and tuned from the graphs that were written down."""
+"""Regions that ``torch.compile`` found no tuned plan for: listed, and tuned from their stored graphs."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class TunedMisses(TuneAnswer):
 def misses(
     db: str | Path | None = None, *, device: str = "auto", device_key: str | None = None
 ) -> pd.DataFrame:
-    """What ``torch.compile`` looked up in vain on this device, most frequent first: one row per region.
+    """Regions that ``torch.compile`` found no tuned plan for on this device, most frequent first: one row each.
 
     Its columns are ``label``, ``count``, ``place`` (where in the model), ``tunable`` (yes, or why not), ``first_seen``
     and ``last_seen`` (ISO 8601, UTC), ``regime``, ``numerics`` and ``key``. ``tune(misses=True)`` tunes them.

@@ -58,7 +58,7 @@ class Report:
 
     @property
     def parts(self) -> pd.DataFrame:
-        """A step's time by part: matmuls, attention, fused groups, unfused ops, launches and gaps; ``less together`` is
+        """A step's time by part: matmuls, attention, fused groups, unfused ops, launches and gaps; ``cache reuse`` is
         what it takes less than parts measured by themselves."""
         return steps.part_frame(self.data)
 

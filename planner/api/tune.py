@@ -161,7 +161,7 @@ def tune(
         calls: Also plan calls of these sizes with an attention mask, position ids or embeddings, those that want the
             last logits alone, and what Hugging Face's ``generate()`` makes of them.
         pack_weights: Plan for the option of that name: linear ops that read one value are one op.
-        misses: Tune what was looked up in vain in this database, in place of a model.
+        misses: Tune the regions that this database lists as missed, in place of a model.
         manifest: The path of a TOML file with models that are tuned together, in place of a model.
         most: Of misses: how many regions, those that were missed most often first.
         numerics: ``"fp32"`` keeps a kernel's intermediates in fp32; ``"eager"`` rounds where PyTorch does.

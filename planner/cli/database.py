@@ -55,7 +55,7 @@ def list_misses(
     device_key: Annotated[str | None, Option("--device-key", help="Only this device, by its whole key.")] = None,
     db: DbOption = None,
 ) -> None:
-    """What torch.compile looked up in vain, most frequent first, and whether `plan tune --misses` can tune it."""
+    """List regions without a tuned plan, most frequent first, and whether `plan tune --misses` can tune them."""
     from fuseplan.planner.tuning.miss_list import MISS_COLUMNS, dropped, logged_misses
     from fuseplan.search.store.database import Database
     from fuseplan.search.store.layered import LayeredDatabase, shipped_files

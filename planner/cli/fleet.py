@@ -63,7 +63,7 @@ def status(
 ) -> None:
     """Say what each device does, who holds which lease, and what has no plan yet for which device.
 
-    Of a model or a manifest, if one is named; else what torch.compile looked up in vain.
+    Of a model or a manifest, if one is named; else the regions that torch.compile missed.
     """
     from fuseplan.costmodel.identity import current_identity
     from fuseplan.planner.api.request import TuneRequest

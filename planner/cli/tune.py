@@ -47,8 +47,8 @@ def tune(
         "PyTorch's ops, and of whole steps. That of max-autotune takes minutes to compile; off asks for none.",
     )] = "default",
     misses: Annotated[bool, Option(
-        "--misses", help="Tune what torch.compile looked up in vain in this database, without a model; with --regime "
-        "only what was missed so.",
+        "--misses", help="Tune the regions that this database lists as missed, without a model; with --regime only "
+        "those missed in that regime.",
     )] = False,
     most: Annotated[int, Option(
         parser=opt.whole(1), metavar="N", help="Regions that --misses tunes, those missed most often first.",
@@ -64,7 +64,7 @@ def tune(
     """Plan a model's fusion, tune it on this device, and store the result.
 
     What is stored already is not measured again. Without options, tunes the llama preset. Ctrl-C loses nothing that
-    was finished: the same command goes on. Last come whole steps: unfused, by torch.compile, and as planned.
+    was finished: the same command goes on. Ends with step time before and after, and torch.compile's.
     """
     account = TimeAccount(process_age_s())
     with account.spend("starting"):

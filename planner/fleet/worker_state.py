@@ -121,7 +121,7 @@ class WorkerState(WorkerPlugin):
         self._tuners: dict[Terms, RegionTuner] = {}
 
     def region_tuner(self, terms: Terms) -> RegionTuner:
-        """The tuner for these terms, made when the first region comes. Those of other tunes end but for the last."""
+        """The tuner for these terms, made when the first region comes. Those of other tunes end, except the last."""
         with self._lock:
             if terms not in self._tuners:
                 runs = list(dict.fromkeys(known.run for known in self._tuners if known.run != terms.run))

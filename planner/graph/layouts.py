@@ -15,7 +15,7 @@ Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def same_layout(one: Layout, other: Layout) -> bool:
-    """Equal, but for strides over a single element, which are free."""
+    """Equal, except for strides over a single element, which are free."""
     return one[0] == other[0] and all(
         own == its for extent, own, its in zip(one[0], one[1], other[1], strict=True) if extent != 1
     )

@@ -54,7 +54,7 @@ def anchored_candidates(
 
     @cache
     def passed(mask: int) -> tuple[int, int]:
-        """Bytes that a group reads and writes, but for what it writes in place, and fewer for more ops."""
+        """Bytes that a group reads and writes, except what it writes in place, and fewer for more ops."""
         group = candidate(dependencies, mask)
         written = [graph.op(name) for name in group.ops if written_value(graph.op(name)) is not None]
         in_place = {value for node in written for value in (*node.outputs, written_value(node))}

@@ -46,7 +46,7 @@ def canonical_form(
 
 def free_constant(op: str, value: Any) -> bool:
     """Whether a scalar attribute of an op (an epsilon, a scale, a fill value, a soft cap) may have another value in the
-    same plan: it changes neither what is legal nor, but for special values, the code that computes it.
+    same plan: it changes neither what is legal nor, except for special values, the code that computes it.
     """
     is_usual = isinstance(value, float) and math.isfinite(value) and value not in _SPECIAL
     return is_usual and not op_of(op).by_constant

@@ -243,7 +243,7 @@ def fails_otherwise(graph: DataflowGraph, node: OpNode, device_type: str) -> boo
     """Whether an op reads or writes where numbers say, and TorchInductor's code does not fail as eager mode does where
     they lie outside.
 
-    On GPUs both end in a device-side assertion, but for ops whose negative numbers it takes from the end; on CPUs it
+    On GPUs both end in a device-side assertion, except for ops whose negative numbers it takes from the end; on CPUs it
     raises another error, or ends the process.
     """
     op = op_of(node.op)

@@ -45,7 +45,7 @@ def lower(graph: DataflowGraph, ops: Iterable[str], numerics: str, outputs: Iter
 
     Args:
         ops: Names of the compute ops; view ops among or before them are followed as address maps.
-        numerics: ``"fp32"`` keeps intermediates in fp32, but for roundings that the program can see;
+        numerics: ``"fp32"`` keeps intermediates in fp32, except roundings that the program can see;
             ``"eager"`` rounds after every op as ATen would.
     """
     members, wanted, passed = frozenset(ops), tuple(outputs), Counter[str]()

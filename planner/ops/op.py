@@ -63,7 +63,7 @@ class Op:
     may_copy: bool = False
     #: The op as which a call of it is planned; "" for itself.
     spelled: str = ""
-    #: The elements of its result are elements of its operands, but for a sign or a number that is given.
+    #: The elements of its result are elements of its operands, except for a sign or a number that is given.
     rearranges: bool = False
     #: 1: it adds its two operands; -1: it takes one from the other.
     adds: int = 0

@@ -129,7 +129,7 @@ def _held_out(backend: str, fit: Calibration) -> str:
     rank = "" if fit.held_out_spearman is None else f"; rank correlation {fit.held_out_spearman:.2f}"
     return (
         f"Calibrated on {fit.samples} distinct measured choices ({backend}), the model is off by "
-        f"{fit.held_out_error:.0%} in the median{p90} on kernels left out of the fit with all that compute the same"
+        f"{fit.held_out_error:.0%} in the median{p90} on held-out kernels"
         f"{rank}."
     )
 
@@ -163,7 +163,7 @@ class Rejected:
 
 
 def rejected_groups(plan: PlanRecord, region: RegionSummary, most: int) -> list[Rejected]:
-    """The rejected groups of a plan but for ATen's single ops, those first whose cover comes nearest to the chosen one.
+    """The rejected groups of a plan except ATen's single ops, those first whose cover comes nearest to the chosen one.
 
     Of those with a time, the covers are solved of the ``most`` that cost least beyond their share of the chosen cover.
     """

@@ -1,8 +1,8 @@
-"""Plans of one model for several numbers of rows, side by side: what runs with each matmul and attention, and what else
+"""Plans of one model for several numbers of rows, side by side: ops fused into each matmul and attention, and what else
 was measured.
 
-Few rows leave a matmul waiting for its weights, and what is done on the way costs nothing; many rows are tensor
-cores' matter, of a library or a kernel. Where that turns differs by matmul and device.
+With few rows, matmuls are memory-bound, and fused ops cost nothing; with many, tensor cores are the limit. The row
+count in between differs by matmul and device.
 """
 
 from __future__ import annotations

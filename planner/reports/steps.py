@@ -16,8 +16,8 @@ from fuseplan.planner.tuning.summary import RegionSummary, WorkloadSummary
 from fuseplan.planner.tuning.whole_step import StepTimes, step_key
 from fuseplan.search.store.record import ATEN, Alternative, GroupChoice, PlanRecord, RecordKey
 
-STEP_COLUMNS = ("workload", "unfused_us", "planned_us", "speedup", "floor_us", "over_floor", "noise", "measured",
-                "inductor_us", "by_inductor", "left_out", "doubt", "regime")
+STEP_COLUMNS = ("workload", "unfused_us", "planned_us", "speedup", "speedup_low", "speedup_high", "floor_us", "over_floor",
+                "noise", "measured", "inductor_us", "by_inductor", "left_out", "doubt", "regime")
 SAVED_COLUMNS = (
     "workload", "group", "place", "uses", "unfused_us", "planned_us", "saved_us", "share", "runs", "doubt",
     "regime", "key",
@@ -27,7 +27,7 @@ MATMULS, ATTENTION, FUSED, UNFUSED, BETWEEN = (
     "matmuls", "attention", "fused groups", "unfused ops", "launches and gaps")
 PARTS = (MATMULS, ATTENTION, FUSED, UNFUSED, BETWEEN)
 #: What a whole step takes less than its parts, each of which was measured with its data in memory.
-TOGETHER = "less together"
+CACHE_REUSE = "cache reuse"
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,13 @@ class Step:
     def best_us(self) -> float:
         """What a step takes as dispatch runs it: by the plan, or by TorchInductor's code where that is faster."""
         return self.times.best_us if self.times is not None else self.planned_us
+
+    @property
+    def gains(self) -> tuple[float | None, float | None]:
+        """The least and the most that the plan gained in a round; None where that is not known, or it does not run."""
+        if self.times is None or self.times.by_inductor:
+            return None, None
+        return self.times.gain_low, self.times.gain_high
 
     @property
     def floor_us(self) -> float | None:
@@ -181,12 +188,14 @@ def _part(region: RegionSummary, group: GroupChoice) -> str:
 
 def step_frame(data: ReportData) -> pd.DataFrame:
     """One row per workload: a step unfused and as planned. ``measured`` says whether end to end, or by its regions;
-    ``inductor_us`` is what plain ``torch.compile`` takes, which runs it where ``by_inductor``.
+    ``speedup_low`` and ``speedup_high`` are those of the plan's worst and best round; ``inductor_us`` is what plain
+    ``torch.compile`` takes, which runs it where ``by_inductor``.
     """
     rows = [
         {
             "workload": one.name, "unfused_us": one.unfused_us, "planned_us": one.planned_us,
-            "speedup": ratio(one.unfused_us, one.best_us), "floor_us": one.floor_us,
+            "speedup": ratio(one.unfused_us, one.best_us), "speedup_low": one.gains[0], "speedup_high": one.gains[1],
+            "floor_us": one.floor_us,
             "over_floor": ratio(one.best_us, one.floor_us), "noise": one.times.noise if one.times else None,
             "measured": one.measured, "inductor_us": one.times.inductor_us if one.times else None,
             "by_inductor": bool(one.times and one.times.by_inductor), "left_out": one.left_out, "doubt": one.doubt,
@@ -209,7 +218,7 @@ def part_frame(data: ReportData) -> pd.DataFrame:
             planned_us = one.times.planned_us - math.fsum(b for _, b in one.parts.values())
             parts[BETWEEN] = max(0.0, unfused_us), max(0.0, planned_us)
             if min(unfused_us, planned_us) < 0:
-                parts[TOGETHER] = min(0.0, unfused_us), min(0.0, planned_us)
+                parts[CACHE_REUSE] = min(0.0, unfused_us), min(0.0, planned_us)
         rows += [(one.name, part, unfused, planned, unfused - planned, one.workload.regime)
                  for part, (unfused, planned) in parts.items()]
     return pd.DataFrame(rows, columns=["workload", "part", "unfused_us", "planned_us", "saved_us", "regime"])

@@ -34,9 +34,9 @@ class DispatchOptions:
             configurations (the fewest launches, where the device was never probed), ``"unfused"`` leaves it as it
             is, ``"measure"`` runs the cost model's plan beside plain ATen and TorchInductor for some seconds and stores
             nothing, ``"tune"`` tunes it now and stores the plan.
-        log_misses: Write down in the database what was looked up in vain, so that ``plan tune --misses`` can tune it:
+        log_misses: Store regions without a tuned plan in the database, so that ``plan tune --misses`` can tune them:
             ops, shapes, dtypes, and the names that the model gives its modules.
-        numerics: ``"fp32"`` keeps intermediates of a group in fp32, but for casts whose rounding the program can see;
+        numerics: ``"fp32"`` keeps intermediates of a group in fp32, except casts whose rounding the program can see;
             ``"eager"`` rounds where ATen rounds.
         regime: Which tuned plans to use: ``"eager"`` for launches from Python, ``"graph"`` for replay in a CUDA graph
             (by this option or the caller). None: ``"graph"`` with ``cuda_graphs`` on a GPU, else ``"eager"``.

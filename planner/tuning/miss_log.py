@@ -1,6 +1,6 @@
 """What dispatch missed: written down with its graph, listed, and tuned from that.
 
-A miss is a region, or a part of one, that was looked up in vain. Beside it the graph of its whole region is kept, in
+A miss is a region, or a part of one, without a tuned plan. Beside it the graph of its whole region is kept, in
 few bytes and for few regions, so that ``plan tune --misses`` needs no model. Dispatch waits for none of this: what
 cannot be written is not tunable, and what an older version wrote is listed without a graph.
 """

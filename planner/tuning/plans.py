@@ -22,7 +22,7 @@ class PlanSettings:
     """The choices that a plan depends on besides its graph and its device.
 
     Attributes:
-        numerics: ``"fp32"`` keeps intermediates of a group in fp32, but for casts whose rounding the program can see;
+        numerics: ``"fp32"`` keeps intermediates of a group in fp32, except casts whose rounding the program can see;
             ``"eager"`` rounds where ATen rounds.
         regime: ``"eager"`` or ``"graph"``: how the plan will be launched.
         inductor: Which code TorchInductor is asked for, or ``"off"``: compiling it takes seconds.

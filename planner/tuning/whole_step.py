@@ -8,6 +8,7 @@ on neither side.
 from __future__ import annotations
 
 import logging
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
@@ -46,6 +47,8 @@ class StepTimes:
         unfused_us: Every op by ATen.
         planned_us: By the plan.
         noise: Relative difference of two runs of the same.
+        gain_low, gain_high: The least and the most that the plan gained in a round, unfused over planned time; None
+            where older versions stored the step. ``rounds`` is how many there were.
         floor_us: What memory and arithmetic alone take; None where a peak is not known.
         inductor_us: By TorchInductor's code, as plain ``torch.compile`` runs it; None where it was not timed.
         inductor_mode: Which mode of ``torch.compile`` that was.
@@ -65,6 +68,9 @@ class StepTimes:
     by_inductor: bool = False
     alone: Amount | None = None
     inductor_mode: InductorMode = "default"
+    gain_low: Amount | None = None
+    gain_high: Amount | None = None
+    rounds: int = 0
 
     @property
     def best_us(self) -> float:
@@ -164,7 +170,9 @@ def _measured(
     contest: Contest = outcome.value
     floor = floor_us(table, session.spec, "graph" if regime == "graph" else "eager")
     unfused, chosen = (contest.time(side).median_us for side in (_UNFUSED, _PLANNED))
-    found = StepTimes(unfused, chosen, contest.noise, floor, now(), session.device)
+    gains = list(map(operator.truediv, contest.samples[_UNFUSED], contest.samples[_PLANNED]))
+    found = StepTimes(unfused, chosen, contest.noise, floor, now(), session.device,
+                      gain_low=min(gains), gain_high=max(gains), rounds=len(gains))
     if session.settings.inductor != "off":
         other = compare_step(table, [(one.region, one.record) for one in plan.regions], ways, tuner)
         if other.ratio is not None:

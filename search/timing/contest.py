@@ -257,7 +257,7 @@ def _turn(names: list[str], number: int) -> list[str]:
     """The order of a round: every second one runs backwards, and every two start with another one.
 
     So nobody always follows the same neighbour: in both rounds of a pair, taken together, everyone follows both of its
-    own, but for the one that starts the pair. The last of the first round is last again, for it would follow itself.
+    own, except the one that starts the pair. The last of the first round is last again, for it would follow itself.
     """
     shift = number // 2 % len(names)
     turn = names[shift:] + names[:shift]

@@ -99,7 +99,7 @@ class SharedOperands:
         """What a subject would be given alone.
 
         Parts of one subject (repeated layers) mostly need none of it again: from the second on it is layouts without
-        numbers, but for integers.
+        numbers, except integers.
         """
         known = self._known.get(id(subject))
         if known is not None:

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from fuseplan.planner.api.report import Report
-from fuseplan.planner.reports.steps import BETWEEN, TOGETHER
+from fuseplan.planner.reports.steps import BETWEEN, CACHE_REUSE
 
 #: Relative room for sums of floats.
 _ROUNDING = 1e-6
@@ -23,7 +23,8 @@ _NAMES = {
 #: Differences, which may be below zero, and numbers that some rows rightly have not.
 _SIGNED = {"saved_us", "share"}
 _OPTIONAL = {
-    "steps": {"speedup", "floor_us", "over_floor", "noise", "inductor_us", "doubt"}, "saved": {"share", "doubt"},
+    "steps": {"speedup", "speedup_low", "speedup_high", "floor_us", "over_floor", "noise", "inductor_us", "doubt"},
+    "saved": {"share", "doubt"},
     "groups": {"times", "fused_us", "unfused_us", "speedup", "noise", "measured_configs", "enumerated_configs",
                "doubt"},
     "regions": {"times", "speedup"}, "coverage": {"coverage", "planned_us", "unfused_us"},
@@ -65,7 +66,7 @@ def _numbers(frame: pd.DataFrame, optional: set[str] | None) -> Iterator[str]:
             if isinstance(value, int | float) and not missing:
                 if math.isinf(value):
                     yield f"{column} {value} in row {number}"
-                signed = column in _SIGNED or (frame[frame.columns[1]][number] == TOGETHER) or column == "spearman"
+                signed = column in _SIGNED or (frame[frame.columns[1]][number] == CACHE_REUSE) or column == "spearman"
                 if value < 0 and not signed:
                     yield f"{column} {value} in row {number}"
 

@@ -86,6 +86,16 @@ def test_torch_compile_stands_beside_the_plan(load: Load) -> None:
     assert row.inductor_us == 1500.0 and not row.by_inductor and row.speedup == pytest.approx(1.68)
 
 
+def test_a_gain_has_the_range_of_its_rounds(load: Load) -> None:
+    data = load(StepTimes(2100.0, 1250.0, 0.01, 900.0, inductor_us=1500.0, gain_low=1.61, gain_high=1.704, rounds=7))
+    assert "(1.68x, 1.61 to 1.70 in 7 rounds; torch.compile 1.50 ms)" in step_words.step_words(decode(data))
+    (row,) = steps.step_frame(data).query("workload == 'decode b4'").itertuples()
+    assert (row.speedup_low, row.speedup_high) == (1.61, 1.704)
+    data = load(StepTimes(2100.0, 1250.0, 0.01, 900.0, inductor_us=1050.0, by_inductor=True, gain_low=1.61,
+                          gain_high=1.7, rounds=7))
+    assert "rounds" not in step_words.step_words(decode(data))  # the plan does not run
+
+
 def test_a_step_that_torch_compile_wins_says_so(load: Load) -> None:
     data = load(StepTimes(2100.0, 1250.0, 0.01, 900.0, inductor_us=1050.0, by_inductor=True))
     assert step_words.step_words(decode(data)).startswith(
@@ -99,7 +109,7 @@ def test_no_part_takes_negative_time_where_a_step_takes_less_than_its_parts(load
     frame = steps.part_frame(load(StepTimes(2100.0, 1050.0, 0.01, 900.0)))
     frame = frame[frame["workload"] == "decode b4"].set_index("part")
     assert frame.loc["launches and gaps", ["unfused_us", "planned_us"]].tolist() == [2100.0 - 1980.0, 0.0]
-    assert frame.loc["less together", ["unfused_us", "planned_us", "saved_us"]].tolist() == [0.0, -130.0, 130.0]
+    assert frame.loc["cache reuse", ["unfused_us", "planned_us", "saved_us"]].tolist() == [0.0, -130.0, 130.0]
     assert frame[["unfused_us", "planned_us"]].sum().tolist() == pytest.approx([2100.0, 1050.0])
 
 

@@ -282,7 +282,7 @@ def test_a_prefill_of_llama(tmp_path: Any) -> None:
             result = compiled(input_ids=tokens, use_cache=False).logits
         torch.testing.assert_close(result, expected)
         assert stats().dropped_masks == dropped and not stats().fallbacks
-        assert ("without their mask" in str(stats())) == masks
+        assert ("constant attention masks removed" in str(stats())) == masks
 
 
 # -- boolean masks ----------------------------------------------------------------------------------------

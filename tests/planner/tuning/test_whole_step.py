@@ -67,6 +67,7 @@ class Bench:
     """Runs what it is asked to time, in this process."""
 
     times_us: Mapping[str, float]
+    varies: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     fails: Outcome | None = None
     asked: int = 0
     rounds: int = 0
@@ -93,8 +94,8 @@ class Bench:
         runs = {side: sequence([parts[name] for name in names], shared, kept, TARGET) for side, names in sides.items()}
         self.operands = shared.tensors
         self.results = {side: run(*shared.tensors)[0] for side, run in runs.items()}
-        return Outcome(Contest({side: (self.times_us[side],) * 3 for side in sides}, 0.01, "eager"))
-
+        samples = {side: tuple(self.times_us[side] * one for one in self.varies.get(side, (1, 1, 1))) for side in sides}
+        return Outcome(Contest(samples, 0.01, "eager"))
 
     def play_off(self, parts: Any, sides: Any, kept: Any) -> Contest | None:
         found: Contest | None = self.time_sides(parts, sides, kept, 1).value
@@ -155,6 +156,13 @@ def test_a_step_is_timed_once_for_a_plan(session: Session) -> None:
     assert measure_step(session, graph, plan, bench) == first and bench.asked == 1
     assert isinstance(measure_step(session, graph, decided(plan, "9999"), bench), StepTimes)
     assert bench.asked == 2  # the plan was decided anew
+
+
+def test_a_step_has_the_gains_of_its_rounds(session: Session) -> None:
+    _, graph = layers()
+    found = measure_step(session, graph, planned(session, graph), Bench(TIMES, varies={"planned": (1.0, 1.25, 0.8)}))
+    assert isinstance(found, StepTimes) and found.unfused_us / found.planned_us == 4.0
+    assert (found.gain_low, found.gain_high, found.rounds) == (4 / 1.25, 4 / 0.8, 3)
 
 
 def test_another_plan_or_number_of_layers_is_another_step(session: Session) -> None:

@@ -35,7 +35,8 @@ def explain(
 ) -> None:
     """Say in words what is fused, what is not, and why each boundary is where it is.
 
-    Ends with tuned workloads side by side: ops fused into each matmul and attention, by row count. Uses the stored plan; what was never tuned is planned by the cost model. Nothing is measured.
+    Ends with tuned workloads side by side: ops fused into each matmul and attention, by row count. Uses the
+    stored plan; the cost model plans the rest. Nothing is measured.
     """
     from fuseplan.planner.api.explain import Explained, explained
     from fuseplan.planner.api.request import asked_for

@@ -16,8 +16,8 @@ from fuseplan.planner.tuning.summary import RegionSummary, WorkloadSummary
 from fuseplan.planner.tuning.whole_step import StepTimes, step_key
 from fuseplan.search.store.record import ATEN, Alternative, GroupChoice, PlanRecord, RecordKey
 
-STEP_COLUMNS = ("workload", "unfused_us", "planned_us", "speedup", "speedup_low", "speedup_high", "floor_us", "over_floor",
-                "noise", "measured", "inductor_us", "by_inductor", "left_out", "doubt", "regime")
+STEP_COLUMNS = ("workload", "unfused_us", "planned_us", "speedup", "speedup_low", "speedup_high", "floor_us",
+                "over_floor", "noise", "measured", "inductor_us", "by_inductor", "left_out", "doubt", "regime")
 SAVED_COLUMNS = (
     "workload", "group", "place", "uses", "unfused_us", "planned_us", "saved_us", "share", "runs", "doubt",
     "regime", "key",

@@ -1,8 +1,8 @@
 """Is a kernel right? Checked before it is timed, against float64, in memory that shows every stray access.
 
 Outputs start as NaN (or as a sentinel) between guard zones; inputs lie between NaN. So an element left unwritten, a
-write outside, a changed input, and a read outside that reaches a result are all seen, except for elements that are rightly
-NaN (the softmax of a row that is masked as a whole).
+write outside, a changed input, and a read outside that reaches a result are all seen, except for elements that are
+rightly NaN (the softmax of a row that is masked as a whole).
 """
 
 from __future__ import annotations

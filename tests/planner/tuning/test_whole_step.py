@@ -189,7 +189,7 @@ def test_what_cannot_be_timed_is_not_stored(session: Session, what: str) -> None
     if what == "no probed device":
         session = replace(session, spec=None)
     why = {"a run that fails": "RuntimeError: no memory", "a step that takes long": "it takes about 1"}.get(what, "")
-    bench = Bench(TIMES, Outcome(failure=why) if what == "a run that fails" else None)
+    bench = Bench(TIMES, fails=Outcome(failure=why) if what == "a run that fails" else None)
     for asked in (1, 2):  # and it is tried again: memory may be free by then
         found = measure_step(session, graph, plan, bench)
         assert isinstance(found, Untimed) and found.why.startswith(why) and bool(found.why) == bool(why)
@@ -201,7 +201,7 @@ def test_what_cannot_be_timed_is_not_stored(session: Session, what: str) -> None
 def test_a_step_that_timed_out_is_timed_again_with_a_longer_limit_alone(session: Session) -> None:
     _, graph = layers()
     plan = planned(session, graph)
-    bench = Bench(TIMES, Outcome(failure="no result within 7 s", timed_out=True))
+    bench = Bench(TIMES, fails=Outcome(failure="no result within 7 s", timed_out=True))
     for limit_s, asked in ((7.0, 1), (7.0, 1), (6.0, 1), (8.0, 2), (8.0, 2)):
         bench.budget = Budget(job_limit_s=limit_s)
         found = measure_step(session, graph, plan, bench)

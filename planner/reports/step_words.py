@@ -90,7 +90,7 @@ def _doubt(one: Step) -> str:
 
 def _left_out(one: Step) -> str:
     """What the times are without; "" for most models."""
-    return f"; without {one.left_out} unplanned op{'s' * (one.left_out > 1)}" if one.left_out else ""
+    return f"; excludes {one.left_out} unplanned op{'s' * (one.left_out > 1)}" if one.left_out else ""
 
 
 @dataclass(frozen=True)

@@ -123,8 +123,8 @@ def test_unplanned_ops_are_said_to_be_missing(load: Load) -> None:
     data = load(StepTimes(2100.0, 1250.0, 0.01, 900.0))
     more = replace(data, workloads=tuple(
         replace(one, ops=63) if one.workload == "decode b4" else one for one in data.workloads))
-    assert "without 3 unplanned ops" in step_words.step_words(decode(more))
-    assert "without 3 unplanned ops" in step_words.answers(decode(more))[0]
+    assert "excludes 3 unplanned ops" in step_words.step_words(decode(more))
+    assert "excludes 3 unplanned ops" in step_words.answers(decode(more))[0]
     assert steps.step_frame(more).set_index("workload").loc["decode b4", "left_out"] == 3
 
 

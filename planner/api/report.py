@@ -140,7 +140,7 @@ class Report:
 
     def _tell_steps(self, document: Document, topic: str, brief: bool) -> None:
         for line in step_words.step_lines(self.data, every=topic == "steps"):
-            document.tell(line, one_line=True)
+            document.tell(line, one_line=line.startswith(" "))
         whole, parts, saved = self.steps, self.parts, self.saved
         if brief:
             if not any(map(len, (whole, parts, saved))):

@@ -92,7 +92,7 @@ def tune(
             (screen.tell if misses else screen.say)(line)
     screen.say(account.line())
     for line in (line for one in found for line in one.step_lines()):
-        screen.tell(line, one_line=True)
+        screen.tell(line, one_line=line.startswith(" "))  # what answers is shown whole
     for text in (text for one in found for text in one.warnings):
         screen.warn(text)
     if failures := dict.fromkeys(one.failure for one in found if one.failure):  # more than a region or some noise

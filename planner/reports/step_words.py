@@ -65,7 +65,7 @@ def step_words(one: Step) -> str:
 
 
 def _range(one: Step) -> str:
-    """What the plan gained in the worst and in the best round; "" where that is not known."""
+    """The range of what the plan gained in its rounds; "" where that is not known."""
     low, high = one.gains
     if low is None or high is None or one.times is None:
         return ""

@@ -86,7 +86,7 @@ class Step:
 
     @property
     def gains(self) -> tuple[float | None, float | None]:
-        """The least and the most that the plan gained in a round; None where that is not known, or it does not run."""
+        """The range of what the plan gained in its rounds; None where that is not known, or it does not run."""
         if self.times is None or self.times.by_inductor:
             return None, None
         return self.times.gain_low, self.times.gain_high
@@ -188,7 +188,7 @@ def _part(region: RegionSummary, group: GroupChoice) -> str:
 
 def step_frame(data: ReportData) -> pd.DataFrame:
     """One row per workload: a step unfused and as planned. ``measured`` says whether end to end, or by its regions;
-    ``speedup_low`` and ``speedup_high`` are those of the plan's worst and best round; ``inductor_us`` is what plain
+    ``speedup_low`` to ``speedup_high`` is the range over the rounds; ``inductor_us`` is what plain
     ``torch.compile`` takes, which runs it where ``by_inductor``.
     """
     rows = [

@@ -47,8 +47,8 @@ class StepTimes:
         unfused_us: Every op by ATen.
         planned_us: By the plan.
         noise: Relative difference of two runs of the same.
-        gain_low, gain_high: The least and the most that the plan gained in a round, unfused over planned time; None
-            where older versions stored the step. ``rounds`` is how many there were.
+        gain_low, gain_high: The range of what the plan gained in each of so many ``rounds``, unfused over planned time,
+            without the tenth of them with the least and the tenth with the most; None where older versions stored it.
         floor_us: What memory and arithmetic alone take; None where a peak is not known.
         inductor_us: By TorchInductor's code, as plain ``torch.compile`` runs it; None where it was not timed.
         inductor_mode: Which mode of ``torch.compile`` that was.
@@ -170,9 +170,10 @@ def _measured(
     contest: Contest = outcome.value
     floor = floor_us(table, session.spec, "graph" if regime == "graph" else "eager")
     unfused, chosen = (contest.time(side).median_us for side in (_UNFUSED, _PLANNED))
-    gains = list(map(operator.truediv, contest.samples[_UNFUSED], contest.samples[_PLANNED]))
+    gains = sorted(map(operator.truediv, contest.samples[_UNFUSED], contest.samples[_PLANNED]))
+    tenth = len(gains) // 10
     found = StepTimes(unfused, chosen, contest.noise, floor, now(), session.device,
-                      gain_low=min(gains), gain_high=max(gains), rounds=len(gains))
+                      gain_low=gains[tenth], gain_high=gains[-1 - tenth], rounds=len(gains))
     if session.settings.inductor != "off":
         other = compare_step(table, [(one.region, one.record) for one in plan.regions], ways, tuner)
         if other.ratio is not None:

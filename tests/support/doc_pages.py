@@ -123,7 +123,7 @@ def shape(line: str) -> str:
     >>> shape("decode 1 @ 256  linear 1x1x8192 bfloat16  32  28,891.42")
     'W  G  #  #'
     """
-    line = re.sub(r"; (?:within the noise of|without) [^;…]*", "", line.strip())  # said where it is so
+    line = re.sub(r"; (?:within the noise of|excludes) [^;…]*", "", line.strip())  # said where it is so
     line = re.sub(r"; torch\.compile [\d.]+ (?:us|ms|s)(?=\))", "", line)  # and this where it was asked
     line = re.sub(rf"^{_WORKLOAD}", "W", line)
     line = re.sub(r"[\w.+…]+ (?:\d+x)*\d+ (?:bfloat16|float16|float32|int64|bool)", "G", line)

@@ -165,6 +165,14 @@ def test_a_step_has_the_gains_of_its_rounds(session: Session) -> None:
     assert (found.gain_low, found.gain_high, found.rounds) == (4 / 1.25, 4 / 0.8, 3)
 
 
+def test_a_tenth_of_many_rounds_is_left_out_at_each_end(session: Session) -> None:
+    _, graph = layers()
+    ones = dict.fromkeys(TIMES, (1.0,) * 20)
+    bench = Bench(TIMES, varies=ones | {"planned": (9.0, 0.1, 2.0, 0.5, 0.1, 9.0, *[1.0] * 14)})
+    found = measure_step(session, graph, planned(session, graph), bench)
+    assert isinstance(found, StepTimes) and (found.gain_low, found.gain_high, found.rounds) == (2.0, 8.0, 20)
+
+
 def test_another_plan_or_number_of_layers_is_another_step(session: Session) -> None:
     plan = planned(session, layers()[1])
     counts = counted(plan)

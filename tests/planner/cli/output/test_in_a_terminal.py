@@ -54,7 +54,7 @@ def test_a_report_begins_with_steps_and_the_groups_that_save_most(shown: Shown, 
     steps = [at for at, line in enumerate(first) if re.match(r"\S.*: [\d.]+ -> [\d.]+ ms a step \([\d.]+x\)", line)]
     saves = [at for at, line in enumerate(first) if line.startswith("    saves ")]
     assert first[0].startswith("llama-3.1-8b on cuda-nvidia-h100")
-    assert steps == list(range(1, 8)) and len(saves) == 5 and saves[0] in (8, 9)
+    assert len(steps) == 7 and len(saves) == 5 and saves[0] > steps[-1]  # an answer may take two lines
     amounts = [float(first[at].split()[1]) for at in saves]
     assert amounts == sorted(amounts, reverse=True)
 

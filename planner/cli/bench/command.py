@@ -82,8 +82,8 @@ def bench(
     """Measure our plan beside its peers, on the same inputs in one run.
 
     Tune a model first: the cost model plans what is not stored, and the result says it. Patterns are tuned here. On
-    CUDA everything is timed both launched from Python and replayed from a CUDA graph; patterns also with a cold cache. An
-    interrupted bench keeps the cells and workloads that it has finished.
+    CUDA everything is timed both launched from Python and replayed from a CUDA graph; patterns also with a cold cache.
+    An interrupted bench keeps the cells and workloads that it has finished.
     """
     from fuseplan.planner.api.request import plan_settings
     from fuseplan.planner.api.run import ready

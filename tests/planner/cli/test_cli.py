@@ -346,7 +346,8 @@ def test_tune_stores_and_the_second_run_measures_nothing(
     status, out, err = plan(*command)
     assert status == 0, err
     assert "silu+mul 3x24 float32" in out and "measured" in out and str(db) in out
-    assert re.search(r"^forward: [\d.]+ -> [\d.]+ us a step \([\d.]+x, [\d.]+ to [\d.]+ in \d+ rounds\)", out, re.MULTILINE), out
+    answer = r"^forward: [\d.]+ -> [\d.]+ us a step \([\d.]+x, [\d.]+ to [\d.]+ in \d+ rounds\)"
+    assert re.search(answer, out, re.MULTILINE), out
     account = next(line for line in out.splitlines() if line.startswith("where"))
     assert out.index(account) < out.index("forward: ")  # it ends with the answer
     assert re.match(r"where the time went: [\d.]+ s = starting [\d.]+ s, ", account)

@@ -97,6 +97,9 @@ def prepare_first_launch() -> None:
     what Triton asks the driver with, and Triton's key is a hash of its files. Each takes a second where nothing is
     cached; tracing and planning take as long.
     """
+    with suppress(ImportError):
+        import triton.compiler  # here: threads that import modules which import each other may find half of one
+
     def begin(step: Callable[[], object]) -> None:
         with suppress(Exception):  # it is raised again where the result is needed
             step()

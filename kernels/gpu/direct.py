@@ -7,6 +7,7 @@ is used: some microseconds more a call, same results.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import logging
 import re
 import threading
@@ -98,7 +99,7 @@ def prepare_first_launch() -> None:
     cached; tracing and planning take as long.
     """
     with suppress(ImportError):
-        import triton.compiler  # here: threads that import modules which import each other may find half of one
+        importlib.import_module("triton.compiler")  # threads may find half of modules that import each other
 
     def begin(step: Callable[[], object]) -> None:
         with suppress(Exception):  # it is raised again where the result is needed

@@ -33,6 +33,8 @@ from fuseplan.planner.lowering.lower import NotLowerable
 from fuseplan.planner.patterns.listing import LISTING
 from fuseplan.planner.patterns.table import pattern_graph
 
+pytestmark = pytest.mark.uncovered  # many cases of code that other tests cover
+
 BACKENDS: list[Callable[[Path], Backend]] = [CppBackend, TritonBackend, NinetoothedBackend]
 ON_CPU = [Target("cpu", "native", cores, l2_bytes=2**25) for cores in (1, 7, 64)]
 ON_GPU = [

@@ -19,6 +19,8 @@ from fuseplan.kernels.ninetoothed.backend import NinetoothedBackend
 from fuseplan.kernels.triton.backend import TritonBackend
 from fuseplan.search.tune.space import enumerate_space
 
+pytestmark = pytest.mark.uncovered  # many cases of code that other tests cover
+
 CPU = Target("cpu", "native", 8, l2_bytes=2**25)
 TARGETS: Mapping[type[Backend], Target] = {CppBackend: CPU, TritonBackend: SM90, NinetoothedBackend: SM90}
 MAKERS = [CppBackend, TritonBackend, NinetoothedBackend]

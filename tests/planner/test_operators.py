@@ -15,6 +15,8 @@ from reference_backend import use
 
 from fuseplan.planner.dispatch_stats import stats
 
+pytestmark = pytest.mark.uncovered  # many cases of code that other tests cover
+
 #: Every so many samples: each operator of PyTorch has some, in six dtypes.
 SOME = [*cases("", range(2))[::101], *cases("nan_to_num,einsum,linalg.vector_norm", range(1))]
 

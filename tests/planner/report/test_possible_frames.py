@@ -25,6 +25,8 @@ from fuseplan.planner.tuning.whole_step import StepTimes, step_key
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.layered import shipped_devices
 
+pytestmark = pytest.mark.uncovered  # many cases of code that other tests cover
+
 #: What deletes one kind of things from a database.
 PARTS = {
     "records": "delete from tuning_records", "plans": "delete from plan_records",

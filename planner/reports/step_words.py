@@ -133,7 +133,7 @@ def answers(one: Step) -> list[str]:
             one.times.by_inductor) else f", by torch.compile {time_text(one.times.inductor_us)}"
     best = [saved for saved in one.saved if saved.saved_us > 0][:_SHOWN_OF_ONE]
     names = "; ".join(f"{time_text(saved.saved_us)} by {where(saved)}" for saved in best)
-    return [f"{faster:.2f}x as fast: {took} ({how}{_doubt(one)}{_left_out(one)}).",
+    return [f"{faster:.2f}x as fast{_range(one)}: {took} ({how}{_doubt(one)}{_left_out(one)}).",
             f"Most is saved by these: {names}.{_besides(one, best)}" if names else "No group saves time.",
             _what_is_left(one)]
 

@@ -31,8 +31,7 @@ STARVED = "starved"
 #: No reply: the job goes on, and its time limit begins again.
 _GOES_ON = "goes on"
 
-#: How far compilers stand back behind what is measured, and those that nobody waits for yet.
-_NICE, _NICEST = 5, 10
+_NICE = 10
 #: Errors after which a CUDA context cannot be used again.
 _FATAL = ("CUDA error", "AcceleratorError", "illegal memory access", "unspecified launch failure")
 #: Option of prctl: the signal that a process gets when its parent ends.
@@ -271,8 +270,8 @@ class Supervisor:
                 lane.pipe.close()
             if number and self._cores:
                 os.sched_setaffinity(0, self._cores)
-            if number != MEASURING:
-                os.nice(_NICEST if number in self._background else _NICE)
+            if number in self._background:
+                os.nice(_NICE)  # yields to whatever somebody waits for
             _work(far, self._threads if number == 0 else 1)
         far.close()
         with contextlib.suppress(OSError):

@@ -83,11 +83,6 @@ def test_outcomes_are_given_while_others_compile(pool: WorkerPool, tmp_path: Pat
     assert [one.value for one in outcomes] == [True]
 
 
-def test_compilers_stand_back_behind_what_is_measured(pool: WorkerPool) -> None:
-    measuring = pool.call(os.nice, 0, limit_s=LIMIT).value
-    assert measuring == os.nice(0) < next(pool.map(os.nice, [(0,)], limit_s=LIMIT)).value
-
-
 def test_a_bound_worker_has_a_core_and_its_compilers_have_all() -> None:
     mine = os.sched_getaffinity(0)
     with WorkerPool(compilers=1, bind=True) as bound:

@@ -36,7 +36,7 @@ def trace_ops(
     CaptureError where the trace would hold a fake tensor, which has no memory, or a subclass: it did not see what makes
     it.
     """
-    with fx.traceback.preserve_node_meta(), _traceable():
+    with fx.traceback.preserve_node_meta(), traceable():
         table = dict(decompositions or {})
         trace = make_fx(_Interpreter(module).run, table, pre_dispatch=pre_dispatch)(*arguments)
     for node in trace.graph.find_nodes(op="get_attr"):
@@ -48,7 +48,7 @@ def trace_ops(
 
 
 @contextmanager
-def _traceable() -> Iterator[None]:
+def traceable() -> Iterator[None]:
     """Within, a pre-dispatch trace sees ops, wherever the graph is called from.
 
     The dispatcher leaves it out inside of a ``__torch_dispatch__``. After Dynamo has met a decision by data in a tensor

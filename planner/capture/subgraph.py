@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fuseplan.kernels.ir.ops import torch_dtype
+from fuseplan.planner.capture.modules import traceable
 from fuseplan.planner.capture.normalise import Traced, normalise
 from fuseplan.planner.errors import GraphError, ShapeError, UnknownOpError, in_words
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
@@ -146,7 +147,7 @@ def trace_subgraph(graph: SubGraph, specs: Mapping[str, TensorSpec], device: str
 
 def trace_function(function: Callable[..., Any], specs: Iterable[TensorSpec], device: str = "cpu") -> Traced:
     """The normalised trace of a function of tensors with these layouts."""
-    with FakeTensorMode():
+    with FakeTensorMode(), traceable():
         fakes = [torch.empty_strided(one.shape, one.strides, dtype=torch_dtype(one.dtype), device=device)
                  for one in specs]
         return normalise(make_fx(lambda *tensors: function(*tensors), pre_dispatch=True)(*fakes))

@@ -17,6 +17,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fuseplan.planner.capture.modules import traceable
 from fuseplan.planner.graph.execute import parameters_of
 from fuseplan.planner.graph.merged_linear import MERGED, MergedLinear
 from fuseplan.planner.rewrites.packing import pack_operands
@@ -167,7 +168,7 @@ def _trace(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
         return list(result) if isinstance(result, list | tuple) else result
 
     try:
-        with torch.no_grad():
+        with torch.no_grad(), traceable():
             graph = make_fx(call, pre_dispatch=True)(*(tensor.clone() for tensor in tensors)).graph
     except Exception:
         return None

@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 # Before PyTorch is imported: OpenMP's threads otherwise spin while they wait, on cores that other test processes need.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -91,12 +92,23 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         threading.settrace(in_threads)  # type: ignore[arg-type]
 
 
+#: What restored the dispatcher's state, and is never left again.
+_GUARDS: list[Any] = []
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip tests marked ``gpu`` where there is none.
 
     Spare each ``torch.compile`` a fifth of its time: PyTorch times guards with cold caches for its debug log, and
     pytest listens to the log that tlparse reads, which PyTorch writes only for somebody who listens.
     """
+    if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.PreDispatch):
+        # PyTorch's own fault, which a garbage collection brings back (see capture/modules.py): Dynamo fails then, too.
+        from fuseplan.planner.capture.modules import untouched_keys
+
+        guard = torch._C._ForceDispatchKeyGuard(*untouched_keys())
+        guard.__enter__()
+        _GUARDS.append(guard)
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     if guards := sys.modules.get("torch._dynamo.guards"):

@@ -57,13 +57,13 @@ def traceable() -> Iterator[None]:
     if not torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.PreDispatch):
         yield
         return
-    included, excluded = _untouched_keys()
+    included, excluded = untouched_keys()
     with torch._C._ForceDispatchKeyGuard(included, excluded):
         yield
 
 
 @cache
-def _untouched_keys() -> tuple[Any, Any]:
+def untouched_keys() -> tuple[Any, Any]:
     """What the dispatcher includes and excludes in a new thread."""
     with ThreadPoolExecutor(1) as pool:
         found = [torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set]

@@ -104,9 +104,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """
     if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.PreDispatch):
         # PyTorch's own fault, which a garbage collection brings back (see capture/modules.py): Dynamo fails then, too.
-        from fuseplan.planner.capture.modules import untouched_keys
+        from fuseplan.planner.capture.modules import excluded_in_new_threads
 
-        guard = torch._C._ForceDispatchKeyGuard(*untouched_keys())
+        included = torch._C._dispatch_tls_local_include_set()
+        guard = torch._C._ForceDispatchKeyGuard(included, excluded_in_new_threads())
         guard.__enter__()
         _GUARDS.append(guard)
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():

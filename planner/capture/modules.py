@@ -52,23 +52,21 @@ def traceable() -> Iterator[None]:
     """Within, a pre-dispatch trace sees ops, wherever the graph is called from.
 
     The dispatcher leaves it out inside of a ``__torch_dispatch__``. After Dynamo has met a decision by data in a tensor
-    subclass, PyTorch goes on leaving it out: a garbage collection brings that state back (torch 2.11 and 2.13).
+    subclass, PyTorch goes on leaving it out: a garbage collection brings that state back (seen with torch 2.13).
     """
     if not torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.PreDispatch):
         yield
         return
-    included, excluded = untouched_keys()
-    with torch._C._ForceDispatchKeyGuard(included, excluded):
+    included = torch._C._dispatch_tls_local_include_set()  # keeps the modes that are on, such as fake tensors'
+    with torch._C._ForceDispatchKeyGuard(included, excluded_in_new_threads()):
         yield
 
 
 @cache
-def untouched_keys() -> tuple[Any, Any]:
-    """What the dispatcher includes and excludes in a new thread."""
+def excluded_in_new_threads() -> Any:
+    """The keys that the dispatcher leaves out in a new thread."""
     with ThreadPoolExecutor(1) as pool:
-        found = [torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set]
-        included, excluded = (pool.submit(one).result() for one in found)
-    return included, excluded
+        return pool.submit(torch._C._dispatch_tls_local_exclude_set).result()
 
 
 class _Interpreter(fx.Interpreter):

@@ -66,9 +66,9 @@ def step_words(one: Step) -> str:
 
 def _range(one: Step) -> str:
     """The range of what the plan gained in its rounds; "" where that is not known."""
-    low, high = one.gains
-    if low is None or high is None or one.times is None:
+    if one.times is None or one.gains is None:
         return ""
+    low, high = one.gains
     return f", {low:.2f} to {high:.2f} in {one.times.rounds} round{'s' * (one.times.rounds > 1)}"
 
 

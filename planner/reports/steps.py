@@ -85,10 +85,10 @@ class Step:
         return self.times.best_us if self.times is not None else self.planned_us
 
     @property
-    def gains(self) -> tuple[float | None, float | None]:
-        """The range of what the plan gained in its rounds; None where that is not known, or it does not run."""
-        if self.times is None or self.times.by_inductor:
-            return None, None
+    def gains(self) -> tuple[float, float] | None:
+        """The range of what the plan gained in its rounds; None where that is not known, or the plan does not run."""
+        if self.times is None or self.times.by_inductor or self.times.gain_low is None or self.times.gain_high is None:
+            return None
         return self.times.gain_low, self.times.gain_high
 
     @property
@@ -194,7 +194,8 @@ def step_frame(data: ReportData) -> pd.DataFrame:
     rows = [
         {
             "workload": one.name, "unfused_us": one.unfused_us, "planned_us": one.planned_us,
-            "speedup": ratio(one.unfused_us, one.best_us), "speedup_low": one.gains[0], "speedup_high": one.gains[1],
+            "speedup": ratio(one.unfused_us, one.best_us),
+            **dict(zip(("speedup_low", "speedup_high"), one.gains or (None, None), strict=True)),
             "floor_us": one.floor_us,
             "over_floor": ratio(one.best_us, one.floor_us), "noise": one.times.noise if one.times else None,
             "measured": one.measured, "inductor_us": one.times.inductor_us if one.times else None,

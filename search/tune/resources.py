@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from fuseplan.costmodel.devices import is_cpu
@@ -210,30 +211,24 @@ class TuningResources:
         return partial(self._booked, what, of, wait)
 
     def compile(self, arguments: Sequence[Compilation]) -> Iterator[Outcome]:
-        """Compile beside each other; outcomes in order. On a GPU each is given as soon as it is there, so that one is
-        timed while others compile; on a CPU compilers would take the cores away from what is measured. Raises
-        :class:`MachineFailureError`.
+        """Compile beside each other, from when the first outcome is asked for; outcomes in order.
+
+        On a GPU each is given as soon as it is there, so that one is timed while others compile. On a CPU compilers
+        would take the cores away from what is measured. Raises :class:`MachineFailureError`.
         """
-        with self.account.spend(COMPILING):
-            limit_s = self.budget.job_limit_s + COMPILE_LIMIT_S
-            outcomes = self.executor.map(jobs.prepare, arguments, limit_s=limit_s)
-            return self._compiled(outcomes if self.target.is_gpu else iter(list(outcomes)), len(arguments))
-
-    def _compiled(self, outcomes: Iterator[Outcome], count: int) -> Iterator[Outcome]:
-        """So many outcomes. Before one that failed is given, it is known whether any other has compiled."""
-        for left in reversed(range(count)):
-            outcome = self._next(outcomes)
-            if not outcome.ok and not self.compiles.is_set():
-                yield from (outcome, *[self._next(outcomes) for _ in range(left)])
-                return
-            yield outcome
-
-    def _next(self, outcomes: Iterator[Outcome]) -> Outcome:
-        with self.account.spend(COMPILING):
-            outcome = next(outcomes).checked()
-        if outcome.ok:
-            self.compiles.set()
-        return outcome
+        left, outcomes = len(arguments), None
+        while left:
+            # Until something has compiled, all of them tell whether one that has not is at fault itself.
+            several = 1 if self.target.is_gpu and self.compiles.is_set() else left
+            with self.account.spend(COMPILING):
+                if outcomes is None:
+                    limit_s = self.budget.job_limit_s + COMPILE_LIMIT_S
+                    outcomes = self.executor.map(jobs.prepare, arguments, limit_s=limit_s)
+                found = [outcome.checked() for outcome in islice(outcomes, several)]
+            if any(outcome.ok for outcome in found):
+                self.compiles.set()
+            left -= several
+            yield from found
 
     def compile_ahead(self, arguments: Sequence[Compilation], spare: bool = False) -> None:
         """Compile into the cache, some time; ``spare``: once nothing else is to be compiled ahead.

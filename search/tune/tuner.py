@@ -303,7 +303,7 @@ class Tuner:
         if self.target.is_gpu:
             self._resources.compile_ahead(compilations)  # the screening waits for its own
         else:
-            list(self._resources.compile(compilations))
+            list(self._resources.compile(compilations))  # before anything is measured
 
     def _resources_for(self, minor: bool) -> TuningResources:
         budget = self.budget.minor() if minor else self.budget

@@ -34,7 +34,7 @@ class InlineExecutor:
     def map(
         self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float
     ) -> Iterator[Outcome]:
-        return iter([self.call(function, *args, limit_s=limit_s) for args in arguments])
+        return (self.call(function, *args, limit_s=limit_s) for args in arguments)
 
     def prefetch(
         self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float, spare: bool = False

@@ -185,6 +185,14 @@ def test_the_kind_of_each_argument_counts() -> None:
     assert find_binding(aten.sum.dim_IntList, (meta(3, 4), [1], True), {"dtype": torch.int32}) is not None
 
 
+def test_a_binding_is_found_where_the_dispatcher_leaves_traces_out() -> None:
+    """As within a ``__torch_dispatch__``. Answers are kept, and no other test asks for a matrix of int16."""
+    with torch._C._PreserveDispatchKeyGuard():
+        torch._C._dispatch_tls_set_dispatch_key_excluded(torch._C.DispatchKey.PreDispatch, True)
+        found = find_binding(torch.ops.aten.t.default, [torch.empty(3, 4, dtype=torch.int16, device="meta")], {})
+    assert found is not None and found.__name__ == "t"
+
+
 def test_a_function_has_one_name_in_generated_code() -> None:
     def many(x: torch.Tensor) -> torch.Tensor:
         return x.view(4, 3).view(3, 4).view(2, 6).t()

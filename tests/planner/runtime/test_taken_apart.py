@@ -265,7 +265,7 @@ def test_a_class_that_decides_by_a_number_in_it_is_fused_in_several_graphs(tmp_p
 def test_a_graph_is_traced_where_the_dispatcher_leaves_traces_out(tmp_path: Path) -> None:
     """As within a ``__torch_dispatch__``, and for good once Dynamo has met a decision by data in a subclass."""
     def function(x: Tensor) -> tuple[Tensor, ...]:
-        return (F.silu(x) * 2,)
+        return (F.silu(x) * torch.arange(x.shape[1], dtype=x.dtype),)
 
     class Within(TorchDispatchMode):
         def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -118,7 +118,7 @@ def test_a_run_without_an_answer_is_repeated_for_longer(
 
 @pytest.mark.parametrize(("gains", "runs", "found"), [
     ((0.3, 0.0, 0.0), 1, 0.3),  # far above the noise
-    ((0.04, -0.03, -0.02), 2, -0.03),  # in no two of three is anybody faster
+    ((0.04, -0.03, -0.02), 2, -0.03),  # two runs without a gain
     ((-0.02, 0.03, 0.3), 2, -0.02),
     ((0.02, -0.3, 0.3), 2, 0.02),
     ((0.01, 0.08, 0.2), 3, 0.08),

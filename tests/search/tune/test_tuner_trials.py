@@ -22,8 +22,10 @@ from fuseplan.search.store.record import RecordKey, Versions
 from fuseplan.search.tune import group_search
 from fuseplan.search.tune import tuner as tuner_module
 from fuseplan.search.tune.group_search import GroupSearch
+from fuseplan.search.tune.resources import TuningResources
+from fuseplan.search.tune.time_account import TimeAccount
 from fuseplan.search.tune.tuner import Budget, Tuner
-from fuseplan.search.workers.jobs import UNFUSED
+from fuseplan.search.workers.jobs import UNFUSED, Bench
 from fuseplan.search.workers.worker import Outcome
 
 
@@ -271,6 +273,23 @@ class Recording(InlineExecutor):
 
     def prefetch(self, function: Any, arguments: Any, limit_s: float, spare: bool = False) -> None:
         self.ahead += [(config_key(config), spare) for _, _, config, _ in arguments]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_on_gpus_a_kernel_is_given_before_the_next_is_waited_for(db: Database, device: str) -> None:
+    """Once something has compiled: until then all of a batch tell whether one that fails is at fault itself."""
+    target = replace(CPU, device_type=device)
+    executor = Counting()
+    resources = TuningResources(db, (), Bench(target, ShortTimer()), executor, BUDGET, Versions("", ""), TimeAccount())
+    works, fails = ((FakeBackend(faults=faults), SUBJECT.ir, {"tile": 16, "unroll": 1}, target)
+                    for faults in ({}, {"tile=16,unroll=1": "build"}))
+    first = resources.compile([fails, works])
+    assert not next(first).ok and resources.compiles.is_set() and len(executor.ran) == 2
+    assert [one.ok for one in first] == [True]
+    executor.ran.clear()
+    waited = [(outcome.ok, len(executor.ran)) for outcome in resources.compile([works, fails, works])]
+    assert waited == ([(True, 1), (False, 2), (True, 3)] if device == "cuda" else [(True, 3), (False, 3), (True, 3)])
+    assert list(resources.compile([])) == []
 
 
 def test_looking_ahead_compiles_the_default_first_and_everything_once(db: Database) -> None:

@@ -122,6 +122,8 @@ LONG_REGION_S = 0.2
 #: Kernels to compile from which worker processes are started for them: they import for about as long as this process
 #: takes for so many.
 KERNELS_FOR_WORKERS = 8
+#: Threads in which a process compiles GPU kernels: Triton holds Python's lock for half of the time, and ptxas does not.
+KERNEL_THREADS = 4
 #: Seconds after which those processes end when nothing else is to be compiled.
 IDLE_COMPILERS_S = 60.0
 #: Seconds to compile a peer's program: longer than the slowest takes, max-autotune and a queue for the device included.

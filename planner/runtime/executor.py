@@ -28,6 +28,7 @@ from fuseplan.planner.runtime.buffer_donation import Memory, keep_freed, overwri
 from fuseplan.planner.runtime.logs import debug_logger, show_graph, show_kernels, warn_once
 from fuseplan.planner.runtime.placement import fused_graph
 from fuseplan.planner.runtime.short_views import shorten_views
+from fuseplan.search import policy
 from fuseplan.search.errors import OWN_FAULTS
 from fuseplan.search.workers.compilers import COMPILERS
 
@@ -139,7 +140,8 @@ def _first_calls(
     distinct = {call.key: call for call, _ in reversed(prepared)}
     workers = min(len(distinct), target.cores)  # a C++ compiler is a process of its own, so threads compile in parallel
     if target.is_gpu:  # other processes compile kernels from one end, this one from the other, and all else before
-        workers, distinct = 1, dict(sorted(distinct.items(), key=lambda one: one[1].compilation is not None))
+        workers, distinct = policy.KERNEL_THREADS, dict(
+            sorted(distinct.items(), key=lambda one: one[1].compilation is not None))
         COMPILERS.compile_ahead(
             [call.compilation for call in reversed(distinct.values()) if call.compilation is not None])
     built = dict(zip(distinct, in_threads(build, distinct.values(), workers), strict=True))

@@ -16,7 +16,7 @@ from fuseplan.planner.peers.contestant import EAGER, OURS, PeerError
 from fuseplan.planner.reports.frames import geometric_mean
 from fuseplan.search import policy
 from fuseplan.search.errors import OWN_FAULTS
-from fuseplan.search.timing.contest import Contest, contest
+from fuseplan.search.timing.contest import Contest, Rounds, contest
 from fuseplan.search.timing.timers import Operands, Run, Sampler, Timer
 
 
@@ -110,7 +110,7 @@ class Race(Generic[R]):
                 found[name] = {"note": failure(error)}
         if samplers:
             result = contest(
-                _Prepared(timer.regime), samplers, operands, seconds, min_rounds=min_rounds
+                _Prepared(timer.regime), samplers, operands, seconds, rounds=Rounds(least=min_rounds)
             ).both_ways()
             found |= {name: times_of(result, name) for name in samplers}
         return [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -17,6 +18,10 @@ from fuseplan.planner.graph.execute import bind_call
 #: Rows of a table that are made at least. More would only take memory: whatever a kernel looks up lies in these.
 MOST_TABLE_ROWS = 8192
 _INTEGERS_BELOW = 8
+
+#: Random numbers of a tensor; a larger one repeats them, which takes a sixth of the time. It is a prime: no two rows of
+#: it begin alike.
+_PERIOD = 1_048_573
 
 #: Ops undefined below zero, ops never negative, and ops as non-negative as their operands.
 _ROOTS = frozenset({"rsqrt", "sqrt", "log", "log2", "log1p", "pow"})
@@ -164,19 +169,29 @@ def random_tensor(
     Floats are spread * N(0, 1), or spread * |N(0, 1)| + 0.1 if ``positive``. Integers are at least 0 and less than
     ``below``; None stands for all of their type's numbers (as bytes always are).
     """
-    device = generator.device
     span = 1 + sum((extent - 1) * stride for extent, stride in zip(spec.shape, spec.strides, strict=True))
-    dtype = torch_dtype(spec.dtype)
+    dtype, limits = torch_dtype(spec.dtype), (0, below or 0)
+    make: dict[str, Any] = {"generator": generator, "device": generator.device}
+    if below is None or spec.dtype in ("int8", "uint8"):
+        limits = torch.iinfo(dtype).min, torch.iinfo(dtype).max
     if 0 in spec.shape:
         span = 0
+    count = min(span, _PERIOD)
     if dtype.is_floating_point:
-        noise = torch.randn(span, generator=generator, dtype=torch.float32, device=device) * spread
-        flat = (noise.abs() + 0.1 if positive else noise).to(dtype)
+        noise = torch.randn(count, **make) * spread
+        numbers = (noise.abs() + 0.1 if positive else noise).to(dtype)
     elif dtype == torch.bool:
-        flat = torch.rand(span, generator=generator, device=device) < 0.5
-    elif below is None or dtype in (torch.int8, torch.uint8):
-        limits = torch.iinfo(dtype)
-        flat = torch.randint(limits.min, limits.max, (span,), generator=generator, dtype=dtype, device=device)
+        numbers = torch.rand(count, **make) < 0.5
     else:
-        flat = torch.randint(0, below, (span,), generator=generator, device=device).to(dtype)
+        numbers = torch.randint(*limits, (count,), **make).to(dtype)
+    flat = numbers if span == count else _repeated(numbers, span)
     return flat.as_strided(spec.shape, spec.strides)
+
+
+def _repeated(numbers: torch.Tensor, span: int) -> torch.Tensor:
+    """``span`` elements: the numbers again and again."""
+    flat = torch.empty(span, dtype=numbers.dtype, device=numbers.device)
+    whole = span // len(numbers) * len(numbers)
+    flat[:whole].view(-1, len(numbers)).copy_(numbers)
+    flat[whole:] = numbers[: span - whole]
+    return flat

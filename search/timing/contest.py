@@ -113,6 +113,23 @@ class Contest:
         """Two standard errors of a gain."""
         return 2 * _standard_error(self._differences(one, other)) / statistics.median(self.samples[other])
 
+    def settled(self, incumbent: str, ordered: bool = True) -> bool:
+        """True when every round says the same: of each challenger, that it is slower than the incumbent or faster by
+        more than the threshold; where ``ordered``, also which of the faster ones is the fastest.
+
+        Two that are alike would agree so in one of 128 runs of eight rounds, and longer ones less often.
+        """
+        challengers = [name for name in self.samples if name != incumbent]
+        faster = [name for name in challengers if self._always_faster(name, incumbent)]
+        if not all(name in faster or max(self._differences(name, incumbent)) < 0 for name in challengers):
+            return False
+        best = max(faster, key=lambda name: self.gain(name, incumbent), default=incumbent)
+        return not ordered or all(name == best or self._always_faster(best, name) for name in faster)
+
+    def _always_faster(self, one: str, other: str) -> bool:
+        least = min(self._differences(one, other)) / statistics.median(self.samples[other])
+        return least > self.threshold and self._is_faster(one, other, self.threshold)
+
     def winner(self, incumbent: str, challengers: Sequence[str]) -> str:
         """The incumbent, unless challengers beat it; then the first in order that is as good as the best of them.
 
@@ -138,20 +155,39 @@ class Contest:
         )
 
 
+@dataclass(frozen=True)
+class Rounds:
+    """How many undisturbed rounds a run has, how often a disturbed sample is repeated, and what ends a run early: asked
+    after every second round, so that contestants have had as many in one order as in the other.
+    """
+
+    least: int = policy.MIN_ROUNDS
+    most: int = policy.MAX_ROUNDS
+    tries: int = policy.SAMPLE_TRIES
+    enough: Callable[[Contest], bool] = lambda _: False
+
+    @staticmethod
+    def until_settled(incumbent: str, ordered: bool = True, most: int = policy.MAX_ROUNDS) -> Rounds:
+        """As many as the time allows, unless they all say the same (:meth:`Contest.settled`)."""
+        return Rounds(most=most, enough=lambda found: found.settled(incumbent, ordered))
+
+
 def decisive(
     timer: Timer, contestants: Mapping[str, Run], operands: Operands, seconds: float, incumbent: str,
-    twice: str | None = None,
+    twice: str | None = None, ordered: bool = True,
 ) -> Contest:
-    """As :func:`contest`, repeated for longer each time while noise hides how the others compare with ``incumbent``,
-    unless calls are so long that the longer run has no more rounds.
+    """As :func:`contest` until it is settled, repeated for longer each time while noise hides how the others compare
+    with ``incumbent``, unless calls are so long that the longer run has no more rounds. Where ``ordered``, who of
+    several is the fastest counts, too.
     """
-    found = contest(timer, contestants, operands, seconds, twice)
+    found = contest(timer, contestants, operands, seconds, twice, Rounds.until_settled(incumbent, ordered))
     for factor in policy.LONGER_RUNS:
         if not any(found.undecided(name, incumbent) for name in contestants if name != incumbent):
             break
         if seconds * factor * 1e6 < math.fsum(map(math.fsum, found.samples.values())):
             continue
-        found = contest(timer, contestants, operands, seconds * factor, twice, policy.MAX_ROUNDS * factor)
+        longer = Rounds.until_settled(incumbent, ordered, policy.MAX_ROUNDS * factor)
+        found = contest(timer, contestants, operands, seconds * factor, twice, longer)
     return found
 
 
@@ -175,38 +211,42 @@ def middle_of_three(run: Callable[[], Contest], incumbent: str) -> Contest:
 
 def contest(
     timer: Timer, contestants: Mapping[str, Run], operands: Operands, seconds: float, twice: str | None = None,
-    max_rounds: int = policy.MAX_ROUNDS, min_rounds: int = policy.MIN_ROUNDS, tries: int = policy.SAMPLE_TRIES,
+    rounds: Rounds = Rounds(),
 ) -> Contest:
     """Time all contestants in interleaved rounds, each starting with another one.
 
-    A sample that something else disturbed is repeated, up to ``tries`` times in all, and a round that stays disturbed
-    is left out, unless the processor is never left alone. At least ``min_rounds`` are run, however long they take, and
-    no more than ``max_rounds`` that are undisturbed. ``twice`` (the first contestant) runs a second time for the A/A
-    noise.
+    A sample that something else disturbed is repeated, and a round that stays disturbed is left out, unless the
+    processor is never left alone. The least ``rounds`` are run, however long they take. ``twice`` (the first
+    contestant) runs a second time for the A/A noise.
     """
     twice = next(iter(contestants)) if twice is None else twice
     clean: list[dict[str, float]] = []
     disturbed: list[dict[str, float]] = []
+
+    def found(taken: Sequence[Mapping[str, float]]) -> Contest:
+        samples = {name: tuple(one[name] for one in taken) for name in samplers}
+        noise = paired_noise(samples[twice], samples.pop(_AGAIN))
+        return Contest(samples, noise, timer.regime)
+
     with no_collection():
         samplers = {name: timer.prepare(run, operands)
                     for name, run in {**contestants, _AGAIN: contestants[twice]}.items()}
         start = timer.clock()
-        while len(clean) < max_rounds:
+        while len(clean) < rounds.most:
             number = len(clean) + len(disturbed)
             # Past the time for that, long samples are not repeated: something always disturbs them.
-            left = tries if timer.clock() - start < seconds * policy.ROUNDS_PATIENCE else 1
+            left = rounds.tries if timer.clock() - start < seconds * policy.ROUNDS_PATIENCE else 1
             tried = {name: timer.observe(samplers[name], left) for name in _turn(list(samplers), number)}
-            found = {name: value for name, (value, _) in tried.items()}
-            (clean if all(alone for _, alone in tried.values()) else disturbed).append(found)
+            sample = {name: value for name, (value, _) in tried.items()}
+            (clean if all(alone for _, alone in tried.values()) else disturbed).append(sample)
             spent = timer.clock() - start
-            if spent >= seconds and len(clean) >= min_rounds:
+            if spent >= seconds and len(clean) >= rounds.least:
                 break
-            if spent >= seconds * policy.ROUNDS_PATIENCE and number >= min_rounds:
+            if spent >= seconds * policy.ROUNDS_PATIENCE and number >= rounds.least:
                 break
-    rounds = clean if len(clean) >= min_rounds else clean + disturbed
-    samples = {name: tuple(one[name] for one in rounds) for name in samplers}
-    noise = paired_noise(samples[twice], samples.pop(_AGAIN))
-    return Contest(samples, noise, timer.regime)
+            if len(clean) > rounds.least and len(clean) % 2 == 0 and rounds.enough(found(clean)):
+                break
+    return found(clean if len(clean) >= rounds.least else clean + disturbed)
 
 
 def mean_contest(first: Contest, second: Contest, max_loss: float = policy.MAX_LOSS) -> Contest:

@@ -25,6 +25,7 @@ from fuseplan.search.errors import OWN_FAULTS
 from fuseplan.search.store.record import Measurement
 from fuseplan.search.timing.contest import (
     Contest,
+    Rounds,
     cache_bytes,
     contest,
     decisive,
@@ -229,9 +230,10 @@ def decide_finalists(bench: Bench, subject: Subject, entrants: Sequence[Entrant]
             else:
                 failed[entrant.name] = verdict.reason
         twice = next((one.name for one in entrants[:1] if one.name in runs), None)
-        result = decisive(bench.timer, runs, desk.operands, bench.decide_s, UNFUSED, twice)
-        clocks = clocks_mhz(desk.device)
         kernels = {name: run for name, run in runs.items() if name != UNFUSED}
+        ordered = not _has_other_conditions(bench)  # else these show which kernel is the fastest
+        result = decisive(bench.timer, runs, desk.operands, bench.decide_s, UNFUSED, twice, ordered)
+        clocks = clocks_mhz(desk.device)
         device = _between_kernels(bench, result, kernels, desk.operands, twice)
         return Decision(result, failed, resources, min(desk.oracle.eager_error, 1e300), clocks, device)
 
@@ -243,13 +245,19 @@ def _between_kernels(
 
     A model leaves in the cache what was just made if it is small, and nothing that is large: both conditions count.
     """
-    alone, cold = bench.timer.of_device(), bench.timer.from_memory(bench.target.l2_bytes)
-    if len(runs) < 2 or (alone is None and cold is None):
+    if len(runs) < 2 or not _has_other_conditions(bench):
         return None
-    hot = regime if alone is None else contest(alone, runs, operands, bench.decide_s / 2, twice)
+    alone, cold = bench.timer.of_device(), bench.timer.from_memory(bench.target.l2_bytes)
+    rounds = Rounds.until_settled(next(iter(runs)))
+    hot = regime if alone is None else contest(alone, runs, operands, bench.decide_s / 2, twice, rounds)
     if cold is None:
         return hot
-    return mean_contest(hot, contest(cold, runs, operands, bench.decide_s * _COLD_SHARE, twice))
+    return mean_contest(hot, contest(cold, runs, operands, bench.decide_s * _COLD_SHARE, twice, rounds))
+
+
+def _has_other_conditions(bench: Bench) -> bool:
+    """True where kernels are compared otherwise than in the regime, too."""
+    return bench.timer.has_cold or bench.timer.of_device() is not None
 
 
 @_tidy()
@@ -276,7 +284,8 @@ def _launched_and_alone(bench: Bench, runs: Mapping[str, Run], operands: Operand
     if alone is None:
         return launched
     try:
-        device = contest(alone, runs, operands, bench.decide_s / 2, incumbent)
+        rounds = Rounds.until_settled(incumbent)
+        device = contest(alone, runs, operands, bench.decide_s / 2, incumbent, rounds)
     except Exception as error:  # a library may wait for the device, which no graph records
         OWN_FAULTS.tolerate(error)
         return launched
@@ -293,7 +302,7 @@ def time_sides(bench: Bench, parts: Parts, sides: Sides, kept: Collection[str], 
         runs, shared = _runs(bench, parts, sides, kept)
         held = cache_bytes(bench.target.l2_bytes) >= sum(map(span_bytes, shared.tensors))
         operands = _rotating(bench, shared.tensors, shared.hot) if held else [tuple(shared.tensors)]
-        return contest(bench.timer, runs, operands, bench.decide_s, min_rounds=min_rounds, tries=1)
+        return contest(bench.timer, runs, operands, bench.decide_s, rounds=Rounds(least=min_rounds, tries=1))
 
 
 def _runs(

@@ -22,6 +22,7 @@ from fuseplan.planner.implementations import tunable_group as subject_module
 from fuseplan.planner.implementations.aten import ATTENTION, MATMUL, UNFUSED, AtenOp
 from fuseplan.planner.implementations.generated_kernel import GeneratedKernel
 from fuseplan.planner.implementations.group_table import GroupTable
+from fuseplan.planner.implementations.sample_inputs import random_tensor
 from fuseplan.planner.implementations.tunable_group import group_subject, op_group, op_subject
 from fuseplan.planner.work.group_work import kernel_work, op_work
 
@@ -219,6 +220,16 @@ def test_single_elements_have_plain_strides_in_what_a_library_call_is_timed_on()
     assert x.stride() == (4, 4, 1)
     torch.testing.assert_close(subject.eager(x, w)[0], torch.nn.functional.linear(x, w))
     torch.testing.assert_close(subject.reference(x, w)[0].float(), torch.nn.functional.linear(x, w))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.int8, torch.bool])
+def test_rows_of_a_large_tensor_differ_and_are_as_random_as_of_a_small_one(dtype: torch.dtype) -> None:
+    large = random_tensor(TensorSpec.contiguous((1100, 4096), str(dtype)[6:]), torch.Generator().manual_seed(0))
+    small = random_tensor(TensorSpec.contiguous((127, 4096), str(dtype)[6:]), torch.Generator().manual_seed(0))
+    assert len(torch.unique(large, dim=0)) == 1100
+    for measure in (torch.mean, torch.std):
+        assert float(measure(large.double())) == pytest.approx(float(measure(small.double())), rel=0.02, abs=0.02)
+    assert torch.equal(large[:127], small)  # what fits is made as it was
 
 
 @pytest.mark.parametrize("batch", [1, 3])

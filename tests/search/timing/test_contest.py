@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from search_fakes import CLOCK, OPERANDS, VirtualTimer, disturbed_every, taking
 
 from fuseplan.search import policy
@@ -43,6 +45,37 @@ def test_rounds_are_bounded_by_time_and_number() -> None:
     assert len(slow.samples["x"]) == pytest.approx(10, abs=1)
     quick = contest(VirtualTimer(), {"x": taking(1000.0)}, OPERANDS, seconds=100.0)
     assert len(quick.samples["x"]) == policy.MAX_ROUNDS
+
+
+@pytest.mark.parametrize(("others", "rounds"), [
+    ((2000.0,), 8),  # slower in all rounds
+    ((500.0,), 8),  # faster
+    ((2000.0, 500.0), 8),
+    ((500.0, 500.0), 50),  # which of the two is the fastest?
+    ((1000.0,), 50),  # alike
+])
+def test_a_run_ends_once_all_its_rounds_say_the_same(others: tuple[float, ...], rounds: int) -> None:
+    def run_of(*args: object) -> int:
+        runs = {"first": taking(1000.0, 0.01)} | {f"{at}": taking(us, 0.01) for at, us in enumerate(others)}
+        found = contest_module.decisive(VirtualTimer(), runs, OPERANDS, 0.2, "first", None, *args)
+        return len(found.samples["first"])
+
+    assert run_of() == rounds if rounds == 8 else run_of() > 20
+    if len(others) == 2:  # whoever does not ask for an order has it at once
+        assert run_of(False) == 8
+
+
+@given(st.lists(st.lists(st.sampled_from([0.9, 0.985, 1.0, 1.1]), min_size=4, max_size=4), min_size=1, max_size=3))
+def test_a_run_is_settled_where_any_of_its_rounds_has_the_same_winner(rows: list[list[float]]) -> None:
+    samples = {"first": (1.0,) * 4} | {f"{at}": tuple(row) for at, row in enumerate(rows)}
+    found = Contest(samples, noise=0.0, regime="eager")
+    others = [name for name in samples if name != "first"]
+    winners = set()
+    for at in range(4):
+        alone = Contest({name: (own[at],) for name, own in samples.items()}, 0.0, "eager")
+        winners.add(alone.winner("first", others))
+    if found.settled("first"):
+        assert winners == {found.winner("first", others)}
 
 
 def contest_of(**samples: tuple[float, ...]) -> Contest:

@@ -252,6 +252,8 @@ def test_ranking_groups_takes_the_regimes_time_and_a_tune_measures_the_default_a
 class ColdLosesTimer(ShortTimer):
     """Among calls that find nothing in the cache, those that take less than 20 us otherwise take 200."""
 
+    has_cold = True
+
     class Cold(ShortTimer):
         def prepare(self, run: Run, operands: Operands) -> Sampler:
             sample = super().prepare(run, operands)

@@ -56,10 +56,11 @@ SAMPLE_TRIES = 5
 #: Undisturbed samples that end a screening, those that it needs at least, and how many times longer than planned to
 #: wait for them: a second for 80 ms.
 SCREEN_SAMPLES, SCREEN_LEAST, SCREEN_PATIENCE = 7, 3, 12
-#: Rounds of whole steps, and of those that take longer than the second limit below.
-STEP_ROUNDS, LONG_STEP_ROUNDS = 7, 3
-#: Microseconds of an unfused step past which it is not timed, and past which few rounds have to do.
-LONGEST_STEP_US, LONG_STEP_US = 3e5, 2e4
+#: Rounds of whole steps at least. They go on until the gains of all but a tenth at each end lie within this of each
+#: other, or for so many seconds.
+STEP_ROUNDS, STEADY_SPREAD, STEP_LIMIT_S = 7, 0.05, 4.0
+#: Microseconds of an unfused step past which it is not timed.
+LONGEST_STEP_US = 3e5
 
 # -- correctness: how much a kernel may differ from float64 beyond what eager differs ---------------------------------
 

@@ -71,11 +71,15 @@ class Asked:
         """All graphs by workload name, captured now."""
         if self.source is None:
             return list(self.pattern)
+        with self.stream(self.source, progress) as graphs:
+            return self.taken(graphs, progress)
+
+    def taken(self, graphs: GraphStream, progress: Progress = SILENT) -> list[tuple[str, DataflowGraph]]:
+        """All graphs of a stream."""
         found = []
-        label = self.source.label
-        with progress.status(f"capturing {label}") as say, self.stream(self.source, progress) as graphs:
+        with progress.status(f"capturing {self.label}") as say:
             while graphs.waiting:
-                say(f"capturing {label}, {graphs.waiting}")
+                say(f"capturing {self.label}, {graphs.waiting}")
                 found += graphs.take()
         return found
 

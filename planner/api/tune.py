@@ -221,11 +221,18 @@ class OneModel:
 
     def capture(self, stack: ExitStack, progress: Progress, account: TimeAccount) -> None:
         asked = self.asked
-        if is_gpu(asked.kind) and asked.source is not None:  # by the host beside what is measured on the GPU
-            self._graphs = stack.enter_context(asked.stream(asked.source, progress))
-        else:
-            with account.spend("capturing"):
-                self._graphs = asked.graphs(progress)
+        if asked.source is None:
+            self._graphs = asked.pattern
+            return
+        self._graphs = stream = stack.enter_context(asked.stream(asked.source, progress))
+        if is_gpu(asked.kind):
+            return
+        with account.spend("capturing"):
+            if stream.is_aside:  # it would disturb what is measured
+                self._graphs = asked.taken(stream, progress)
+            else:
+                with progress.status(f"capturing {asked.label}, {stream.waiting}"):
+                    stream.begin()
 
     def batches(self, session: Session, progress: Progress, account: TimeAccount) -> Sequence[Batch]:
         asked, source = self.asked, self.asked.source

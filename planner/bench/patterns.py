@@ -27,7 +27,7 @@ from fuseplan.planner.runtime.lookup import look_up
 from fuseplan.planner.tuning.session import Session
 from fuseplan.planner.work.group_work import kernel_work
 from fuseplan.search.store.record import now
-from fuseplan.search.timing.contest import CACHE_MULTIPLE, cache_bytes, rotating_operands
+from fuseplan.search.timing.operands import CACHE_MULTIPLE, cache_bytes, rotating_operands
 from fuseplan.search.timing.timers import Operands, Run, cold_timer, timer_for
 from fuseplan.search.timing.verify import errors
 from fuseplan.search.workers.jobs import free_bytes

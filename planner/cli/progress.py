@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from fuseplan.planner.cli.output.progress_log import ProgressLog, stderr_console
+from fuseplan.planner.reports.step_words import time_text
 
 if TYPE_CHECKING:
     from fuseplan.planner.graph.dataflow import Region
@@ -41,10 +42,16 @@ class TuneProgress:
         self.doing(label)
 
     def on_trial(self, event: ProgressEvent) -> None:
-        """A group's tune took a step, or a whole step is timed."""
+        """A group's tune took a step, or something else begins or ends."""
         if event.phase == "step":
-            self.began(f"timing whole step {event.trial} of {event.of}, {event.label}: about "
-                       f"{event.best_us / 1e3:.3g} ms unfused")
+            self.began(f"timing the whole step of {event.label}: about {event.best_us / 1e3:.3g} ms unfused")
+            return
+        if event.phase == "step done":  # an answer, while other workloads are still to be tuned
+            self.told(f"{event.label}: {time_text(event.unfused_us)} -> {time_text(event.best_us)} a step "
+                      f"({event.unfused_us / event.best_us:.2f}x)")
+            return
+        if event.phase == "capture":
+            self.began(f"capturing {event.label}")
             return
         if event.phase == "play off":
             self.doing(f"running {event.of} kernels and ops in turn, {event.label} among them")
@@ -61,6 +68,11 @@ class TuneProgress:
     def began(self, what: str) -> None:
         """Something else begins, which may take a while."""
         self.doing(what)
+
+
+    def told(self, what: str) -> None:
+        """Something that stays to be read."""
+        self.began(what)
 
 
 class TuneBar(TuneProgress, Progress):
@@ -85,6 +97,9 @@ class TuneBar(TuneProgress, Progress):
 
     def doing(self, what: str) -> None:
         self._line = what
+
+    def told(self, what: str) -> None:
+        self.console.print(what)
 
 
 class TuneLog(TuneProgress):

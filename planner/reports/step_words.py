@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fuseplan.costmodel.devices import is_cpu, kind_of_key
 from fuseplan.planner.reports.frames import ReportData
 from fuseplan.planner.reports.steps import BETWEEN, Saved, Step, ratio, steps
+from fuseplan.search import policy
 
 #: Groups that are named: of all workloads, and of one.
 _SHOWN, _SHOWN_OF_ONE = 5, 3
@@ -69,7 +70,8 @@ def _range(one: Step) -> str:
     if one.times is None or one.gains is None:
         return ""
     low, high = one.gains
-    return f", {low:.2f} to {high:.2f} in {one.times.rounds} round{'s' * (one.times.rounds > 1)}"
+    steady = "" if high <= (1 + policy.STEADY_SPREAD) * low else "unsteady: "
+    return f", {steady}{low:.2f} to {high:.2f} in {one.times.rounds} round{'s' * (one.times.rounds > 1)}"
 
 
 def _beside(one: Step, unit: str) -> str:

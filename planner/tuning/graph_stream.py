@@ -46,6 +46,8 @@ class GraphStream:
         self._pool: ProcessPoolExecutor | None = None
         self._here: set[Workload] = set()
         self._is_elsewhere = False
+        #: The first workload's label and graphs, where these are there already.
+        self._held: tuple[str, list[tuple[str, DataflowGraph]]] | None = None
         if elsewhere is not None and source.kind != "module":
             self._is_elsewhere = True
             self._jobs = {one: elsewhere(source, one, device_type, pack_weights) for one in workloads}
@@ -78,17 +80,28 @@ class GraphStream:
             self._pool.shutdown(cancel_futures=True)
 
     def __iter__(self) -> Iterator[tuple[str, DataflowGraph]]:
-        while self._left:
+        while self.waiting:
             yield from self.take()
+
+    def begin(self) -> None:
+        """Capture the first workload now, so that what is wrong with a model is known before anything else is done."""
+        self._held = self.waiting, self.take()
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether other processes capture meanwhile."""
+        return self._pool is not None
 
     @property
     def waiting(self) -> str:
         """The workload whose turn it is; "" after the last."""
+        if self._held is not None:
+            return self._held[0]
         return self._left[0].label if self._left else ""
 
     def ready(self) -> list[tuple[str, DataflowGraph]]:
         """The next graphs that need no waiting; they are not given again."""
-        found = []
+        found = self.take() if self._held is not None else []
         while self._left and (
             self._jobs[self._left[0]].done() if self._left[0] in self._jobs else self._left[0] not in self._here
         ):
@@ -101,6 +114,9 @@ class GraphStream:
         Raises:
             CaptureError, ConfigError: It cannot be captured.
         """
+        if self._held is not None:
+            (_, found), self._held = self._held, None
+            return found
         workload = self._left[0]
         try:
             if self._is_elsewhere:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +21,7 @@ from fuseplan.planner.tuning.progress import SILENT, Progress
 from fuseplan.planner.tuning.recheck import Rechecked, longest_shipped, recheck
 from fuseplan.planner.tuning.session import Session
 from fuseplan.planner.tuning.summary import store_summary, summarise
-from fuseplan.planner.tuning.whole_step import measure_step, step_problem
+from fuseplan.planner.tuning.whole_step import StepTimes, measure_step, step_problem
 from fuseplan.search.errors import DatabaseError, MachineFailureError
 from fuseplan.search.store.leases import POLL_S
 from fuseplan.search.store.record import PlanRecord
@@ -185,7 +186,7 @@ def tune(
     start = time.monotonic()
     account = account if account is not None else TimeAccount()
     budget = budget or Budget.on(session.target.device_type)
-    failures: list[RegionFailure] = []
+    failures, untimed = list[RegionFailure](), list[str]()
     learner = RunningCalibration(session.spec)
     with ExitStack() as stack:
         told = stack.enter_context(progress.tuning())
@@ -208,14 +209,25 @@ def tune(
                 work.append(WorkloadPlan(workload, graph, regions, plans, errors))
                 waiting.append(work[-1])
 
+        def time_step(one: WorkloadPlan) -> None:
+            if not batch.timed(one.workload):
+                return
+            began = time.monotonic()
+            found = measure_step(session, one.graph, one.plan, tuner, lambda unfused_us: told.on_trial(
+                ProgressEvent(one.workload, 0, 0, unfused_us, "step")))
+            untimed.extend(filter(None, [step_problem(one.workload, found)]))
+            one.elapsed_s += time.monotonic() - began
+            if isinstance(found, StepTimes):
+                told.on_trial(ProgressEvent(one.workload, 0, 0, found.best_us, "step done", found.unfused_us))
+
         stream = batch.graphs if isinstance(batch.graphs, GraphStream) else None
-        if stream is None:
-            arrive(batch.graphs)
+        arrive(batch.graphs if stream is None else stream.ready())
         in_vain = 0
         while waiting or (stream is not None and stream.waiting):
             if in_vain >= len(waiting):
                 in_vain = 0
                 if stream is not None and stream.waiting:
+                    told.on_trial(ProgressEvent(stream.waiting, 0, 0, math.inf, "capture"))
                     with account.spend("capturing"):
                         graphs = stream.take()
                     arrive(graphs)
@@ -235,16 +247,11 @@ def tune(
                 waiting.append(one)
             else:
                 batch.keep_summary(session, one)
-        timed, untimed = [one for one in work if batch.timed(one.workload)], list[str]()
-        for number, one in enumerate(timed, 1):
-            began = time.monotonic()
-
-            def on_start(unfused_us: float, event: tuple[str, int, int] = (one.workload, number, len(timed))) -> None:
-                told.on_trial(ProgressEvent(*event, unfused_us, "step"))
-
-            found = measure_step(session, one.graph, one.plan, tuner, on_start)
-            untimed += filter(None, [step_problem(one.workload, found)])
-            one.elapsed_s += time.monotonic() - began
+                if not session.target.is_gpu:
+                    time_step(one)
+        if session.target.is_gpu:  # what compiles TorchInductor's code of steps has had time for it
+            for one in work:
+                time_step(one)
         with account.spend("checking shipped times"):
             rechecked = recheck(session, longest_shipped(session, [(one.graph, one.plan) for one in work]), tuner)
     result = TuneResult(tuple(work), session, time.monotonic() - start, rechecked, tuple(failures), tuple(untimed))

@@ -8,7 +8,6 @@ on neither side.
 from __future__ import annotations
 
 import logging
-import operator
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
@@ -160,8 +159,7 @@ def _measured(
     table = GroupTable(graph, session.settings.numerics, session.target.device_type)
     ways = implementations_for(regime, session.backends, session.target, session.settings.inductor)
     parts, sides, kept = _sides(table, plan, ways)
-    rounds = policy.LONG_STEP_ROUNDS if unfused_us > policy.LONG_STEP_US else policy.STEP_ROUNDS
-    outcome = tuner.time_sides(parts, sides, kept, rounds)
+    outcome = tuner.time_sides(parts, sides, kept)
     if not outcome.ok:
         untimed = Untimed(outcome.failure, tuner.budget.job_limit_s)
         if outcome.timed_out:
@@ -170,10 +168,9 @@ def _measured(
     contest: Contest = outcome.value
     floor = floor_us(table, session.spec, "graph" if regime == "graph" else "eager")
     unfused, chosen = (contest.time(side).median_us for side in (_UNFUSED, _PLANNED))
-    gains = sorted(map(operator.truediv, contest.samples[_UNFUSED], contest.samples[_PLANNED]))
-    tenth = len(gains) // 10
+    low, high = contest.gain_range(_PLANNED, _UNFUSED)
     found = StepTimes(unfused, chosen, contest.noise, floor, now(), session.device,
-                      gain_low=gains[tenth], gain_high=gains[-1 - tenth], rounds=len(gains))
+                      gain_low=low, gain_high=high, rounds=len(contest.samples[_PLANNED]))
     if session.settings.inductor != "off":
         other = compare_step(table, [(one.region, one.record) for one in plan.regions], ways, tuner)
         if other.ratio is not None:

@@ -26,7 +26,7 @@ from fuseplan.search.workers.compilers import Compilation
 from fuseplan.search.workers.worker import Outcome, WorkerPool
 
 _T = TypeVar("_T")
-TunePhase = Literal["open", "compile", "screen", "decide", "done", "play off", "step"]
+TunePhase = Literal["open", "compile", "screen", "decide", "done", "play off", "step", "step done", "capture"]
 #: Name of a back end, and what its kernels that are alike have in common.
 Alike: TypeAlias = tuple[str, Hashable]
 
@@ -41,8 +41,8 @@ class ProgressEvent:
     """What a tune does next, for a progress bar. ``best_us`` is the best time so far, at the end of unfused chains too.
 
     In phase ``"play off"`` sequences of so many kernels, one of them ``label``, are run against each other. In phase
-    ``"step"`` the whole step of the workload ``label`` is timed, which takes about ``best_us`` unfused; of so many
-    workloads.
+    ``"step"`` the whole step of the workload ``label`` is timed, which takes about ``best_us`` unfused; in phase
+    ``"step done"`` it was, and took ``best_us``, and ``unfused_us`` unfused. In phase ``"capture"`` it is captured.
     """
 
     label: str
@@ -50,6 +50,7 @@ class ProgressEvent:
     of: int
     best_us: float
     phase: TunePhase
+    unfused_us: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -268,10 +268,10 @@ class Tuner:
         run = self._resources.later(*job, of=called) if spare else partial(self._resources.call, *job, of=called)
         return lambda: run().value
 
-    def time_sides(self, parts: Parts, sides: Sides, kept: Collection[str], min_rounds: int) -> Outcome:
+    def time_sides(self, parts: Parts, sides: Sides, kept: Collection[str]) -> Outcome:
         """As :meth:`play_off`, once, to know the times alone: a :class:`Contest`, or why there is none."""
         return self._resources.call(
-            TIMING_STEPS, jobs.time_sides, dict(parts), dict(sides), frozenset(kept), min_rounds,
+            TIMING_STEPS, jobs.time_sides, dict(parts), dict(sides), frozenset(kept),
             of=[parts[name].subject for names in sides.values() for name in names])
 
     @property

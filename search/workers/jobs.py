@@ -26,14 +26,13 @@ from fuseplan.search.store.record import Measurement
 from fuseplan.search.timing.contest import (
     Contest,
     Rounds,
-    cache_bytes,
     contest,
     decisive,
     mean_contest,
     middle_of_three,
-    rotating_operands,
     screen,
 )
+from fuseplan.search.timing.operands import cache_bytes, rotating_operands
 from fuseplan.search.timing.sequence import Parts, SharedOperands, Sides, sequence
 from fuseplan.search.timing.subject import Subject
 from fuseplan.search.timing.timers import Operands, Run, Timer
@@ -293,16 +292,24 @@ def _launched_and_alone(bench: Bench, runs: Mapping[str, Run], operands: Operand
 
 
 @_tidy()
-def time_sides(bench: Bench, parts: Parts, sides: Sides, kept: Collection[str], min_rounds: int) -> Contest:
+def time_sides(bench: Bench, parts: Parts, sides: Sides, kept: Collection[str]) -> Contest:
     """The same in one run, that decides nothing; as :meth:`~fuseplan.search.tune.tuner.Tuner.time_sides`.
 
-    What a cache does not hold is not copied, and a sample that something else disturbed stands: it is long.
+    It goes on until what the last side gains on the first varies little. What a cache does not hold is not copied, and
+    a sample that something else disturbed stands: it is long.
     """
     with torch.no_grad():
         runs, shared = _runs(bench, parts, sides, kept)
         held = cache_bytes(bench.target.l2_bytes) >= sum(map(span_bytes, shared.tensors))
         operands = _rotating(bench, shared.tensors, shared.hot) if held else [tuple(shared.tensors)]
-        return contest(bench.timer, runs, operands, bench.decide_s, rounds=Rounds(least=min_rounds, tries=1))
+        first, last = next(iter(runs)), next(reversed(runs))
+
+        def is_steady(found: Contest) -> bool:
+            low, high = found.gain_range(last, first)
+            return high <= (1 + policy.STEADY_SPREAD) * low
+
+        rounds = Rounds(policy.STEP_ROUNDS, tries=1, enough=is_steady)
+        return contest(bench.timer, runs, operands, policy.STEP_LIMIT_S, rounds=rounds)
 
 
 def _runs(

@@ -35,7 +35,8 @@ from fuseplan.planner.implementations.tunable_group import op_group
 from fuseplan.planner.libraries.attention_calls import ATTENTION_CALLS
 from fuseplan.planner.libraries.decode_attention import Decode, SplitAttention, decode_of
 from fuseplan.planner.libraries.library_call import OpGroup
-from fuseplan.search.timing.contest import rotating_operands, screen
+from fuseplan.search.timing.contest import screen
+from fuseplan.search.timing.operands import rotating_operands
 from fuseplan.search.timing.timers import timer_for
 
 HEADS, SHARED, WIDTH = 32, 8, 128

@@ -37,7 +37,8 @@ from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.implementations.tunable_group import _widened, chain_module
 from fuseplan.planner.lowering.lower import Lowered, group_nodes
 from fuseplan.planner.ops.table import kind_of
-from fuseplan.search.timing.contest import rotating_operands, screen
+from fuseplan.search.timing.contest import screen
+from fuseplan.search.timing.operands import rotating_operands
 from fuseplan.search.timing.timers import timer_for
 
 HIDDEN, INNER, HEADS, SHARED, WIDTH, HELD = 4096, 14336, 32, 8, 128, 1024

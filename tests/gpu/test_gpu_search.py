@@ -17,7 +17,8 @@ from fuseplan.kernels.registry import local_target
 from fuseplan.kernels.triton.backend import TritonBackend
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import TuningRecord
-from fuseplan.search.timing.contest import contest, rotating_operands, screen
+from fuseplan.search.timing.contest import contest, screen
+from fuseplan.search.timing.operands import rotating_operands
 from fuseplan.search.timing.timers import timer_for
 from fuseplan.search.tune.tuner import Budget, Tuner
 from fuseplan.search.workers import jobs

@@ -24,7 +24,7 @@ from fuseplan.planner.tuning.planner import GraphPlan
 from fuseplan.planner.tuning.session import Session
 from fuseplan.planner.tuning.tune import RegionFailure
 from fuseplan.search.store.record import GroupChoice
-from fuseplan.search.timing.contest import cache_bytes, rotating_operands
+from fuseplan.search.timing.operands import cache_bytes, rotating_operands
 from fuseplan.search.timing.timers import Run, timer_for
 from fuseplan.search.timing.verify import errors
 from fuseplan.search.workers.jobs import free_bytes

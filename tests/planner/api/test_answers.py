@@ -32,6 +32,7 @@ from fuseplan.planner.cli import main
 from fuseplan.planner.errors import ConfigError, FuseplanError
 from fuseplan.planner.graph.dataflow import Region
 from fuseplan.planner.models.manifest import ModelArguments
+from fuseplan.planner.tuning import graph_stream
 from fuseplan.planner.tuning.progress import SILENT
 from fuseplan.search.errors import DatabaseError
 from fuseplan.search.tune.time_account import TimeAccount
@@ -155,7 +156,7 @@ class Listener:
         self.heard.append(f"{workload}: {number} of {total}")
 
     def on_trial(self, event: ProgressEvent) -> None:
-        self.heard.append(event.label)
+        self.heard += [event.label, f"{event.phase}: {event.label}"]
 
 
 def test_who_asks_is_told_what_is_done(db: Path) -> None:
@@ -163,6 +164,18 @@ def test_who_asks_is_told_what_is_done(db: Path) -> None:
     tuned = fuseplan.planner.tune(pattern="swiglu", shape=(3, 8), db=db, progress=told, **QUICK)
     begins, ends = told.heard.index("tuning begins"), told.heard.index("tuning ends")
     assert {"3x8: 1 of 1", "1 regions, 1 undecided", *tuned.groups["group"]} <= set(told.heard[begins:ends])
+
+
+def test_on_a_cpu_the_first_step_is_timed_before_the_second_workload_is_captured(
+    db: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(graph_stream, "usable_cores", lambda: 1)
+    told = Listener()
+    sizes: dict[str, Any] = {"decode": 2, "kv_len": 16, "prefill": [(2, 4)], "layers": 1, "calls": False}
+    fuseplan.planner.tune(write_config(tmp_path, "llama"), **sizes, db=db, progress=told, **QUICK)
+    heard = ["step: decode 2 @ 16", "step done: decode 2 @ 16", "capture: prefill 2x4", "step done: prefill 2x4"]
+    assert [one for one in told.heard if one in heard] == heard
 
 
 def test_what_was_tuned_is_what_the_compiled_module_looks_up(db: Path) -> None:

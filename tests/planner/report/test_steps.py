@@ -88,13 +88,19 @@ def test_torch_compile_stands_beside_the_plan(load: Load) -> None:
 
 def test_a_gain_has_the_range_of_its_rounds(load: Load) -> None:
     data = load(StepTimes(2100.0, 1250.0, 0.01, 900.0, inductor_us=1500.0, gain_low=1.61, gain_high=1.704, rounds=7))
-    assert "(1.68x, 1.61 to 1.70 in 7 rounds; torch.compile 1.50 ms)" in step_words.step_words(decode(data))
-    assert step_words.answers(decode(data))[0].startswith("1.68x as fast, 1.61 to 1.70 in 7 rounds: a step takes")
+    assert "(1.68x, unsteady: 1.61 to 1.70 in 7 rounds; torch.compile 1.50 ms)" in step_words.step_words(decode(data))
+    assert step_words.answers(decode(data))[0].startswith(
+        "1.68x as fast, unsteady: 1.61 to 1.70 in 7 rounds: a step takes")
     (row,) = steps.step_frame(data).query("workload == 'decode b4'").itertuples()
     assert (row.speedup_low, row.speedup_high) == (1.61, 1.704)
     data = load(StepTimes(2100.0, 1250.0, 0.01, 900.0, inductor_us=1050.0, by_inductor=True, gain_low=1.61,
                           gain_high=1.7, rounds=7))
     assert "rounds" not in step_words.step_words(decode(data))  # the plan does not run
+
+
+def test_a_range_that_is_small_is_not_called_unsteady(load: Load) -> None:
+    data = load(StepTimes(2100.0, 1250.0, 0.01, 900.0, inductor_us=1500.0, gain_low=1.65, gain_high=1.70, rounds=8))
+    assert "(1.68x, 1.65 to 1.70 in 8 rounds; torch.compile 1.50 ms)" in step_words.step_words(decode(data))
 
 
 def test_a_step_that_torch_compile_wins_says_so(load: Load) -> None:

@@ -117,6 +117,28 @@ def test_what_is_not_there_yet_holds_back_what_comes_after_it(monkeypatch: pytes
         assert stream.ready() == [(PREFILL.label, EMPTY)] and stream.waiting == ""
 
 
+def test_the_first_workload_can_be_captured_before_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    captured = list[Workload]()
+
+    def capture(source: object, workload: Workload, *rest: object) -> Graphs:
+        captured.append(workload)
+        return (EMPTY,)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(graph_stream, "usable_cores", lambda: 1)
+    monkeypatch.setattr(graph_stream, "cached_capture", capture)
+    for take in (GraphStream.take, GraphStream.ready):
+        captured.clear()
+        with GraphStream(find_source(), [DECODE, PREFILL], "cpu") as stream:
+            stream.begin()
+            assert captured == [DECODE] and stream.waiting == DECODE.label
+            assert take(stream) == [(DECODE.label, EMPTY)] and captured == [DECODE]
+            assert stream.waiting == PREFILL.label
+            assert list(stream) == [(PREFILL.label, EMPTY)] and stream.waiting == ""
+
+
 def test_a_call_that_was_not_asked_for_is_left_out_where_the_model_does_not_take_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -70,7 +70,6 @@ class Bench:
     varies: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     fails: Outcome | None = None
     asked: int = 0
-    rounds: int = 0
     made: int = 0
     results: dict[str, torch.Tensor] | None = None
     operands: Sequence[torch.Tensor] = ()
@@ -80,9 +79,9 @@ class Bench:
         self.leases = Leases(Database("sqlite://"))
 
     def time_sides(
-        self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str], min_rounds: int
+        self, parts: Mapping[str, Part], sides: Mapping[str, Sequence[str]], kept: Collection[str]
     ) -> Outcome:
-        self.asked, self.rounds = self.asked + 1, min_rounds
+        self.asked += 1
         if self.fails is not None:
             return self.fails
 
@@ -98,7 +97,7 @@ class Bench:
         return Outcome(Contest(samples, 0.01, "eager"))
 
     def play_off(self, parts: Any, sides: Any, kept: Any) -> Contest | None:
-        found: Contest | None = self.time_sides(parts, sides, kept, 1).value
+        found: Contest | None = self.time_sides(parts, sides, kept).value
         return found
 
 
@@ -231,20 +230,6 @@ def test_whoever_waits_is_told_what_a_step_takes_before_it_is_timed(session: Ses
     assert told == [pytest.approx(sum(one.record.unfused_us for one in plan.regions))]  # what is stored is not timed
 
 
-def test_long_steps_are_run_in_few_rounds(session: Session) -> None:
-    _, graph = layers()
-    plan = planned(session, graph)
-    rounds = []
-    for unfused_us in (1e3, 1e5):
-        longer = GraphPlan(tuple(replace(one, record=replace(
-            one.record, unfused_us=unfused_us / len(plan.regions), planned_us=unfused_us)) for one in plan.regions))
-        bench = Bench(TIMES)
-        made = decided(longer, str(unfused_us))
-        assert isinstance(measure_step(session, graph, made, bench), StepTimes)
-        rounds.append(bench.rounds)
-    assert rounds[0] > rounds[1] > 1
-
-
 # -- beside TorchInductor -------------------------------------------------------------------------------------
 
 
@@ -269,10 +254,10 @@ def test_inductors_time_is_that_of_all_layers(
     lengths: dict[bool, int] = {}
 
     class Fewer(Bench):
-        def time_sides(self, parts: Any, sides: Any, kept: Any, min_rounds: int) -> Outcome:
+        def time_sides(self, parts: Any, sides: Any, kept: Any) -> Outcome:
             lengths["inductor" in sides] = len(sides["planned"])
             self.times_us = {"planned": 10.0, "inductor": 15.0} if "inductor" in sides else TIMES
-            return super().time_sides(parts, sides, kept, min_rounds)
+            return super().time_sides(parts, sides, kept)
 
     found = measure_step(session, graph, planned(session, graph), Fewer(TIMES))
     assert isinstance(found, StepTimes) and found.inductor_us == pytest.approx(75.0) and not found.by_inductor
@@ -287,13 +272,13 @@ def test_what_occurs_once_has_a_ratio_of_its_own(session: Session, monkeypatch: 
     several: list[int] = []
 
     class ByPart(Bench):
-        def time_sides(self, parts: Any, sides: Any, kept: Any, min_rounds: int) -> Outcome:
+        def time_sides(self, parts: Any, sides: Any, kept: Any) -> Outcome:
             self.times_us = TIMES
             if "inductor" in sides:
                 several.append(sum(one.subject.label.count("tanh") for one in parts.values()))
                 self.times_us = {"planned": 10.0, "inductor": 20.0} if several[-1] > 1 else {
                     "planned": 30.0, "inductor": 30.0}
-            return super().time_sides(parts, sides, kept, min_rounds)
+            return super().time_sides(parts, sides, kept)
 
     found = measure_step(session, graph, planned(session, graph), ByPart(TIMES))
     assert len(several) == 2 and isinstance(found, StepTimes)

@@ -9,11 +9,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from search_fakes import CLOCK, OPERANDS, VirtualTimer, disturbed_every, taking
+from search_fakes import CLOCK, CPU, OPERANDS, FakeSubject, VirtualTimer, disturbed_every, taking
 
 from fuseplan.search import policy
 from fuseplan.search.timing import contest as contest_module
 from fuseplan.search.timing.contest import Contest, contest, mean_contest, paired_noise, sum_of_contests
+from fuseplan.search.timing.sequence import Part
+from fuseplan.search.workers import jobs
+
+BENCH = jobs.Bench(CPU, VirtualTimer())
 
 
 def test_contest_interleaves_and_pairs() -> None:
@@ -76,6 +80,21 @@ def test_a_run_is_settled_where_any_of_its_rounds_has_the_same_winner(rows: list
         winners.add(alone.winner("first", others))
     if found.settled("first"):
         assert winners == {found.winner("first", others)}
+
+
+@pytest.mark.parametrize(("jitter", "steady"), [(0.01, True), (0.5, False)])
+@pytest.mark.parametrize("us", [3_000.0, 100_000.0])
+def test_whole_steps_run_until_their_gain_is_steady_or_time_is_up(us: float, jitter: float, steady: bool) -> None:
+    parts = {"slow": Part(FakeSubject(eager_us=2 * us, jitter=jitter)),
+             "fast": Part(FakeSubject("other", eager_us=us, jitter=jitter))}
+    began = CLOCK.now
+    found = jobs.time_sides(BENCH, parts, {"unfused": ["slow"], "planned": ["fast"]}, ())
+    low, high = found.gain_range("planned", "unfused")
+    rounds = len(found.samples["planned"])
+    assert low <= 2.0 <= high and rounds > policy.STEP_ROUNDS
+    assert (high / low - 1 < policy.STEADY_SPREAD) is steady
+    if not steady:
+        assert rounds == policy.MAX_ROUNDS or CLOCK.now - began > policy.STEP_LIMIT_S
 
 
 def contest_of(**samples: tuple[float, ...]) -> Contest:

@@ -9,13 +9,11 @@ import torch
 from search_fakes import CLOCK, OPERANDS, VirtualTimer, disturbed_every, taking
 
 from fuseplan.search.timing.contest import (
-    cache_bytes,
     contest,
-    copy_with_layout,
     measurement_of,
-    rotating_operands,
     screen,
 )
+from fuseplan.search.timing.operands import cache_bytes, copy_with_layout, rotating_operands
 from fuseplan.search.timing.timers import CpuTimer, CudaEagerTimer, CudaGraphTimer, HostTimer, timer_for
 
 

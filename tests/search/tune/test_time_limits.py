@@ -46,7 +46,7 @@ def sign_times(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
         lambda: jobs.decide_finalists(BENCH, SLOW, ()),
         lambda: jobs.contest_calls(BENCH, SLOW, {"same": replace(SLOW, key="same")}),
         lambda: jobs.decide_sides(BENCH, {"a": Part(SLOW)}, {"one": ["a"], "other": ["a"]}, ()),
-        lambda: jobs.time_sides(BENCH, {"a": Part(SLOW)}, {"one": ["a"], "other": ["a", "a"]}, (), 3),
+        lambda: jobs.time_sides(BENCH, {"a": Part(SLOW)}, {"one": ["a"], "other": ["a", "a"]}, ()),
     ],
     ids=["an op", "a decision", "calls of libraries", "a play-off", "a step"],
 )
@@ -142,7 +142,7 @@ def test_every_measuring_job_has_the_limit_of_its_subject() -> None:
         made.time_unfused(replace(subject, key="other"))
         made.contest_calls(replace(subject, key="third"), {})()
         made.play_off({"a": Part(subject)}, {"one": ["a"]})
-        made.time_sides({"a": Part(subject)}, {"one": ["a"]}, (), 3)
+        made.time_sides({"a": Part(subject)}, {"one": ["a"]}, ())
         found.append(executor.limits_s)
     small, large = found
     timed = set(small) - {"release", "prepare"}
@@ -158,7 +158,7 @@ def test_what_times_out_is_said_with_its_size_and_with_what_allows_more(function
     with pytest.raises(SubjectError, match=r"muladd 3x127: .*40 MB and 2\.5 Gflop.*--job-limit (\d+)") as raised:
         (made.tune if function is jobs.open_subject else made.time_unfused)(subject)
     assert int(str(raised.value).split("--job-limit ")[1].split("`")[0]) > 9.0
-    assert made.time_sides({"a": Part(subject)}, {"one": ["a"]}, (), 3).ok
+    assert made.time_sides({"a": Part(subject)}, {"one": ["a"]}, ()).ok
 
 
 def test_a_decision_that_times_out_names_the_option_too() -> None:

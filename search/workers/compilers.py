@@ -1,6 +1,6 @@
 """Worker processes that compile kernels into the cache while this process plans, or loads those that are there.
 
-Compilers of GPU kernels hold the lock of the process that they run in, so threads would compile one after another.
+Compilers of GPU kernels hold the lock of the process that they run in half of the time, so threads alone gain little.
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ def explained(
         raise ConfigError(f"no workload is called {workload!r}; there are {', '.join(close)}")
     for name, graph in chosen:
         failures: list[str] = []
-        plan = session.planner().plan_graph(graph, on_failure=words.note_failure(graph, failures))
+        plan = session.dispatcher().plan_graph(graph, on_failure=words.note_failure(graph, failures))
         lines = (*words.explain_plan(session, name, graph, plan), *failures)
         yield Planned(session, name, graph, plan, lines)
 

@@ -145,12 +145,14 @@ def outcome(result: TuneResult) -> str:
     measured = sum(region.source == "tuned" for _, region in distinct)
     shipped = sum(region.shipped for _, region in distinct)
     stored = len(distinct) - measured - shipped
+    again = f"; {result.renewed} measured with other versions, and timed again" if result.renewed else ""
     if not measured:
+        what = "searched" if result.renewed else "measured"
         came = "came from the database"
         if shipped:
             came = f"come with fuseplan ({shipped}) or from the database ({stored})"
-        return f"nothing was measured: all {len(distinct)} distinct regions {came} ({result.elapsed_s:.1f} s)"
-    known = f"{stored} regions were stored already" + (f", {shipped} come with fuseplan" if shipped else "")
+        return f"nothing was {what}: all {len(distinct)} distinct regions {came}{again} ({result.elapsed_s:.1f} s)"
+    known = f"{stored} regions were stored already" + (f", {shipped} come with fuseplan" if shipped else "") + again
     return (
         f"measured {result.measured} of {result.enumerated} candidates in {measured} regions "
         f"({known}); tuning took {result.elapsed_s:.1f} s"

@@ -106,7 +106,8 @@ def look_up(session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tall
         tally.count("quarantined")
         tally.refuse(f"a stored plan is not used: {reason}")
     for names in passes.planner.outdated.values():
-        tally.note(f"a stored plan is of another version of {' and '.join(names)}: plan tune measures it again")
+        used = "" if on_miss == "tune" else " and used all the same"
+        tally.note(f"a stored plan is of another version of {' and '.join(names)}{used}: plan tune times it again")
     groups: list[PlannedGroup] = []
     for plan in (one.plan for one in found if one.plan is not None):
         fused = list(passes.groups(plan))
@@ -138,7 +139,7 @@ class _Passes:
     """
 
     def __init__(self, session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tally) -> None:
-        self.session, self.planner = session, session.planner()
+        self.session, self.planner = session, session.planner() if on_miss == "tune" else session.dispatcher()
         self.graph, self.static = graph, bind_graph(graph)
         self.on_miss, self.tally = on_miss, tally
         self.regions, self.stored = self.planner.look_up_regions(self.static)

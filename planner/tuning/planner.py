@@ -30,6 +30,7 @@ from fuseplan.planner.partition.plan_record import PlanWriter, region_label
 from fuseplan.planner.partition.whole_region import Verdict, last_word
 from fuseplan.planner.tuning.lookahead import Lookahead
 from fuseplan.planner.tuning.plans import GraphPlan, OnFailure, PlanSettings, RegionPlan, reporting
+from fuseplan.planner.tuning.renewal import Renewal
 from fuseplan.planner.tuning.stored_plans import StoredPlans
 from fuseplan.search import policy
 from fuseplan.search.store.database import Database
@@ -77,6 +78,7 @@ class Planner:
         self.stored = StoredPlans(
             store, RecordKey("", device, regime, self.settings.numerics), self.implementations,
             tuner.database.put_plan if tuner is not None and tuner.database.mode == "write" else None)
+        self.renewal = Renewal(self.stored)
         self.key, self.refused, self.outdated = self.stored.key, self.stored.refused, self.stored.outdated
         #: What was measured by this planner, by key: a part is decided once for all regions that have it.
         self._decided: dict[str, PlanRecord] = {}
@@ -109,6 +111,7 @@ class Planner:
         ``step``: regions that will run together, beside TorchInductor's code for all of it.
         """
         if self._ahead is not None:
+            regions = [one for one in regions if self.renewal.older(self._table(graph), one) is None]
             if regions and self.settings.inductor != "off":
                 self._ahead.ask_inductor(graph, step, self.implementations)
             parts = [part for region in regions for part in region_parts(graph, region)]
@@ -281,6 +284,8 @@ class Planner:
 
         While the islands are planned, the calls of matmuls and attention are timed.
         """
+        if (renewed := self.renewal.renew(table, region, tuner)) is not None:
+            return lambda: RegionPlan(region, renewed, "database")
         began = time.monotonic()
         if self._ahead is not None:
             self._ahead.remind(region)

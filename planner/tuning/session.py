@@ -116,6 +116,14 @@ class Session:
         return Planner(
             self.store, self.spec, self.device, self.target, self.backends, self.settings, tuner, learner)
 
+    def dispatcher(self) -> Planner:
+        """A planner that measures nothing, and takes plans of other versions of the software where there are none of
+        these: they are better than a guess.
+        """
+        planner = self.planner()
+        planner.stored.any_version = True
+        return planner
+
     def tuner(
         self, budget: Budget, seed: int = 0, progress: Callable[[ProgressEvent], None] | None = None,
         account: TimeAccount | None = None, executor: WorkerPool | None = None,

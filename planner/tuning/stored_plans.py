@@ -27,14 +27,16 @@ class StoredPlans:
     """Looks plans up in ``store``, and checks that a hit can be the region's plan here.
 
     ``context`` is a key whose device, regime and numerics are those of all. ``keep`` stores a plan of an earlier
-    version by the key that its region has now. Why plans are not used although they were found is in ``refused``; which
-    versions differ from those that the user's plans were measured with is in ``outdated``: both by region key.
+    version by the key that its region has now. With ``any_version`` a plan that was measured with other versions of the
+    software is a hit. Why plans are not used although they were found is in ``refused``; which versions differ from
+    those that plans were measured with is in ``outdated``: both by region key.
     """
 
     store: Database | LayeredDatabase
     context: RecordKey
     implementations: Implementations
     keep: Callable[[PlanRecord], None] | None = None
+    any_version: bool = False
     refused: dict[str, str] = field(default_factory=dict)
     outdated: dict[str, tuple[str, ...]] = field(default_factory=dict)
     #: Plans that were checked, and what was accepted of them, by region key.
@@ -100,10 +102,12 @@ class StoredPlans:
 
     def _checked(self, table: GroupTable, region: Region, lookup: Lookup[PlanRecord]) -> Lookup[PlanRecord]:
         """The look-up, or one that found nothing where a hit cannot be the region's plan."""
+        names = tuple(one for one in lookup.mismatch if one in _SOFTWARE)
+        if self.any_version and names == lookup.mismatch:
+            lookup = replace(lookup, mismatch=())
+        if names and (lookup.hit is not None or not lookup.shipped):
+            self.outdated[region.key] = names
         if lookup.hit is None:
-            names = tuple(one for one in lookup.mismatch if one != "undecided")
-            if names and not lookup.shipped:
-                self.outdated[region.key] = names
             return lookup
         stored, accepted = self._sound.get(region.key, (None, None))
         if stored == lookup.hit:

@@ -130,6 +130,7 @@ class TuneResult:
         rechecked: Shipped kernels that were measured here to see whether their times hold.
         failures: Regions that could not be planned.
         untimed: Whole steps that were not timed, each with its workload and why.
+        renewed: Regions whose plans of other versions of the software were timed again.
     """
 
     plans: tuple[WorkloadPlan, ...]
@@ -138,6 +139,7 @@ class TuneResult:
     rechecked: tuple[Rechecked, ...] = ()
     failures: tuple[RegionFailure, ...] = ()
     untimed: tuple[str, ...] = ()
+    renewed: int = 0
 
     def distinct(self) -> list[tuple[str, RegionPlan]]:
         """Each distinct region once, with the workload it first occurs in."""
@@ -254,7 +256,8 @@ def tune(
                 time_step(one)
         with account.spend("checking shipped times"):
             rechecked = recheck(session, longest_shipped(session, [(one.graph, one.plan) for one in work]), tuner)
-    result = TuneResult(tuple(work), session, time.monotonic() - start, rechecked, tuple(failures), tuple(untimed))
+    result = TuneResult(tuple(work), session, time.monotonic() - start, rechecked, tuple(failures), tuple(untimed),
+                        len(planner.renewal.renewed))
     if not result.measured:
         return result
     with account.spend("calibrating"):

@@ -163,8 +163,9 @@ class Contest:
 
 @dataclass(frozen=True)
 class Rounds:
-    """How many undisturbed rounds a run has, how often a disturbed sample is repeated, and what ends a run early: asked
-    after every second round, so that contestants have had as many in one order as in the other.
+    """How many undisturbed rounds a run has, how often a disturbed sample is tried (one that is tried once stands), and
+    what ends a run early: asked after every second round, so that contestants have had as many in one order as in the
+    other.
     """
 
     least: int = policy.MIN_ROUNDS
@@ -222,8 +223,8 @@ def contest(
     """Time all contestants in interleaved rounds, each starting with another one.
 
     A sample that something else disturbed is repeated, and a round that stays disturbed is left out, unless the
-    processor is never left alone. The least ``rounds`` are run, however long they take. ``twice`` (the first
-    contestant) runs a second time for the A/A noise.
+    processor is never left alone or ``rounds`` lets it stand. The least ``rounds`` are run, however long they take.
+    ``twice`` (the first contestant) runs a second time for the A/A noise.
     """
     twice = next(iter(contestants)) if twice is None else twice
     clean: list[dict[str, float]] = []
@@ -244,7 +245,8 @@ def contest(
             left = rounds.tries if timer.clock() - start < seconds * policy.ROUNDS_PATIENCE else 1
             tried = {name: timer.observe(samplers[name], left) for name in _turn(list(samplers), number)}
             sample = {name: value for name, (value, _) in tried.items()}
-            (clean if all(alone for _, alone in tried.values()) else disturbed).append(sample)
+            stands = rounds.tries == 1 or all(alone for _, alone in tried.values())
+            (clean if stands else disturbed).append(sample)
             spent = timer.clock() - start
             if spent >= seconds and len(clean) >= rounds.least:
                 break

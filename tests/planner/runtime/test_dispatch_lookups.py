@@ -6,7 +6,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,15 +68,70 @@ def test_stored_plans_are_hits(db: Path, kernels: ReferenceBackend) -> None:
     assert done.lookup_s > 0 and str(done).startswith("1 graphs, 1 regions: 2 groups fused (2 from the database")
 
 
-def test_plans_by_other_versions_are_misses(db: Path, kernels: ReferenceBackend, monkeypatch: Any) -> None:
+def tuned_by_the_model(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Tuners that measure nothing; each says that it was closed."""
+    planned: list[str] = []
+
+    class Pretender:
+        """Stands for a tuner: plans come from the model, and are stored as tuned."""
+
+        def __init__(self, database: Database) -> None:
+            self.database = database
+
+        def __enter__(self) -> Pretender:
+            return self
+
+        def __exit__(self, *exc: object) -> None:
+            planned.append("closed")
+
+    by_model = Planner.plan_graph
+
+    def plan_graph(planner: Planner, graph: Any, **options: Any) -> GraphPlan:
+        tuner, planner.tuner = planner.tuner, None
+        regions = by_model(planner, graph).regions
+        for region in regions:
+            tuner.database.put_plan(region.record)
+        return GraphPlan(tuple(replace(region, source="tuned") for region in regions))
+
+    monkeypatch.setattr("fuseplan.planner.tuning.session.Session.tuner", lambda self, budget: Pretender(self.database))
+    monkeypatch.setattr("fuseplan.planner.tuning.planner.Planner.plan_graph", plan_graph)
+    return planned
+
+
+@pytest.mark.parametrize("on_miss", ["model", "unfused", "measure"])
+def test_plans_by_other_versions_are_used_and_said(
+    on_miss: str, db: Path, kernels: ReferenceBackend, monkeypatch: Any
+) -> None:
     x = torch.randn(4, 8)
     store_plans(swiglu, (x, x), db, ({},))
     monkeypatch.setattr(Versions, "current", lambda _: Versions("0.0.1", "0.0.1"))
-    compiled(swiglu, db)(x, x)
+    torch.testing.assert_close(compiled(swiglu, db, on_miss=on_miss)(x, x), swiglu(x, x))
     done = fuseplan.planner.stats()
-    assert done.misses == 1
+    assert (done.misses, done.from_database) == (0, 1)
     ((reason, count),) = done.notes.items()
-    assert "another version of fuseplan and torch" in reason and count == 1
+    assert "another version of fuseplan and torch and used" in reason and count == 1
+
+
+def test_what_noise_hides_is_no_hit_in_another_version_either(
+    db: Path, kernels: ReferenceBackend, monkeypatch: Any
+) -> None:
+    x = torch.randn(4, 8)
+    store_plans(swiglu, (x, x), db, ({},))
+    with closing(Database(db)) as database:
+        for plan in list(database.plans()):
+            database.put_plan(replace(plan, undecided=True))
+    monkeypatch.setattr(Versions, "current", lambda _: Versions("0.0.1", "0.0.1"))
+    compiled(swiglu, db)(x, x)
+    assert fuseplan.planner.stats().misses == 1
+
+
+def test_a_plan_of_another_version_is_tuned_again(db: Path, kernels: ReferenceBackend, monkeypatch: Any) -> None:
+    x = torch.randn(4, 8)
+    store_plans(swiglu, (x, x), db, ({},))
+    monkeypatch.setattr(Versions, "current", lambda _: Versions("0.0.1", "0.0.1"))
+    planned = tuned_by_the_model(monkeypatch)
+    compiled(swiglu, db, on_miss="tune")(x, x)
+    assert len(planned) == 1 and fuseplan.planner.stats().misses == 1
 
 
 @pytest.mark.parametrize(("tuned", "served"), [((8, 64), True), ((16, 32), True), ((8,), False), ((32, 64), False),
@@ -106,31 +161,7 @@ def test_unfused_on_miss(db: Path, kernels: ReferenceBackend) -> None:
 
 
 def test_tune_on_miss_stores_a_plan(db: Path, kernels: ReferenceBackend, monkeypatch: Any) -> None:
-    planned: list[str] = []
-
-    class Pretender:
-        """Stands for a tuner: plans come from the model, and are stored as tuned."""
-
-        def __init__(self, database: Database) -> None:
-            self.database = database
-
-        def __enter__(self) -> Pretender:
-            return self
-
-        def __exit__(self, *exc: object) -> None:
-            planned.append("closed")
-
-    by_model = Planner.plan_graph
-
-    def plan_graph(planner: Planner, graph: Any, **options: Any) -> GraphPlan:
-        tuner, planner.tuner = planner.tuner, None
-        regions = by_model(planner, graph).regions
-        for region in regions:
-            tuner.database.put_plan(region.record)
-        return GraphPlan(tuple(replace(region, source="tuned") for region in regions))
-
-    monkeypatch.setattr("fuseplan.planner.tuning.session.Session.tuner", lambda self, budget: Pretender(self.database))
-    monkeypatch.setattr("fuseplan.planner.tuning.planner.Planner.plan_graph", plan_graph)
+    planned = tuned_by_the_model(monkeypatch)
     x = torch.randn(3, 8)
     compiled(swiglu, db, on_miss="tune")(x, x)
     assert fuseplan.planner.stats().from_tuned == 1 and planned == ["closed"]

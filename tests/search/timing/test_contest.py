@@ -97,6 +97,13 @@ def test_whole_steps_run_until_their_gain_is_steady_or_time_is_up(us: float, jit
         assert rounds == policy.MAX_ROUNDS or CLOCK.now - began > policy.STEP_LIMIT_S
 
 
+def test_disturbed_rounds_of_whole_steps_count_and_do_not_make_the_run_longer() -> None:
+    began = CLOCK.now
+    runs = {"unfused": disturbed_every(40_000.0, 1), "planned": disturbed_every(20_000.0, 1)}
+    found = contest(VirtualTimer(), runs, OPERANDS, 4.0, rounds=contest_module.Rounds(tries=1))
+    assert 3.0 < CLOCK.now - began < 5.0 and len(found.samples["planned"]) > policy.MIN_ROUNDS
+
+
 def contest_of(**samples: tuple[float, ...]) -> Contest:
     return Contest(samples, noise=0.02, regime="eager")
 

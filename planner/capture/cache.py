@@ -20,6 +20,7 @@ import torch
 
 import fuseplan.kernels
 from fuseplan.costmodel.devices import is_gpu, traced_on
+from fuseplan.planner.capture.repeated_layers import traced_source, with_layers
 from fuseplan.planner.capture.trace import Graphs, capture
 from fuseplan.planner.graph.serialize import graph_from_json, graph_to_json
 from fuseplan.planner.models.sources import ModelSource
@@ -41,9 +42,20 @@ def cached_capture(source: ModelSource, workload: Workload, device_type: str, pa
     path = capture_path(source, workload, device_type, pack_weights)
     found = _read(path)
     if found is None:
-        found = capture(source, workload, device_type, pack_weights)
+        found = _captured(source, workload, device_type, pack_weights)
         _write(path, found)
     return found
+
+
+def _captured(source: ModelSource, workload: Workload, device_type: str, pack_weights: bool) -> Graphs:
+    """A capture, of a few layers where all others are like these."""
+    if (few := traced_source(source)) is not None:
+        short, count = few
+        found = [with_layers(graph, count) for graph in capture(short, workload, device_type, pack_weights)]
+        graphs = tuple(one for one in found if one is not None)
+        if len(graphs) == len(found):
+            return graphs
+    return capture(source, workload, device_type, pack_weights)
 
 
 def capture_to_disk(source: ModelSource, workload: Workload, device_type: str, pack_weights: bool) -> None:

@@ -30,8 +30,7 @@ from fuseplan.planner.partition.plan_record import PlanWriter, region_label
 from fuseplan.planner.partition.whole_region import Verdict, last_word
 from fuseplan.planner.tuning.lookahead import Lookahead
 from fuseplan.planner.tuning.plans import GraphPlan, OnFailure, PlanSettings, RegionPlan, reporting
-from fuseplan.planner.tuning.renewal import Renewal
-from fuseplan.planner.tuning.stored_plans import StoredPlans
+from fuseplan.planner.tuning.stored_plans import Renewal, StoredPlans
 from fuseplan.search import policy
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.layered import LayeredDatabase

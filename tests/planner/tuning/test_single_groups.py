@@ -87,7 +87,7 @@ def test_an_op_that_only_aten_runs(program: Callable[..., Any], target: Target, 
 def test_the_same_where_everything_is_measured(
     program: Callable[..., Any], target: Target, spec: DeviceSpec, tmp_path: Path
 ) -> None:
-    database = Database(tmp_path / "tuning.db", "write", Versions.current("cpu"))
+    database = Database(tmp_path / "tuning.db", "write", Versions.current(target.device_type))
     tuner = ScriptedTuner(database, lambda subject: 2.0 + len(compute_nodes(subject)))
     planner: Any = Planner(database, spec, "dev", target, (InPlaceBackend(),), tuner=tuner)  # type: ignore[arg-type]
     assert check_plans(planner, traced(program))

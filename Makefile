@@ -4,8 +4,11 @@
 # make docs   builds the site from docs/ into build/docs: no network, and no warning is let pass
 PYTHON ?= python3
 VENV ?= .venv
-# Without an NVIDIA GPU, `make TORCH="torch --index-url https://download.pytorch.org/whl/cpu" ...` saves the CUDA download.
 TORCH ?= torch==2.13.0
+# Without an NVIDIA GPU, PyTorch's build for CPUs is taken where its index can be reached: it saves gigabytes.
+CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+GPU := $(wildcard /dev/nvidiactl /dev/dxg)
+EXTRAS := $(if $(GPU),[gpu,models],[models])
 # Processes that run the tests: each holds PyTorch, starts others, and waits for them. On two cores three keep busy.
 JOBS ?= 3
 BIN := $(VENV)/bin
@@ -19,8 +22,9 @@ $(BIN)/python:
 	$(BIN)/python -m pip install --quiet --upgrade pip
 
 $(VENV)/.installed: $(BIN)/python pyproject.toml
-	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable .
+	$(if $(GPU),,$(BIN)/python -m pip install --quiet --retries 0 --timeout 15 --index-url $(CPU_INDEX) $(TORCH) 2>/dev/null ||) \
+	  $(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --editable ".$(EXTRAS)"
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

@@ -49,7 +49,7 @@ class GpuBackend(Backend):
 
     def unavailable(self) -> str | None:
         missing = next((package for package in self.packages if _find_spec(package) is None), None)
-        return None if missing is None else f"{missing} is not installed: pip install {missing} (Linux)"
+        return None if missing is None else f"{missing} is not installed: pip install 'fuseplan[gpu]' (Linux)"
 
     def refuse(self, ir: KernelIR, target: Target) -> str | None:
         if not target.is_gpu:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,6 +45,8 @@ def probe(
         # Before the device is measured.
         if plot.suffix.lower() not in (".png", ".pdf", ".svg"):
             raise ConfigError(f"--plot {plot}: its ending says the format; give a .png, .pdf or .svg file")
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ConfigError("--plot: matplotlib is not installed; pip install 'fuseplan[plot]'")
         plot = plot.expanduser()
         check_writable(plot, "--plot")
     session, screen = open_session(device_kind(device), db), current()

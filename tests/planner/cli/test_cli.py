@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import re
@@ -113,6 +114,19 @@ def test_backends_says_what_can_be_used(plan: Run) -> None:
 
 
 # -- errors ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("line", "missing", "extra"), [
+    ("tune --model llama", "transformers", "fuseplan[models]"),
+    ("probe --plot found.png", "matplotlib", "fuseplan[plot]"),
+])
+def test_a_package_that_is_missing_is_named_with_its_extra(
+    line: str, missing: str, extra: str, plan: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == missing else find(name, *rest))
+    monkeypatch.chdir(tmp_path)
+    assert_user_error(plan(*line.split()), missing, f"pip install '{extra}'")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,10 @@ TORCH ?= torch==2.13.0
 # Without an NVIDIA GPU, PyTorch's build for CPUs is taken where its index can be reached: it saves gigabytes.
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 GPU := $(wildcard /dev/nvidiactl /dev/dxg)
-EXTRAS := $(if $(GPU),[gpu,models],[models])
+EXTRAS := models
+ifneq ($(GPU),)
+EXTRAS := gpu,models
+endif
 # Processes that run the tests: each holds PyTorch, starts others, and waits for them. On two cores three keep busy.
 JOBS ?= 3
 BIN := $(VENV)/bin
@@ -24,7 +27,7 @@ $(BIN)/python:
 $(VENV)/.installed: $(BIN)/python pyproject.toml
 	$(if $(GPU),,$(BIN)/python -m pip install --quiet --retries 0 --timeout 15 --index-url $(CPU_INDEX) $(TORCH) 2>/dev/null ||) \
 	  $(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable ".$(EXTRAS)"
+	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)]"
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

@@ -167,8 +167,10 @@ def _with_memory(run: Callable[[], None], device: int) -> None:
 
 def interpreter_is_on() -> bool:
     """True when Triton was imported with its interpreter on: its functions then run on CPU tensors, in NumPy."""
-    import triton
-
+    try:
+        import triton
+    except ImportError:  # it comes with ``fuseplan[gpu]``
+        return False
     return bool(triton.knobs.runtime.interpret)
 
 

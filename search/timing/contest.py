@@ -164,8 +164,8 @@ class Contest:
 @dataclass(frozen=True)
 class Rounds:
     """How many undisturbed rounds a run has, how often a disturbed sample is tried (one that is tried once stands), and
-    what ends a run early: asked after every second round, so that contestants have had as many in one order as in the
-    other.
+    what ends a run early: asked of all rounds, after every second one, so that contestants have had as many in one
+    order as in the other.
     """
 
     least: int = policy.MIN_ROUNDS
@@ -227,8 +227,8 @@ def contest(
     ``twice`` (the first contestant) runs a second time for the A/A noise.
     """
     twice = next(iter(contestants)) if twice is None else twice
+    taken: list[dict[str, float]] = []
     clean: list[dict[str, float]] = []
-    disturbed: list[dict[str, float]] = []
 
     def found(taken: Sequence[Mapping[str, float]]) -> Contest:
         samples = {name: tuple(one[name] for one in taken) for name in samplers}
@@ -240,21 +240,21 @@ def contest(
                     for name, run in {**contestants, _AGAIN: contestants[twice]}.items()}
         start = timer.clock()
         while len(clean) < rounds.most:
-            number = len(clean) + len(disturbed)
+            number = len(taken)
             # Past the time for that, long samples are not repeated: something always disturbs them.
             left = rounds.tries if timer.clock() - start < seconds * policy.ROUNDS_PATIENCE else 1
             tried = {name: timer.observe(samplers[name], left) for name in _turn(list(samplers), number)}
-            sample = {name: value for name, (value, _) in tried.items()}
-            stands = rounds.tries == 1 or all(alone for _, alone in tried.values())
-            (clean if stands else disturbed).append(sample)
+            taken.append({name: value for name, (value, _) in tried.items()})
+            if rounds.tries == 1 or all(alone for _, alone in tried.values()):
+                clean.append(taken[-1])
             spent = timer.clock() - start
             if spent >= seconds and len(clean) >= rounds.least:
                 break
             if spent >= seconds * policy.ROUNDS_PATIENCE and number >= rounds.least:
                 break
-            if len(clean) > rounds.least and len(clean) % 2 == 0 and rounds.enough(found(clean)):
+            if number >= rounds.least and number % 2 and rounds.enough(found(taken)):
                 break
-    return found(clean if len(clean) >= rounds.least else clean + disturbed)
+    return found(clean if len(clean) >= rounds.least else taken)
 
 
 def mean_contest(first: Contest, second: Contest, max_loss: float = policy.MAX_LOSS) -> Contest:

@@ -97,6 +97,12 @@ def test_whole_steps_run_until_their_gain_is_steady_or_time_is_up(us: float, jit
         assert rounds == policy.MAX_ROUNDS or CLOCK.now - began > policy.STEP_LIMIT_S
 
 
+def test_a_run_ends_once_all_its_rounds_say_the_same_though_something_disturbs_it() -> None:
+    runs = {"unfused": disturbed_every(4000.0, 1), "fused": disturbed_every(1000.0, 1)}
+    found = contest_module.decisive(VirtualTimer(), runs, OPERANDS, 20.0, "unfused")
+    assert len(found.samples["fused"]) == 8 and found.accepts("fused", "unfused")
+
+
 def test_disturbed_rounds_of_whole_steps_count_and_do_not_make_the_run_longer() -> None:
     began = CLOCK.now
     runs = {"unfused": disturbed_every(40_000.0, 1), "planned": disturbed_every(20_000.0, 1)}

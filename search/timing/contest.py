@@ -241,8 +241,9 @@ def contest(
         start = timer.clock()
         while len(clean) < rounds.most:
             number = len(taken)
-            # Past the time for that, long samples are not repeated: something always disturbs them.
-            left = rounds.tries if timer.clock() - start < seconds * policy.ROUNDS_PATIENCE else 1
+            # Long samples are not repeated, nor any past the time for that: something always disturbs them.
+            repeats = bool(taken) and sum(taken[-1].values()) * 1e-6 * rounds.least < seconds
+            left = rounds.tries if repeats and timer.clock() - start < seconds * policy.ROUNDS_PATIENCE else 1
             tried = {name: timer.observe(samplers[name], left) for name in _turn(list(samplers), number)}
             taken.append({name: value for name, (value, _) in tried.items()})
             if rounds.tries == 1 or all(alone for _, alone in tried.values()):

@@ -103,6 +103,19 @@ def test_a_run_ends_once_all_its_rounds_say_the_same_though_something_disturbs_i
     assert len(found.samples["fused"]) == 8 and found.accepts("fused", "unfused")
 
 
+def test_long_samples_are_not_repeated() -> None:
+    calls = list[tuple[torch.Tensor, ...]]()
+
+    def disturbed(*inputs: torch.Tensor) -> None:
+        calls.append(inputs)
+        CLOCK.advance(100_000.0)
+        CLOCK.disturbances += 1
+
+    found = contest(VirtualTimer(), {"a": disturbed}, OPERANDS, seconds=0.5)
+    assert len(found.samples["a"]) <= policy.MIN_ROUNDS + 3
+    assert len(calls) <= 2 * len(found.samples["a"]) + 12  # and to warm up and calibrate
+
+
 def test_disturbed_rounds_of_whole_steps_count_and_do_not_make_the_run_longer() -> None:
     began = CLOCK.now
     runs = {"unfused": disturbed_every(40_000.0, 1), "planned": disturbed_every(20_000.0, 1)}

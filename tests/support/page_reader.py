@@ -265,11 +265,15 @@ def _project() -> Mapping[str, Any]:
     return project
 
 
+#: Options of ``pip install`` that are followed by a value.
+_WITH_VALUE = ("--index-url", "--retries", "--timeout")
+
+
 def check_install(words: Sequence[str]) -> None:
     """Whether what is to be installed exists: extras of this project, and versions that it takes."""
     project = _project()
     takes = {one.name: one.specifier for one in map(Requirement, project["dependencies"])}
-    asked = [word for before, word in zip(["", *words], words, strict=False) if before != "--index-url"]
+    asked = [word for before, word in zip(["", *words], words, strict=False) if before not in _WITH_VALUE]
     for word in (one for one in asked if not one.startswith("-")):
         wanted = Requirement(f"{project['name']}{word[1:]}" if word.startswith(".") else word)
         assert wanted.name in {project["name"], *takes}, f"{word} is no package that this project takes"

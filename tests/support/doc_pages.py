@@ -125,6 +125,7 @@ def shape(line: str) -> str:
     """
     line = re.sub(r"; (?:within the noise of|excludes) [^;…]*", "", line.strip())  # said where it is so
     line = re.sub(r"; torch\.compile [\d.]+ (?:us|ms|s)(?=\))", "", line)  # and this where it was asked
+    line = line.replace(" unsteady: ", " ")
     line = re.sub(rf"^{_WORKLOAD}", "W", line)
     line = re.sub(r"[\w.+…]+ (?:\d+x)*\d+ (?:bfloat16|float16|float32|int64|bool)", "G", line)
     line = re.sub(rf" of {_WORKLOAD}, (\d+ x \([^)]*\)): .*", r" of W, \1: G", line)

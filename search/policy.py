@@ -123,7 +123,8 @@ LONG_REGION_S = 0.2
 #: Kernels to compile from which worker processes are started for them: they import for about as long as this process
 #: takes for so many.
 KERNELS_FOR_WORKERS = 8
-#: Threads in which a process compiles GPU kernels: Triton holds Python's lock for half of the time, and ptxas does not.
+#: Threads in which a process compiles GPU kernels: Triton holds Python's lock, and ptxas does not. Eight take longer
+#: (DLRM's first call, results/nvidia-h200/any-model.md).
 KERNEL_THREADS = 4
 #: Seconds after which those processes end when nothing else is to be compiled.
 IDLE_COMPILERS_S = 60.0

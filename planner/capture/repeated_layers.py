@@ -1,6 +1,6 @@
 """Graphs of models whose layers are alike: three layers are traced, and the middle of the model is made of them.
 
-To trace a layer takes a fifth of a second, and a model has dozens, traced anew for each workload.
+A model has dozens of layers, and each workload traces all of them anew.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class _Repeat:
         #: Graph inputs of the last layer alone, and its results that the graph returns.
         self.own = {value for value, mine in same.items() if mine != value and value in self.graph.inputs}
         _check(all(mine in self.graph.inputs for value, mine in same.items() if value in self.own))
-        self.made, self.same = made, same
+        self.made, self.earlier, self.same = made, earlier, same
         returned = set(self.graph.outputs)
         self.kept = {value for value in made if value in returned and same[value] in returned}
         inside = {one.name for one in (*self.before, *self.last)}
@@ -152,11 +152,11 @@ class _Repeat:
 
     def repeated(self, count: int) -> DataflowGraph:
         graph, copies = self.graph, range(TRACED - 1, count - 1)
-        earlier = {value for one in self.before for value in one.outputs}
+        earlier = self.earlier
         back = {mine: theirs for theirs, mine in self.same.items()}  # of the layer before, what the last one has for it
 
         def named(at: int) -> Callable[[str], str]:
-            """What a value of the last layer, or that it reads, is for the copy at this place."""
+            """Maps values that the last layer reads or makes to those of its copy at this place."""
 
             def name(value: str) -> str:
                 if value in self.made or value in self.own:
@@ -168,8 +168,9 @@ class _Repeat:
             return name
 
         nodes, specs, paths = list[OpNode](), dict(graph.specs), dict(graph.paths)
-        order = [pair for pair in graph.orders() if not {*pair} & {one.name for one in self.last}]
-        own_order = [pair for pair in graph.orders() if {*pair} & {one.name for one in self.last}]
+        last = {one.name for one in self.last}
+        order = [pair for pair in graph.orders() if last.isdisjoint(pair)]
+        own_order = [pair for pair in graph.orders() if not last.isdisjoint(pair)]
         for one in graph:
             if one.name == self.last[0].name:
                 for at in (*copies, count - 1):

@@ -36,12 +36,14 @@ class Verdict:
         keeps: Whether the plans of its parts stand; otherwise ATen runs all of it, or ``whole``.
         whole: What runs it instead, in order: TorchInductor's code.
         gain: What ``whole`` gains on the plans of the parts.
+        failed: Whether the run beside plain ATen failed.
     """
 
     keeps: bool = True
     words: str = ""
     whole: tuple[Choice, ...] = ()
     gain: float = 0.0
+    failed: bool = False
 
 
 def last_word(
@@ -89,7 +91,7 @@ def _unmeasured_part(table: GroupTable, choice: Choice) -> Part:
 
 def _verdict(contest: Contest | None, whole: tuple[Choice, ...]) -> Verdict:
     if contest is None:
-        return Verdict(words="; the region's run beside plain ATen failed")
+        return Verdict(words="; the region's run beside plain ATen failed", failed=True)
     gain = contest.gain(_PLAN, _PLAIN) if _PLAIN in contest.samples else 0.0
     keeps, words = gain >= 0.0, ""
     if _PLAIN in contest.samples:

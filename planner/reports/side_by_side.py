@@ -1,8 +1,8 @@
 """Plans of one model for several numbers of rows, side by side: ops fused into each matmul and attention, and what else
 was measured.
 
-With few rows, matmuls are memory-bound, and fused ops cost nothing; with many, tensor cores are the limit. From
-which number on differs by matmul and device.
+With few rows, matmuls are memory-bound, and fused ops cost nothing; with many, tensor cores are the limit. How
+many rows that takes differs by matmul and device.
 """
 
 from __future__ import annotations

@@ -110,7 +110,8 @@ class Planner:
         ``step``: regions that will run together, beside TorchInductor's code for all of it.
         """
         if self._ahead is not None:
-            regions = [one for one in regions if self.renewal.older(self._table(graph), one) is None]
+            table = self._ahead.table(graph)
+            regions = [one for one in regions if self.renewal.older(table, one) is None]
             if regions and self.settings.inductor != "off":
                 self._ahead.ask_inductor(graph, step, self.implementations)
             parts = [part for region in regions for part in region_parts(graph, region)]

@@ -24,6 +24,8 @@ from fuseplan.search.tune.tuner import Tuner
 
 logger = logging.getLogger(__name__)
 _SOFTWARE = {one.name for one in fields(Versions)}
+#: Begins what a renewal adds to the reason of a plan.
+_AGAIN = "; timed again"
 
 
 @dataclass(eq=False)
@@ -172,11 +174,11 @@ class Renewal:
             return None
         parts = [(region, older)]
         verdict = last_word(table, region, parts, self.stored.implementations, tuner, decided=False)()
-        if not verdict.keeps:
+        if not verdict.keeps or verdict.failed:
             return None
         slower = f": its kernels take {min(ratios):.2f}x to {max(ratios):.2f}x as long" if ratios else ""
         names = " and ".join(tuner.versions.mismatch(older.evidence.versions))
-        words = f"; timed again with another version of {names}{slower}{verdict.words}"
+        words = f"{_AGAIN} with another version of {names}{slower}{verdict.words}"
         for _, record in new:
             tuner.database.put_record(replace(record, evidence=_of_now(record.evidence, tuner)))
         found = replace(older, evidence=_of_now(older.evidence, tuner, words))
@@ -202,4 +204,5 @@ class Renewal:
 
 def _of_now(evidence: Evidence, tuner: Tuner, words: str = "") -> Evidence:
     return replace(
-        evidence, versions=tuner.versions, created=now(), run=tuner.run, reason=evidence.reason + words)
+        evidence, versions=tuner.versions, created=now(), run=tuner.run,
+        reason=evidence.reason.partition(_AGAIN)[0] + words)

@@ -1,6 +1,7 @@
 """Worker processes that compile kernels into the cache while this process plans, or loads those that are there.
 
-Compilers of GPU kernels hold the lock of the process that they run in half of the time, so threads alone gain little.
+Compilers of GPU kernels hold the lock of the process that they run in for much of the time, so more than a few threads
+gain nothing.
 """
 
 from __future__ import annotations

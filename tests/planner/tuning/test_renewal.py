@@ -20,6 +20,7 @@ from fuseplan.search.store.database import Database
 from fuseplan.search.store.layered import LayeredDatabase
 from fuseplan.search.store.record import Trial, TuningRecord, Versions
 from fuseplan.search.store.transfer import export
+from fuseplan.search.timing.contest import Contest
 
 OLD, NEW = Versions("0.1.0", "2.11.0"), Versions("0.1.0", "2.13.0")
 GRAPH = graph_of((("exp", "tanh", "neg"), ("sin", "cos")))
@@ -33,6 +34,10 @@ class Upgraded(ScriptedTuner):
     factor: float | None = 1.0
     versions: Versions = NEW
     timed: int = 0
+    fails_together: bool = False
+
+    def play_off(self, *args: Any) -> Contest | None:
+        return None if self.fails_together else super().play_off(*args)
 
     def time_again(self, kernels: Sequence[tuple[TunableGroup, TuningRecord]]) -> list[Trial]:
         self.timed += len(kernels)
@@ -81,7 +86,8 @@ def test_a_plan_that_holds_is_not_searched_again(tuned: Path) -> None:
 
 @pytest.mark.parametrize("change", [
     {"factor": 1.5}, {"factor": None}, {"together_us": lambda kernels: 1e3 * kernels}, {"unfused_us": 0.1},
-], ids=["slower", "wrong", "slower together", "ATen is faster now"])
+    {"fails_together": True},
+], ids=["slower", "wrong", "slower together", "ATen is faster now", "fails together"])
 def test_a_plan_that_no_longer_stands_is_searched_again(tuned: Path, change: dict[str, Any]) -> None:
     database = Database(tuned, "write", NEW)
     tuner = Upgraded(database, fused_us, **change)

@@ -17,7 +17,7 @@ from fuseplan.kernels.ir.ir import Buffer, KernelIR
 from fuseplan.kernels.native.build import default_cache_dir, required_compiler
 
 #: Rows of activations above which libraries, whose tiles reuse the weights, are faster.
-MAX_ROWS = 8
+MAX_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class FewRows:
         macros = {
             "FP_WIDEST": 4, "FP_STREAM": 0, "FP_ROUGH": 0, "FP_TYPE": STORAGE_TYPE[self.dtype], "FP_ROWS": self.rows,
             "FP_COLS": self.cols, "FP_INNER": self.inner, "FP_STRIDE": self.stride, "FP_BIAS": int(self.bias),
-            "FP_NAME": "fuseplan_matmul",
+            "FP_BF16": int(self.dtype == "bfloat16"), "FP_NAME": "fuseplan_matmul",
         }
         lines = [f"#define {name} {value}" for name, value in macros.items()]
         return "\n".join([*lines, prelude(), (Path(__file__).parent / "cpp_matmul.h").read_text()])

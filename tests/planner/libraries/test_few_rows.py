@@ -16,18 +16,34 @@ CALL = FewRowsMatmul()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("rows", "inner", "cols"), [(1, 4097, 3), (3, 127, 33), (8, 1, 1), (2, 64, 127), (5, 17, 9)])
+@pytest.mark.parametrize(("rows", "inner", "cols"), [
+    (1, 4097, 3), (3, 127, 33), (8, 1, 1), (2, 64, 127), (5, 17, 9),
+    (8, 4127, 61), (12, 2500, 50), (16, 4097, 75),  # more of the activations than a first-level cache holds
+])
 @pytest.mark.parametrize("bias", [False, True])
 def test_sizes_and_types(rows: int, inner: int, cols: int, bias: bool, dtype: torch.dtype) -> None:
     assert_as_good_as_eager(CALL, linear(rows, 1, inner, n=cols, bias=bias, dtype=dtype))
 
 
 @settings(max_examples=20, deadline=None)
-@given(rows=st.integers(1, MAX_ROWS), inner=st.integers(1, 70), cols=st.integers(1, 40), more=st.integers(0, 5))
-def test_rows_of_weights_may_lie_apart(rows: int, inner: int, cols: int, more: int) -> None:
-    weights = torch.randn(cols, inner + more)[:, :inner]
-    assert_as_good_as_eager(CALL, product("linear", torch.randn(rows, inner), weights))
-    assert_as_good_as_eager(CALL, product("mm", torch.randn(rows, inner), weights.t()))
+@given(
+    rows=st.integers(1, MAX_ROWS), inner=st.integers(1, 70), cols=st.integers(1, 40), more=st.integers(0, 5),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_rows_of_weights_may_lie_apart(rows: int, inner: int, cols: int, more: int, dtype: torch.dtype) -> None:
+    given, weights = torch.randn(rows, inner, dtype=dtype), torch.randn(cols, inner + more, dtype=dtype)[:, :inner]
+    assert_as_good_as_eager(CALL, product("linear", given, weights))
+    assert_as_good_as_eager(CALL, product("mm", given, weights.t()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype) -> None:
+    weights = torch.ones(7, 45, dtype=dtype)
+    weights[2, 44], weights[5, 40] = torch.nan, torch.inf
+    made = product("linear", torch.ones(3, 45, dtype=dtype), weights)
+    result = CALL.build(made.group)(*made.operands)
+    expected = torch.tensor([45.0, 45, torch.nan, 45, 45, torch.inf, 45], dtype=dtype).expand(3, 7)
+    torch.testing.assert_close(result, expected, equal_nan=True)
 
 
 def test_a_bias_that_is_added() -> None:

@@ -59,6 +59,8 @@ SCREEN_SAMPLES, SCREEN_LEAST, SCREEN_PATIENCE = 7, 3, 12
 #: Rounds of whole steps at least. They go on until the gains of all but a tenth at each end lie within this of each
 #: other, or for so many seconds.
 STEP_ROUNDS, STEADY_SPREAD, STEP_LIMIT_S = 7, 0.05, 4.0
+#: A step that was timed so many seconds before a tune ends is timed once more.
+STEP_AGAIN_S = 30.0
 #: Microseconds of an unfused step past which it is not timed.
 LONGEST_STEP_US = 3e5
 

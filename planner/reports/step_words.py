@@ -62,7 +62,7 @@ def step_words(one: Step) -> str:
         return f"{words}; the sum of its regions, a whole step was not timed{_left_out(one)}"
     floor = f"; floor {_in(one.floor_us, unit)} {unit}" if one.floor_us is not None else ""
     below = f" (the step is {one.doubt})" if one.doubt else ""
-    return f"{words}{floor}{below}{_doubt(one)}{_left_out(one)}"
+    return f"{words}{floor}{below}{_doubt(one)}{_memory(one)}{_left_out(one)}"
 
 
 def _range(one: Step) -> str:
@@ -83,6 +83,14 @@ def _beside(one: Step, unit: str) -> str:
         return f"by torch.compile's own code{alone}; the plan takes {_in(one.planned_us, unit)} {unit}"
     mode = f" {one.times.inductor_mode}" if one.times.inductor_mode != "default" else ""
     return f"torch.compile{mode} {_in(one.times.inductor_us, unit)} {unit}{alone}"
+
+
+def _memory(one: Step) -> str:
+    """How fast memory was read in the rounds, where that varied, and the times with it; "" elsewhere."""
+    if one.times is None or one.times.read_low is None or one.times.read_high is None:
+        return ""
+    low, high = one.times.read_low, one.times.read_high
+    return f"; memory was read at {low:.0f} to {high:.0f} GB/s" if high > (1 + policy.STEADY_SPREAD) ** 2 * low else ""
 
 
 def _doubt(one: Step) -> str:
@@ -135,7 +143,7 @@ def answers(one: Step) -> list[str]:
             one.times.by_inductor) else f", by torch.compile {time_text(one.times.inductor_us)}"
     best = [saved for saved in one.saved if saved.saved_us > 0][:_SHOWN_OF_ONE]
     names = "; ".join(f"{time_text(saved.saved_us)} by {where(saved)}" for saved in best)
-    return [f"{faster:.2f}x as fast{_range(one)}: {took} ({how}{_doubt(one)}{_left_out(one)}).",
+    return [f"{faster:.2f}x as fast{_range(one)}: {took} ({how}{_doubt(one)}{_memory(one)}{_left_out(one)}).",
             f"Most is saved by these: {names}.{_besides(one, best)}" if names else "No group saves time.",
             _what_is_left(one)]
 

@@ -17,7 +17,8 @@ from fuseplan.planner.tuning.whole_step import StepTimes, step_key
 from fuseplan.search.store.record import ATEN, Alternative, GroupChoice, PlanRecord, RecordKey
 
 STEP_COLUMNS = ("workload", "unfused_us", "planned_us", "speedup", "speedup_low", "speedup_high", "floor_us",
-                "over_floor", "noise", "measured", "inductor_us", "by_inductor", "left_out", "doubt", "regime")
+                "over_floor", "noise", "measured", "inductor_us", "by_inductor", "left_out", "doubt", "regime",
+                "read_low_gbps", "read_high_gbps")
 SAVED_COLUMNS = (
     "workload", "group", "place", "uses", "unfused_us", "planned_us", "saved_us", "share", "runs", "doubt",
     "regime", "key",
@@ -189,7 +190,8 @@ def _part(region: RegionSummary, group: GroupChoice) -> str:
 def step_frame(data: ReportData) -> pd.DataFrame:
     """One row per workload: a step unfused and as planned. ``measured`` says whether end to end, or by its regions;
     ``speedup_low`` to ``speedup_high`` is the range over the rounds; ``inductor_us`` is what plain
-    ``torch.compile`` takes, which runs it where ``by_inductor``.
+    ``torch.compile`` takes, which runs it where ``by_inductor``; ``read_low_gbps`` to ``read_high_gbps`` is the speed
+    at which a CPU read memory in these rounds.
     """
     rows = [
         {
@@ -201,6 +203,8 @@ def step_frame(data: ReportData) -> pd.DataFrame:
             "measured": one.measured, "inductor_us": one.times.inductor_us if one.times else None,
             "by_inductor": bool(one.times and one.times.by_inductor), "left_out": one.left_out, "doubt": one.doubt,
             "regime": one.workload.regime,
+            "read_low_gbps": one.times.read_low if one.times else None,
+            "read_high_gbps": one.times.read_high if one.times else None,
         }
         for one in steps(data)
     ]

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 
 from fuseplan.planner.cost.step_floor import floor_us
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
@@ -29,7 +29,8 @@ from fuseplan.search import policy
 from fuseplan.search.store import codec
 from fuseplan.search.store.limits import Amount
 from fuseplan.search.store.record import PlanRecord, RecordKey, now
-from fuseplan.search.timing.contest import Contest
+from fuseplan.search.timing.contest import Contest, middle_range
+from fuseplan.search.timing.operands import MEMORY, memory_bytes
 from fuseplan.search.timing.sequence import Part
 from fuseplan.search.tune.tuner import Tuner
 
@@ -55,6 +56,9 @@ class StepTimes:
         alone: Its time over the plan's on a GPU, in a CUDA graph; None where that was not timed apart.
         created: ISO 8601 UTC time.
         device: Identity of the device; "" where older versions stored it.
+        samples: Microseconds of each round by side; empty where older versions stored it.
+        read_low, read_high: The range of the speed, in GB/s, at which the CPU read memory meanwhile; None where that
+            was not measured.
     """
 
     unfused_us: Amount
@@ -70,6 +74,9 @@ class StepTimes:
     gain_low: Amount | None = None
     gain_high: Amount | None = None
     rounds: int = 0
+    samples: Mapping[str, tuple[Amount, ...]] = field(default_factory=dict)
+    read_low: Amount | None = None
+    read_high: Amount | None = None
 
     @property
     def best_us(self) -> float:
@@ -122,6 +129,8 @@ def measure_step(
 ) -> StepTimes | Untimed:
     """The step's times, measured and stored unless they are stored. What another tuner is timing is waited for.
 
+    :func:`measure_again` adds rounds to them.
+
     Not timed is a step that takes too long, one with a region that has no plan, and one whose run fails (for want of
     memory, or within the tuner's limit of a job). ``on_start`` is told what the sum of its regions takes unfused.
     """
@@ -135,6 +144,25 @@ def measure_step(
         return codec.stored(session.store, StepTimes, _PREFIX, key).get(key) or untimed
 
     return tuner.leases.once(lease, known, lambda: _measured(session, graph, plan, tuner, key, on_start))
+
+
+def measure_again(session: Session, graph: DataflowGraph, plan: GraphPlan, tuner: Tuner, first: StepTimes) -> None:
+    """Add more rounds to a step's times, where they can be run. A machine's speed changes from minute to minute: two
+    virtual processors may share a path to memory for a while, and then not.
+
+    TorchInductor's code is not run again: how it compares with the plan stays.
+    """
+    table, _, (parts, sides, kept) = _asked(session, graph, plan)
+    outcome = tuner.time_sides(parts, sides, kept)
+    if not outcome.ok:
+        return
+    contest: Contest = outcome.value
+    samples = {side: (*first.samples.get(side, ()), *own) for side, own in contest.samples.items()}
+    found = _times(session, table, replace(contest, samples=samples, noise=max(contest.noise, first.noise)))
+    if first.inductor_us is not None:
+        found = replace(found, inductor_us=first.inductor_us * found.planned_us / first.planned_us,
+                        by_inductor=first.by_inductor, alone=first.alone, inductor_mode=first.inductor_mode)
+    session.database.put_capture(f"{_PREFIX}/{step_key(counted(plan))}", asdict(found))
 
 
 def step_problem(workload: str, found: StepTimes | Untimed) -> str:
@@ -155,31 +183,48 @@ def _measured(
         return Untimed(f"it takes about {unfused_us * 1e-6:.2g} s, and steps of more than "
                        f"{policy.LONGEST_STEP_US * 1e-6:g} s are told by the sum of their regions")
     on_start(unfused_us)
-    regime = session.settings.regime
-    table = GroupTable(graph, session.settings.numerics, session.target.device_type)
-    ways = implementations_for(regime, session.backends, session.target, session.settings.inductor)
-    parts, sides, kept = _sides(table, plan, ways)
+    table, ways, (parts, sides, kept) = _asked(session, graph, plan)
     outcome = tuner.time_sides(parts, sides, kept)
     if not outcome.ok:
         untimed = Untimed(outcome.failure, tuner.budget.job_limit_s)
         if outcome.timed_out:
             session.database.put_capture(f"{_UNTIMED}/{key}", asdict(untimed))
         return untimed
-    contest: Contest = outcome.value
-    floor = floor_us(table, session.spec, "graph" if regime == "graph" else "eager")
-    unfused, chosen = (contest.time(side).median_us for side in (_UNFUSED, _PLANNED))
-    low, high = contest.gain_range(_PLANNED, _UNFUSED)
-    found = StepTimes(unfused, chosen, contest.noise, floor, now(), session.device,
-                      gain_low=low, gain_high=high, rounds=len(contest.samples[_PLANNED]))
+    found = _times(session, table, outcome.value)
     if session.settings.inductor != "off":
         other = compare_step(table, [(one.region, one.record) for one in plan.regions], ways, tuner)
         if other.ratio is not None:
-            found = replace(found, inductor_us=chosen * other.ratio, by_inductor=other.wins, alone=other.alone,
-                            inductor_mode=ways.inductor.compiled_for)
+            found = replace(
+                found, inductor_us=found.planned_us * other.ratio, by_inductor=other.wins, alone=other.alone,
+                inductor_mode=ways.inductor.compiled_for)
         elif other.why:
             logger.info("TorchInductor's code for the step is not timed: %s", other.why)
     session.database.put_capture(f"{_PREFIX}/{key}", asdict(found))
     return found
+
+
+def _asked(
+    session: Session, graph: DataflowGraph, plan: GraphPlan
+) -> tuple[GroupTable, Implementations, tuple[dict[str, Part], dict[str, list[str]], list[str]]]:
+    """What a step is made of, and what is timed of it."""
+    settings = session.settings
+    table = GroupTable(graph, settings.numerics, session.target.device_type)
+    ways = implementations_for(settings.regime, session.backends, session.target, settings.inductor)
+    return table, ways, _sides(table, plan, ways)
+
+
+def _times(session: Session, table: GroupTable, contest: Contest) -> StepTimes:
+    """What a run of both sides says."""
+    assert session.spec is not None
+    floor = floor_us(table, session.spec, "graph" if session.settings.regime == "graph" else "eager")
+    unfused, planned = (contest.time(side).median_us for side in (_UNFUSED, _PLANNED))
+    low, high = contest.gain_range(_PLANNED, _UNFUSED)
+    read = memory_bytes(session.target.l2_bytes) * 1e-3
+    slow, fast = middle_range(read / one for one in contest.samples[MEMORY]) if MEMORY in contest.samples else (
+        None, None)
+    return StepTimes(
+        unfused, planned, contest.noise, floor, now(), session.device, gain_low=low, gain_high=high,
+        rounds=len(contest.samples[_PLANNED]), samples=contest.samples, read_low=slow, read_high=fast)
 
 
 def _sides(

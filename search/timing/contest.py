@@ -9,7 +9,7 @@ import gc
 import math
 import operator
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -69,13 +69,9 @@ class Contest:
         return [a - b for a, b in zip(self.samples[incumbent], self.samples[challenger], strict=True)]
 
     def gain_range(self, challenger: str, incumbent: str) -> tuple[float, float]:
-        """How many times faster the challenger was in its rounds: the least and the most, of ten or more rounds without
-        a tenth at each end.
-        """
+        """How many times faster the challenger was in its rounds (:func:`middle_range`)."""
         pairs = zip(self.samples[incumbent], self.samples[challenger], strict=True)
-        gains = sorted(slow / fast for slow, fast in pairs)
-        tenth = len(gains) // 10
-        return gains[tenth], gains[-1 - tenth]
+        return middle_range(slow / fast for slow, fast in pairs)
 
     def both_ways(self) -> Contest:
         """The run with every two neighbouring rounds as one: they go through the contestants in opposite order.
@@ -311,6 +307,13 @@ def _turn(names: list[str], number: int) -> list[str]:
     shift = number // 2 % len(names)
     turn = names[shift:] + names[:shift]
     return turn if number % 2 == 0 else turn[-2::-1] + turn[-1:]
+
+
+def middle_range(values: Iterable[float]) -> tuple[float, float]:
+    """The least and the most, of ten or more without a tenth at each end."""
+    ordered = sorted(values)
+    tenth = len(ordered) // 10
+    return ordered[tenth], ordered[-1 - tenth]
 
 
 def paired_noise(first: Sequence[float], second: Sequence[float]) -> float:

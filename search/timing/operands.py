@@ -8,11 +8,14 @@ from collections.abc import Sequence
 import torch
 
 from fuseplan.kernels.native.overlap import span_bytes
-from fuseplan.search.timing.timers import Operands
+from fuseplan.search.timing.timers import Operands, Run
 
 #: Cold operands rotate over this many times the last-level cache.
 CACHE_MULTIPLE = 3
 _DEFAULT_CACHE_BYTES = 32 * 2**20
+#: The side of a run that only reads memory, and so many bytes of it at least.
+MEMORY = "memory"
+_LEAST_READ_BYTES = 128 * 2**20
 #: More operand sets than this cost more to build than their coldness is worth.
 _MAX_SETS = 256
 
@@ -38,6 +41,17 @@ def rotating_operands(
     pairs = list(zip(inputs, hot, strict=True))
     copies = (tuple(t if is_hot else copy_with_layout(t) for t, is_hot in pairs) for _ in range(count - 1))
     return [tuple(inputs), *copies]
+
+
+def memory_bytes(target_bytes: int) -> int:
+    """How much :func:`memory_read` reads: more than a last-level cache holds."""
+    return max(_LEAST_READ_BYTES, CACHE_MULTIPLE * cache_bytes(target_bytes))
+
+
+def memory_read(target_bytes: int) -> Run:
+    """What reads memory with all threads and does little else: how fast that is tells states of a machine apart."""
+    numbers = torch.ones(memory_bytes(target_bytes) // 4)
+    return lambda *operands: numbers.sum()
 
 
 def copy_with_layout(tensor: torch.Tensor) -> torch.Tensor:

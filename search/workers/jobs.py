@@ -16,7 +16,7 @@ from statistics import fmean
 
 import torch
 
-from fuseplan.costmodel.devices import is_gpu
+from fuseplan.costmodel.devices import is_cpu, is_gpu
 from fuseplan.kernels.ir.backend import Backend, Config, Resources, Target, fused_call
 from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.kernels.native.overlap import span_bytes
@@ -32,7 +32,7 @@ from fuseplan.search.timing.contest import (
     middle_of_three,
     screen,
 )
-from fuseplan.search.timing.operands import cache_bytes, rotating_operands
+from fuseplan.search.timing.operands import MEMORY, cache_bytes, memory_read, rotating_operands
 from fuseplan.search.timing.sequence import Parts, SharedOperands, Sides, sequence
 from fuseplan.search.timing.subject import Subject
 from fuseplan.search.timing.timers import Operands, Run, Timer
@@ -296,13 +296,15 @@ def time_sides(bench: Bench, parts: Parts, sides: Sides, kept: Collection[str]) 
     """The same in one run, that decides nothing; as :meth:`~fuseplan.search.tune.tuner.Tuner.time_sides`.
 
     It goes on until what the last side gains on the first varies little. What a cache does not hold is not copied, and
-    a sample that something else disturbed stands: it is long.
+    a sample that something else disturbed stands: it is long. On a CPU another side, ``MEMORY``, only reads then.
     """
     with torch.no_grad():
         runs, shared = _runs(bench, parts, sides, kept)
         held = cache_bytes(bench.target.l2_bytes) >= sum(map(span_bytes, shared.tensors))
         operands = _rotating(bench, shared.tensors, shared.hot) if held else [tuple(shared.tensors)]
         first, last = next(iter(runs)), next(reversed(runs))
+        if is_cpu(bench.target.device_type) and not held:
+            runs[MEMORY] = memory_read(bench.target.l2_bytes)
 
         def is_steady(found: Contest) -> bool:
             low, high = found.gain_range(last, first)

@@ -23,7 +23,8 @@ _NAMES = {
 #: Differences, which may be below zero, and numbers that some rows rightly have not.
 _SIGNED = {"saved_us", "share"}
 _OPTIONAL = {
-    "steps": {"speedup", "speedup_low", "speedup_high", "floor_us", "over_floor", "noise", "inductor_us", "doubt"},
+    "steps": {"speedup", "speedup_low", "speedup_high", "floor_us", "over_floor", "noise", "inductor_us", "doubt",
+              "read_low_gbps", "read_high_gbps"},
     "saved": {"share", "doubt"},
     "groups": {"times", "fused_us", "unfused_us", "speedup", "noise", "measured_configs", "enumerated_configs",
                "doubt"},

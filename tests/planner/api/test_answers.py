@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,7 @@ from fuseplan.planner.graph.dataflow import Region
 from fuseplan.planner.models.manifest import ModelArguments
 from fuseplan.planner.tuning import graph_stream
 from fuseplan.planner.tuning.progress import SILENT
+from fuseplan.search import policy
 from fuseplan.search.errors import DatabaseError
 from fuseplan.search.tune.time_account import TimeAccount
 from fuseplan.search.tune.tuner import ProgressEvent
@@ -166,16 +168,21 @@ def test_who_asks_is_told_what_is_done(db: Path) -> None:
     assert {"3x8: 1 of 1", "1 regions, 1 undecided", *tuned.groups["group"]} <= set(told.heard[begins:ends])
 
 
+@pytest.mark.parametrize("again_s", [math.inf, 0.0])
 def test_on_a_cpu_the_first_step_is_timed_before_the_second_workload_is_captured(
-    db: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    db: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again_s: float
 ) -> None:
+    """At the end steps are timed again whose times are older than a limit."""
+    monkeypatch.setattr(policy, "STEP_AGAIN_S", again_s)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(graph_stream, "usable_cores", lambda: 1)
     told = Listener()
     sizes: dict[str, Any] = {"decode": 2, "kv_len": 16, "prefill": [(2, 4)], "layers": 1, "calls": False}
     fuseplan.planner.tune(write_config(tmp_path, "llama"), **sizes, db=db, progress=told, **QUICK)
-    heard = ["step: decode 2 @ 16", "step done: decode 2 @ 16", "capture: prefill 2x4", "step done: prefill 2x4"]
-    assert [one for one in told.heard if one in heard] == heard
+    names = ["decode 2 @ 16", "prefill 2x4"]
+    heard = [f"{phase}: {name}" for name in names for phase in ("capture", "step", "step done")][1:]
+    again = [f"step: {name}" for name in names] if again_s == 0 else []
+    assert [one for one in told.heard if one in heard] == heard + again
 
 
 def test_what_was_tuned_is_what_the_compiled_module_looks_up(db: Path) -> None:

@@ -21,12 +21,22 @@ from fuseplan.planner.implementations.inductor import InductorCode
 from fuseplan.planner.tuning.planner import Planner, PlanSettings
 from fuseplan.planner.tuning.plans import GraphPlan
 from fuseplan.planner.tuning.session import Session
-from fuseplan.planner.tuning.whole_step import StepTimes, Untimed, counted, measure_step, step_key, step_problem
+from fuseplan.planner.tuning.whole_step import (
+    StepTimes,
+    Untimed,
+    counted,
+    measure_again,
+    measure_step,
+    step_key,
+    step_problem,
+    stored_steps,
+)
 from fuseplan.search import policy
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.leases import Leases
 from fuseplan.search.store.record import Versions
 from fuseplan.search.timing.contest import Contest
+from fuseplan.search.timing.operands import MEMORY, memory_bytes
 from fuseplan.search.timing.sequence import Part, SharedOperands, sequence
 from fuseplan.search.tune.tuner import Budget
 from fuseplan.search.workers.worker import Outcome
@@ -93,7 +103,8 @@ class Bench:
         runs = {side: sequence([parts[name] for name in names], shared, kept, TARGET) for side, names in sides.items()}
         self.operands = shared.tensors
         self.results = {side: run(*shared.tensors)[0] for side, run in runs.items()}
-        samples = {side: tuple(self.times_us[side] * one for one in self.varies.get(side, (1, 1, 1))) for side in sides}
+        timed = (*sides, MEMORY) if MEMORY in self.times_us else sides
+        samples = {side: tuple(self.times_us[side] * one for one in self.varies.get(side, (1, 1, 1))) for side in timed}
         return Outcome(Contest(samples, 0.01, "eager"))
 
     def play_off(self, parts: Any, sides: Any, kept: Any) -> Contest | None:
@@ -170,6 +181,32 @@ def test_a_tenth_of_many_rounds_is_left_out_at_each_end(session: Session) -> Non
     bench = Bench(TIMES, varies=ones | {"planned": (9.0, 0.1, 2.0, 0.5, 0.1, 9.0, *[1.0] * 14)})
     found = measure_step(session, graph, planned(session, graph), bench)
     assert isinstance(found, StepTimes) and (found.gain_low, found.gain_high, found.rounds) == (2.0, 8.0, 20)
+
+
+def test_rounds_of_another_time_are_added(session: Session) -> None:
+    """Whether both sides were slower then or only one, times and range are those of all rounds."""
+    _, graph = layers()
+    session = replace(session, settings=replace(session.settings, inductor="default"))
+    plan = planned(session, graph)
+    first = measure_step(session, graph, plan, Bench({**TIMES, "inductor": 60.0}))
+    assert isinstance(first, StepTimes) and first.inductor_us == pytest.approx(60.0)
+    fails = Bench(TIMES, fails=Outcome(failure="no memory"))
+    measure_again(session, graph, plan, fails, first)
+    assert stored_steps(session.database) == {step_key(counted(plan)): first} and fails.asked == 1
+    measure_again(session, graph, plan, Bench({"unfused": 300.0, "planned": 30.0}), first)
+    (found,) = stored_steps(session.database).values()
+    assert (found.unfused_us, found.planned_us, found.rounds) == (250.0, 40.0, 6)
+    assert (found.gain_low, found.gain_high) == (4.0, 10.0)
+    assert found.inductor_us == pytest.approx(48.0) and found.floor_us == first.floor_us
+
+
+def test_the_speed_of_memory_stands_beside_the_rounds(session: Session) -> None:
+    _, graph = layers()
+    session = replace(session, target=replace(session.target, l2_bytes=2**26))
+    bench = Bench({**TIMES, MEMORY: memory_bytes(2**26) * 1e-3 / 50}, varies={MEMORY: (1.0, 1.25, 2.0)})
+    found = measure_step(session, graph, planned(session, graph), bench)
+    assert isinstance(found, StepTimes) and found.unfused_us / found.planned_us == 4.0
+    assert (found.read_low, found.read_high) == pytest.approx((25.0, 50.0))
 
 
 def test_another_plan_or_number_of_layers_is_another_step(session: Session) -> None:

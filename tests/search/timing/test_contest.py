@@ -14,6 +14,7 @@ from search_fakes import CLOCK, CPU, OPERANDS, FakeSubject, VirtualTimer, distur
 from fuseplan.search import policy
 from fuseplan.search.timing import contest as contest_module
 from fuseplan.search.timing.contest import Contest, contest, mean_contest, paired_noise, sum_of_contests
+from fuseplan.search.timing.operands import MEMORY, memory_bytes, memory_read
 from fuseplan.search.timing.sequence import Part
 from fuseplan.search.workers import jobs
 
@@ -95,6 +96,23 @@ def test_whole_steps_run_until_their_gain_is_steady_or_time_is_up(us: float, jit
     assert (high / low - 1 < policy.STEADY_SPREAD) is steady
     if not steady:
         assert rounds == policy.MAX_ROUNDS or CLOCK.now - began > policy.STEP_LIMIT_S
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_memory_is_read_beside_whole_steps_that_come_from_it(monkeypatch: pytest.MonkeyPatch, cached: bool) -> None:
+    monkeypatch.setattr(jobs, "memory_read", lambda cache_bytes: lambda *operands: CLOCK.advance(4_000.0))
+    parts = {name: Part(FakeSubject(name, eager_us=9_000.0)) for name in ("slow", "fast")}
+    bench = replace(BENCH, target=replace(CPU, l2_bytes=0 if cached else 1))
+    found = jobs.time_sides(bench, parts, {"unfused": ["slow"], "planned": ["fast"]}, ())
+    assert (MEMORY in found.samples) is not cached
+    if not cached:
+        assert found.time(MEMORY).median_us == pytest.approx(4_000.0)
+
+
+@pytest.mark.parametrize("l2_bytes", [0, 2**20, 2**26])
+def test_what_is_read_is_more_than_caches_hold(l2_bytes: int) -> None:
+    read = memory_read(l2_bytes)
+    assert float(read()) == memory_bytes(l2_bytes) / 4 and memory_bytes(l2_bytes) > 2 * max(l2_bytes, 2**25)
 
 
 def test_a_run_ends_once_all_its_rounds_say_the_same_though_something_disturbs_it() -> None:

@@ -21,6 +21,12 @@ from fuseplan.search.workers import jobs
 BENCH = jobs.Bench(CPU, VirtualTimer())
 
 
+@pytest.fixture
+def reads_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading memory takes 4 ms of the virtual clock, and no time."""
+    monkeypatch.setattr(jobs, "memory_read", lambda cache_bytes: lambda *operands: CLOCK.advance(4_000.0))
+
+
 def test_contest_interleaves_and_pairs() -> None:
     order: list[str] = []
 
@@ -85,7 +91,9 @@ def test_a_run_is_settled_where_any_of_its_rounds_has_the_same_winner(rows: list
 
 @pytest.mark.parametrize(("jitter", "steady"), [(0.01, True), (0.5, False)])
 @pytest.mark.parametrize("us", [3_000.0, 100_000.0])
-def test_whole_steps_run_until_their_gain_is_steady_or_time_is_up(us: float, jitter: float, steady: bool) -> None:
+def test_whole_steps_run_until_their_gain_is_steady_or_time_is_up(
+    us: float, jitter: float, steady: bool, reads_on_the_clock: None
+) -> None:
     parts = {"slow": Part(FakeSubject(eager_us=2 * us, jitter=jitter)),
              "fast": Part(FakeSubject("other", eager_us=us, jitter=jitter))}
     began = CLOCK.now
@@ -99,8 +107,7 @@ def test_whole_steps_run_until_their_gain_is_steady_or_time_is_up(us: float, jit
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_memory_is_read_beside_whole_steps_that_come_from_it(monkeypatch: pytest.MonkeyPatch, cached: bool) -> None:
-    monkeypatch.setattr(jobs, "memory_read", lambda cache_bytes: lambda *operands: CLOCK.advance(4_000.0))
+def test_memory_is_read_beside_whole_steps_that_come_from_it(cached: bool, reads_on_the_clock: None) -> None:
     parts = {name: Part(FakeSubject(name, eager_us=9_000.0)) for name in ("slow", "fast")}
     bench = replace(BENCH, target=replace(CPU, l2_bytes=0 if cached else 1))
     found = jobs.time_sides(bench, parts, {"unfused": ["slow"], "planned": ["fast"]}, ())

@@ -31,15 +31,26 @@ from fuseplan.search.timing.contest import no_collection
 _CODE = (Path(__file__).parent.parent, Path(fuseplan.kernels.__path__[0]))
 
 
-def cached_capture(source: ModelSource, workload: Workload, device_type: str, pack_weights: bool = False) -> Graphs:
-    """:func:`~fuseplan.planner.capture.trace.capture`, from disk when it was done before.
+def warm_up() -> None:
+    """Import what capturing a model of a config needs, as far as it is there, for processes that are forked later."""
+    with suppress(ImportError):
+        import transformers.generation
+        import transformers.modeling_utils
+        import transformers.models.auto.modeling_auto  # noqa: F401
+
+
+def cached_capture(
+    source: ModelSource, workload: Workload, device_type: str, pack_weights: bool = False, path: Path | None = None
+) -> Graphs:
+    """:func:`~fuseplan.planner.capture.trace.capture`, from disk when it was done before: ``path`` is its
+    :func:`capture_path` where that is known.
 
     The user's own module is always captured: its code may have changed. Where the folder cannot be written nothing is
     kept.
     """
     if source.kind == "module":
         return capture(source, workload, device_type, pack_weights)
-    path = capture_path(source, workload, device_type, pack_weights)
+    path = path or capture_path(source, workload, device_type, pack_weights)
     found = _read(path)
     if found is None:
         found = _captured(source, workload, device_type, pack_weights)
@@ -58,10 +69,11 @@ def _captured(source: ModelSource, workload: Workload, device_type: str, pack_we
     return capture(source, workload, device_type, pack_weights)
 
 
-def capture_to_disk(source: ModelSource, workload: Workload, device_type: str, pack_weights: bool) -> None:
-    """Capture on one thread, in a process that does nothing else."""
-    torch.set_num_threads(1)
-    cached_capture(source, workload, device_type, pack_weights)
+def capture_to_disk(
+    source: ModelSource, workload: Workload, device_type: str, pack_weights: bool, path: Path
+) -> None:
+    """Capture in a process that does nothing else, and has not to ask the device for its name."""
+    cached_capture(source, workload, device_type, pack_weights, path)
 
 
 def graphs_of_text(text: str) -> Graphs:

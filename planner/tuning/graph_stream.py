@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from pathlib import Path
+from threading import Thread
 from typing import Any, Self, TypeAlias
 
 from fuseplan.planner.capture.cache import cached_capture, capture_path, capture_to_disk
@@ -15,11 +15,14 @@ from fuseplan.planner.errors import CaptureError
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.models.sources import ModelSource
 from fuseplan.planner.models.workload import Workload
-from fuseplan.search.workers.supervisor import die_with_parent
-from fuseplan.search.workers.worker import usable_cores
+from fuseplan.search.workers.worker import WorkerPool, usable_cores
 
-#: Cores for each capturing process: a second one is busy with what it imports.
+#: Cores for each capturing process: this one and those that compile have work, too.
 _CORES_EACH = 2
+#: What capturing imports, once for all processes.
+_IMPORTS = ("fuseplan.planner.capture.cache:warm_up",)
+#: Seconds after which a capture is given up, and done here; and until captures are ended once more.
+_LIMIT_S, _JOIN_S = 600.0, 0.1
 #: Begins to capture a workload of a source elsewhere: its type of device, and whether weights are packed.
 CaptureElsewhere: TypeAlias = Callable[[ModelSource, Workload, str, bool], Future[Graphs]]
 
@@ -27,7 +30,7 @@ CaptureElsewhere: TypeAlias = Callable[[ModelSource, Workload, str, bool], Futur
 class GraphStream:
     """Name and graph of each workload, in order; a model that breaks into several graphs gives numbered names.
 
-    What is not on disk yet is captured from now on, each workload in a process of its own where there are cores for
+    What is not on disk yet is captured from now on, several workloads beside each other where there are cores for
     them. A process that fails leaves its workload to this one, which then says why. A user's own module is captured
     here, when its turn comes. A context manager: leaving it ends the processes.
 
@@ -43,7 +46,7 @@ class GraphStream:
         self._source, self._device_type, self._pack_weights, self._note = source, device_type, pack_weights, note
         self._left = deque(workloads)
         self._jobs: dict[Workload, Future[Any]] = {}
-        self._pool: ProcessPoolExecutor | None = None
+        self._pool: WorkerPool | None = None
         self._here: set[Workload] = set()
         self._is_elsewhere = False
         #: The first workload's label and graphs, where these are there already.
@@ -52,32 +55,41 @@ class GraphStream:
             self._is_elsewhere = True
             self._jobs = {one: elsewhere(source, one, device_type, pack_weights) for one in workloads}
             return
-        missing = [one for one in workloads if not capture_path(source, one, device_type, pack_weights).exists()]
+        paths = {one: capture_path(source, one, device_type, pack_weights) for one in workloads}
+        missing = {one: path for one, path in paths.items() if not path.exists()}
         workers = min(len(missing), usable_cores() // _CORES_EACH)
         self._here = set(missing)
         if source.kind == "module" or workers < 2:
             return
-        others = set(multiprocessing.active_children())
-        # Fresh processes: a fork of one that has touched a GPU cannot use it.
-        self._pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=die_with_parent)
-        # A Ctrl-C reaches the whole process group, and each of them would print a traceback: they inherit this mask.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            self._jobs = {one: self._pool.submit(capture_to_disk, source, one, device_type, pack_weights)
-                          for one in missing}
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        self._processes = set(multiprocessing.active_children()) - others
+        self._pool = WorkerPool(workers, preload=_IMPORTS)
+        self._pool.start()
+        self._jobs = {one: Future() for one in missing}
+        self._thread = Thread(target=self._capture, args=(self._pool, missing), daemon=True)
+        self._thread.start()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._pool is not None:
-            if self._left:
-                for process in self._processes:
-                    process.terminate()
-            self._pool.shutdown(cancel_futures=True)
+        if self._pool is None:
+            return
+        self._left.clear()
+        while self._thread.is_alive():
+            self._pool.close()
+            self._thread.join(_JOIN_S)
+        self._pool.close()
+
+    def _capture(self, pool: WorkerPool, missing: Mapping[Workload, Path]) -> None:
+        """Capture on other processes what is missing; each workload's future ends with that, whatever came of it."""
+        asked = ((self._source, one, self._device_type, self._pack_weights, path)
+                 for one, path in missing.items() if one in self._left)
+        try:
+            for workload, _ in zip(missing, pool.map(capture_to_disk, asked, _LIMIT_S), strict=False):
+                self._jobs[workload].set_result(None)
+        finally:
+            for job in self._jobs.values():
+                if not job.done():
+                    job.set_result(None)
 
     def __iter__(self) -> Iterator[tuple[str, DataflowGraph]]:
         while self.waiting:

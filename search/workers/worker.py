@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -127,7 +127,7 @@ class WorkerPool:
         return partial(self._wait, self._send(MEASURING, function, args, limit_s, spare=True))
 
     def map(
-        self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float
+        self, function: Callable[..., Any], arguments: Iterable[tuple[Any, ...]], limit_s: float
     ) -> Iterator[Outcome]:
         """Run jobs beside each other (compiling). All are sent now; gives outcomes in the order of ``arguments``, each
         as soon as it is there.
@@ -227,6 +227,8 @@ class WorkerPool:
             process.kill()  # it has no workers yet, and would finish its imports first
         self._used = False
         if pipe is not None:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(pipe.fileno())) as end:
+                end.shutdown(socket.SHUT_RDWR)  # closing alone tells nobody while another thread reads
             pipe.close()
         if process is None:
             return

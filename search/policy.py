@@ -97,6 +97,8 @@ RECHECK_LIMIT = 5
 JOB_LIMIT_S = 60.0
 #: The shortest time limit of a job: some signs that it goes on fit in it.
 LEAST_JOB_LIMIT_S = 5.0
+#: After how many seconds a capture in another process is given up, and done here.
+CAPTURE_LIMIT_S = 600.0
 #: How many times longer than on the nominal device a call may take: ATen's matmuls of integers, and of halves on a
 #: processor without instructions for them, take up to this, and the float64 reference some times its op.
 SLOWEST_CALL = 100.0

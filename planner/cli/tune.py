@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 import typer
 from typer import Option
 
 from fuseplan.planner.api.device import device_kind
+from fuseplan.planner.capture.aside import CAPTURERS
 from fuseplan.planner.cli import source as opt
 from fuseplan.planner.cli.output.options import answers, current
 from fuseplan.planner.models.manifest import ModelArguments
@@ -15,7 +17,14 @@ from fuseplan.search import policy
 from fuseplan.search.tune.time_account import TimeAccount, process_age_s
 
 
-@answers("the groups, or with --misses what was tuned, or with --manifest the models")
+def _expect_captures(given: Mapping[str, Any]) -> None:
+    """Have processes import what capturing needs, where this tune captures a model of a config here."""
+    model: ModelArguments = given["given"]
+    if not given["misses"] and given["workers"] is None and model.module is None and model.pattern is None:
+        CAPTURERS.expect()
+
+
+@answers("the groups, or with --misses what was tuned, or with --manifest the models", beside=_expect_captures)
 def tune(
     context: typer.Context,
     given: ModelArguments,

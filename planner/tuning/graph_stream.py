@@ -9,20 +9,18 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, Self, TypeAlias
 
+from fuseplan.planner.capture.aside import CAPTURERS
 from fuseplan.planner.capture.cache import cached_capture, capture_path, capture_to_disk
 from fuseplan.planner.capture.trace import Graphs
 from fuseplan.planner.errors import CaptureError
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.models.sources import ModelSource
 from fuseplan.planner.models.workload import Workload
-from fuseplan.search.workers.worker import WorkerPool, usable_cores
+from fuseplan.search import policy
+from fuseplan.search.workers.worker import WorkerPool
 
-#: Cores for each capturing process: this one and those that compile have work, too.
-_CORES_EACH = 2
-#: What capturing imports, once for all processes.
-_IMPORTS = ("fuseplan.planner.capture.cache:warm_up",)
-#: Seconds after which a capture is given up, and done here; and until captures are ended once more.
-_LIMIT_S, _JOIN_S = 600.0, 0.1
+#: Seconds until captures are ended once more.
+_JOIN_S = 0.1
 #: Begins to capture a workload of a source elsewhere: its type of device, and whether weights are packed.
 CaptureElsewhere: TypeAlias = Callable[[ModelSource, Workload, str, bool], Future[Graphs]]
 
@@ -46,23 +44,20 @@ class GraphStream:
         self._source, self._device_type, self._pack_weights, self._note = source, device_type, pack_weights, note
         self._left = deque(workloads)
         self._jobs: dict[Workload, Future[Any]] = {}
-        self._pool: WorkerPool | None = None
         self._here: set[Workload] = set()
         self._is_elsewhere = False
         #: The first workload's label and graphs, where these are there already.
         self._held: tuple[str, list[tuple[str, DataflowGraph]]] | None = None
         if elsewhere is not None and source.kind != "module":
-            self._is_elsewhere = True
+            self._pool, self._is_elsewhere = None, True
             self._jobs = {one: elsewhere(source, one, device_type, pack_weights) for one in workloads}
             return
         paths = {one: capture_path(source, one, device_type, pack_weights) for one in workloads}
         missing = {one: path for one, path in paths.items() if not path.exists()}
-        workers = min(len(missing), usable_cores() // _CORES_EACH)
         self._here = set(missing)
-        if source.kind == "module" or workers < 2:
+        self._pool = CAPTURERS.take(len(missing) if source.kind != "module" else 0)
+        if self._pool is None:
             return
-        self._pool = WorkerPool(workers, preload=_IMPORTS)
-        self._pool.start()
         self._jobs = {one: Future() for one in missing}
         self._thread = Thread(target=self._capture, args=(self._pool, missing), daemon=True)
         self._thread.start()
@@ -84,7 +79,7 @@ class GraphStream:
         asked = ((self._source, one, self._device_type, self._pack_weights, path)
                  for one, path in missing.items() if one in self._left)
         try:
-            for workload, _ in zip(missing, pool.map(capture_to_disk, asked, _LIMIT_S), strict=False):
+            for workload, _ in zip(missing, pool.map(capture_to_disk, asked, policy.CAPTURE_LIMIT_S), strict=False):
                 self._jobs[workload].set_result(None)
         finally:
             for job in self._jobs.values():

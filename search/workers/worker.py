@@ -22,8 +22,6 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
-
 from fuseplan.search.errors import MachineFailureError
 from fuseplan.search.workers.supervisor import BACKGROUND, CRASHED, MEASURING, OK, STARVED, TIMED_OUT, Request
 
@@ -88,16 +86,22 @@ class WorkerPool:
         preload: What every worker imports (``module``) or calls too (``module:function``), once, before the first fork.
         turn: A file that is locked while a job is measured, so that of the processes that name the same file one
             measures at a time; None for none.
+        threads: PyTorch's threads in the measuring worker: as many as here by default.
     """
 
     def __init__(
-        self, compilers: int | None = None, bind: bool = False, preload: Sequence[str] = (), turn: str | None = None
+        self, compilers: int | None = None, bind: bool = False, preload: Sequence[str] = (), turn: str | None = None,
+        threads: int | None = None,
     ) -> None:
+        if threads is None:
+            import torch
+
+            threads = torch.get_num_threads()
         self._preload = list(preload)
         self._turn = turn
         self.compilers = max(1, compilers if compilers is not None else usable_cores())
         self._bind = bind
-        self._threads = torch.get_num_threads()
+        self._threads = threads
         self._jobs = 0
         self._promised: dict[int, _Promise] = {}
         #: The last job that each compile lane was sent.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextvars import ContextVar
 from functools import wraps
 from importlib import import_module
@@ -64,7 +64,7 @@ def _answer_options(main: str, page: bool, out: bool, tables: bool) -> Options:
 
 def answers(
     main: str = "", page: bool = False, out: bool = True, tables: bool = True, torch: bool = True,
-    without: Collection[str] = (),
+    without: Collection[str] = (), beside: Callable[[Mapping[str, Any]], None] = lambda given: None,
 ) -> Callable[[C], C]:
     """A command gets the options ``--format``, ``--out`` and ``--quiet``, and a screen of its own while it runs.
 
@@ -77,6 +77,7 @@ def answers(
         tables: It takes ``--format``.
         torch: It needs PyTorch, which is imported first, so that the user reads why nothing happens yet.
         without: Options of a model that ``given`` does not take.
+        beside: What is begun while PyTorch is imported; called with the command's arguments.
     """
     options = _answer_options(main, page, out, tables)
     model = {name: (kind, getattr(ModelArguments, name)) for name, kind in MODEL.items() if name not in without}
@@ -100,6 +101,7 @@ def answers(
                 given["tls"] = tuple(given.pop(name) for name in tls)
             try:
                 if torch and "torch" not in sys.modules:
+                    beside(given)
                     with screen.status(STARTING):
                         # Where torch is the one to load numpy, a Ctrl-C meanwhile is lost and leaves half of it.
                         import_module("numpy")

@@ -29,11 +29,11 @@ from fuseplan.planner.api.answer import first_screen
 from fuseplan.planner.api.request import TuneRequest, asked_for
 from fuseplan.planner.api.run import run_here
 from fuseplan.planner.api.tune import OneModel
+from fuseplan.planner.capture import aside
 from fuseplan.planner.cli import main
 from fuseplan.planner.errors import ConfigError, FuseplanError
 from fuseplan.planner.graph.dataflow import Region
 from fuseplan.planner.models.manifest import ModelArguments
-from fuseplan.planner.tuning import graph_stream
 from fuseplan.planner.tuning.progress import SILENT
 from fuseplan.search import policy
 from fuseplan.search.errors import DatabaseError
@@ -175,7 +175,7 @@ def test_on_a_cpu_the_first_step_is_timed_before_the_second_workload_is_captured
     """At the end steps are timed again whose times are older than a limit."""
     monkeypatch.setattr(policy, "STEP_AGAIN_S", again_s)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(graph_stream, "usable_cores", lambda: 1)
+    monkeypatch.setattr(aside, "usable_cores", lambda: 1)
     told = Listener()
     sizes: dict[str, Any] = {"decode": 2, "kv_len": 16, "prefill": [(2, 4)], "layers": 1, "calls": False}
     fuseplan.planner.tune(write_config(tmp_path, "llama"), **sizes, db=db, progress=told, **QUICK)

@@ -15,6 +15,7 @@ from model_samples import write_config
 from worker_jobs import wait_for
 
 from fuseplan.planner.api.request import Asked
+from fuseplan.planner.capture import aside
 from fuseplan.planner.capture.cache import cached_capture, capture_path
 from fuseplan.planner.capture.trace import Graphs
 from fuseplan.planner.cli.output.options import current
@@ -45,10 +46,10 @@ def test_captures_beside_each_other_are_the_captures(tmp_path: Path, monkeypatch
     impossible = Workload("forward")
     folders = [tmp_path / name / "fuseplan" / "captures" for name in ("beside", "alone")]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "beside"))
-    monkeypatch.setattr(graph_stream, "usable_cores", lambda: 1)
+    monkeypatch.setattr(aside, "usable_cores", lambda: 1)
     with GraphStream(source, [DECODE], "cpu") as stream:
         assert stream.ready() == [] and not folders[0].exists()  # one core: it waits until somebody asks
-    monkeypatch.setattr(graph_stream, "usable_cores", lambda: 4)
+    monkeypatch.setattr(aside, "usable_cores", lambda: 4)
     here = graph_stream.cached_capture
     monkeypatch.setattr(graph_stream, "cached_capture", lambda source, one, *rest: (
         here(source, one, *rest) if one == impossible or capture_path(source, one, "cpu").exists() else pytest.fail(
@@ -71,13 +72,33 @@ def test_captures_beside_each_other_are_the_captures(tmp_path: Path, monkeypatch
 
 def test_leaving_a_stream_early_ends_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(graph_stream, "usable_cores", lambda: 4)
+    monkeypatch.setattr(aside, "usable_cores", lambda: 4)
     source = find_source(config=write_config(tmp_path, "llama"), layers=1)
     before = children()
     with pytest.raises(KeyboardInterrupt), GraphStream(source, [DECODE, PREFILL], "cpu"):
         assert children() > before
         raise KeyboardInterrupt
     assert children() <= before
+
+
+def test_processes_that_were_expected_capture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cores = 4
+    monkeypatch.setattr(aside, "usable_cores", lambda: cores)
+    before, capturers = children(), aside.Capturers()
+    capturers.expect()
+    expected = children() - before
+    assert len(expected) == 1
+    pool = capturers.take(2)
+    assert pool is not None and children() - before == expected
+    pool.close()
+    capturers.expect()
+    assert capturers.take(1) is None and children() == before  # one is captured here
+    (tmp_path / "fuseplan" / "captures").mkdir(parents=True)
+    capturers.expect()
+    assert children() == before  # this model's may be kept
+    cores = 3
+    assert capturers.take(9) is None and children() == before
 
 
 def test_what_is_not_there_yet_holds_back_what_comes_after_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -96,8 +117,8 @@ def test_what_is_not_there_yet_holds_back_what_comes_after_it(monkeypatch: pytes
         def close(self) -> None: ...
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(graph_stream, "usable_cores", lambda: 4)
-    monkeypatch.setattr(graph_stream, "WorkerPool", Pool)
+    monkeypatch.setattr(aside, "usable_cores", lambda: 4)
+    monkeypatch.setattr(aside, "WorkerPool", Pool)
     monkeypatch.setattr(graph_stream, "cached_capture", lambda source, one, *rest: (EMPTY,))
     with GraphStream(find_source(), [DECODE, PREFILL], "cpu") as stream:
         assert stream.ready() == [] and stream.waiting == DECODE.label
@@ -117,7 +138,7 @@ def test_the_first_workload_can_be_captured_before_it_is_asked_for(
         return (EMPTY,)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(graph_stream, "usable_cores", lambda: 1)
+    monkeypatch.setattr(aside, "usable_cores", lambda: 1)
     monkeypatch.setattr(graph_stream, "cached_capture", capture)
     for take in (GraphStream.take, GraphStream.ready):
         captured.clear()
@@ -141,7 +162,7 @@ def test_a_call_that_was_not_asked_for_is_left_out_where_the_model_does_not_take
         return (EMPTY,) * workload.batch
 
     monkeypatch.setattr(graph_stream, "cached_capture", cached)
-    monkeypatch.setattr(graph_stream, "usable_cores", lambda: 1)
+    monkeypatch.setattr(aside, "usable_cores", lambda: 1)
     asked = (prefill(1, 8), replace(prefill(1, 8), given="masked"), generate(1, 8), prefill(2, 8))
     assert [name for name, _ in Asked("llama", "cpu", find_source(), asked).graphs(current())] == [
         "prefill 1x8", "prefill 2x8 part 1", "prefill 2x8 part 2"

@@ -123,7 +123,8 @@ def shape(line: str) -> str:
     >>> shape("decode 1 @ 256  linear 1x1x8192 bfloat16  32  28,891.42")
     'W  G  #  #'
     """
-    line = re.sub(r"; (?:within the noise of|excludes|memory was read at) [^;…]*", "", line.strip())  # said where it is so
+    # Said where it is so.
+    line = re.sub(r"; (?:within the noise of|excludes|memory was read at) [^;…]*", "", line.strip())
     line = re.sub(r" \(the step is [^)…]*\)", "", line)
     line = re.sub(r"; torch\.compile [\d.]+ (?:us|ms|s)(?=\))", "", line)  # and this where it was asked
     line = line.replace(" unsteady: ", " ")

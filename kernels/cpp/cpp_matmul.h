@@ -32,6 +32,10 @@ static const i64 AHEAD = STRIDE * R;  // while some rows are read, the next ones
 static const i64 FITS = 32768 / (M * sizeof(X)) / (S * CHAINS) * (S * CHAINS), CHUNK = FITS < PADDED ? FITS : PADDED;
 enum { TILE = CHUNK < PADDED ? 8 * R : R };
 
+template <class A, class B> struct same { enum { value = 0 }; };
+template <class A> struct same<A, A> { enum { value = 1 }; };
+enum { AS_GIVEN = same<X, FP_TYPE>::value && PADDED == K };  // x needs no copy
+
 FP_INLINE float sum_of(vf v) { return fold(v, [](auto a, auto b) { return a + b; }); }
 
 // Columns `from` to `to` of C rows of weights times G rows of x, added to sums that lie M apart.
@@ -80,17 +84,18 @@ static void FP_NAME(void* const* buffers, const i64*, const Launch*, i64 begin, 
   const FP_TYPE *x = (const FP_TYPE*)buffers[0], *w = (const FP_TYPE*)buffers[1];
   const FP_TYPE* bias = FP_BIAS ? (const FP_TYPE*)buffers[2] : nullptr;
   FP_TYPE* out = (FP_TYPE*)buffers[2 + FP_BIAS];
-  Scratch<X> wide(M * PADDED);
-  for (int row = 0; row < M; ++row)
-    for (i64 k = 0; k < PADDED; ++k) wide.data[row * PADDED + k] = k < K ? operand(x + row * K + k) : X{};
+  Scratch<X> copy(AS_GIVEN ? 0 : M * PADDED);
+  for (int row = 0; row < M && !AS_GIVEN; ++row)
+    for (i64 k = 0; k < PADDED; ++k) copy.data[row * PADDED + k] = k < K ? operand(x + row * K + k) : X{};
+  const X* wide = AS_GIVEN ? (const X*)buffers[0] : copy.data;
   for (i64 tile = begin; tile < end; ++tile) {
     const i64 n = tile * TILE, count = least(TILE, N - n);
     vf sums[TILE * M] = {};
     for (i64 from = 0; from < PADDED; from += CHUNK) {
       const i64 to = least(from + CHUNK, PADDED);
       i64 c = 0;
-      for (; c + R <= count; c += R) rows<R>(w + (n + c) * STRIDE, wide.data, from, to, sums + c * M);
-      for (; c < count; ++c) rows<1>(w + (n + c) * STRIDE, wide.data, from, to, sums + c * M);
+      for (; c + R <= count; c += R) rows<R>(w + (n + c) * STRIDE, wide, from, to, sums + c * M);
+      for (; c < count; ++c) rows<1>(w + (n + c) * STRIDE, wide, from, to, sums + c * M);
     }
     for (int row = 0; row < M; ++row)
       for (i64 c = 0; c < count; ++c)

@@ -18,6 +18,7 @@ from fuseplan.planner.groups.regions import find_regions, region_parts, split_co
 from fuseplan.planner.implementations.choices import Choice
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementation import Implementation
+from fuseplan.planner.libraries.few_rows import FEW_ROWS
 from fuseplan.planner.libraries.matmul_calls import PADDED, alignment
 from fuseplan.search import policy
 from fuseplan.search.store.record import TuningRecord
@@ -50,17 +51,22 @@ class ModelPrices:
         way = choice.implementation
         if way.refuse(self.table, choice.group) is not None:
             return math.inf
+        factor = self._slower_factor(choice.group) if choice.is_plain else 1.0
         if self.spec is None:
-            return 1.0
+            return factor
         name = way.calibration(self.table, choice.group)
-        alone_s = predict(way.work(self.table, choice.group), self.spec, way.mode, backend=name) * 1e-6
-        return alone_s * self._unaligned_factor(choice.group) if choice.is_plain else alone_s
+        return factor * predict(way.work(self.table, choice.group), self.spec, way.mode, backend=name) * 1e-6
 
-    def _unaligned_factor(self, group: Candidate) -> float:
-        """How many times longer ATen's call of a matmul takes than a padded one, which keeps tensor cores busy."""
-        if not self.table.is_anchor(group) or PADDED.refuse(op := self.table.op_group(group)) is not None:
+    def _slower_factor(self, group: Candidate) -> float:
+        """How many times longer ATen's call of a matmul takes than it should: on a GPU where a padded one keeps tensor
+        cores busy, on a CPU where it has few rows.
+        """
+        if not self.table.is_anchor(group):
             return 1.0
-        return policy.UNALIGNED_FACTORS[alignment(op)]
+        op = self.table.op_group(group)
+        if FEW_ROWS.surpasses(op):
+            return policy.FEW_ROWS_FACTOR
+        return policy.UNALIGNED_FACTORS[alignment(op)] if PADDED.refuse(op) is None else 1.0
 
     def delay_us(self, choice: Choice) -> float:
         """How much longer a choice takes in its region than by itself; 0 on CPUs, and for library calls."""

@@ -57,6 +57,10 @@ class Implementation(ABC):
     def refuse(self, table: GroupTable, group: Candidate) -> str | None:
         """Why it cannot run the group here; None when it can."""
 
+    def surpasses(self, table: GroupTable, group: Candidate) -> bool:
+        """Whether it is known to be faster than ATen's op, of a group for which nothing was measured."""
+        return False
+
     @abstractmethod
     def work(self, table: GroupTable, group: Candidate) -> Work:
         """What one call moves and computes."""

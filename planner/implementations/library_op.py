@@ -46,6 +46,9 @@ class LibraryOp(Implementation):
             return "sizes are dynamic"
         return self.call.refuse(table.op_group(group))
 
+    def surpasses(self, table: GroupTable, group: Candidate) -> bool:
+        return self.refuse(table, group) is None and self.call.surpasses(table.op_group(group))
+
     def work(self, table: GroupTable, group: Candidate) -> Work:
         op = table.op_group(group)
         cold = [value for value, hot in zip(op.inputs, hot_inputs(table.graph, op.inputs), strict=True) if not hot]

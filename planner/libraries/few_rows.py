@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from fuseplan.costmodel.devices import is_cpu
 from fuseplan.kernels.cpp.matmul import MAX_ROWS, FewRows
 from fuseplan.kernels.ir.backend import BuildError
@@ -15,12 +17,28 @@ from fuseplan.planner.graph.dataflow import TensorSpec
 from fuseplan.planner.libraries.library_call import Call, LibraryCall, OpGroup
 from fuseplan.planner.libraries.matmul_calls import LINEAR, Matmul, is_contiguous, read_matmul
 
+#: Rows of activations, and bytes of weights, of a matmul that is known to gain.
+_SURELY_FEW, _LARGE_BYTES = 4, 2**20
+
 
 @dataclass(frozen=True)
 class FewRowsMatmul(LibraryCall):
     """Each row of the weights read once."""
 
     name: str = "matmul.rows"
+    by_rule: bool = True
+
+    def surpasses(self, group: OpGroup) -> bool:
+        """As it was for up to four rows, and weights of which a cache holds few, on processors with AVX-512
+        (results/amd-epyc-family-26-model-2/few-rows.md).
+        """
+        if not is_cpu(group.device_type) or torch.backends.cpu.get_cpu_capability() != "AVX512":
+            return False
+        if self.refuse(group) is not None:
+            return False
+        found = read_matmul(group)
+        return (found.left.dtype in ("bfloat16", "float32") and math.prod(found.left.shape[:-1]) <= _SURELY_FEW
+                and found.right.nbytes() >= _LARGE_BYTES)
 
     def plan(self, group: OpGroup) -> Callable[[], Call]:
         found = read_matmul(group)
@@ -56,3 +74,6 @@ def _rows_of_weights(found: Matmul) -> tuple[int, int, int] | None:
     (first, second), (outer, step) = spec.shape, spec.strides
     cols, inner, stride, step = (first, second, outer, step) if found.op == LINEAR else (second, first, step, outer)
     return (cols, inner, stride) if step == 1 and stride >= inner else None
+
+
+FEW_ROWS = FewRowsMatmul()

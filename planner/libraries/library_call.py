@@ -66,6 +66,10 @@ class LibraryCall(ABC):
             return str(error)
         return None
 
+    def surpasses(self, group: OpGroup) -> bool:
+        """Whether it is known to be faster than ATen's op, of a group for which nothing was measured."""
+        return self.by_rule and self.refuse(group) is None
+
     def overhead(self, group: OpGroup) -> Work:
         """What it copies (``l2_bytes``: what it has just read or written) and launches besides the op itself, of a
         group that it can run.

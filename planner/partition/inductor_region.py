@@ -107,18 +107,24 @@ def predicted_by_inductor(
     return writer.whole(record, whole, gain, prices, 0.0, reason)
 
 
-def decided_whole(table: GroupTable, regions: Iterable[Region], ways: Implementations) -> list[Region]:
-    """Those of which the cost model decides more than the islands: with foreign ops, matmuls to be padded, or weights
-    to be unpacked.
+def decided_whole(
+    table: GroupTable, regions: Iterable[Region], ways: Implementations, is_probed: bool = True
+) -> list[Region]:
+    """Those of which the cost model decides more than the islands: with matmuls that a library's call is known to be
+    faster at and, on a device that is probed, with foreign ops or weights to be unpacked.
     """
 
     def counts(one: Candidate) -> bool:
         kind = _kind(table, one)
-        refusals = (library.refuse(table, one) for library in ways.libraries if kind == "anchor")
-        return kind == "foreign" or any(reason is None for reason in refusals)
+        if kind == "anchor":
+            return any(library.surpasses(table, one) for library in ways.libraries)
+        return kind == "foreign" and is_probed
 
     listed = list(regions)
     distinct = unique_regions(listed).items()
-    chosen = {key for key, (first, *_) in distinct
-              if unpacks_weights(table.graph, first) or any(map(counts, single_candidates(table.graph, first)))}
+    chosen = {
+        key for key, (first, *_) in distinct
+        if (is_probed and unpacks_weights(table.graph, first))
+        or any(map(counts, single_candidates(table.graph, first)))
+    }
     return [region for region in listed if region.key in chosen]

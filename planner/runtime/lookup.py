@@ -226,11 +226,12 @@ class _Passes:
         """Look-ups of parts, with a region in the place of its own where none of them was found and the cost model
         decides more of it than its islands. That is for static sizes.
         """
-        if self.graph.symbols or self.on_miss != "model" or self.session.spec is None:
+        is_probed = self.session.spec is not None
+        if self.graph.symbols or self.on_miss != "model" or (self.session.target.is_gpu and not is_probed):
             return list(of_parts)
         found = {one.region for one in of_parts if one.status != "missed"}
         table = GroupTable(self.static, self.planner.settings.numerics, self.planner.target.device_type)
-        wanted = decided_whole(table, apart, self.planner.unmeasured)
+        wanted = decided_whole(table, apart, self.planner.unmeasured, is_probed)
         whole = {region: set(region_parts(self.static, region)) for region in wanted}
         whole = {region: parts for region, parts in whole.items() if found.isdisjoint(parts)}
         gone = {part for parts in whole.values() for part in parts}

@@ -86,11 +86,11 @@ def _beside(one: Step, unit: str) -> str:
 
 
 def _memory(one: Step) -> str:
-    """How fast memory was read in the rounds, where that varied, and the times with it; "" elsewhere."""
+    """How fast memory was read between the rounds, which all times follow; "" where that was not measured."""
     if one.times is None or one.times.read_low is None or one.times.read_high is None:
         return ""
-    low, high = one.times.read_low, one.times.read_high
-    return f"; memory was read at {low:.0f} to {high:.0f} GB/s" if high > (1 + policy.STEADY_SPREAD) ** 2 * low else ""
+    low, high = f"{one.times.read_low:.0f}", f"{one.times.read_high:.0f}"
+    return f"; memory was read at {low if low == high else f'{low} to {high}'} GB/s"
 
 
 def _doubt(one: Step) -> str:

@@ -17,6 +17,7 @@ from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.models.sources import ModelSource
 from fuseplan.planner.models.workload import Workload
 from fuseplan.search import policy
+from fuseplan.search.errors import OWN_FAULTS
 from fuseplan.search.workers.worker import WorkerPool
 
 #: Seconds until captures are ended once more.
@@ -81,6 +82,9 @@ class GraphStream:
         try:
             for workload, _ in zip(missing, pool.map(capture_to_disk, asked, policy.CAPTURE_LIMIT_S), strict=False):
                 self._jobs[workload].set_result(None)
+        except Exception as error:  # they were ended while this thread waited
+            if self._left:
+                OWN_FAULTS.tolerate(error)
         finally:
             for job in self._jobs.values():
                 if not job.done():

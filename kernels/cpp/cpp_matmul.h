@@ -3,7 +3,7 @@
 //
 // FP_ROWS: rows of x. FP_COLS, FP_INNER, FP_STRIDE: rows of weights, their length, and how far apart they begin.
 // FP_BIAS (0, 1). FP_BF16 (0, 1): FP_TYPE is bf16.
-#if FP_BF16 && FP_AVX512 && defined(__AVX512BF16__)  // bf16 as it is stored: one instruction adds two products
+#if FP_BF16 && FP_AVX512 && defined(__AVX512BF16__)  // two products an instruction; subnormal numbers count as 0
 typedef bf16 X;
 typedef int vx __attribute__((vector_size(64)));
 enum { S = 32, SUMS = 24, MOST = 4 };  // elements of a step; sums that fit the registers; rows of weights side by side

@@ -60,7 +60,7 @@ class CompileStats:
     bucketed: int = 0
     lookup_s: float = 0.0
     whole_by_inductor: int = _told("graphs as a whole by TorchInductor's code, which was measured to be faster")
-    library_calls: int = _told("ops by a library's call that was faster than ATen's default")
+    library_calls: int = _told("ops by a library's call that is faster than ATen's default")
     quarantined: int = _told("stored plans are unsound and not used; `plan tune` replaces them")
     in_place: int = _told("outputs reusing input buffers")
     grouped_queries: int = _told("attention calls without a copy of keys for every query head")

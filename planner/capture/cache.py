@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import importlib
 import json
 import os
 from collections.abc import Sequence
@@ -27,16 +28,20 @@ from fuseplan.planner.models.sources import ModelSource
 from fuseplan.planner.models.workload import Workload
 from fuseplan.search.timing.contest import no_collection
 
+#: What a first capture imports, for seconds.
+_IMPORTED = (
+    "torch._dynamo", "torch._inductor.config", "transformers.generation", "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+)
 #: Folders whose sources decide what a captured graph looks like.
 _CODE = (Path(__file__).parent.parent, Path(fuseplan.kernels.__path__[0]))
 
 
 def warm_up() -> None:
     """Import what capturing a model of a config needs, as far as it is there, for processes that are forked later."""
-    with suppress(ImportError):
-        import transformers.generation
-        import transformers.modeling_utils
-        import transformers.models.auto.modeling_auto  # noqa: F401
+    for name in _IMPORTED:
+        with suppress(ImportError):
+            importlib.import_module(name)
 
 
 def cached_capture(

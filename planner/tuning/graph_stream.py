@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, Self, TypeAlias
 
 from fuseplan.planner.capture.aside import CAPTURERS
@@ -29,7 +29,7 @@ CaptureElsewhere: TypeAlias = Callable[[ModelSource, Workload, str, bool], Futur
 class GraphStream:
     """Name and graph of each workload, in order; a model that breaks into several graphs gives numbered names.
 
-    What is not on disk yet is captured from now on, several workloads beside each other where there are cores for
+    Captures begin now, of all workloads that are not on disk, several beside each other where there are cores for
     them. A process that fails leaves its workload to this one, which then says why. A user's own module is captured
     here, when its turn comes. A context manager: leaving it ends the processes.
 
@@ -60,6 +60,7 @@ class GraphStream:
         if self._pool is None:
             return
         self._jobs = {one: Future() for one in missing}
+        self._ended = Event()
         self._thread = Thread(target=self._capture, args=(self._pool, missing), daemon=True)
         self._thread.start()
 
@@ -69,7 +70,7 @@ class GraphStream:
     def __exit__(self, *exc: object) -> None:
         if self._pool is None:
             return
-        self._left.clear()
+        self._ended.set()
         while self._thread.is_alive():
             self._pool.close()
             self._thread.join(_JOIN_S)
@@ -78,12 +79,12 @@ class GraphStream:
     def _capture(self, pool: WorkerPool, missing: Mapping[Workload, Path]) -> None:
         """Capture on other processes what is missing; each workload's future ends with that, whatever came of it."""
         asked = ((self._source, one, self._device_type, self._pack_weights, path)
-                 for one, path in missing.items() if one in self._left)
+                 for one, path in missing.items() if not self._ended.is_set())
         try:
             for workload, _ in zip(missing, pool.map(capture_to_disk, asked, policy.CAPTURE_LIMIT_S), strict=False):
                 self._jobs[workload].set_result(None)
         except Exception as error:  # they were ended while this thread waited
-            if self._left:
+            if not self._ended.is_set():
                 OWN_FAULTS.tolerate(error)
         finally:
             for job in self._jobs.values():

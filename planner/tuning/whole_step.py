@@ -8,6 +8,7 @@ on neither side.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -150,9 +151,10 @@ def measure_again(session: Session, graph: DataflowGraph, plan: GraphPlan, tuner
     """Add more rounds to a step's times, where they can be run. A machine's speed changes from minute to minute: two
     virtual processors may share a path to memory for a while, and then not.
 
-    TorchInductor's code is not run again: how it compares with the plan stays.
+    TorchInductor's code is run again, too: its time over the plan's is the geometric mean of both. Which of them
+    dispatch runs stays as it was.
     """
-    table, _, (parts, sides, kept) = _asked(session, graph, plan)
+    table, ways, (parts, sides, kept) = _asked(session, graph, plan)
     outcome = tuner.time_sides(parts, sides, kept)
     if not outcome.ok:
         return
@@ -160,8 +162,11 @@ def measure_again(session: Session, graph: DataflowGraph, plan: GraphPlan, tuner
     samples = {side: (*first.samples.get(side, ()), *own) for side, own in contest.samples.items()}
     found = _times(session, table, replace(contest, samples=samples, noise=max(contest.noise, first.noise)))
     if first.inductor_us is not None:
-        found = replace(found, inductor_us=first.inductor_us * found.planned_us / first.planned_us,
-                        by_inductor=first.by_inductor, alone=first.alone, inductor_mode=first.inductor_mode)
+        ratio = first.inductor_us / first.planned_us
+        again = compare_step(table, [(one.region, one.record) for one in plan.regions], ways, tuner).ratio
+        ratio = ratio if again is None else math.sqrt(ratio * again)
+        found = replace(found, inductor_us=found.planned_us * ratio, by_inductor=first.by_inductor, alone=first.alone,
+                        inductor_mode=first.inductor_mode)
     session.database.put_capture(f"{_PREFIX}/{step_key(counted(plan))}", asdict(found))
 
 
@@ -206,7 +211,7 @@ def _measured(
 def _asked(
     session: Session, graph: DataflowGraph, plan: GraphPlan
 ) -> tuple[GroupTable, Implementations, tuple[dict[str, Part], dict[str, list[str]], list[str]]]:
-    """What a step is made of, and what is timed of it."""
+    """The table of a step's groups, the ways to run them, and the two sides that are timed (:func:`_sides`)."""
     settings = session.settings
     table = GroupTable(graph, settings.numerics, session.target.device_type)
     ways = implementations_for(settings.regime, session.backends, session.target, settings.inductor)
@@ -214,7 +219,7 @@ def _asked(
 
 
 def _times(session: Session, table: GroupTable, contest: Contest) -> StepTimes:
-    """What a run of both sides says."""
+    """The times of a step, of a run of both sides."""
     assert session.spec is not None
     floor = floor_us(table, session.spec, "graph" if session.settings.regime == "graph" else "eager")
     unfused, planned = (contest.time(side).median_us for side in (_UNFUSED, _PLANNED))

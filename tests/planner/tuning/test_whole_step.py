@@ -193,11 +193,11 @@ def test_rounds_of_another_time_are_added(session: Session) -> None:
     fails = Bench(TIMES, fails=Outcome(failure="no memory"))
     measure_again(session, graph, plan, fails, first)
     assert stored_steps(session.database) == {step_key(counted(plan)): first} and fails.asked == 1
-    measure_again(session, graph, plan, Bench({"unfused": 300.0, "planned": 30.0}), first)
+    measure_again(session, graph, plan, Bench({"unfused": 300.0, "planned": 30.0, "inductor": 81.0}), first)
     (found,) = stored_steps(session.database).values()
     assert (found.unfused_us, found.planned_us, found.rounds) == (250.0, 40.0, 6)
     assert (found.gain_low, found.gain_high) == (4.0, 10.0)
-    assert found.inductor_us == pytest.approx(48.0) and found.floor_us == first.floor_us
+    assert found.inductor_us == pytest.approx(40 * (60 / 50 * 81 / 30) ** 0.5) and found.floor_us == first.floor_us
 
 
 def test_the_speed_of_memory_stands_beside_the_rounds(session: Session) -> None:

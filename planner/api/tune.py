@@ -236,8 +236,8 @@ class OneModel:
 
     def batches(self, session: Session, progress: Progress, account: TimeAccount) -> Sequence[Batch]:
         asked, source = self.asked, self.asked.source
-        if session.spec is None and source is not None and source.kind != "module":
-            hf_config(source)  # a faulty one is told before the device is probed
+        if session.spec is None and source is not None and (source.kind == "config" or source.layers is not None):
+            hf_config(source)  # a faulty one is told before the device is probed; a preset has no faults
         return [Batch(
             self._graphs, asked.settings, lambda name: (asked.label, name), asked.is_asked_for, asked.is_derived)]
 

@@ -24,6 +24,7 @@ from fuseplan.costmodel.devices import is_gpu, traced_on
 from fuseplan.planner.capture.repeated_layers import traced_source, with_layers
 from fuseplan.planner.capture.trace import Graphs, capture
 from fuseplan.planner.graph.serialize import graph_from_json, graph_to_json
+from fuseplan.planner.groups.regions import regions_to_json, set_regions
 from fuseplan.planner.models.sources import ModelSource
 from fuseplan.planner.models.workload import Workload
 from fuseplan.search.timing.contest import no_collection
@@ -78,7 +79,8 @@ def capture_to_disk(
     source: ModelSource, workload: Workload, device_type: str, pack_weights: bool, path: Path
 ) -> None:
     """Capture in a process that does nothing else, and has not to ask the device for its name."""
-    cached_capture(source, workload, device_type, pack_weights, path)
+    with no_collection():  # it would copy every page that is shared with the process this one is forked from
+        cached_capture(source, workload, device_type, pack_weights, path)
 
 
 def graphs_of_text(text: str) -> Graphs:
@@ -86,7 +88,11 @@ def graphs_of_text(text: str) -> Graphs:
     # A file holds a hundred thousand lists, none of them garbage: the collector would look through them for longer
     # than it takes to read them.
     with no_collection():
-        return tuple(map(graph_from_json, json.loads(text)["graphs"]))
+        data = json.loads(text)
+        graphs = tuple(map(graph_from_json, data["graphs"]))
+        for graph, found in zip(graphs, data.get("regions", ()), strict=False):
+            set_regions(graph, found)
+        return graphs
 
 
 def capture_path(source: ModelSource, workload: Workload, device_type: str, pack_weights: bool = False) -> Path:
@@ -127,7 +133,8 @@ def _read(path: Path) -> Graphs | None:
 def _write(path: Path, graphs: Graphs) -> None:
     """Write beside the target and rename: a reader never sees half a file."""
     with suppress(OSError, ValueError):
-        text = json.dumps({"graphs": list(map(graph_to_json, graphs))})
+        text = json.dumps({
+            "graphs": list(map(graph_to_json, graphs)), "regions": list(map(regions_to_json, graphs))})
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(f".{os.getpid()}.tmp")
         draft.write_text(text, encoding="utf-8")

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise, product
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import networkx as nx
@@ -123,6 +124,18 @@ def _found(graph: DataflowGraph) -> _Found:
         found = sorted(_search(graph, flow), key=lambda item: min(flow.position[name] for name in item[0].ops))
         _FOUND[flow] = _Found(tuple(region for region, _ in found), dict(found))
     return _FOUND[flow]
+
+
+def regions_to_json(graph: DataflowGraph) -> list[Any]:
+    """What :func:`find_regions` found of a static graph, as data that JSON has."""
+    return [[region.ops, region.inputs, region.outputs, region.key, members]
+            for region, members in _found(graph).members.items()]
+
+
+def set_regions(graph: DataflowGraph, data: Iterable[Any]) -> None:
+    """Have :func:`find_regions` give what :func:`regions_to_json` wrote of an equal graph."""
+    members = {Region(tuple(ops), tuple(read), tuple(made), key): parts for ops, read, made, key, parts in data}
+    _FOUND[compute_graph_of(graph)] = _Found(tuple(members), members)
 
 
 def _search(graph: DataflowGraph, flow: ComputeGraph) -> Iterator[tuple[Region, list[list[int]]]]:

@@ -24,8 +24,8 @@ from fuseplan.planner.capture.normalise import Traced
 from fuseplan.planner.capture.trace import capture, record, trace_predispatch
 from fuseplan.planner.errors import CaptureError, ConfigError
 from fuseplan.planner.graph.dataflow import bind_graph
-from fuseplan.planner.graph.serialize import graph_to_json
-from fuseplan.planner.groups.regions import find_regions
+from fuseplan.planner.graph.serialize import graph_from_json, graph_to_json
+from fuseplan.planner.groups.regions import find_regions, region_parts, split_common
 from fuseplan.planner.models.build import build_model, cache_name
 from fuseplan.planner.models.sources import ModelSource, find_source, generates
 from fuseplan.planner.models.workload import Workload, decode, generate, prefill
@@ -299,7 +299,19 @@ def test_a_capture_comes_back_from_disk(tmp_path: Path, captures: Path, monkeypa
     assert [dict(node.attrs) for node in kept[0]] == [dict(node.attrs) for node in fresh[0]]
 
 
-@pytest.mark.parametrize("damage", ["", "{", '{"graphs": [{"nodes": [1]}]}', '{"graphs": 3}', "[]"])
+def test_a_capture_comes_back_with_its_regions(tmp_path: Path, captures: Path) -> None:
+    source = find_source(config=write_config(tmp_path, "llama"), layers=2)
+    cached_capture(source, PREFILL, "cpu")
+    kept, = cached_capture(source, PREFILL, "cpu")
+    alike = graph_from_json(graph_to_json(kept))  # nothing is known of its regions
+    assert find_regions(kept) == find_regions(alike)
+    for region in find_regions(kept):
+        assert region_parts(kept, region) == region_parts(alike, region)
+        assert split_common(kept, region) == split_common(alike, region)
+
+
+@pytest.mark.parametrize("damage", [
+    "", "{", '{"graphs": [{"nodes": [1]}]}', '{"graphs": [], "regions": 3}', '{"graphs": 3}', "[]"])
 def test_a_damaged_file_is_captured_again(
     tmp_path: Path, damage: str, captures: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,8 +6,8 @@ import platformdirs
 
 from fuseplan.search.workers.worker import WorkerPool, usable_cores
 
-#: Cores for each of them: this process and those that compile have work, too.
-_CORES_EACH = 2
+#: Cores that are left to this process and to what measures.
+_SPARED = 2
 #: What capturing imports, once for all of them.
 _IMPORTS = ("fuseplan.planner.capture.cache:warm_up",)
 
@@ -35,7 +35,7 @@ class Capturers:
 
 
 def _places() -> int:
-    return usable_cores() // _CORES_EACH
+    return usable_cores() - _SPARED
 
 
 def _made() -> WorkerPool:

@@ -78,11 +78,14 @@ class GraphStream:
 
     def _capture(self, pool: WorkerPool, missing: Mapping[Workload, Path]) -> None:
         """Capture on other processes what is missing; each workload's future ends with that, whatever came of it."""
-        asked = ((self._source, one, self._device_type, self._pack_weights, path)
-                 for one, path in missing.items() if not self._ended.is_set())
+        # The first is waited for, and generate() takes longest: it traces several calls.
+        first, *others = missing
+        order = [first, *sorted(others, key=lambda one: one.regime != "generate")]
+        asked = ((self._source, one, self._device_type, self._pack_weights, missing[one])
+                 for one in order if not self._ended.is_set())
         try:
-            for workload, _ in zip(missing, pool.map(capture_to_disk, asked, policy.CAPTURE_LIMIT_S), strict=False):
-                self._jobs[workload].set_result(None)
+            for number, _ in pool.as_completed(capture_to_disk, asked, policy.CAPTURE_LIMIT_S):
+                self._jobs[order[number]].set_result(None)
         except Exception as error:  # they were ended while this thread waited
             if not self._ended.is_set():
                 OWN_FAULTS.tolerate(error)

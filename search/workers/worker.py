@@ -145,6 +145,28 @@ class WorkerPool:
                 sent.append(promise)
         return map(self._wait, sent)
 
+    def as_completed(
+        self, function: Callable[..., Any], arguments: Iterable[tuple[Any, ...]], limit_s: float
+    ) -> Iterator[tuple[int, Outcome]]:
+        """The same, for who needs no order: the number of a job and its outcome, as soon as that is there."""
+        running: dict[int, _Promise] = {}
+
+        def ended() -> Iterator[tuple[int, Outcome]]:
+            for number, promise in list(running.items()):
+                if promise.outcome is not None:
+                    del running[number]
+                    yield number, promise.outcome
+
+        for number, args in enumerate(arguments):
+            while not (free := self._free_lanes()):
+                self._receive()
+                yield from ended()
+            self._lanes[free[0]] = running[number] = self._send(free[0], function, args, limit_s)
+        while running:
+            yield from ended()
+            if running:
+                self._receive()
+
     def _free_lanes(self) -> list[int]:
         """Compile lanes whose jobs have ended."""
         self._lanes = {lane: promise for lane, promise in self._lanes.items() if promise.outcome is None}

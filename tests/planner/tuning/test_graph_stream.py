@@ -109,10 +109,13 @@ def test_what_is_not_there_yet_holds_back_what_comes_after_it(monkeypatch: pytes
 
         def start(self) -> None: ...
 
-        def map(self, function: object, arguments: Iterable[tuple[Any, ...]], limit_s: float) -> Iterator[Outcome]:
-            for _ in arguments:
-                finish.wait()
-                yield Outcome()
+        def as_completed(
+            self, function: object, arguments: Iterable[tuple[Any, ...]], limit_s: float
+        ) -> Iterator[tuple[int, Outcome]]:
+            assert len(list(arguments)) == 2
+            yield 1, Outcome()
+            finish.wait()
+            yield 0, Outcome()
 
         def close(self) -> None: ...
 

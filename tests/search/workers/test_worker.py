@@ -83,6 +83,15 @@ def test_outcomes_are_given_while_others_compile(pool: WorkerPool, tmp_path: Pat
     assert [one.value for one in outcomes] == [True]
 
 
+def test_a_job_that_takes_long_holds_up_no_outcome_of_another(pool: WorkerPool, tmp_path: Path) -> None:
+    jobs = [(str(tmp_path), "slow", "go"), (str(tmp_path), "a", "a"), (str(tmp_path), "b", "b")]
+    outcomes = pool.as_completed(meet, jobs, limit_s=LIMIT)
+    assert [next(outcomes)[0], next(outcomes)[0]] == [1, 2]
+    (tmp_path / "go").touch()
+    assert [(number, one.value) for number, one in outcomes] == [(0, True)]
+    assert not list(pool.as_completed(add, [], limit_s=LIMIT))
+
+
 def test_a_bound_worker_has_a_core_and_its_compilers_have_all() -> None:
     mine = os.sched_getaffinity(0)
     with WorkerPool(compilers=1, bind=True) as bound:

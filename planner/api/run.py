@@ -12,6 +12,7 @@ from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.costmodel.devices import is_gpu
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.costmodel.probe import probe
+from fuseplan.kernels.gpu.direct import prepare_first_launch
 from fuseplan.planner.api.request import TuneRequest
 from fuseplan.planner.implementations.inductor import changed_settings
 from fuseplan.planner.tuning import tune as offline
@@ -115,6 +116,8 @@ def run_here(
         FuseplanError, SearchError: As :func:`~fuseplan.planner.tuning.tune.tune`; what was finished is stored.
     """
     kind, how = request.kind, request.how
+    if is_gpu(kind):
+        prepare_first_launch()
     wanted = wanted_on(current_identity(kind).key(), None)
     note, studies = left_behind() if request.db is None else "", how.studies()
     results: list[tuple[Batch, TuneResult]] = []

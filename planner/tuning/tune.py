@@ -230,6 +230,11 @@ def tune(
             if isinstance(found, StepTimes):
                 told.on_trial(ProgressEvent(one.workload, 0, 0, found.best_us, "step done", found.unfused_us))
 
+        def check_shipped() -> tuple[Rechecked, ...]:
+            with account.spend("checking shipped times"):
+                return recheck(session, longest_shipped(session, [(one.graph, one.plan) for one in work]), tuner)
+
+        rechecked: tuple[Rechecked, ...] = ()
         stream = batch.graphs if isinstance(batch.graphs, GraphStream) else None
         arrive(batch.graphs if stream is None else stream.ready())
         in_vain = 0
@@ -237,6 +242,8 @@ def tune(
             if in_vain >= len(waiting):
                 in_vain = 0
                 if stream is not None and stream.waiting:
+                    if session.target.is_gpu and not rechecked and not batch.timed(stream.waiting):
+                        rechecked = check_shipped()  # what was asked for is planned; captures go on meanwhile
                     told.on_trial(ProgressEvent(stream.waiting, 0, 0, math.inf, "capture"))
                     with account.spend("capturing"):
                         graphs = stream.take()
@@ -266,8 +273,7 @@ def tune(
             if time.monotonic() - began >= policy.STEP_AGAIN_S:
                 told.on_trial(ProgressEvent(one.workload, 0, 0, found.unfused_us, "step"))
                 measure_again(session, one.graph, one.plan, tuner, found)
-        with account.spend("checking shipped times"):
-            rechecked = recheck(session, longest_shipped(session, [(one.graph, one.plan) for one in work]), tuner)
+        rechecked = rechecked or check_shipped()
     result = TuneResult(tuple(work), session, time.monotonic() - start, rechecked, tuple(failures), tuple(untimed),
                         len(planner.renewal.renewed))
     if not result.measured:

@@ -20,6 +20,7 @@ from fuseplan.planner.reports.frames import ReportData
 from fuseplan.planner.reports.log_plot import LogPlot
 from fuseplan.planner.reports.plots import bandwidth_plot, roofline_plot, scatter_plot
 from fuseplan.planner.reports.side_by_side import PlannedRegion, side_by_side
+from fuseplan.planner.reports.step_trace import trace_link
 from fuseplan.planner.reports.step_words import answers, bars, time_text
 from fuseplan.planner.reports.steps import PARTS, Step, steps
 from fuseplan.planner.tuning.summary import RegionSummary
@@ -64,6 +65,7 @@ def html_report(data: ReportData, other: ReportData | None = None) -> str:
         questions=_QUESTIONS,
         answers_of=answers,
         bars=bars,
+        trace_of=lambda one: trace_link(data, one),
         parts=PARTS,
         duration=time_text,
         usual=LOST,

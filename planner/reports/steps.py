@@ -131,9 +131,7 @@ def _step(data: ReportData, workload: WorkloadSummary, planned: list[tuple[Regio
     saved: dict[str, Saved] = {}
     places: defaultdict[str, list[tuple[int, list[str]]]] = defaultdict(list)
     for region, plan in planned:
-        single: list[GroupChoice | Alternative] = [*plan.rejected, *plan.groups]
-        # What ATen takes for each op by itself, by position.
-        alone = {one.ops[0]: time_of(one) for one in single if len(one.ops) == 1 and one.implementation == ATEN}
+        alone = aten_times(plan)
         for at, time_us in alone.items():
             parts[_part_of_op(region, at)][0] += region.occurrences * time_us
         for group in plan.groups:
@@ -155,6 +153,12 @@ def _step(data: ReportData, workload: WorkloadSummary, planned: list[tuple[Regio
         workload, data.name_of(workload), times, unfused_us, planned_us,
         {part: (a, b) for part, (a, b) in parts.items()}, tuple(ordered), max(0, workload.ops - workload.views - held),
     )
+
+
+def aten_times(plan: PlanRecord) -> dict[int, float]:
+    """What ATen takes for each op of a region by itself, in microseconds, by position."""
+    single: list[GroupChoice | Alternative] = [*plan.rejected, *plan.groups]
+    return {one.ops[0]: time_of(one) for one in single if len(one.ops) == 1 and one.implementation == ATEN}
 
 
 def _saved(

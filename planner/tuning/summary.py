@@ -91,6 +91,7 @@ class WorkloadSummary:
         extern_ops: Number of each kind of opaque op by name.
         regions: Distinct regions, in order of first occurrence.
         created: ISO 8601 UTC time; "" where older versions stored it.
+        order: Which region runs, one after another, by number; empty where older versions stored it.
     """
 
     model: str
@@ -104,6 +105,7 @@ class WorkloadSummary:
     extern_ops: Mapping[str, Count]
     regions: tuple[RegionSummary, ...]
     created: str = ""
+    order: tuple[Count, ...] = ()
 
     @property
     def identity(self) -> tuple[str, str, str, str]:
@@ -125,6 +127,8 @@ class WorkloadSummary:
         """Why the fields contradict one another; "" when they do not."""
         if len({region.key for region in self.regions}) < len(self.regions):
             return "has a region twice"
+        if self.order and Counter(self.order) != Counter({at: one.occurrences for at, one in enumerate(self.regions)}):
+            return "has its regions in an order that leaves some out, or names others"
         held = sum(region.occurrences * region.kinds.count("compute") for region in self.regions)
         return "" if self.computes >= held else "has fewer ops than its regions"
 
@@ -153,6 +157,7 @@ def summarise(
     found: dict[str, list[Region]] = {}
     for region, record in pairs:
         found.setdefault(record.key.workload, []).append(region)
+    number = {name: at for at, name in enumerate(found)}
     flow = compute_graph_of(graph)
     kinds = dict(zip(flow.names, flow.kinds, strict=True))
     externs = Counter(node.op for node in graph if kinds[node.name] in ("anchor", "opaque"))
@@ -164,6 +169,7 @@ def summarise(
         extern_ops=dict(sorted(externs.items())),
         regions=tuple(_region(graph, kinds, occurrences, name) for name, occurrences in found.items()),
         created=now(),
+        order=tuple(number[record.key.workload] for _, record in pairs),
     )
 
 

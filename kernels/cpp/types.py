@@ -28,6 +28,8 @@ DYNAMIC_SIZE_LIMIT = 2**30
 _INT32_LIMIT = 2**31 - 2
 
 SCALAR_TYPE = {"float32": "float", "float64": "double", "int64": "i64", "int32": "int", "bool": "bool"}
+#: What an array of vectors consists of.
+ELEMENT_TYPE = {**SCALAR_TYPE, "bool": "int"}
 VECTOR_TYPE = {"float32": "vf", "float64": "vd", "int64": "vl", "int32": "vi", "bool": "vm"}
 STORAGE_TYPE = {
     "float64": "double", "float32": "float", "bfloat16": "bf16", "float16": "f16", "int64": "i64", "int32": "int",

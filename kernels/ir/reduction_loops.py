@@ -90,10 +90,10 @@ def folds_across(segment: Segment) -> bool:
     if not segment.rows or not segment.has_reduction():
         return False
     few = is_static(segment.rows[-1]) and segment.rows[-1] < _FEW_ROWS
-    return not few and _apart(segment, segment.col_axis - 1) < _apart(segment, segment.col_axis)
+    return not few and lies_apart(segment, segment.col_axis - 1) < lies_apart(segment, segment.col_axis)
 
 
-def _apart(segment: Segment, axis: int) -> int:
+def lies_apart(segment: Segment, axis: int) -> int:
     """Loads and stores whose elements lie apart along an axis."""
     indices = [access.index for access in segment.accesses]
     return sum(not index.is_affine_in(axis) or index.coefficient(axis) not in (0, 1) for index in indices)

@@ -19,6 +19,7 @@ from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.kernels.ir.ops import torch_dtype
 from fuseplan.kernels.native.build import (
     OPENMP_FUNCTIONS,
+    SOURCES,
     Compiler,
     address,
     build_library,
@@ -107,8 +108,7 @@ def load_kernel(
 def load_launcher(compiler: Compiler, cache_dir: Path) -> Any | None:
     """The extension module, built on first use; None where Python's headers are missing or it does not build."""
     try:
-        source = Path(__file__).parent.parent / "native" / "cpp_launcher.cpp"
-        return load_extension("fuseplan_cpp_launcher", source, compiler, cache_dir)
+        return load_extension(SOURCES / "cpp_launcher.cpp", compiler, cache_dir)
     except BuildError:
         return None
 

@@ -36,6 +36,8 @@ from fuseplan.kernels.native.allowance import Allowance
 
 logger = logging.getLogger(__name__)
 
+#: Where the sources of the extensions are.
+SOURCES = Path(__file__).parent
 #: Searched for on PATH, in this order.
 COMPILER_NAMES = ("c++", "g++", "clang++")
 #: NaN and signed zeros count, so no -ffast-math; errno and floating-point traps do not.
@@ -232,8 +234,9 @@ def _compile(source: str, compiler: Compiler, flags: Sequence[str], path: Path) 
         library.replace(path)
 
 
-def load_extension(name: str, source: Path, compiler: Compiler, cache_dir: Path) -> Any:
-    """The CPython module that ``source``, with the headers beside it, defines as ``PyInit_<name>``."""
+def load_extension(source: Path, compiler: Compiler | None = None, cache_dir: Path | None = None) -> Any:
+    """The CPython module that ``source``, with the headers beside it, defines as ``PyInit_fuseplan_<its name>``."""
+    name, compiler = f"fuseplan_{source.stem}", compiler or required_compiler()
     include = Path(sysconfig.get_path("include"))
     if not (include / "Python.h").is_file():
         raise BuildError(f"{name}: Python's headers are missing ({include}); install python3-dev or its like")
@@ -244,7 +247,7 @@ def load_extension(name: str, source: Path, compiler: Compiler, cache_dir: Path)
         return header.read_text(encoding="utf-8") if header.is_file() else line[0]
 
     text = re.sub(r'^#include "([^"]+)"$', expanded, source.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    path = build_library(abi + text, compiler, cache_dir, (f"-I{include}",))
+    path = build_library(abi + text, compiler, cache_dir or default_cache_dir(), (f"-I{include}",))
     loader = importlib.machinery.ExtensionFileLoader(name, str(path))
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from fuseplan.kernels.ir.backend import BuildError
-from fuseplan.kernels.native.build import data_ptr_address, default_cache_dir, load_extension, required_compiler
+from fuseplan.kernels.native.build import SOURCES, data_ptr_address, load_extension
 
 logger = logging.getLogger(__name__)
 
@@ -75,9 +74,8 @@ def _any_meets(written: Sequence[torch.Tensor], read: Sequence[torch.Tensor]) ->
 
 @lru_cache(maxsize=1)
 def load_guard() -> Any | None:
-    source = Path(__file__).with_name("overlap.cpp")
     try:
-        return load_extension("fuseplan_overlap", source, required_compiler(), default_cache_dir())
+        return load_extension(SOURCES / "overlap.cpp")
     except BuildError as error:
         logger.info("calls that write to their arguments take some microseconds more: %s", error)
         return None

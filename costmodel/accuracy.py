@@ -11,10 +11,7 @@ import pandas as pd
 
 @dataclass(frozen=True)
 class MeasuredPair:
-    """One ``choice`` for the work of a ``group``, predicted and measured.
-
-    ``kind`` is what the work is (``add+rms_norm``), ``regime`` the launch mode and phase (``graph/decode``).
-    """
+    """A ``choice`` for a ``group`` of some ``kind`` (``add+rms_norm``) in a ``regime`` (``graph/decode``)."""
 
     group: str
     choice: str

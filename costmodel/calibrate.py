@@ -25,9 +25,8 @@ _LIMIT = float(np.log(20.0))
 _OUTLIER = 0.1
 #: Factors, in the order in which the solver sees them: launch, memory, compute, latency, write.
 _FACTORS = 5
-#: Weight of each staying at 1, against that of one sample: decides only factors that no sample depends on. On GPUs all
-#: terms are in units of what was measured: many short kernels, which hardly tell the factors apart, must not trade one
-#: for another.
+#: Weight of each staying at 1, against that of one sample: decides only factors that no sample depends on. On GPUs
+#: it is larger: many short kernels, which hardly tell the factors apart, must not trade one for another.
 _PRIOR, _GPU_PRIORS = (0.03,) * _FACTORS, (0.2, 1.0, 0.2, 0.2, 0.2)
 #: The same for a name: one sample moves its factors half of the way from those of all.
 _NAME_PRIOR = 1.0

@@ -121,10 +121,7 @@ def with_gpu_terms(terms: RooflineTerms, work: Work, spec: DeviceSpec, mode: Mod
 
 
 def _parts(work: Work, memory_us: float, cache_gbps: float, memory_gbps: float) -> tuple[tuple[float, float], ...]:
-    """``RooflineTerms.parts``: of each the longer of moving and requesting, and writing.
-
-    Each moves at the pace of ``memory_us`` for all bytes; what no part accounts for is one more.
-    """
+    """``RooflineTerms.parts``, each at the pace of ``memory_us``; what no part accounts for is one more."""
     if not work.traffic:
         return ()
     moved_bytes = sum(part.moved_bytes for part in work.traffic)

@@ -33,10 +33,7 @@ _WARM_UP = 0.4
 
 @dataclass(frozen=True)
 class TimeBudget:
-    """Time that may be spent until a fixed moment by ``clock``; who spends it tells ``report`` how much is done.
-
-    ``short`` says in words what the time was too short for; a budget and its parts share it.
-    """
+    """Time until a moment by ``clock``; ``report`` is told what is done, ``short`` what time was too short for."""
 
     end_s: float
     clock: Callable[[], float] = time.monotonic
@@ -211,10 +208,7 @@ def replay_us(graph: torch.cuda.CUDAGraph, calls: int) -> float:
 
 @dataclass(frozen=True)
 class GraphTimer:
-    """Device time per call inside a CUDA graph of many calls: no host in the loop, as in a captured model.
-
-    One replay should take ``sample_us``, so that starting it is a small part; a batch has ``repeats`` of them.
-    """
+    """Device time per call in a CUDA graph of many; a batch has ``repeats`` replays of about ``sample_us`` each."""
 
     sample_us: float
     repeats: int

@@ -45,10 +45,7 @@ class RunSettings:
 
 
 class Library:
-    """A loaded shared library. Whoever calls into it keeps this object; the library is unloaded with it.
-
-    The system counts how often a library was loaded: two objects of one file keep each other's code.
-    """
+    """A loaded shared library, unloaded with this object; two objects of one file keep each other's code."""
 
     def __init__(self, path: Path) -> None:
         self.loaded = ctypes.CDLL(str(path))
@@ -61,10 +58,7 @@ class Library:
 
 
 class CppKernel(CompiledKernel):
-    """A loaded CPU kernel; calls raise :class:`~fuseplan.kernels.ir.backend.OutsideTable`.
-
-    ``call`` is the extension's ``call(*inputs, *sizes)``, which makes the outputs; None without the extension.
-    """
+    """A loaded CPU kernel, whose calls raise ``OutsideTable``; ``call`` makes the outputs (None: no extension)."""
 
     def __init__(self, run: Callable[..., None], call: Callable[..., Any] | None = None) -> None:
         self.run, self._call = run, call
@@ -79,9 +73,7 @@ class CppKernel(CompiledKernel):
 def load_kernel(
     ir: KernelIR, source: str, settings: RunSettings, compiler: Compiler, cache_dir: Path
 ) -> CppKernel:
-    """Compile a kernel, unless the cache has it, and bind it to a call path. Its library is unloaded after the last of
-    its calls is gone.
-    """
+    """Compile a kernel unless the cache has it, and bind it to a call path; its library goes with the last call."""
     loaded = Library(build_library(source, compiler, cache_dir))
     launcher = load_launcher(compiler, cache_dir)
     if launcher is None:

@@ -87,10 +87,7 @@ def find_launcher() -> Launcher | None:
 
 @lru_cache(maxsize=1)
 def prepare_first_launch() -> None:
-    """Begin what a process waits for before its first launch, once and on threads: C compilers build this launcher and
-    what Triton asks the driver with, and Triton's key is a hash of its files. Each takes a second where nothing is
-    cached; tracing and planning take as long.
-    """
+    """Begin, on threads, what the first launch of a process waits for: C compilers, and a hash of Triton's files."""
     with suppress(ImportError):
         importlib.import_module("triton.compiler")  # threads may find half of modules that import each other
 

@@ -87,11 +87,10 @@ def _known(direct: Any, key: tuple[int, bool, bool], entry: DriverEntry) -> bool
 
 @dataclass(eq=False)
 class Loader:
-    """Binaries of one kernel, by device and variant; and calls of them through Triton's launcher.
+    """Binaries of one kernel, by device and variant, and calls of them through Triton's launcher.
 
-    What a direct call path does not know yet (a device, sizes, an alignment) comes here, and the path is told, and
-    launches it.
-    ``binary`` gives Triton's ``CompiledKernel`` or, under the interpreter, the function.
+    A direct call path comes here with what it does not know yet; it is told, and launches. ``binary`` gives Triton's
+    ``CompiledKernel`` or, under the interpreter, the function.
     """
 
     binary: Callable[[Variant], Any]
@@ -210,10 +209,7 @@ _SPARE = 4
 
 @dataclass
 class Counters:
-    """Zeros that each launch leaves as zeros, so that launches one after another share them.
-
-    Calls on one stream share them, and recordings made on one stream: their graphs are replayed one after another.
-    """
+    """Zeros that each launch leaves as zeros: launches, and replays, that follow one another on a stream share them."""
 
     count: int
     #: By device number, stream, and whether that records.

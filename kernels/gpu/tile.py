@@ -118,10 +118,7 @@ def programs(ir: KernelIR, config: Config, symbols: Mapping[str, int]) -> int:
 
 
 def needs_int64(ir: KernelIR, symbols: Mapping[str, int] | None = None) -> bool:
-    """True when a position or an element offset of ``ir`` does not fit 32 bits.
-
-    Without values for its dynamic sizes a kernel counts as small: the launcher asks again with the values.
-    """
+    """Whether a position or an offset does not fit 32 bits; False for dynamic sizes until the launcher knows them."""
     if symbols is None and ir.symbols:
         return False
     values = symbols or {}
@@ -139,10 +136,7 @@ def needs_int64(ir: KernelIR, symbols: Mapping[str, int] | None = None) -> bool:
 
 
 def live_words(segment: Segment, in_place: bool = False) -> int:
-    """Most 32-bit register words per element that are live at once when the body runs in order.
-
-    With ``in_place`` a result takes over the registers of operands that are needed no more, as in compiled code.
-    """
+    """Most 32-bit words of an element live at once; with ``in_place`` a result takes the registers of dead operands."""
     body = segment.body
     per_row = segment.per_row
     last_use = {store.value: len(body) for store in segment.stores}

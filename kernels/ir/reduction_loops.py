@@ -84,9 +84,7 @@ def schedule(segment: Segment, stage: bool = False, rescale: bool = False) -> tu
 
 
 def folds_across(segment: Segment) -> bool:
-    """Whether rows that lie side by side in memory are folded along columns that lie apart: several rows at a time then
-    read whole lines.
-    """
+    """Whether rows lie side by side and what they fold lies apart: several rows at a time then read whole lines."""
     if not segment.rows or not segment.has_reduction():
         return False
     few = is_static(segment.rows[-1]) and segment.rows[-1] < _FEW_ROWS
@@ -100,10 +98,7 @@ def lies_apart(segment: Segment, axis: int) -> int:
 
 
 def reduction_depths(segment: Segment, beside: Mapping[int, int] | None = None) -> tuple[int, ...]:
-    """For each value, the longest chain of reductions below it: a pass ``k`` can evaluate depths ``<= k``.
-
-    Reductions that are folded ``beside`` another one (``rescaled_sums``) have its depth.
-    """
+    """For each value the longest chain of reductions below it; those folded ``beside`` another one have its depth."""
     depths: list[int] = []
     for value, instr in enumerate(segment.body):
         below = max((depths[arg] for arg in operands(instr)), default=0) + isinstance(instr, Reduce)

@@ -57,10 +57,7 @@ OPENMP_FUNCTIONS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"
 
 
 def own_folder(wanted: Path) -> Path:
-    """``wanted``, made with mode 0700 where it is missing, if nobody else may write there; else a new private folder.
-
-    The private folder goes when this process ends, and one warning says so.
-    """
+    """``wanted``, made with mode 0700, if nobody else may write there; else a private folder of this process."""
     wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
     reason = is_exposed(wanted)
     return wanted if reason is None else _private_folder(wanted, reason)
@@ -276,9 +273,7 @@ def data_ptr_address() -> int:
 
 @lru_cache(maxsize=1)
 def shared_openmp() -> tuple[int, ...]:
-    """Addresses of :data:`OPENMP_FUNCTIONS` in the OpenMP runtime that torch uses, so that kernels and ATen share
-    one pool of threads; all 0 where there is none to share.
-    """
+    """Addresses of :data:`OPENMP_FUNCTIONS` in torch's OpenMP runtime, whose threads kernels share; 0 without one."""
     try:
         torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         return tuple(address(getattr(torch_cpu, name)) for name in OPENMP_FUNCTIONS)

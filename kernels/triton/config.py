@@ -226,9 +226,7 @@ def _block_shape(ir: KernelIR, most: int, target: Target) -> tuple[int, int]:
 
 
 def line_rows(ir: KernelIR, segment: Segment, cores: int = _TYPICAL_CORES) -> int:
-    """Rows of a default block of a segment that :func:`folds_across`: those of a line or, where so few blocks would
-    leave multiprocessors idle, of a sector.
-    """
+    """Rows of a default block that folds across: of a line, or of a sector where there would be too few blocks."""
     narrowest = min((ITEMSIZE[ir.buffers[load.buffer].dtype] for load in segment.loads), default=4)
     rows = _LINE_BYTES // narrowest
     while rows * narrowest > _SECTOR_BYTES and _static(segment.num_rows) // rows < 2 * cores:
@@ -237,9 +235,7 @@ def line_rows(ir: KernelIR, segment: Segment, cores: int = _TYPICAL_CORES) -> in
 
 
 def _default_across(ir: KernelIR, target: Target) -> Config:
-    """Rows of whole lines, and as many columns as registers hold; few of them where the rest is walked in blocks. Of
-    few columns more rows, so that a program has enough to do.
-    """
+    """Rows of whole lines, more where columns are few; as many columns as registers hold, or blocks of a few."""
     main = max((segment for segment in ir.segments if folds_across(segment)), key=_elements)
     rows, widest = line_rows(ir, main, target.cores), next_power_of_2(_static(main.cols))
     held = is_static(main.cols) and rows * widest <= _HELD_TILE

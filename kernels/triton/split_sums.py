@@ -93,10 +93,7 @@ def split_of_program(share: Share) -> list[str]:
 def handed_over(
     share: Share, sums: Sequence[str], folds: Sequence[str], tile: tuple[int, int], each: int, rest: Sequence[str]
 ) -> list[str]:
-    """Statements that store a program's sums, and in the last one of a tile add up all and go on with ``rest``.
-
-    ``sums`` are [rows, cols], ``folds`` [rows, 1].
-    """
+    """Store ``sums`` [rows, cols] and ``folds`` [rows, 1]; a tile's last program adds them up, and does ``rest``."""
     if share.splits == 1:
         return list(rest)
     named = list(_places(sums, folds, tile))

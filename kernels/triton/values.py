@@ -137,17 +137,13 @@ class ValueEmitter(ABC):
                 continue
             text = self._expression(instr)
             if instr.dtype == "bool" and self._is_scalar(value):
-                # Triton folds this select away; its interpreter types a scalar comparison by its operands, and then
-                # rejects it as a mask.
+                # Triton's interpreter types a scalar comparison by its operands, and then rejects it as a mask.
                 text = f"tl.where({text}, True, False)"
             lines.append(f"{self.name(value)} = {text}")
         return lines
 
     def checks(self, values: Iterable[int]) -> list[str]:
-        """Assertions of those of ``values`` that are checks, once each.
-
-        They come after the stores, which are masked: nothing is written outside, and no load waits for an assertion.
-        """
+        """Assertions of the checks among ``values``, once each: after the stores, so that no load waits for them."""
         found = [value for value in values if value in self.unchecked]
         self.unchecked.difference_update(found)
         return [self.check(value) for value in found]

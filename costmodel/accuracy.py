@@ -30,7 +30,7 @@ def accuracy_frame(pairs: Iterable[MeasuredPair]) -> pd.DataFrame:
     [[1.5, 0.5]]
     """
     columns = ["group", "choice", "kind", "regime", "predicted_us", "measured_us"]
-    frame = pd.DataFrame([asdict(pair) for pair in pairs], columns=columns)
+    frame = pd.DataFrame(map(asdict, pairs), columns=columns)
     times_us = frame[["predicted_us", "measured_us"]].astype(float)
     usable = ((times_us > 0) & (times_us < math.inf)).all(axis=1)
     frame["ratio"] = (times_us["predicted_us"] / times_us["measured_us"]).where(usable)

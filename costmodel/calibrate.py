@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -39,8 +39,8 @@ _SAMPLES_A_VOICE, _BANDWIDTH = 20, 1
 class Sample:
     """One measured kernel: its work, how it was launched and fed, and its time.
 
-    ``family`` is what it computes, whatever the shape (``add+mul``). Kernels of one family are left out of a fit
-    together, so that its held-out error is that of a kernel unlike all measured ones. Empty: unlike any other.
+    ``family`` is what it computes, whatever the shape (``add+mul``): a fit leaves all of it out together, so that its
+    held-out error is that of a kernel unlike all measured ones. Empty: unlike any other.
     """
 
     work: Work
@@ -71,11 +71,9 @@ def calibrate(samples: Sequence[Sample], spec: DeviceSpec) -> Calibration:
         held_out[fold] = table.rows(fold).predict_from(table.rows(np.setdiff1d(everything, fold)))
     errors = table.errors(held_out)
     correlation = spearman(list(held_out), list(table.measured_us))
-    launch, memory, compute, latency, write = (float(factor) for factor in factors)
+    launch, memory, compute, latency, write = map(float, factors)
     return Calibration(
-        launch, memory, compute,
-        latency_scale=latency,
-        write_scale=write,
+        launch, memory, compute, latency_scale=latency, write_scale=write,
         samples=len(samples),
         error=_median(table.errors(table.predict(factors, families))),
         held_out_error=_median(errors),
@@ -133,10 +131,8 @@ class FitTable:
 
     def rows(self, chosen: npt.NDArray[np.intp]) -> FitTable:
         """The chosen samples alone."""
-        terms, moves, floor_us, measured_us = self.terms, self.moves, self.floor_us, self.measured_us
-        return FitTable(
-            terms[chosen], moves[chosen], floor_us[chosen], measured_us[chosen], self.calls[chosen], self.on_gpu
-        )
+        arrays = ("terms", "moves", "floor_us", "measured_us", "calls")
+        return replace(self, **{name: getattr(self, name)[chosen] for name in arrays})
 
     def fit(self) -> _Array:
         """The factors that suit the samples best."""
@@ -160,10 +156,9 @@ class FitTable:
         return np.asarray(np.exp(solution.x), dtype=np.float64)
 
     def families(self, factors: _Array, calls: Iterable[str]) -> dict[str, FamilyScale]:
-        """How the samples of each beginning of ``calls`` differ from those of the name that it continues, short names
-        before long ones.
+        """How the samples of each beginning of ``calls`` differ from those of the name it continues, short names first.
 
-        A name that no other continues differently says nothing beside the one that it continues, and is left out.
+        A name that no other continues differently is left out.
         """
         found: dict[str, FamilyScale] = {}
         sizes = {"": len(self.calls)}

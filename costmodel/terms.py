@@ -93,8 +93,8 @@ def transfer_us(nbytes: float, gbps: float) -> float:
 
 def with_gpu_terms(terms: RooflineTerms, work: Work, spec: DeviceSpec, mode: Mode) -> RooflineTerms:
     """The terms of any device, and those of a CUDA device beside them."""
-    launch = spec.launch.get("overlapped" if mode == "early" else mode if mode == "overlapped" else "graph")
-    launch = launch or spec.launch.get("graph")
+    graph = spec.launch.get("graph")
+    launch = spec.launch.get("overlapped", graph) if mode in ("overlapped", "early") else graph
     step_us = (launch.us - launch.best_us) / _ELEMENTWISE_STEPS if launch is not None else 0.0
     cache_gbps = max(point.best_gbps for point in spec.bandwidth.points)
     # A fused multiply-add counts as two operations, and is one instruction.

@@ -76,11 +76,8 @@ UNLIMITED = TimeBudget(math.inf)
 class Timing:
     """What repeated samples of one call say.
 
-    Attributes:
-        typical_us: Median of the faster half: other processes only ever add time, and on a shared machine they
-            disturb more samples than not.
-        noise: How far the typical times of two interleaved halves of the batches disagree, relative; 1 where there is
-            one sample, which nothing confirms.
+    ``typical_us`` is the median of the faster half, for other processes only add time. ``noise`` is how far those of
+    two interleaved halves of the batches disagree, relative; 1 for one sample, which nothing confirms.
     """
 
     typical_us: float
@@ -109,10 +106,8 @@ class HostCallTimer:
 
     Attributes:
         repeats: Samples in a batch, each of about ``sample_us`` and at most ``max_calls`` (a launch queue is finite).
-        finish: Waits for the device. With one that waits (CUDA), calls are only queued during a sample, so a call
-            whose kernel is short costs what the host pays to launch it.
-        steady: Whether the processor runs at full speed at this moment; samples beside which it did not are left out.
-            Told how many microseconds it has to find out.
+        finish: Waits for the device (CUDA): a sample only queues its calls, and costs what the host pays to launch.
+        steady: Whether the processor runs at full speed, found out in so many microseconds; other samples are left out.
     """
 
     sample_us: float

@@ -1,8 +1,7 @@
 """Tells whether the processor runs at its full speed at this moment.
 
-A neighbour on the same physical core, or a hypervisor that moves virtual cores together, slows everything 1.2 to 4
-times for tenths of a second, now and then, and no counter of the operating system shows it. A small job of known cost
-does.
+A neighbour on the same core, or a hypervisor, slows everything several times for tenths of a second, now and then, and
+no counter of the operating system shows it. A small job of known cost does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """How sizes, indices, constants and types are written in C++, and which type holds each value of a kernel.
 
-The number of SIMD lanes is the vector width over the widest register type, so one int64 position in an attention mask
-would halve the speed of a float32 softmax: where interval arithmetic proves that every int64 value computed per element
-fits 32 bits, they are held in int32.
+One int64 position in a mask would halve the lanes of a float32 softmax: int64 values are held in int32 where interval
+arithmetic proves that all of them fit.
 """
 
 from __future__ import annotations

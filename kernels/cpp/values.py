@@ -21,7 +21,7 @@ from fuseplan.kernels.cpp.types import (
     index_text,
     without_column,
 )
-from fuseplan.kernels.ir.index import Coord, FloorDiv, Index, Size
+from fuseplan.kernels.ir.index import Coord, FloorDiv, Index, Size, axes_of
 from fuseplan.kernels.ir.ir import (
     Apply,
     Buffer,
@@ -281,11 +281,8 @@ def _shared_by_lanes(index: Index, segment: Segment) -> bool:
     column = segment.col_axis
     if column not in index.axes() or not isinstance(segment.cols, int) or segment.cols % _LANES:
         return False
-    return all(
-        isinstance(atom, FloorDiv) and _in_blocks(atom, column)
-        for atom, _ in index.terms if not isinstance(atom, Coord) or atom.axis == column
-        if isinstance(atom, Coord) or column in atom.base.axes()
-    )
+    dependent = [atom for atom, _ in index.terms if column in axes_of(atom)]
+    return all(isinstance(atom, FloorDiv) and _in_blocks(atom, column) for atom in dependent)
 
 
 def _in_blocks(atom: FloorDiv, column: int) -> bool:

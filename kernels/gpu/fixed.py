@@ -16,12 +16,8 @@ from fuseplan.kernels.ir.backend import CompiledKernel, OutputLayout, Resources,
 class FixedFunction:
     """A ``@triton.jit`` function of addresses, then of compile-time arguments.
 
-    Attributes:
-        pointers: Type of the elements at each address, by parameter, in order.
-        constants: The compile-time arguments by parameter, in order.
-        programs: Programs of a launch.
-        overlapped: It waits for the kernel ahead of it itself, and may be launched before.
-        asserts: It has assertions.
+    ``pointers`` are the types of the elements at each address and ``constants`` the compile-time arguments, by
+    parameter, in order. An ``overlapped`` one waits for the kernel ahead of it itself; ``asserts``: it has assertions.
     """
 
     function: Any

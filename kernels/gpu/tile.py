@@ -70,10 +70,9 @@ def splits_of(segment: Segment, config: Config) -> int:
 
 
 def chunk_width(buffers: Sequence[Buffer], segment: Segment, config: Config) -> int:
-    """Neighbouring columns that each thread takes together where sums are rescaled to a rising maximum.
+    """Neighbouring columns that each thread loads at once, to rescale its sum to a rising maximum once for all of them.
 
-    One exponential rescales a thread's sum for the whole chunk, which is what it loads in 16 bytes. 0 in a tile of
-    several rows or fewer than two columns a thread, or beside reductions that a chunk would have to fold too.
+    0 in a tile of several rows or fewer than two columns a thread, or beside reductions that a chunk would fold too.
     """
     tile = tile_of(segment, config)
     beside = rescaled_sums(segment) if tile.looped and tile.flat else {}

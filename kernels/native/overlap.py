@@ -42,10 +42,9 @@ def guarded(
     compiled: Callable[..., Any], unfused: Callable[..., Any], met: Callable[[], None], written: Sequence[Operand],
     read: Sequence[Operand],
 ) -> Callable[..., Any]:
-    """``compiled``, or ``unfused`` in calls in which memory of a written operand meets that of any other one.
+    """``compiled``; in calls in which memory of a written operand meets that of any other one, ``met`` and ``unfused``.
 
-    ``met`` is called before ``unfused``. Ranges decide: of interleaved views that share no element, too. Some
-    nanoseconds an operand; without a C++ compiler, a microsecond.
+    Ranges decide, even of interleaved views. Some nanoseconds an operand; without a C++ compiler, a microsecond.
     """
     module = load_guard()
     if module is not None:

@@ -46,10 +46,8 @@ def contracts(ir: KernelIR) -> bool:
 
 def tunables(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
     """``block_rows``, ``block_cols`` (of the epilogue), ``block_inner``, ``num_warps`` and ``num_stages``; for 2 to 128
-    rows ``splits``, the programs that share the inner dimension of a tile.
-
-    On devices that can, ``overlap`` comes first; it has one choice, for the others gain nothing where most of a
-    kernel's time goes into weights.
+    rows ``splits``, the programs that share the inner dimension of a tile. ``overlap``, where the device has it, comes
+    first and has one choice: the others gain nothing where most of a kernel's time goes into weights.
     """
     rows, inner = _rows(ir), next_power_of_2(_inner(ir))
     found: dict[str, tuple[int, ...]]

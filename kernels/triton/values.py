@@ -280,9 +280,8 @@ class ValueEmitter(ABC):
 def _rounded(text: str, instr: Round) -> str:
     """``text`` rounded to a storage type and back.
 
-    Where four float8 numbers are rounded, stored as one word and read back, ptxas 12.8 and 12.9 (sm_90) read half of
-    them back from a register that was never written. The mirror image is another conversion than the stored one's, and
-    as exact.
+    Of four float8 numbers that are also stored as one word, ptxas 12.8 and 12.9 (sm_90) read half back from a register
+    never written; the mirror image is another conversion than the stored one's, and as exact.
     """
     mirror = " * -1.0" if instr.to == "float8_e4m3fn" else ""
     text = f"({text}{mirror})" if mirror else text

@@ -19,7 +19,6 @@ from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.kernels.ir.ops import torch_dtype
 from fuseplan.kernels.native.build import (
     OPENMP_FUNCTIONS,
-    SOURCES,
     Compiler,
     address,
     build_library,
@@ -100,7 +99,7 @@ def load_kernel(
 def load_launcher(compiler: Compiler, cache_dir: Path) -> Any | None:
     """The extension module, built on first use; None where Python's headers are missing or it does not build."""
     try:
-        return load_extension(SOURCES / "cpp_launcher.cpp", compiler, cache_dir)
+        return load_extension("cpp_launcher.cpp", compiler, cache_dir)
     except BuildError:
         return None
 

@@ -65,16 +65,6 @@ def _polynomial(expr: sympy.Expr, names: Mapping[str, str]) -> str:
     raise BuildError(f"cpp: cannot write the size expression {expr} (only sums, products and powers are supported)")
 
 
-def index_text(index: Index, coord: Callable[[int], str], names: Mapping[str, str]) -> str:
-    """An index as an ``i64`` expression; ``coord`` spells the coordinates."""
-    return index.render(coord, lambda size: cpp_size(size, names))
-
-
-def without_column(index: Index, col_axis: int) -> Index:
-    """The index less its plain column term: its value at column 0 when it is affine in the column."""
-    return Index.build(index.const, [term for term in index.terms if getattr(term[0], "axis", None) != col_axis])
-
-
 def constant_text(kind: str, value: float | int | bool) -> str:
     """A scalar literal of a register type, exact (hexadecimal for floats)."""
     if kind == "bool":

@@ -11,16 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fuseplan.kernels.cpp.types import (
-    COMPARISONS,
-    SCALAR_TYPE,
-    STORAGE_TYPE,
-    VECTOR_TYPE,
-    constant_text,
-    cpp_size,
-    index_text,
-    without_column,
-)
+from fuseplan.kernels.cpp.types import COMPARISONS, SCALAR_TYPE, STORAGE_TYPE, VECTOR_TYPE, constant_text, cpp_size
 from fuseplan.kernels.ir.index import Coord, FloorDiv, Index, Size, axes_of
 from fuseplan.kernels.ir.ir import (
     Apply,
@@ -121,9 +112,14 @@ class ValueWriter(ABC):
         return _spell(instr.op, operands)
 
     def index(self, index: Index, column: str = "(j + i)") -> str:
-        """An element offset; row coordinates are ``c<axis>``."""
-        col_axis = self.segment.col_axis
-        return index_text(index, lambda axis: column if axis == col_axis else f"c{axis}", self.names)
+        """An element offset, ``i64``; row coordinates are ``c<axis>``."""
+        return index.render(lambda axis: column if axis == self.segment.col_axis else f"c{axis}", self.size)
+
+    def _first(self, index: Index) -> str:
+        """The offset in column 0 of an index that is affine in the column."""
+        column = self.segment.col_axis
+        rest = [term for term in index.terms if getattr(term[0], "axis", None) != column]
+        return self.index(Index.build(index.const, rest))
 
     # -- columns --------------------------------------------------------------------------------------------
 
@@ -163,9 +159,7 @@ class ValueWriter(ABC):
         vector = VECTOR_TYPE[integer]
         if index.is_affine_in(self.segment.col_axis):
             step = index.coefficient(self.segment.col_axis)
-            size = index_text(Index(step), str, self.names)
-            base = self.index(without_column(index, self.segment.col_axis))
-            text = f"iota<{vector}>({base} + j * {size}, {size})"
+            text = f"iota<{vector}>({self._first(index)} + j * {self.size(step)}, {self.size(step)})"
         else:
             text = f"positions<{vector}>([&](int i) {{ return {self.index(index)}; }})"
         return conversion(integer, kind, text)
@@ -209,8 +203,7 @@ class ValueWriter(ABC):
 
     def row_address(self, access: Load | Store) -> str:
         """Address of the element in column 0."""
-        index = self.index(without_column(access.index, self.segment.col_axis))
-        return f"b{access.buffer} + ({index}){self._row_gather(_picked(access))}"
+        return f"b{access.buffer} + ({self._first(access.index)}){self._row_gather(_picked(access))}"
 
     def where_stored(self, store: Store) -> str:
         """The condition in front of a store that data gives the address of."""
@@ -221,13 +214,13 @@ class ValueWriter(ABC):
 
     def _row_gather(self, gather: Gather | None) -> str:
         """The summand of an address that a row-level value gives."""
-        return "" if gather is None else f" + r{gather.value} * (i64){cpp_size(gather.stride, self.names)}"
+        return "" if gather is None else f" + r{gather.value} * (i64){self.size(gather.stride)}"
 
     def address(self, name: str, access: Load | Store) -> tuple[str, str | None]:
         """``(pointer, offsets)``: consecutive columns when ``offsets`` is None, else a function of the lane."""
         index, gather = access.index, _picked(access)
         if gather is not None and self._gathers_columns(gather):
-            picked = f"e{gather.value}[i] * (i64){cpp_size(gather.stride, self.names)}"
+            picked = f"e{gather.value}[i] * (i64){self.size(gather.stride)}"
             return f"b{access.buffer}", f"[&](int i) -> i64 {{ return {self.index(index)} + {picked}; }}"
         if not index.is_affine_in(self.segment.col_axis):
             pointer = f"b{access.buffer}{self._row_gather(gather)}"
@@ -235,7 +228,7 @@ class ValueWriter(ABC):
         step = index.coefficient(self.segment.col_axis)
         if isinstance(step, int) and step == 1:
             return f"{name} + j", None
-        return name, f"[&](int i) -> i64 {{ return (j + i) * {index_text(Index(step), str, self.names)}; }}"
+        return name, f"[&](int i) -> i64 {{ return (j + i) * {self.size(step)}; }}"
 
     def _load(self, value: int, instr: Load, kind: str) -> str:
         if instr.gather is None and instr.mask is None and _shared_by_lanes(instr.index, self.segment):

@@ -23,11 +23,10 @@ from fuseplan.kernels.gpu.targets import warm_up
 from fuseplan.kernels.gpu.tile import WARP
 from fuseplan.kernels.ir.backend import NOTHING, BuildError
 from fuseplan.kernels.ir.in_place import Reuse
-from fuseplan.kernels.native.build import SOURCES, address, data_ptr_address, load_extension
+from fuseplan.kernels.native.build import address, data_ptr_address, load_extension
 
 logger = logging.getLogger(__name__)
 
-LAUNCHER_SOURCE = SOURCES / "gpu_launcher.cpp"
 _MAX_ARGUMENTS = 256  # of launcher.h
 
 #: Addresses of the driver's ``cuLaunchKernel``, ``cuCtxGetCurrent``, ``cuGetErrorString`` and ``cuLaunchKernelEx``.
@@ -115,7 +114,7 @@ def _search() -> tuple[Launcher | None, str | None]:
     internals: Any = torch._C
     try:
         return Launcher(
-            load_extension(LAUNCHER_SOURCE), cuda_driver(), internals._dynamo.guards._empty_strided_cuda,
+            load_extension("gpu_launcher.cpp"), cuda_driver(), internals._dynamo.guards._empty_strided_cuda,
             internals._cuda_getCurrentRawStream, torch.cuda.device_count() > 1,
         ), None
     except (BuildError, AttributeError) as error:  # AttributeError: PyTorch names its internals otherwise

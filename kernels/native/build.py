@@ -36,8 +36,6 @@ from fuseplan.kernels.native.allowance import Allowance
 
 logger = logging.getLogger(__name__)
 
-#: Where the sources of the extensions are.
-SOURCES = Path(__file__).parent
 #: Searched for on PATH, in this order.
 COMPILER_NAMES = ("c++", "g++", "clang++")
 #: NaN and signed zeros count, so no -ffast-math; errno and floating-point traps do not.
@@ -231,9 +229,10 @@ def _compile(source: str, compiler: Compiler, flags: Sequence[str], path: Path) 
         library.replace(path)
 
 
-def load_extension(source: Path, compiler: Compiler | None = None, cache_dir: Path | None = None) -> Any:
-    """The CPython module that ``source``, with the headers beside it, defines as ``PyInit_fuseplan_<its name>``."""
-    name, compiler = f"fuseplan_{source.stem}", compiler or required_compiler()
+def load_extension(file: str | Path, compiler: Compiler | None = None, cache_dir: Path | None = None) -> Any:
+    """The CPython module that a source of this room, with the headers beside it, defines as ``fuseplan_<its name>``."""
+    source, compiler = Path(__file__).parent / file, compiler or required_compiler()
+    name = f"fuseplan_{source.stem}"
     include = Path(sysconfig.get_path("include"))
     if not (include / "Python.h").is_file():
         raise BuildError(f"{name}: Python's headers are missing ({include}); install python3-dev or its like")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fuseplan.kernels.ir.backend import BuildError
-from fuseplan.kernels.native.build import SOURCES, data_ptr_address, load_extension
+from fuseplan.kernels.native.build import data_ptr_address, load_extension
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def _any_meets(written: Sequence[torch.Tensor], read: Sequence[torch.Tensor]) ->
 @lru_cache(maxsize=1)
 def load_guard() -> Any | None:
     try:
-        return load_extension(SOURCES / "overlap.cpp")
+        return load_extension("overlap.cpp")
     except BuildError as error:
         logger.info("calls that write to their arguments take some microseconds more: %s", error)
         return None

@@ -88,8 +88,8 @@ def constant_text(kind: str, value: float | int | bool) -> str:
     return f"{number.hex()}{suffix}"
 
 
-def indent(lines: Sequence[str], by: int = 1) -> list[str]:
-    return [("  " * by + line) if line else line for line in lines]
+def indent(lines: Sequence[str]) -> list[str]:
+    return [f"  {line}" if line else line for line in lines]
 
 
 def assign_registers(ir: KernelIR) -> tuple[tuple[tuple[str, ...], ...], int]:

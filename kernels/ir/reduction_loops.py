@@ -33,10 +33,6 @@ class Phase:
     reads: tuple[int, ...] = ()
     stages: tuple[int, ...] = ()
 
-    @property
-    def has_loop(self) -> bool:
-        return bool(self.reductions or self.stores)
-
 
 def schedule(segment: Segment, stage: bool = False, rescale: bool = False) -> tuple[Phase, ...]:
     """Split a segment into passes, one for each level of reductions, and a last one; dead values are dropped.

@@ -90,16 +90,15 @@ def kill_tree(root: int) -> None:
     """Stop a process and its descendants one by one until none is left that could start another; then kill them."""
     found: set[int] = set()
     while new := _descendants(root, _stats()) - found:
-        for pid in new:
-            _send(pid, signal.SIGSTOP)
+        _send(new, signal.SIGSTOP)
         found |= new
-    for pid in found:
-        _send(pid, signal.SIGKILL)
+    _send(found, signal.SIGKILL)
 
 
-def _send(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)
+def _send(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
 
 
 class _Stat(NamedTuple):

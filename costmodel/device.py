@@ -191,7 +191,7 @@ class DeviceSpec:
             raise ValueError(f"DeviceSpec.peaks has unknown units {sorted(units)}; known: {FLOP_UNITS}")
 
     def latency(self, mode: Mode) -> Latency:
-        """Launch latency (us), that of graph nodes for want of overlapped ones; DeviceSpecError without the mode."""
+        """Latency of ``mode``, of graph nodes where overlapped ones were not measured; DeviceSpecError without both."""
         overlapped = self.launch.get("overlapped")
         if mode == "early" and overlapped is not None:
             return replace(overlapped, us=overlapped.best_us)

@@ -14,8 +14,6 @@ from fuseplan.kernels.native.build import data_ptr_address, load_extension
 
 logger = logging.getLogger(__name__)
 
-_DYNAMIC = -1
-
 
 class Operand(NamedTuple):
     """A tensor among the arguments; ``span_bytes`` from its first to its last element, -1 where sizes are dynamic."""
@@ -29,7 +27,7 @@ class Operand(NamedTuple):
         """As a traced tensor shows it."""
         sizes = (*tensor.shape, *tensor.stride())
         fixed = all(isinstance(size, int) for size in sizes)
-        return Operand(position, tensor.element_size(), span_bytes(tensor) if fixed else _DYNAMIC)
+        return Operand(position, tensor.element_size(), span_bytes(tensor) if fixed else -1)
 
 
 def span_bytes(tensor: torch.Tensor) -> int:
@@ -42,7 +40,7 @@ def guarded(
     compiled: Callable[..., Any], unfused: Callable[..., Any], met: Callable[[], None], written: Sequence[Operand],
     read: Sequence[Operand],
 ) -> Callable[..., Any]:
-    """``compiled``; in calls in which memory of a written operand meets that of any other one, ``met`` and ``unfused``.
+    """``compiled``, or ``met`` and then ``unfused`` in calls in which memory of a written operand meets another's.
 
     Ranges decide, even of interleaved views. Some nanoseconds an operand; without a C++ compiler, a microsecond.
     """

@@ -11,10 +11,7 @@ import pandas as pd
 
 @dataclass(frozen=True)
 class MeasuredPair:
-    """One ``choice`` for the work of a ``group``, predicted and measured.
-
-    ``kind`` is what the work is (``add+rms_norm``), ``regime`` the launch mode and phase (``graph/decode``).
-    """
+    """A ``choice`` for a ``group`` of some ``kind`` (``add+rms_norm``) in a ``regime`` (``graph/decode``)."""
 
     group: str
     choice: str
@@ -33,7 +30,7 @@ def accuracy_frame(pairs: Iterable[MeasuredPair]) -> pd.DataFrame:
     [[1.5, 0.5]]
     """
     columns = ["group", "choice", "kind", "regime", "predicted_us", "measured_us"]
-    frame = pd.DataFrame([asdict(pair) for pair in pairs], columns=columns)
+    frame = pd.DataFrame(map(asdict, pairs), columns=columns)
     times_us = frame[["predicted_us", "measured_us"]].astype(float)
     usable = ((times_us > 0) & (times_us < math.inf)).all(axis=1)
     frame["ratio"] = (times_us["predicted_us"] / times_us["measured_us"]).where(usable)

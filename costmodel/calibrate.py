@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -25,9 +25,8 @@ _LIMIT = float(np.log(20.0))
 _OUTLIER = 0.1
 #: Factors, in the order in which the solver sees them: launch, memory, compute, latency, write.
 _FACTORS = 5
-#: Weight of each staying at 1, against that of one sample: decides only factors that no sample depends on. On GPUs all
-#: terms are in units of what was measured: many short kernels, which hardly tell the factors apart, must not trade one
-#: for another.
+#: Weight of each staying at 1, against that of one sample: decides only factors that no sample depends on. On GPUs
+#: it is larger: many short kernels, which hardly tell the factors apart, must not trade one for another.
 _PRIOR, _GPU_PRIORS = (0.03,) * _FACTORS, (0.2, 1.0, 0.2, 0.2, 0.2)
 #: The same for a name: one sample moves its factors half of the way from those of all.
 _NAME_PRIOR = 1.0
@@ -40,8 +39,8 @@ _SAMPLES_A_VOICE, _BANDWIDTH = 20, 1
 class Sample:
     """One measured kernel: its work, how it was launched and fed, and its time.
 
-    ``family`` is what it computes, whatever the shape (``add+mul``). Kernels of one family are left out of a fit
-    together, so that its held-out error is that of a kernel unlike all measured ones. Empty: unlike any other.
+    ``family`` is what it computes, whatever the shape (``add+mul``): a fit leaves all of it out together, so that its
+    held-out error is that of a kernel unlike all measured ones. Empty: unlike any other.
     """
 
     work: Work
@@ -72,11 +71,9 @@ def calibrate(samples: Sequence[Sample], spec: DeviceSpec) -> Calibration:
         held_out[fold] = table.rows(fold).predict_from(table.rows(np.setdiff1d(everything, fold)))
     errors = table.errors(held_out)
     correlation = spearman(list(held_out), list(table.measured_us))
-    launch, memory, compute, latency, write = (float(factor) for factor in factors)
+    launch, memory, compute, latency, write = map(float, factors)
     return Calibration(
-        launch, memory, compute,
-        latency_scale=latency,
-        write_scale=write,
+        launch, memory, compute, latency_scale=latency, write_scale=write,
         samples=len(samples),
         error=_median(table.errors(table.predict(factors, families))),
         held_out_error=_median(errors),
@@ -134,10 +131,8 @@ class FitTable:
 
     def rows(self, chosen: npt.NDArray[np.intp]) -> FitTable:
         """The chosen samples alone."""
-        terms, moves, floor_us, measured_us = self.terms, self.moves, self.floor_us, self.measured_us
-        return FitTable(
-            terms[chosen], moves[chosen], floor_us[chosen], measured_us[chosen], self.calls[chosen], self.on_gpu
-        )
+        arrays = ("terms", "moves", "floor_us", "measured_us", "calls")
+        return replace(self, **{name: getattr(self, name)[chosen] for name in arrays})
 
     def fit(self) -> _Array:
         """The factors that suit the samples best."""
@@ -161,10 +156,9 @@ class FitTable:
         return np.asarray(np.exp(solution.x), dtype=np.float64)
 
     def families(self, factors: _Array, calls: Iterable[str]) -> dict[str, FamilyScale]:
-        """How the samples of each beginning of ``calls`` differ from those of the name that it continues, short names
-        before long ones.
+        """How the samples of each beginning of ``calls`` differ from those of the name it continues, short names first.
 
-        A name that no other continues differently says nothing beside the one that it continues, and is left out.
+        A name that no other continues differently is left out.
         """
         found: dict[str, FamilyScale] = {}
         sizes = {"": len(self.calls)}

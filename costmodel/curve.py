@@ -52,10 +52,9 @@ class BandwidthCurve:
         return math.exp(self._interpolate(self._logs[1], footprint_bytes))
 
     def ideal_gbps(self, footprint_bytes: float) -> float:
-        """The best bandwidth seen at this footprint or at any larger one.
+        """The best bandwidth seen at this footprint or at any larger one, whose caches data this small fit too.
 
-        Data this small can sit in any cache level that serves a larger footprint, so a kernel with no inefficiency
-        gets at least this; a smaller footprint's faster cache may be out of its reach.
+        A smaller footprint's faster cache may be out of a kernel's reach.
         """
         sizes, _, best, best_from = self._logs
         here = self._interpolate(best, footprint_bytes)

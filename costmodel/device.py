@@ -22,9 +22,8 @@ SCHEMA_VERSION = 1
 #: Units of matmuls that every device has in some form.
 _MATMULS = ("fp32_matmul", "bf16_matmul", "fp16_matmul")
 
-#: How a kernel is started: an ATen call, our own launcher called directly, a node of a CUDA graph, such a node whose
-#: launch overlaps the end of the kernel before it (programmatic dependent launch), or one that overlaps all of it: each
-#: of the two lets the next start at once.
+#: How a kernel is started: by an ATen call, by our launcher, as a node of a CUDA graph, as one whose launch overlaps
+#: the end of the kernel before it (programmatic dependent launch) or, where both let the next start at once, all of it.
 Mode: TypeAlias = Literal["eager", "kernel", "graph", "overlapped", "early"]
 #: Those that have a latency of their own; ``"early"`` has the best one of ``"overlapped"``, which was measured so.
 MODES: tuple[Mode, ...] = ("eager", "kernel", "graph", "overlapped")
@@ -73,10 +72,7 @@ class LinearFit:
 
 @dataclass(frozen=True)
 class CallTimes:
-    """Time of one ATen op on a CPU, from the call to the result, its operands contiguous and in a cache.
-
-    ``points`` are pairs of elements and microseconds, with strictly increasing elements.
-    """
+    """Time of one ATen op on a CPU, its operands in a cache: ``points`` of elements, increasing, and microseconds."""
 
     points: tuple[tuple[float, float], ...]
 
@@ -102,10 +98,7 @@ class CallTimes:
 
 @dataclass(frozen=True)
 class FamilyScale:
-    """How the calls of one name differ from all others: factors beside those of their :class:`Calibration`.
-
-    ``busy_scale`` multiplies moving, arithmetic and waiting.
-    """
+    """Factors of one name beside its :class:`Calibration`'s; ``busy_scale``: of moving, arithmetic and waiting."""
 
     launch_scale: float = 1.0
     busy_scale: float = 1.0
@@ -139,9 +132,7 @@ class Calibration:
     families: Mapping[str, FamilyScale] = field(default_factory=dict)
 
     def factors(self, call: str) -> tuple[float, ...]:
-        """Those of one name for launch, memory, compute, latency and write: of the longest beginning of it that is
-        known, else of all calls.
-        """
+        """Of launch, memory, compute, latency and write: of the longest known beginning of a name, else of all."""
         family = longest_known(self.families, call) or FamilyScale()
         busy = (self.memory_scale, self.compute_scale, self.latency_scale, self.write_scale)
         return (self.launch_scale * family.launch_scale, *(scale * family.busy_scale for scale in busy))
@@ -200,10 +191,7 @@ class DeviceSpec:
             raise ValueError(f"DeviceSpec.peaks has unknown units {sorted(units)}; known: {FLOP_UNITS}")
 
     def latency(self, mode: Mode) -> Latency:
-        """Launch latency of ``mode``; :class:`DeviceSpecError` where this device has no such mode.
-
-        Where overlapped launches were not measured (older devices, older specs) they cost what graph nodes do.
-        """
+        """Latency of ``mode``, of graph nodes where overlapped ones were not measured; DeviceSpecError without both."""
         overlapped = self.launch.get("overlapped")
         if mode == "early" and overlapped is not None:
             return replace(overlapped, us=overlapped.best_us)
@@ -216,9 +204,7 @@ class DeviceSpec:
         return self.launch[mode]
 
     def peak(self, unit: str) -> Peak:
-        """Measured peak of a flop unit, or that of fp32 where matmuls were not measured (older specs);
-        :class:`DeviceSpecError` where there is neither.
-        """
+        """Measured peak of a unit, else fp32's for a matmul; :class:`DeviceSpecError` where there is neither."""
         if unit in _MATMULS and unit not in self.peaks:
             unit = "fp32"
         if unit not in self.peaks:

@@ -51,11 +51,7 @@ class DeviceIdentity:
 
 
 def current_identity(device_type: str) -> DeviceIdentity:
-    """Identity of this machine's processor, or of the current GPU.
-
-    Raises:
-        ValueError: There is no such device here.
-    """
+    """Identity of this machine's processor, or of the current GPU; ValueError where there is no such device."""
     import torch
 
     if device_type not in KINDS:

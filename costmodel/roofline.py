@@ -129,11 +129,9 @@ _NOMINAL: ByDevice[tuple[float, float, float, float, Mapping[str, float]]] = ByD
 
 
 def nominal_us(work: Work, device_type: str, fused: bool = True) -> float:
-    """Microseconds on an imaginary device: launches, which cost more for a single ATen op (``fused`` False), then the
-    longer of bytes and arithmetic.
+    """Microseconds on an imaginary device: launches, dearer unless ``fused``, then the longer of bytes and arithmetic.
 
-    It prices no plan. It puts partitions in an order that owes nothing to a measurement, so that of partitions which
-    measurement cannot tell apart, two tunes of the same model choose the same one.
+    It prices no plan, but orders partitions that measurement cannot tell apart: two tunes then choose the same one.
     """
     fused_us, unfused_us, gbps, reread_gbps, gops = _NOMINAL.on(device_type)
     memory_us = (work.dram_bytes / gbps + work.l2_bytes / reread_gbps) * 1e-3

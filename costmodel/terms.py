@@ -93,8 +93,8 @@ def transfer_us(nbytes: float, gbps: float) -> float:
 
 def with_gpu_terms(terms: RooflineTerms, work: Work, spec: DeviceSpec, mode: Mode) -> RooflineTerms:
     """The terms of any device, and those of a CUDA device beside them."""
-    launch = spec.launch.get("overlapped" if mode == "early" else mode if mode == "overlapped" else "graph")
-    launch = launch or spec.launch.get("graph")
+    graph = spec.launch.get("graph")
+    launch = spec.launch.get("overlapped", graph) if mode in ("overlapped", "early") else graph
     step_us = (launch.us - launch.best_us) / _ELEMENTWISE_STEPS if launch is not None else 0.0
     cache_gbps = max(point.best_gbps for point in spec.bandwidth.points)
     # A fused multiply-add counts as two operations, and is one instruction.
@@ -121,10 +121,7 @@ def with_gpu_terms(terms: RooflineTerms, work: Work, spec: DeviceSpec, mode: Mod
 
 
 def _parts(work: Work, memory_us: float, cache_gbps: float, memory_gbps: float) -> tuple[tuple[float, float], ...]:
-    """``RooflineTerms.parts``: of each the longer of moving and requesting, and writing.
-
-    Each moves at the pace of ``memory_us`` for all bytes; what no part accounts for is one more.
-    """
+    """``RooflineTerms.parts``, each at the pace of ``memory_us``; what no part accounts for is one more."""
     if not work.traffic:
         return ()
     moved_bytes = sum(part.moved_bytes for part in work.traffic)

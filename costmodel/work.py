@@ -17,10 +17,8 @@ FLOP_UNITS = ("fp32", "fp64", "sfu", "bf16_matmul", "fp16_matmul", "fp32_matmul"
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one part of a kernel moves, where parts follow one another.
-
-    ``moved_bytes`` are distinct; what two parts read counts in both. ``written_bytes`` are among them.
-    ``requested_bytes`` are those of :class:`Work`.
+    """What one part of a kernel moves, where parts follow one another: bytes distinct within it, those that it requests
+    (see :class:`Work`), and those of them that are written.
     """
 
     moved_bytes: float

@@ -27,9 +27,7 @@ def malformed_config(backend: str, config: Config) -> str | None:
 
 
 def local_target(device_type: str) -> Target:
-    """What to compile for on this machine; :class:`~fuseplan.costmodel.devices.NoDeviceError` where a GPU is asked for
-    and there is none.
-    """
+    """What to compile for on this machine; ``NoDeviceError`` where a GPU is asked for and there is none."""
     import torch
 
     if not is_gpu(device_type):

@@ -47,11 +47,7 @@ _SPECIAL_FLOPS: dict[Callable[..., torch.Tensor], float] = {
 def measure_cpu(
     identity: DeviceIdentity, quick: bool, kernel_call: TimedCall | None, budget: TimeBudget
 ) -> Measurements:
-    """Time everything a CPU spec needs, with all of PyTorch's threads (and once with one).
-
-    Each step may take several times what it takes on a quiet machine. Memory bandwidth, which takes longest, comes
-    last: it can do with what the others leave.
-    """
+    """Time what a CPU spec needs, with all of PyTorch's threads and with one; bandwidth last, for it takes longest."""
     timer = _timer(sample_us=500.0 if quick else 2000.0, repeats=9 if quick else 25)
     largest_bytes = _largest_bytes(identity)
     ratio = 2.0 if quick else 2.0**0.5
@@ -92,10 +88,7 @@ def _largest_bytes(identity: DeviceIdentity) -> int:
 
 
 def _from_one_thread(single: list[RateTiming], cores: int) -> list[RateTiming]:
-    """What one thread's rates say about the device: all threads reach at least that, and ideally ``cores`` times it.
-
-    On a machine too busy to run its threads side by side this keeps both the prediction and the bound sane.
-    """
+    """What one thread's rates bound on a busy machine: all reach at least that, and ideally ``cores`` times it."""
     return single + [replace(rate, flops=rate.flops * cores, typical=False) for rate in single]
 
 
@@ -156,10 +149,7 @@ def _quickest_us(call: TimedCall, budget: TimeBudget) -> float:
 
 
 def time_aten_calls(timer: CallTimer, cores: int, budget: TimeBudget) -> dict[str, CallTimes]:
-    """By name and type (``aten.mul.Tensor.float32``): few elements, one share, one for each thread, and many.
-
-    Where the budget is short large sizes are left out.
-    """
+    """By name (``aten.mul.Tensor.float32``), from few elements to many; large ones only while time is left."""
     shares = _GRAIN * min(cores, _MOST_THREADS)
     sizes = sorted({_HEAD, _GRAIN, shares, 4 * shares})
     calls = {(name, size): call for size in sizes for dtype in _TYPES for name, call in _calls(size, dtype).items()}

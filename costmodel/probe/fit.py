@@ -15,8 +15,7 @@ from fuseplan.costmodel.probe.timing import Timing
 
 #: Relative deviations beyond this count linearly in a fit: sizes near a cache boundary do not bend it.
 _OUTLIER = 0.05
-#: Below this share of a call's time, moving the bytes cannot be told from launching: such a size says nothing
-#: about bandwidth.
+#: Where moving bytes takes less than this share of a call, it cannot be told from launching.
 _MIN_TRANSFER_SHARE = 0.2
 #: Sizes up to this fit every first-level cache pair and every GPU's idle time, so only launching varies.
 _LAUNCH_BYTES = 64 * 2**10
@@ -26,11 +25,7 @@ _MEMORY_RATIO = 2.0
 
 @dataclass(frozen=True)
 class StreamTiming:
-    """One streaming kernel; ``footprint_bytes`` are distinct bytes read plus written.
-
-    ``typical`` is False for a pattern unlike a fused kernel (it only reads, or bypasses the cache): it counts for the
-    ideal bandwidth only.
-    """
+    """One kernel over ``footprint_bytes`` distinct bytes; unless ``typical`` it counts for the ideal bandwidth only."""
 
     pattern: str
     footprint_bytes: int
@@ -40,10 +35,7 @@ class StreamTiming:
 
 @dataclass(frozen=True)
 class RateTiming:
-    """One compute-bound call: the unit it keeps busy, its operations, time.
-
-    ``typical`` is False where the operations are cheaper than most of the unit: it counts for the ideal rate only.
-    """
+    """One compute-bound call; unless ``typical``, its operations are cheap, and count for the ideal rate only."""
 
     unit: str
     flops: float
@@ -52,9 +44,7 @@ class RateTiming:
 
 
 def fit_linear(nbytes: Sequence[float], times_us: Sequence[float]) -> LinearFit:
-    """``t0`` and bandwidth of ``time = t0 + bytes / bandwidth``, both non-negative, robust, in relative error.
-    ValueError where there are no sizes, or a time is not positive.
-    """
+    """Robust ``t0`` and bandwidth of ``t0 + bytes / bandwidth``, not negative; ValueError without positive times."""
     from scipy.optimize import least_squares  # slow to import, and only a probe fits
 
     if not nbytes or len(nbytes) != len(times_us) or min(times_us) <= 0:
@@ -94,9 +84,7 @@ def fit_launches(streams: Sequence[StreamTiming]) -> tuple[dict[str, LinearFit],
 
 
 def bandwidth_curve(streams: Sequence[StreamTiming]) -> BandwidthCurve:
-    """Bandwidth by footprint, launch latency removed: the median over typical patterns, and the best of all. ValueError
-    where every size was launch-bound.
-    """
+    """Bandwidth without launches: median of typical patterns, best of all. ValueError where no size shows it."""
     typical, best = fit_launches(streams)
     points: list[BandwidthPoint] = []
     for footprint_bytes in sorted({stream.footprint_bytes for stream in streams}):

@@ -27,8 +27,7 @@ _TILE = 2**20
 #: Equal parts of a buffer that a pattern touches: ``copy`` and ``neg`` read one and write one, ``add`` reads two and
 #: writes one, ``read`` sums everything.
 _PATTERN_PARTS = {"copy": 2, "neg": 2, "add": 3, "read": 1}
-#: Patterns like a fused kernel's: a library's copy may bypass the cache, which no compiled loop does; a sum writes
-#: nothing.
+#: Patterns like a fused kernel's: a library's copy may bypass the cache, and a sum writes nothing.
 _TYPICAL = ("neg", "add")
 
 
@@ -74,10 +73,7 @@ def time_host_calls(
 
 
 def stream_sizes(largest_bytes: int, step: float, cache_bytes: int = 0) -> list[int]:
-    """Footprints from 4 KiB up to ``largest_bytes``, each ``step`` times the one before, in whole KiB.
-
-    Between half of a cache of ``cache_bytes`` and all of it bandwidth falls several-fold: there are more sizes there.
-    """
+    """Footprints from 4 KiB up, ``step`` times the last, in whole KiB; more of them about a cache's edge."""
     count = math.floor(math.log(largest_bytes / 4096, step) + 1e-9)
     sizes = {round(4 * step**number) * 1024 for number in range(count + 1)}
     sizes |= {round(share * cache_bytes / 1024) * 1024 for share in _CACHE_SHARES if cache_bytes}
@@ -87,10 +83,7 @@ def stream_sizes(largest_bytes: int, step: float, cache_bytes: int = 0) -> list[
 def time_streams(
     sizes: Iterable[int], patterns: Iterable[str], device: str, timer: CallTimer, budget: TimeBudget = UNLIMITED
 ) -> list[StreamTiming]:
-    """Time every pattern at every size, in one buffer as large as the largest.
-
-    Where the budget is short the largest sizes are left out.
-    """
+    """Time every pattern at every size in one buffer; the largest sizes are left out where the budget is short."""
     sizes = list(sizes)
     length = max(sizes) // _ITEM_BYTES + 3 * _ALIGN
     buffer = torch.rand(_TILE, device=device).repeat(-(-length // _TILE))  # all of it random would take seconds

@@ -33,10 +33,7 @@ _WARM_UP = 0.4
 
 @dataclass(frozen=True)
 class TimeBudget:
-    """Time that may be spent until a fixed moment by ``clock``; who spends it tells ``report`` how much is done.
-
-    ``short`` says in words what the time was too short for; a budget and its parts share it.
-    """
+    """Time until a moment by ``clock``; ``report`` is told what is done, ``short`` what time was too short for."""
 
     end_s: float
     clock: Callable[[], float] = time.monotonic
@@ -79,11 +76,8 @@ UNLIMITED = TimeBudget(math.inf)
 class Timing:
     """What repeated samples of one call say.
 
-    Attributes:
-        typical_us: Median of the faster half: other processes only ever add time, and on a shared machine they
-            disturb more samples than not.
-        noise: How far the typical times of two interleaved halves of the batches disagree, relative; 1 where there is
-            one sample, which nothing confirms.
+    ``typical_us`` is the median of the faster half, for other processes only add time. ``noise`` is how far those of
+    two interleaved halves of the batches disagree, relative; 1 for one sample, which nothing confirms.
     """
 
     typical_us: float
@@ -112,10 +106,8 @@ class HostCallTimer:
 
     Attributes:
         repeats: Samples in a batch, each of about ``sample_us`` and at most ``max_calls`` (a launch queue is finite).
-        finish: Waits for the device. With one that waits (CUDA), calls are only queued during a sample, so a call
-            whose kernel is short costs what the host pays to launch it.
-        steady: Whether the processor runs at full speed at this moment; samples beside which it did not are left out.
-            Told how many microseconds it has to find out.
+        finish: Waits for the device (CUDA): a sample only queues its calls, and costs what the host pays to launch.
+        steady: Whether the processor runs at full speed, found out in so many microseconds; other samples are left out.
     """
 
     sample_us: float
@@ -211,10 +203,7 @@ def replay_us(graph: torch.cuda.CUDAGraph, calls: int) -> float:
 
 @dataclass(frozen=True)
 class GraphTimer:
-    """Device time per call inside a CUDA graph of many calls: no host in the loop, as in a captured model.
-
-    One replay should take ``sample_us``, so that starting it is a small part; a batch has ``repeats`` of them.
-    """
+    """Device time per call in a CUDA graph of many; a batch has ``repeats`` replays of about ``sample_us`` each."""
 
     sample_us: float
     repeats: int

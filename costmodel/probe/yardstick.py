@@ -1,8 +1,7 @@
 """Tells whether the processor runs at its full speed at this moment.
 
-A neighbour on the same physical core, or a hypervisor that moves virtual cores together, slows everything 1.2 to 4
-times for tenths of a second, now and then, and no counter of the operating system shows it. A small job of known cost
-does.
+A neighbour on the same core, or a hypervisor, slows everything several times for tenths of a second, now and then, and
+no counter of the operating system shows it. A small job of known cost does.
 """
 
 from __future__ import annotations
@@ -25,9 +24,7 @@ _WINDOW = 20_000
 _SHARE = 0.01
 #: Readings after which the reference is looked up again.
 _REFRESH = 256
-#: Readings of one answer at most. The first ones after other work may be slow, for the pool has to wake its threads
-#: (measured on two virtual cores: 40 % of first readings at full speed, 83 % of the better of two); a slow spell of the
-#: processor outlasts them all.
+#: Readings of one answer at most: the first may be slow, for it wakes the threads; a slow spell outlasts them all.
 _TRIES = 3
 #: Numbers in the job's array: some ten microseconds on two cores, enough to involve every thread of the pool.
 _NUMBERS = 65_536
@@ -47,10 +44,7 @@ class Yardstick:
         self._age = 0
 
     def steady(self, limit_s: float = math.inf) -> bool:
-        """Whether the job takes no longer now than it does when nothing disturbs it.
-
-        No further reading is taken once the readings add up to ``limit_s``; too few to tell is False.
-        """
+        """Whether the job is as fast as when undisturbed; False where ``limit_s`` leaves too few readings to tell."""
         while len(self._readings) < _FIRST and limit_s > 0:
             limit_s -= self._read()
         for _ in range(_TRIES):

@@ -20,6 +20,9 @@ class CppBackend(Backend):
     device_type: ClassVar[str] = "cpu"
     raises_outside: ClassVar[bool] = True
     parameters: ClassVar[tuple[Tunable, ...]] = PARAMETERS
+    tunables = staticmethod(config_space)
+    infeasible = staticmethod(infeasible)
+    default_config = staticmethod(default_settings)
 
     def __init__(self, cache_dir: Path | None = None, compilers: tuple[str, ...] = COMPILER_NAMES) -> None:
         self._cache_dir = cache_dir or default_cache_dir()
@@ -42,15 +45,6 @@ class CppBackend(Backend):
         except (BuildError, KeyError) as error:
             return str(error)
         return None
-
-    def tunables(self, ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
-        return config_space(ir, target)
-
-    def infeasible(self, ir: KernelIR, config: Config, target: Target) -> str | None:
-        return infeasible(ir, config, target)
-
-    def default_config(self, ir: KernelIR, target: Target) -> Config:
-        return default_settings(ir, target)
 
     def source(self, ir: KernelIR, config: Config) -> str:
         """The C++ text; only ``unroll``, ``stage`` and ``stream`` change it."""

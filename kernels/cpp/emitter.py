@@ -9,33 +9,15 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from fuseplan.kernels.cpp.entry import (
-    check_lines,
-    checks_alone,
-    entry_lines,
-    is_tiled,
-    outside_flag,
-    shapes_lines,
-    symbol_lines,
-)
+from fuseplan.kernels.cpp.entry import checks_alone, entry_points, is_tiled, outside_flag, symbol_lines
 from fuseplan.kernels.cpp.row_vectors import RowVectors, as_row_vectors
 from fuseplan.kernels.cpp.row_vectors_emitter import RowVectorsWriter
-from fuseplan.kernels.cpp.types import (
-    SCALAR_TYPE,
-    STORAGE_TYPE,
-    VECTOR_TYPE,
-    assign_registers,
-    constant_text,
-    cpp_size,
-    indent,
-)
-from fuseplan.kernels.cpp.values import Values, conversion
+from fuseplan.kernels.cpp.types import ELEMENT_TYPE, SCALAR_TYPE, VECTOR_TYPE, assign_registers, indent
+from fuseplan.kernels.cpp.values import ValueWriter, conversion
 from fuseplan.kernels.ir.coalesce import coalesce, split_columns
 from fuseplan.kernels.ir.gathers import may_fail
-from fuseplan.kernels.ir.index import Size
-from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, Const, KernelIR, Load, Reduce, Segment, Store, register_type
+from fuseplan.kernels.ir.ir import ITEMSIZE, KernelIR, Load, Segment, Store, register_type
 from fuseplan.kernels.ir.kernel_name import kernel_name
-from fuseplan.kernels.ir.ops import REDUCTIONS, fold_identity
 from fuseplan.kernels.ir.reduction_loops import Phase, schedule
 
 #: A staging row up to this size lives on the stack.
@@ -62,12 +44,10 @@ def emit_cpp(ir: KernelIR, unroll: int = 2, stage: bool = False, stream: bool = 
     macros = {"FP_WIDEST": widest, "FP_STREAM": int(stream), "FP_ROUGH": int(rough), "FP_NAME": kernel_name(ir)}
     lines = [*(f"#define {name} {value}" for name, value in macros.items()), prelude()]
     for number, segment in enumerate(simple.segments):
-        values = Values(segment, kinds[number], names)
         checks = () if before and number < len(segments) else segment.checks
-        lines += _SegmentWriter(simple.buffers, values, unroll, stage, checks).function(number)
-    lines += entry_lines(segments, names, check_lines(simple, len(segments), names))
-    lines += shapes_lines(simple.outputs, names)
-    return "\n".join(lines) + "\n"
+        writer = RowVectorsWriter if isinstance(segment, RowVectors) else _ColumnsWriter
+        lines += _function(number, writer(simple.buffers, segment, kinds[number], names, checks, unroll, stage))
+    return "\n".join([*lines, *entry_points(simple, len(segments), names)]) + "\n"
 
 
 @lru_cache(maxsize=64)
@@ -84,170 +64,124 @@ def prelude() -> str:
     return "".join((here / name).read_text() for name in ("cpp_prelude.h", "cpp_maths.h", "cpp_loops.h"))
 
 
-class _SegmentWriter:
-    """Writes the function of one segment: rows ``[begin, end)``, columns ``[low, high)``."""
+def _function(number: int, writer: ValueWriter) -> list[str]:
+    """The function of one segment: rows ``[begin, end)``, columns ``[low, high)``."""
+    segment = writer.segment
+    tiled = ", i64 low, i64 high" if is_tiled(segment) else ""
+    head = f"static void segment{number}(void* const* buffers, const i64* sizes, i64 begin, i64 end{tiled}) {{"
+    lines = symbol_lines(writer.names)
+    for used in sorted({access.buffer for access in segment.accesses}):
+        lines.append(f"{writer.storage(used)}* __restrict__ b{used} = ({writer.storage(used)}*)buffers[{used}];")
+    if writer.checks:
+        lines.append(f"int* const outside = {outside_flag(writer.buffers)};")
+    if not tiled:
+        lines.append(f"const i64 low = 0, high = {writer.size(segment.cols)};")
+    first, following = _rows(writer)
+    lines += [*writer.arrays(), *first, "for (i64 row = begin; row < end; ++row) {"]
+    return [head, *indent([*lines, *indent([*writer.row(), *following]), "}"]), "}"]
 
-    def __init__(
-        self, buffers: Sequence[Buffer], values: Values, unroll: int, stage: bool, checks: Sequence[int]
-    ) -> None:
-        self.buffers, self.values, self.segment, self.kinds = buffers, values, values.segment, values.kinds
-        #: Those that are still to be written.
-        self.checks = list(checks)
-        cols = self.segment.cols
-        # No more accumulators than the row has vectors.
-        self.unroll = max(1, min(unroll, cols // _MOST_LANES)) if isinstance(cols, int) else unroll
-        self._across = RowVectorsWriter(buffers, values, unroll, checks) if isinstance(
-            self.segment, RowVectors) else None
-        self.phases = schedule(self.segment, stage) if self._across is None else ()
-        self._declared: set[str] = set()
 
-    def _size(self, size: Size) -> str:
-        return cpp_size(size, self.values.names)
+def _rows(writer: ValueWriter) -> tuple[list[str], list[str]]:
+    """The coordinates of the first row, and the step to the next one."""
+    axes = [(axis, writer.size(extent)) for axis, extent in enumerate(writer.segment.rows) if extent != 1]
+    if not axes:
+        return [], []
+    (outer, _), *inner = axes
+    first = ["i64 rest = begin;"]
+    first += [f"i64 c{axis} = rest % {extent}; rest /= {extent};" for axis, extent in reversed(inner)]
+    step = [f"++c{outer};"]
+    for axis, extent in inner:
+        step = [f"if (++c{axis} == {extent}) {{", f"  c{axis} = 0;", *indent(step), "}"]
+    return [*first, f"i64 c{outer} = rest;"], step
 
-    def function(self, number: int) -> list[str]:
-        """Source lines of the function."""
-        segment = self.segment
-        tiled = ", i64 low, i64 high" if is_tiled(segment) else ""
-        head = f"static void segment{number}(void* const* buffers, const i64* sizes, i64 begin, i64 end{tiled}) {{"
-        lines = symbol_lines(self.values.names)
-        for used in sorted({access.buffer for access in segment.accesses}):
-            lines.append(f"{self._storage(used)}* __restrict__ b{used} = ({self._storage(used)}*)buffers[{used}];")
-        if self.checks:
-            lines.append(f"int* const outside = {outside_flag(self.buffers)};")
-        if not tiled:
-            lines.append(f"const i64 low = 0, high = {self._size(segment.cols)};")
-        first, following = self._rows()
-        lines += self._staging_lines() if self._across is None else self._across.arrays()
-        lines += [*first, "for (i64 row = begin; row < end; ++row) {"]
-        for position, phase in enumerate(self.phases):
-            lines += indent(self._phase(position, phase))
-        lines += indent(self._across.lines()) if self._across is not None else []
-        return [head, *indent([*lines, *indent(following), "}"]), "}"]
 
-    def _storage(self, buffer: int) -> str:
-        const = "" if self.buffers[buffer].is_output else "const "
-        return const + STORAGE_TYPE[self.buffers[buffer].dtype]
+class _ColumnsWriter(ValueWriter):
+    """Writes loops over vectors of columns, one for each phase of a row."""
 
-    def _staging_lines(self) -> list[str]:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.segment.cols, int):  # no more accumulators than the row has vectors
+            self.unroll = max(1, min(self.unroll, self.segment.cols // _MOST_LANES))
+        self.phases = schedule(self.segment, self.stage)
+
+    def row(self) -> list[str]:
+        return [line for position, phase in enumerate(self.phases) for line in self._phase(position, phase)]
+
+    def arrays(self) -> list[str]:
         lines = []
         count = "(high - low + L - 1) / L * L"
         for value in (value for phase in self.phases for value in phase.stages):
             kind, cols = self.kinds[value], self.segment.cols
-            scalar = "int" if kind == "bool" else SCALAR_TYPE[kind]
+            scalar = ELEMENT_TYPE[kind]
             if isinstance(cols, int) and cols * ITEMSIZE[kind] <= _STACK_BYTES:
                 lines.append(f"alignas(64) {scalar} t{value}[({max(cols, 1)} + L - 1) / L * L];")
             else:
                 lines += [f"Scratch<{scalar}> scratch{value}({count});", f"{scalar}* t{value} = scratch{value}.data;"]
         return lines
 
-    def _rows(self) -> tuple[list[str], list[str]]:
-        """The coordinates of the first row, and the step to the next one."""
-        axes = [(axis, self._size(extent)) for axis, extent in enumerate(self.segment.rows) if extent != 1]
-        if not axes:
-            return [], []
-        (outer, _), *inner = axes
-        first = ["i64 rest = begin;"]
-        first += [f"i64 c{axis} = rest % {extent}; rest /= {extent};" for axis, extent in reversed(inner)]
-        step = [f"++c{outer};"]
-        for axis, extent in inner:
-            step = [f"if (++c{axis} == {extent}) {{", f"  c{axis} = 0;", *indent(step), "}"]
-        return [*first, f"i64 c{outer} = rest;"], step
-
     # -- passes over the columns ----------------------------------------------------------------------------
 
     def _phase(self, position: int, phase: Phase) -> list[str]:
-        values, segment = self.values, self.segment
-        lines = [values.declaration(value) for value in phase.rows]
-        lines += self._checked(phase.rows, "if (!r{0}) *outside = 1;")
+        lines = [*map(self.declaration, phase.rows), *self.checked(phase.rows)]
         for number in phase.row_stores:
-            store = segment.stores[number]
+            store = self.segment.stores[number]
             scalar = SCALAR_TYPE[register_type(self.buffers[store.buffer].dtype)]
-            address = values.row_address(store)
-            lines.append(f"{values.where_stored(store)}put({address}, ({scalar})r{store.value});")
-        looped = [value for value in phase.reductions if not values.per_row[self._reduce(value).arg]]
+            lines.append(f"{self.where_stored(store)}put({self.row_address(store)}, ({scalar})r{store.value});")
+        looped = [value for value in phase.reductions if not self.per_row[self.reduction(value).arg]]
         lines += [self._constant_reduction(value) for value in phase.reductions if value not in looped]
         if not looped and not phase.stores and not set(self.checks) & {*phase.elements}:
             return lines
         body = self._body(phase, looped)
-        # Declarations that no earlier phase of the row has made.
-        fresh = [one for one in (*values.take_splats(), *self._pointers(phase)) if one not in self._declared]
-        self._declared.update(fresh)
-        lines += fresh
+        lines += [*self.splats(), *self.fresh(self._pointers(phase))]
         for value in looped:
             kind = self._accumulator_kind(value)
-            vector, identity = VECTOR_TYPE[kind], self._identity(value, kind)
+            vector, identity = VECTOR_TYPE[kind], self.identity(value, kind)
             lines += [f"{vector} a{value}_{lane} = splat<{vector}>({identity});" for lane in range(self.unroll)]
         return [*lines, *self._loop(f"pass{position}", looped, body), *map(self._fold, looped)]
 
-    def _checked(self, values: Sequence[int], statement: str) -> list[str]:
-        """The checks among some values, each where it is first computed."""
-        found = [value for value in self.checks if value in values]
-        self.checks = [value for value in self.checks if value not in found]
-        return [statement.format(value) for value in found if not isinstance(self.segment.body[value], Const)]
-
-    def _reduce(self, value: int) -> Reduce:
-        instr = self.segment.body[value]
-        assert isinstance(instr, Reduce)
-        return instr
-
     def _constant_reduction(self, value: int) -> str:
         """A row-level value folds to itself, or under a sum to itself times the number of columns."""
-        instr, scalar = self._reduce(value), SCALAR_TYPE[self.kinds[value]]
-        cols = self._size(self.segment.cols)
+        instr, scalar = self.reduction(value), SCALAR_TYPE[self.kinds[value]]
+        cols = self.size(self.segment.cols)
         whole = f"({scalar})r{instr.arg}" + (f" * ({scalar})({cols})" if instr.kind == "sum" else "")
-        return f"const {scalar} r{value} = ({cols}) ? {whole} : {self._identity(value, self.kinds[value])};"
-
-    def _identity(self, value: int, kind: str) -> str:
-        reduce = self._reduce(value)
-        return constant_text(kind, fold_identity(reduce.kind, "bool" if reduce.dtype == "bool" else kind))
+        return f"const {scalar} r{value} = ({cols}) ? {whole} : {self.identity(value, self.kinds[value])};"
 
     def _accumulator_kind(self, value: int) -> str:
         """Register type of a reduction's lanes: the result's, unless the operand is a narrowed integer or a mask."""
-        operand = self.kinds[self._reduce(value).arg]
+        operand = self.kinds[self.reduction(value).arg]
         natural = self.segment.body[value].dtype
         if operand == "bool":
             return "int32"
         return operand if natural == "int64" else natural
 
-    def _combine(self, value: int, a: str, b: str) -> str:
-        return REDUCTIONS[self._reduce(value).kind].cpp_combine.format(a, b)
-
     def _fold(self, value: int) -> str:
         total = f"a{value}_0"
         for lane in range(1, self.unroll):
-            total = self._combine(value, total, f"a{value}_{lane}")
-        function = f"[](auto x, auto y) {{ return {self._combine(value, 'x', 'y')}; }}"
+            total = self.combined(value, total, f"a{value}_{lane}")
+        function = f"[](auto x, auto y) {{ return {self.combined(value, 'x', 'y')}; }}"
         target = SCALAR_TYPE[self.kinds[value]]
         return f"const {target} r{value} = ({target})fold({total}, {function});"
 
     def _pointers(self, phase: Phase) -> list[str]:
         values = [(f"p{value}", self.segment.body[value]) for value in phase.elements]
         accesses = [*values, *((f"q{number}", self.segment.stores[number]) for number in phase.stores)]
-        lines = (
-            self.values.pointer(name, one, self._storage(one.buffer))
-            for name, one in accesses if isinstance(one, Load | Store)
-        )
-        return [line for line in lines if line]
+        return [line for name, one in accesses if isinstance(one, Load | Store) for line in self.pointer(name, one)]
 
     def _body(self, phase: Phase, looped: Sequence[int]) -> list[str]:
-        values = self.values
         lines = []
         for value in phase.reads:
             vector = VECTOR_TYPE[self.kinds[value]]
             lines.append(f"const {vector} e{value} = read<{vector}>(t{value} + slot(m, j));")
         for value in phase.elements:
-            lines.append(values.declaration(value))
+            lines.append(self.declaration(value))
             if value in phase.stages:
                 lines.append(f"write(t{value} + slot(m, j), e{value});")
-        lines += self._checked(phase.elements, "if (any(present(m, ~e{0}))) *outside = 1;")
+        lines += self.checked(phase.elements)
         for value in looped:
-            kind, operand = self._accumulator_kind(value), self._reduce(value).arg
+            kind, operand = self._accumulator_kind(value), self.reduction(value).arg
             item = conversion(self.kinds[operand], kind, f"e{operand}")
-            lines.append(f"a{value} = keep(m, {self._combine(value, f'a{value}', item)}, a{value});")
-        for number in phase.stores:
-            store = self.segment.stores[number]
-            lines.append(values.store(number, store, register_type(self.buffers[store.buffer].dtype)))
-        return lines
+            lines.append(f"a{value} = keep(m, {self.combined(value, f'a{value}', item)}, a{value});")
+        return [*lines, *map(self.store, phase.stores)]
 
     def _loop(self, name: str, looped: Sequence[int], body: Sequence[str]) -> list[str]:
         """The loop over whole vectors, ``unroll`` at a time, then the end of the row."""

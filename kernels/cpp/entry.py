@@ -9,6 +9,7 @@ from fuseplan.kernels.cpp.row_vectors import RowVectors, task_elements
 from fuseplan.kernels.cpp.types import cpp_size, indent
 from fuseplan.kernels.ir.gathers import value_axes
 from fuseplan.kernels.ir.ir import Buffer, KernelIR, Reduce, Segment
+from fuseplan.kernels.ir.reduction_loops import lies_apart
 from fuseplan.kernels.ir.rewrite import needed
 
 #: Rows up to this many columns are never cut into column tiles: their trip count stays a constant.
@@ -28,12 +29,9 @@ def is_tiled(segment: Segment) -> bool:
 
 def is_strided(segment: Segment) -> bool:
     """True when some access steps through memory from column to column (a transposed operand, a gather)."""
-    axis = segment.col_axis
-    per_row = segment.per_row
-    if any(load.gather is not None and not per_row[load.gather.value] for load in segment.loads):
+    if any(load.gather is not None and not segment.per_row[load.gather.value] for load in segment.loads):
         return True
-    indices = [access.index for access in segment.accesses]
-    return any(not index.is_affine_in(axis) or index.coefficient(axis) not in (0, 1) for index in indices)
+    return lies_apart(segment, segment.col_axis) > 0
 
 
 def symbol_lines(names: Mapping[str, str]) -> list[str]:
@@ -68,36 +66,37 @@ def outside_flag(buffers: Sequence[Buffer]) -> str:
     return f"(int*)buffers[{len(buffers)}]"
 
 
-def check_lines(ir: KernelIR, first: int, names: Mapping[str, str]) -> list[str]:
-    """Statements that make the checks of the segments from number ``first`` on, and return where one fails.
+def entry_points(ir: KernelIR, count: int, names: Mapping[str, str]) -> list[str]:
+    """``elements``, ``tasks``, what runs tasks of the first ``count`` segments (see ``cpp_loops.h``), and
+    ``fuseplan_shapes``: sizes, then strides, of every output for given dynamic sizes.
 
-    Each thread makes them all before it writes: they are few, and no thread has to wait for another.
+    Each thread first makes the checks that are the other segments: they are few, and no thread waits for another.
     """
-    lines = []
-    for number, segment in enumerate(ir.segments[first:], first):
-        rows = " * ".join(["(i64)1", *(cpp_size(extent, names) for extent in segment.rows)])
-        tile = f", 0, {cpp_size(segment.cols, names)}" if is_tiled(segment) else ""
-        lines.append(f"segment{number}(buffers, sizes, 0, {rows}{tile});")
-    return [*lines, f"if (*{outside_flag(ir.buffers)}) return;"] if lines else []
-
-
-def entry_lines(segments: Sequence[Segment], names: Mapping[str, str], checks: Sequence[str] = ()) -> list[str]:
-    """``elements``, ``tasks`` and what runs tasks (see ``cpp_loops.h``), after ``checks``."""
     sizes = symbol_lines(names)
-    elements, tasks, runs = [], [], []
-    for number, segment in enumerate(segments):
-        rows = f"({' * '.join(['(i64)1', *(cpp_size(extent, names) for extent in segment.rows)])})"
-        cols, chunks = cpp_size(segment.cols, names), f"ceil_div({rows}, how->rows_per_task)"
-        tiles = f"ceil_div({cols}, how->col_tile)" if is_tiled(segment) else "1"
+    elements, tasks, runs, checks = [], [], [], []
+    for number, segment in enumerate(ir.segments):
+        call, tiled = f"segment{number}(buffers, sizes, ", is_tiled(segment)
+        rows = " * ".join(["(i64)1", *(cpp_size(extent, names) for extent in segment.rows)])
+        cols = cpp_size(segment.cols, names)
+        if number >= count:
+            checks.append(f"{call}0, {rows}{f', 0, {cols}' if tiled else ''});")
+            continue
+        rows = f"({rows})"
+        chunks = f"ceil_div({rows}, how->rows_per_task)"
+        tiles = f"ceil_div({cols}, how->col_tile)" if tiled else "1"
         elements.append(f"{rows} * {cols} * {cpp_size(task_elements(segment), names)}")
         tasks.append(f"{chunks} * {tiles}")
-        runs += _run_segment(f"segment{number}(buffers, sizes, ", is_tiled(segment), rows, cols, chunks, tiles)
+        runs += _run_segment(call, tiled, rows, cols, chunks, tiles)
+    checks += [f"if (*{outside_flag(ir.buffers)}) return;"] if checks else []
+    shapes = (size for buffer in ir.outputs for size in (*buffer.shape, *buffer.strides))
+    stores = [f"shapes[{number}] = {cpp_size(size, names)};" for number, size in enumerate(shapes)]
     return [
         "static i64 elements(const i64* sizes) {", *indent([*sizes, f"return {' + '.join(elements)};"]), "}",
         "static i64 tasks(const i64* sizes, const Launch* how) {",
         *indent([*sizes, f"return {' + '.join(tasks)};"]), "}",
         "static void FP_NAME(void* const* buffers, const i64* sizes, const Launch* how, i64 begin, i64 end) {",
         *indent([*sizes, *checks, *runs, "results_done();"]), "}",
+        'extern "C" void fuseplan_shapes(const i64* sizes, i64* shapes) {', *indent([*sizes, *stores]), "}",
     ]
 
 
@@ -121,11 +120,3 @@ def _run_segment(call: str, tiled: bool, rows: str, cols: str, chunks: str, tile
         "  begin -= count; end -= count;",
         "}",
     ]
-
-
-def shapes_lines(outputs: Sequence[Buffer], names: Mapping[str, str]) -> list[str]:
-    """``fuseplan_shapes``: sizes, then strides, of every output for given dynamic sizes."""
-    sizes = (size for buffer in outputs for size in (*buffer.shape, *buffer.strides))
-    stores = [f"shapes[{number}] = {cpp_size(size, names)};" for number, size in enumerate(sizes)]
-    head = 'extern "C" void fuseplan_shapes(const i64* sizes, i64* shapes) {'
-    return [head, *indent([*symbol_lines(names), *stores]), "}"]

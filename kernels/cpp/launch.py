@@ -44,10 +44,7 @@ class RunSettings:
 
 
 class Library:
-    """A loaded shared library. Whoever calls into it keeps this object; the library is unloaded with it.
-
-    The system counts how often a library was loaded: two objects of one file keep each other's code.
-    """
+    """A loaded shared library, unloaded with this object; two objects of one file keep each other's code."""
 
     def __init__(self, path: Path) -> None:
         self.loaded = ctypes.CDLL(str(path))
@@ -60,10 +57,7 @@ class Library:
 
 
 class CppKernel(CompiledKernel):
-    """A loaded CPU kernel; calls raise :class:`~fuseplan.kernels.ir.backend.OutsideTable`.
-
-    ``call`` is the extension's ``call(*inputs, *sizes)``, which makes the outputs; None without the extension.
-    """
+    """A loaded CPU kernel, whose calls raise ``OutsideTable``; ``call`` makes the outputs (None: no extension)."""
 
     def __init__(self, run: Callable[..., None], call: Callable[..., Any] | None = None) -> None:
         self.run, self._call = run, call
@@ -78,9 +72,7 @@ class CppKernel(CompiledKernel):
 def load_kernel(
     ir: KernelIR, source: str, settings: RunSettings, compiler: Compiler, cache_dir: Path
 ) -> CppKernel:
-    """Compile a kernel, unless the cache has it, and bind it to a call path. Its library is unloaded after the last of
-    its calls is gone.
-    """
+    """Compile a kernel unless the cache has it, and bind it to a call path; its library goes with the last call."""
     loaded = Library(build_library(source, compiler, cache_dir))
     launcher = load_launcher(compiler, cache_dir)
     if launcher is None:
@@ -107,8 +99,7 @@ def load_kernel(
 def load_launcher(compiler: Compiler, cache_dir: Path) -> Any | None:
     """The extension module, built on first use; None where Python's headers are missing or it does not build."""
     try:
-        source = Path(__file__).parent.parent / "native" / "cpp_launcher.cpp"
-        return load_extension("fuseplan_cpp_launcher", source, compiler, cache_dir)
+        return load_extension("cpp_launcher.cpp", compiler, cache_dir)
     except BuildError:
         return None
 

@@ -13,9 +13,9 @@ from fuseplan.kernels.ir.reduction_loops import folds_across
 
 @dataclass(frozen=True)
 class RowVectors(Segment):
-    """A segment with its last row axis as the columns, along which a vector lies, and a loop over what is ``folded``.
+    """A segment whose columns, along which vectors lie, are its last row axis, with a loop over what is ``folded``.
 
-    Coordinates are numbered as in the segment that it was: that of the fold comes after that of the columns.
+    Coordinates keep their numbers: that of the fold comes after that of the columns.
     """
 
     folded: Size = 1

@@ -1,8 +1,7 @@
 """How sizes, indices, constants and types are written in C++, and which type holds each value of a kernel.
 
-The number of SIMD lanes is the vector width over the widest register type, so one int64 position in an attention mask
-would halve the speed of a float32 softmax: where interval arithmetic proves that every int64 value computed per element
-fits 32 bits, they are held in int32.
+One int64 position in a mask would halve the lanes of a float32 softmax: int64 values are held in int32 where interval
+arithmetic proves that all of them fit.
 """
 
 from __future__ import annotations
@@ -28,6 +27,8 @@ DYNAMIC_SIZE_LIMIT = 2**30
 _INT32_LIMIT = 2**31 - 2
 
 SCALAR_TYPE = {"float32": "float", "float64": "double", "int64": "i64", "int32": "int", "bool": "bool"}
+#: What an array of vectors consists of.
+ELEMENT_TYPE = {**SCALAR_TYPE, "bool": "int"}
 VECTOR_TYPE = {"float32": "vf", "float64": "vd", "int64": "vl", "int32": "vi", "bool": "vm"}
 STORAGE_TYPE = {
     "float64": "double", "float32": "float", "bfloat16": "bf16", "float16": "f16", "int64": "i64", "int32": "int",
@@ -64,16 +65,6 @@ def _polynomial(expr: sympy.Expr, names: Mapping[str, str]) -> str:
     raise BuildError(f"cpp: cannot write the size expression {expr} (only sums, products and powers are supported)")
 
 
-def index_text(index: Index, coord: Callable[[int], str], names: Mapping[str, str]) -> str:
-    """An index as an ``i64`` expression; ``coord`` spells the coordinates."""
-    return index.render(coord, lambda size: cpp_size(size, names))
-
-
-def without_column(index: Index, col_axis: int) -> Index:
-    """The index less its plain column term: its value at column 0 when it is affine in the column."""
-    return Index.build(index.const, [term for term in index.terms if getattr(term[0], "axis", None) != col_axis])
-
-
 def constant_text(kind: str, value: float | int | bool) -> str:
     """A scalar literal of a register type, exact (hexadecimal for floats)."""
     if kind == "bool":
@@ -97,8 +88,8 @@ def constant_text(kind: str, value: float | int | bool) -> str:
     return f"{number.hex()}{suffix}"
 
 
-def indent(lines: Sequence[str], by: int = 1) -> list[str]:
-    return [("  " * by + line) if line else line for line in lines]
+def indent(lines: Sequence[str]) -> list[str]:
+    return [f"  {line}" if line else line for line in lines]
 
 
 def assign_registers(ir: KernelIR) -> tuple[tuple[tuple[str, ...], ...], int]:

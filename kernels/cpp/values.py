@@ -7,32 +7,82 @@ among vectors is broadcast once per row into ``s<v>_<kind>``. In a column loop `
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from fuseplan.kernels.cpp.types import (
-    COMPARISONS,
-    SCALAR_TYPE,
-    VECTOR_TYPE,
-    constant_text,
-    cpp_size,
-    index_text,
-    without_column,
+from fuseplan.kernels.cpp.types import COMPARISONS, SCALAR_TYPE, STORAGE_TYPE, VECTOR_TYPE, constant_text, cpp_size
+from fuseplan.kernels.ir.index import Coord, FloorDiv, Index, Size, axes_of
+from fuseplan.kernels.ir.ir import (
+    Apply,
+    Buffer,
+    Cast,
+    Const,
+    Gather,
+    Iota,
+    Load,
+    Reduce,
+    Round,
+    Segment,
+    Store,
+    register_type,
 )
-from fuseplan.kernels.ir.index import Coord, FloorDiv, Index
-from fuseplan.kernels.ir.ir import Apply, Cast, Const, Gather, Iota, Load, Round, Segment, Store
-from fuseplan.kernels.ir.ops import op_spec
+from fuseplan.kernels.ir.ops import REDUCTIONS, fold_identity, op_spec
 
 _LOGIC = frozenset({"logical_and", "logical_or", "logical_not"})
 
 
-class Values:
-    """Spells the values of one segment. ``kinds`` are their register types, ``names`` the spelling of symbols."""
+@dataclass(eq=False)
+class ValueWriter(ABC):
+    """Writes the values of one segment; its subclasses write the loops around them.
 
-    def __init__(self, segment: Segment, kinds: Sequence[str], names: Mapping[str, str]) -> None:
-        self.segment, self.kinds, self.names = segment, kinds, names
-        self.per_row = segment.per_row
-        #: Broadcasts used since the last :meth:`take_splats`, name to declaration.
+    ``kinds`` are the register types of the values, ``names`` the spelling of symbols, ``checks`` those to be written.
+    """
+
+    buffers: Sequence[Buffer]
+    segment: Segment
+    kinds: Sequence[str]
+    names: Mapping[str, str]
+    checks: Sequence[int]
+    unroll: int
+    stage: bool
+
+    def __post_init__(self) -> None:
+        self.per_row = self.segment.per_row
+        #: Lines that stand in the current scope already.
+        self.declared: set[str] = set()
+        #: Broadcasts used since the last :meth:`splats`, name to declaration.
         self._splats: dict[str, str] = {}
+
+    @abstractmethod
+    def arrays(self) -> list[str]:
+        """Declarations of the arrays in which values wait for a later loop."""
+
+    @abstractmethod
+    def row(self) -> list[str]:
+        """The statements for one row."""
+
+    def size(self, size: Size) -> str:
+        return cpp_size(size, self.names)
+
+    def storage(self, buffer: int) -> str:
+        const = "" if self.buffers[buffer].is_output else "const "
+        return const + STORAGE_TYPE[self.buffers[buffer].dtype]
+
+    def fresh(self, lines: Iterable[str]) -> list[str]:
+        """The lines that the current scope has not yet."""
+        found = [line for line in lines if line not in self.declared]
+        self.declared.update(found)
+        return found
+
+    def checked(self, values: Collection[int]) -> list[str]:
+        """The checks among some values, each where it is first computed."""
+        found = [value for value in self.checks if value in values]
+        self.checks = [value for value in self.checks if value not in found]
+        return [
+            f"if ({f'!r{value}' if self.per_row[value] else f'any(present(m, ~e{value}))'}) *outside = 1;"
+            for value in found if not isinstance(self.segment.body[value], Const)
+        ]
 
     def declaration(self, value: int) -> str:
         """``const float r3 = ...;`` or ``const vf e3 = ...;``"""
@@ -62,9 +112,14 @@ class Values:
         return _spell(instr.op, operands)
 
     def index(self, index: Index, column: str = "(j + i)") -> str:
-        """An element offset; row coordinates are ``c<axis>``."""
-        col_axis = self.segment.col_axis
-        return index_text(index, lambda axis: column if axis == col_axis else f"c{axis}", self.names)
+        """An element offset, ``i64``; row coordinates are ``c<axis>``."""
+        return index.render(lambda axis: column if axis == self.segment.col_axis else f"c{axis}", self.size)
+
+    def _first(self, index: Index) -> str:
+        """The offset in column 0 of an index that is affine in the column."""
+        column = self.segment.col_axis
+        rest = [term for term in index.terms if getattr(term[0], "axis", None) != column]
+        return self.index(Index.build(index.const, rest))
 
     # -- columns --------------------------------------------------------------------------------------------
 
@@ -79,9 +134,9 @@ class Values:
         self._splats[name] = f"const {VECTOR_TYPE[kind]} {name} = {text};"
         return name
 
-    def take_splats(self) -> list[str]:
-        """Declarations of the broadcasts used since the last call."""
-        declarations = [*self._splats.values()]
+    def splats(self) -> list[str]:
+        """Declarations of the broadcasts used since the last call that the current scope has not yet."""
+        declarations = self.fresh(self._splats.values())
         self._splats.clear()
         return declarations
 
@@ -104,9 +159,7 @@ class Values:
         vector = VECTOR_TYPE[integer]
         if index.is_affine_in(self.segment.col_axis):
             step = index.coefficient(self.segment.col_axis)
-            size = index_text(Index(step), str, self.names)
-            base = self.index(without_column(index, self.segment.col_axis))
-            text = f"iota<{vector}>({base} + j * {size}, {size})"
+            text = f"iota<{vector}>({self._first(index)} + j * {self.size(step)}, {self.size(step)})"
         else:
             text = f"positions<{vector}>([&](int i) {{ return {self.index(index)}; }})"
         return conversion(integer, kind, text)
@@ -125,18 +178,32 @@ class Values:
         result = _spell(instr.op, [self.operand(arg, common) for arg in instr.args])
         return f"fp_mask({result})" if instr.op in COMPARISONS else result
 
+    # -- folds ----------------------------------------------------------------------------------------------
+
+    def reduction(self, value: int) -> Reduce:
+        instr = self.segment.body[value]
+        assert isinstance(instr, Reduce)
+        return instr
+
+    def identity(self, value: int, kind: str) -> str:
+        """What a fold in registers of ``kind`` begins with."""
+        reduce = self.reduction(value)
+        return constant_text(kind, fold_identity(reduce.kind, "bool" if reduce.dtype == "bool" else kind))
+
+    def combined(self, value: int, a: str, b: str) -> str:
+        return REDUCTIONS[self.reduction(value).kind].cpp_combine.format(a, b)
+
     # -- memory ---------------------------------------------------------------------------------------------
 
-    def pointer(self, name: str, access: Load | Store, storage: str) -> str | None:
-        """Declaration of the address of column 0 of an index affine in the column; None for the others."""
+    def pointer(self, name: str, access: Load | Store) -> list[str]:
+        """Declaration of the address of column 0 of an index affine in the column; none for the others."""
         if not access.index.is_affine_in(self.segment.col_axis) or self._gathers_columns(_picked(access)):
-            return None
-        return f"{storage}* {name} = {self.row_address(access)};"
+            return []
+        return [f"{self.storage(access.buffer)}* {name} = {self.row_address(access)};"]
 
     def row_address(self, access: Load | Store) -> str:
         """Address of the element in column 0."""
-        index = self.index(without_column(access.index, self.segment.col_axis))
-        return f"b{access.buffer} + ({index}){self._row_gather(_picked(access))}"
+        return f"b{access.buffer} + ({self._first(access.index)}){self._row_gather(_picked(access))}"
 
     def where_stored(self, store: Store) -> str:
         """The condition in front of a store that data gives the address of."""
@@ -147,13 +214,13 @@ class Values:
 
     def _row_gather(self, gather: Gather | None) -> str:
         """The summand of an address that a row-level value gives."""
-        return "" if gather is None else f" + r{gather.value} * (i64){cpp_size(gather.stride, self.names)}"
+        return "" if gather is None else f" + r{gather.value} * (i64){self.size(gather.stride)}"
 
     def address(self, name: str, access: Load | Store) -> tuple[str, str | None]:
         """``(pointer, offsets)``: consecutive columns when ``offsets`` is None, else a function of the lane."""
         index, gather = access.index, _picked(access)
         if gather is not None and self._gathers_columns(gather):
-            picked = f"e{gather.value}[i] * (i64){cpp_size(gather.stride, self.names)}"
+            picked = f"e{gather.value}[i] * (i64){self.size(gather.stride)}"
             return f"b{access.buffer}", f"[&](int i) -> i64 {{ return {self.index(index)} + {picked}; }}"
         if not index.is_affine_in(self.segment.col_axis):
             pointer = f"b{access.buffer}{self._row_gather(gather)}"
@@ -161,7 +228,7 @@ class Values:
         step = index.coefficient(self.segment.col_axis)
         if isinstance(step, int) and step == 1:
             return f"{name} + j", None
-        return name, f"[&](int i) -> i64 {{ return (j + i) * {index_text(Index(step), str, self.names)}; }}"
+        return name, f"[&](int i) -> i64 {{ return (j + i) * {self.size(step)}; }}"
 
     def _load(self, value: int, instr: Load, kind: str) -> str:
         if instr.gather is None and instr.mask is None and _shared_by_lanes(instr.index, self.segment):
@@ -178,9 +245,10 @@ class Values:
             return f"load_masked({pointer}, e{instr.mask}, {other}, m)"
         return f"gather_masked({pointer}, {offsets}, e{instr.mask}, {other}, m)"
 
-    def store(self, number: int, store: Store, storage_kind: str) -> str:
-        """Write a value for every column."""
-        value = self.operand(store.value)
+    def store(self, number: int) -> str:
+        """Write the value of a store for every column."""
+        store = self.segment.stores[number]
+        value, storage_kind = self.operand(store.value), register_type(self.buffers[store.buffer].dtype)
         if (self.kinds[store.value], storage_kind) != ("int32", "int64"):
             value = conversion(self.kinds[store.value], storage_kind, value)
         pointer, offsets = self.address(f"q{number}", store)
@@ -206,11 +274,8 @@ def _shared_by_lanes(index: Index, segment: Segment) -> bool:
     column = segment.col_axis
     if column not in index.axes() or not isinstance(segment.cols, int) or segment.cols % _LANES:
         return False
-    return all(
-        isinstance(atom, FloorDiv) and _in_blocks(atom, column)
-        for atom, _ in index.terms if not isinstance(atom, Coord) or atom.axis == column
-        if isinstance(atom, Coord) or column in atom.base.axes()
-    )
+    dependent = [atom for atom, _ in index.terms if column in axes_of(atom)]
+    return all(isinstance(atom, FloorDiv) and _in_blocks(atom, column) for atom in dependent)
 
 
 def _in_blocks(atom: FloorDiv, column: int) -> bool:

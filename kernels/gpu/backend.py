@@ -91,8 +91,10 @@ class GpuBackend(Backend):
         else:
             raise BuildError(f"{self.name}: no CUDA device is visible to load a kernel on; prepare() needs none")
 
-        def geometry(sizes: Mapping[str, int]) -> Geometry:
-            return Geometry(self._programs(ir, config, target, sizes), needs_int64(ir, sizes))
+        @functools.cache
+        def geometry(sizes: tuple[int, ...]) -> Geometry:
+            values = dict(zip(ir.symbols, sizes, strict=True))
+            return Geometry(self._programs(ir, config, target, values), needs_int64(ir, values))
 
         numbers, counters = self.scratch(ir, config)
         buffers = len(ir.buffers) + (2 if counters else 0)

@@ -35,9 +35,7 @@ def digest(text: str) -> str:
 
 
 class ModuleStore:
-    """A folder of generated Python modules in ``cache_dir`` (the user's cache folder), each named by the hash of its
-    text.
-    """
+    """A folder of generated Python modules in ``cache_dir`` (the user's), each named by the hash of its text."""
 
     def __init__(self, kind: str, cache_dir: Path | str | None = None) -> None:
         self._wanted = Path(cache_dir or platformdirs.user_cache_dir("fuseplan")) / kind

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -24,17 +23,10 @@ from fuseplan.kernels.gpu.targets import warm_up
 from fuseplan.kernels.gpu.tile import WARP
 from fuseplan.kernels.ir.backend import NOTHING, BuildError
 from fuseplan.kernels.ir.in_place import Reuse
-from fuseplan.kernels.native.build import (
-    address,
-    data_ptr_address,
-    default_cache_dir,
-    load_extension,
-    required_compiler,
-)
+from fuseplan.kernels.native.build import address, data_ptr_address, load_extension
 
 logger = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).parent.parent / "native" / "gpu_launcher.cpp"
 _MAX_ARGUMENTS = 256  # of launcher.h
 
 #: Addresses of the driver's ``cuLaunchKernel``, ``cuCtxGetCurrent``, ``cuGetErrorString`` and ``cuLaunchKernelEx``.
@@ -94,10 +86,7 @@ def find_launcher() -> Launcher | None:
 
 @lru_cache(maxsize=1)
 def prepare_first_launch() -> None:
-    """Begin what a process waits for before its first launch, once and on threads: C compilers build this launcher and
-    what Triton asks the driver with, and Triton's key is a hash of its files. Each takes a second where nothing is
-    cached; tracing and planning take as long.
-    """
+    """Begin, on threads, what the first launch of a process waits for: C compilers, and a hash of Triton's files."""
     with suppress(ImportError):
         importlib.import_module("triton.compiler")  # threads may find half of modules that import each other
 
@@ -125,18 +114,13 @@ def _search() -> tuple[Launcher | None, str | None]:
     internals: Any = torch._C
     try:
         return Launcher(
-            load_cubin(), cuda_driver(), internals._dynamo.guards._empty_strided_cuda,
+            load_extension("gpu_launcher.cpp"), cuda_driver(), internals._dynamo.guards._empty_strided_cuda,
             internals._cuda_getCurrentRawStream, torch.cuda.device_count() > 1,
         ), None
     except (BuildError, AttributeError) as error:  # AttributeError: PyTorch names its internals otherwise
         problem = str(error)  # a logged error would keep its frames, and their kernels
         logger.info("GPU kernels go through Triton's launcher, some microseconds slower a call: %s", problem)
         return None, problem
-
-
-def load_cubin(cache_dir: Path | None = None) -> Any:
-    """The extension; :class:`BuildError` where there is no C++ compiler, or it does not build it."""
-    return load_extension("fuseplan_gpu_launcher", _SOURCE, required_compiler(), cache_dir or default_cache_dir())
 
 
 def cuda_driver() -> Driver:

@@ -16,12 +16,8 @@ from fuseplan.kernels.ir.backend import CompiledKernel, OutputLayout, Resources,
 class FixedFunction:
     """A ``@triton.jit`` function of addresses, then of compile-time arguments.
 
-    Attributes:
-        pointers: Type of the elements at each address, by parameter, in order.
-        constants: The compile-time arguments by parameter, in order.
-        programs: Programs of a launch.
-        overlapped: It waits for the kernel ahead of it itself, and may be launched before.
-        asserts: It has assertions.
+    ``pointers`` are the types of the elements at each address and ``constants`` the compile-time arguments, by
+    parameter, in order. An ``overlapped`` one waits for the kernel ahead of it itself; ``asserts``: it has assertions.
     """
 
     function: Any
@@ -54,24 +50,18 @@ class FixedFunction:
         counters, where it has such, and the outputs. ``scratch``: how many numbers and counters.
         """
         made = tuple(layouts)
-        key = self, tuple(places), inputs + len(made) + (0 if scratch is None else 2), target
+        buffers = inputs + len(made) + (0 if scratch is None else 2)
+        key = self, tuple(places), buffers, target
         loaded = _LOADED.get(key)  # a name holds it: the dictionary does not
         if loaded is None:
-            loaded = _LOADED[key] = _loaded(*key)
+            arguments = (*((place, 0) for place in places), *((None, value) for _, value in self.constants))
+            loader = Loader(
+                lambda variant: self.function if interpreter_is_on() else self.compiled(target, variant),
+                lambda _: Geometry(self.programs, False), (), arguments, buffers)
+            loaded = _LOADED[key] = loaded_kernel(loader, Resources())
         kernel = loaded if scratch is None else ScratchKernel(loaded, inputs, *scratch)
         return kernel.fused(inputs, lambda _: made)
 
 
 #: What is loaded, as long as a call of it is kept: the layers of a model ask for the same kernel.
 _LOADED: WeakValueDictionary[tuple[FixedFunction, tuple[int, ...], int, Target], CompiledKernel] = WeakValueDictionary()
-
-
-def _loaded(fixed: FixedFunction, places: tuple[int, ...], buffers: int, target: Target) -> CompiledKernel:
-    """The function as a kernel."""
-    arguments = (*((place, 0) for place in places), *((None, value) for _, value in fixed.constants))
-
-    def binary(variant: Variant) -> Any:
-        return fixed.function if interpreter_is_on() else fixed.compiled(target, variant)
-
-    loader = Loader(binary, lambda _: Geometry(fixed.programs, False), (), arguments, buffers)
-    return loaded_kernel(loader, Resources())

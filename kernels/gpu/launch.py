@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -47,7 +47,7 @@ class GpuKernel(CompiledKernel):
 
     def __init__(self, loader: Loader, resources: Resources, launcher: Launcher | None = None) -> None:
         self.resources, self._loader, self._launcher = resources, loader, launcher
-        direct = self._bind(loader.num_buffers, 0, _never)
+        direct = self._bind(loader.num_buffers, 0, loader.run)
         self.run: Callable[..., None] = functools.partial(loader.run, None) if direct is None else direct.run
 
     def __call__(self, *args: Any) -> None:
@@ -85,32 +85,22 @@ def _known(direct: Any, key: tuple[int, bool, bool], entry: DriverEntry) -> bool
         return bool(direct.add_binary(*key, *entry))
 
 
-def _never(*_: Any) -> None:
-    raise AssertionError("this call path has no outputs to allocate")
-
-
 @dataclass(eq=False)
 class Loader:
-    """Binaries of one kernel, by device and variant; and calls of them through Triton's launcher.
+    """Binaries of one kernel, by device and variant, and calls of them through Triton's launcher.
 
-    What a direct call path does not know yet (a device, sizes, an alignment) comes here, and the path is told, and
-    launches it.
-    ``binary`` gives Triton's ``CompiledKernel`` or, under the interpreter, the function.
+    A direct call path comes here with what it does not know yet; it is told, and launches. ``binary`` gives Triton's
+    ``CompiledKernel`` or, under the interpreter, the function.
     """
 
     binary: Callable[[Variant], Any]
-    geometry_of: Callable[[Mapping[str, int]], Geometry]
+    #: By the values of ``symbols``.
+    geometry: Callable[[tuple[int, ...]], Geometry]
     symbols: tuple[str, ...]
     arguments: Arguments
     num_buffers: int
-    _geometries: dict[tuple[int, ...], Geometry] = field(default_factory=dict)
     #: Triton's ``CompiledKernel``, and what a direct call needs (None: impossible).
     _binaries: dict[tuple[int, bool, bool], tuple[Any, DriverEntry | None]] = field(default_factory=dict)
-
-    def geometry(self, sizes: tuple[int, ...]) -> Geometry:
-        if sizes not in self._geometries:
-            self._geometries[sizes] = self.geometry_of(dict(zip(self.symbols, sizes, strict=True)))
-        return self._geometries[sizes]
 
     def run(self, direct: Any, *args: Any) -> None:
         """A call; ``direct`` is the extension's ``Kernel`` that it came from, or None."""
@@ -219,10 +209,7 @@ _SPARE = 4
 
 @dataclass
 class Counters:
-    """Zeros that each launch leaves as zeros, so that launches one after another share them.
-
-    Calls on one stream share them, and recordings made on one stream: their graphs are replayed one after another.
-    """
+    """Zeros that each launch leaves as zeros: launches, and replays, that follow one another on a stream share them."""
 
     count: int
     #: By device number, stream, and whether that records.

@@ -70,10 +70,9 @@ def splits_of(segment: Segment, config: Config) -> int:
 
 
 def chunk_width(buffers: Sequence[Buffer], segment: Segment, config: Config) -> int:
-    """Neighbouring columns that each thread takes together where sums are rescaled to a rising maximum.
+    """Neighbouring columns that each thread loads at once, to rescale its sum to a rising maximum once for all of them.
 
-    One exponential rescales a thread's sum for the whole chunk, which is what it loads in 16 bytes. 0 in a tile of
-    several rows or fewer than two columns a thread, or beside reductions that a chunk would have to fold too.
+    0 in a tile of several rows or fewer than two columns a thread, or beside reductions that a chunk would fold too.
     """
     tile = tile_of(segment, config)
     beside = rescaled_sums(segment) if tile.looped and tile.flat else {}
@@ -118,10 +117,7 @@ def programs(ir: KernelIR, config: Config, symbols: Mapping[str, int]) -> int:
 
 
 def needs_int64(ir: KernelIR, symbols: Mapping[str, int] | None = None) -> bool:
-    """True when a position or an element offset of ``ir`` does not fit 32 bits.
-
-    Without values for its dynamic sizes a kernel counts as small: the launcher asks again with the values.
-    """
+    """Whether a position or an offset does not fit 32 bits; False for dynamic sizes until the launcher knows them."""
     if symbols is None and ir.symbols:
         return False
     values = symbols or {}
@@ -139,10 +135,7 @@ def needs_int64(ir: KernelIR, symbols: Mapping[str, int] | None = None) -> bool:
 
 
 def live_words(segment: Segment, in_place: bool = False) -> int:
-    """Most 32-bit register words per element that are live at once when the body runs in order.
-
-    With ``in_place`` a result takes over the registers of operands that are needed no more, as in compiled code.
-    """
+    """Most 32-bit words of an element live at once; with ``in_place`` a result takes the registers of dead operands."""
     body = segment.body
     per_row = segment.per_row
     last_use = {store.value: len(body) for store in segment.stores}

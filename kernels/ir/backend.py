@@ -83,10 +83,7 @@ class Tunable:
 
 
 def misfit(config: Config, parameters: Iterable[Tunable], complete: bool = True) -> str | None:
-    """Why ``config`` is no choice among ``parameters`` (with ``complete``: one for each), or None.
-
-    A stored config may hold any text and any number; the reason repeats nothing of it.
-    """
+    """Why ``config`` is no choice of ``parameters`` (``complete``: of each), or None; it repeats none of its text."""
     known = {parameter.name: parameter.choices for parameter in parameters}
     if not known.keys() >= config.keys():
         return f"it has parameters that are unknown here (known: {', '.join(known) or 'none'})"
@@ -133,9 +130,7 @@ class CompiledKernel(ABC):
 def allocating(
     run: Callable[..., None], inputs: int, layouts: Layouts, reuse: Reuse, device: torch.device | str = "cpu"
 ) -> Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]:
-    """:meth:`CompiledKernel.fused` of ``run``, which takes every buffer. Outputs are made beside the first input, on
-    ``device`` where there is none.
-    """
+    """:meth:`CompiledKernel.fused` of ``run``; where no input says beside what, outputs are made on ``device``."""
     from torch import empty_strided as empty
 
     def call(*args: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
@@ -207,9 +202,7 @@ class Backend(ABC):
         return ()
 
     def likeness(self, ir: KernelIR) -> Hashable | None:
-        """What decides which configurations are fast, where times depend so much on them that the whole space is worth
-        measuring: among kernels that are alike in this, once. None where they do not.
-        """
+        """What kernels share for which the same configurations are fast, where measuring all once pays; else None."""
         return None
 
     @abstractmethod

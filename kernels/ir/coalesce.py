@@ -70,10 +70,7 @@ def _merged_index(index: Index, axis: int, extents: Sequence[Size], within_divis
 
 
 def split_words(segment: Segment) -> Segment:
-    """The same computation with words of the columns as rows, where addresses divide the column by their width.
-
-    Eight int4 numbers that lie in one int32 then read it once for all, and no address divides the column.
-    """
+    """The same with words of the columns as rows, where addresses divide by their width: int4 numbers share a load."""
     if segment.has_reduction() or not isinstance(segment.cols, int):
         return segment
     axis, cols = segment.col_axis, segment.cols

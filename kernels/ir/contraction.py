@@ -13,9 +13,8 @@ from fuseplan.kernels.ir.rewrite import needed
 def with_weight_columns(segment: Segment) -> Segment:
     """The same segment with rows that the left sides of its products tell apart, and all other axes as columns.
 
-    A projection that is read head by head has heads among its rows and their elements as columns; a kernel walks both
-    as one, for both pick rows of the weights. ValueError where one axis is of both kinds, or a sum is one for all
-    columns.
+    Where a projection is read head by head, both its heads and their elements pick rows of the weights. ValueError
+    where an axis is of both kinds, or a sum is one for all columns.
     """
     col = segment.col_axis
     dots = [instr.index.axes() for instr in segment.body if isinstance(instr, Dot)]
@@ -51,11 +50,8 @@ def _with_rows(side: Segment, rows: tuple[Size, ...], places: Mapping[int, Index
 
 
 def factored(side: Segment, value: int) -> tuple[Segment, int, tuple[int, ...]]:
-    """A side of a product without the factors of its value that are one number a row: the side, what is left of the
-    value there, and those factors.
-
-    The scale of a normalised row is one, and that of an output channel's weights: they multiply the sum, so the sum
-    need not wait for them.
+    """A side of a product without the factors that are one number a row (a normalised row's scale), which multiply the
+    sum: the side, what is left of its value there, and those factors.
     """
     body, per_row = list(side.body), side.per_row
 

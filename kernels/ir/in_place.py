@@ -1,13 +1,11 @@
 """Outputs of a kernel in the memory of inputs that nobody needs afterwards: when that is right, and how it is called.
 
-An output may lie in an input's memory when each program reads an element of that input at most at the very position at
-which it stores that element of the output, and has read it by then. The thread that stores an element need not be the
-one that loaded it: so every load of the input must flow into the value stored at the same position, for which the store
-waits. A tile of fewer elements than threads is loaded by several threads alike; there a second store could see what the
-first one wrote (Triton issue 1615), so such programs may only have one.
+An output may lie in an input's memory when each program reads an element of that input only where it stores that
+element of the output, and before. Another thread may have loaded it: so every load of the input must flow into the
+value stored there, for which the store waits. A tile of fewer elements than threads is loaded by several threads alike,
+where a second store could see what the first one wrote (Triton issue 1615): such programs may only have one.
 
-CPU kernels do not write in place: their pointers are ``__restrict__``, and the last vector of a row overlaps the one
-before it, whose columns would have been overwritten already.
+CPU kernels do not write in place: their pointers are ``__restrict__``, and a row's last vector overlaps the one before.
 """
 
 from __future__ import annotations
@@ -45,9 +43,8 @@ class Execution:
 def reuse_options(ir: KernelIR, executions: Sequence[Execution]) -> dict[int, tuple[int, ...]]:
     """Which inputs' memory each output may take; outputs that can take none are left out.
 
-    Any choice that gives an input to one output at most is right. An input must be needed by nobody else, which no
-    kernel can know. Around a matmul there is none: programs read what all others read, and where they store a few
-    elements each into lines that the others still load, all wait for these lines.
+    Any choice that gives an input to one output is right, if nobody else needs it, which no kernel can know. Around a
+    matmul there is none: all programs read what the others read, and would wait for lines that some store into.
     """
     if any(segment.products for segment in ir.segments):
         return {}

@@ -112,6 +112,11 @@ class Mod:
 Atom: TypeAlias = Coord | FloorDiv | Mod
 
 
+def axes_of(atom: Atom) -> set[int]:
+    """The axes whose coordinate an atom depends on."""
+    return {atom.axis} if isinstance(atom, Coord) else atom.base.axes()
+
+
 @dataclass(frozen=True)
 class Index:
     """``const + sum(coef * atom)``; terms are merged, non-zero and in a fixed order, so equal means equal."""
@@ -228,10 +233,7 @@ class Index:
 
     def axes(self) -> set[int]:
         """The axes whose coordinate this index depends on."""
-        found: set[int] = set()
-        for atom, _ in self.terms:
-            found |= {atom.axis} if isinstance(atom, Coord) else atom.base.axes()
-        return found
+        return set[int]().union(*(axes_of(atom) for atom, _ in self.terms))
 
     def coefficient(self, axis: int) -> Size:
         """The coefficient of coordinate ``axis`` where it appears as a plain coordinate (0 when absent)."""

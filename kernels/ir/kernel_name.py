@@ -12,10 +12,7 @@ _LONGEST = 60
 
 
 def kernel_name(ir: KernelIR) -> str:
-    """``fuseplan_`` and the ops in their order, each run of one op once; cut to 60 letters at an op.
-
-    A name follows from the kernel's content alone (its fingerprint), so that equal kernels stay equal text.
-    """
+    """``fuseplan_`` and each run of an op in order, cut to 60 letters at an op: equal kernels have equal names."""
     words = [word for segment in ir.segments for word, _ in groupby(_ops(segment))]
     name = "fuseplan"
     for word in words or ["copy"]:

@@ -33,10 +33,6 @@ class Phase:
     reads: tuple[int, ...] = ()
     stages: tuple[int, ...] = ()
 
-    @property
-    def has_loop(self) -> bool:
-        return bool(self.reductions or self.stores)
-
 
 def schedule(segment: Segment, stage: bool = False, rescale: bool = False) -> tuple[Phase, ...]:
     """Split a segment into passes, one for each level of reductions, and a last one; dead values are dropped.
@@ -84,26 +80,21 @@ def schedule(segment: Segment, stage: bool = False, rescale: bool = False) -> tu
 
 
 def folds_across(segment: Segment) -> bool:
-    """Whether rows that lie side by side in memory are folded along columns that lie apart: several rows at a time then
-    read whole lines.
-    """
+    """Whether rows lie side by side and what they fold lies apart: several rows at a time then read whole lines."""
     if not segment.rows or not segment.has_reduction():
         return False
     few = is_static(segment.rows[-1]) and segment.rows[-1] < _FEW_ROWS
-    return not few and _apart(segment, segment.col_axis - 1) < _apart(segment, segment.col_axis)
+    return not few and lies_apart(segment, segment.col_axis - 1) < lies_apart(segment, segment.col_axis)
 
 
-def _apart(segment: Segment, axis: int) -> int:
+def lies_apart(segment: Segment, axis: int) -> int:
     """Loads and stores whose elements lie apart along an axis."""
     indices = [access.index for access in segment.accesses]
     return sum(not index.is_affine_in(axis) or index.coefficient(axis) not in (0, 1) for index in indices)
 
 
 def reduction_depths(segment: Segment, beside: Mapping[int, int] | None = None) -> tuple[int, ...]:
-    """For each value, the longest chain of reductions below it: a pass ``k`` can evaluate depths ``<= k``.
-
-    Reductions that are folded ``beside`` another one (``rescaled_sums``) have its depth.
-    """
+    """For each value the longest chain of reductions below it; those folded ``beside`` another one have its depth."""
     depths: list[int] = []
     for value, instr in enumerate(segment.body):
         below = max((depths[arg] for arg in operands(instr)), default=0) + isinstance(instr, Reduce)

@@ -16,10 +16,7 @@ def identity(instr: Instr) -> object:
 
 
 def without_repeated_clamps(segment: Segment, buffers: Sequence[Buffer]) -> Segment:
-    """The segment with conversions to a type that saturates reading past the clamps which they repeat.
-
-    Values keep their numbers: what nobody reads any more stays in the body.
-    """
+    """The segment whose saturating conversions read past the clamps that they repeat; values keep their numbers."""
     def source(value: int, to: str) -> int:
         return _unclamped(segment.body, value, LARGEST[to]) if to in LARGEST else value
 

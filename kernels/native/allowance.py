@@ -66,9 +66,7 @@ _HERE = threading.local()
 
 
 def in_threads(function: Callable[[T], R], items: Iterable[T], threads: int) -> list[R]:
-    """``function`` of each item, in order. What interrupts the caller, such as Ctrl-C, ends the commands of all threads
-    within a second, and is raised.
-    """
+    """``function`` of each item, in order. What interrupts the caller ends all threads' commands, and is raised."""
     if threads <= 1:
         return list(map(function, items))
     called_off = threading.Event()
@@ -81,9 +79,7 @@ def in_threads(function: Callable[[T], R], items: Iterable[T], threads: int) -> 
 
 
 def activity(root: int) -> tuple[float, bool]:
-    """Processor time of a process and its descendants so far, and whether one of them computes or waits for a processor
-    or a disk (never without ``/proc``).
-    """
+    """Processor time of a process tree, and whether any of it computes or waits for a processor or a disk."""
     stats = _stats()
     tree = [stats[pid] for pid in _descendants(root, stats) if pid in stats]
     # R: it runs or is ready to; D: it waits for a disk.
@@ -94,16 +90,15 @@ def kill_tree(root: int) -> None:
     """Stop a process and its descendants one by one until none is left that could start another; then kill them."""
     found: set[int] = set()
     while new := _descendants(root, _stats()) - found:
-        for pid in new:
-            _send(pid, signal.SIGSTOP)
+        _send(new, signal.SIGSTOP)
         found |= new
-    for pid in found:
-        _send(pid, signal.SIGKILL)
+    _send(found, signal.SIGKILL)
 
 
-def _send(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)
+def _send(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
 
 
 class _Stat(NamedTuple):

@@ -55,10 +55,7 @@ OPENMP_FUNCTIONS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"
 
 
 def own_folder(wanted: Path) -> Path:
-    """``wanted``, made with mode 0700 where it is missing, if nobody else may write there; else a new private folder.
-
-    The private folder goes when this process ends, and one warning says so.
-    """
+    """``wanted``, made with mode 0700, if nobody else may write there; else a private folder of this process."""
     wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
     reason = is_exposed(wanted)
     return wanted if reason is None else _private_folder(wanted, reason)
@@ -232,8 +229,10 @@ def _compile(source: str, compiler: Compiler, flags: Sequence[str], path: Path) 
         library.replace(path)
 
 
-def load_extension(name: str, source: Path, compiler: Compiler, cache_dir: Path) -> Any:
-    """The CPython module that ``source``, with the headers beside it, defines as ``PyInit_<name>``."""
+def load_extension(file: str | Path, compiler: Compiler | None = None, cache_dir: Path | None = None) -> Any:
+    """The CPython module that a source of this room, with the headers beside it, defines as ``fuseplan_<its name>``."""
+    source, compiler = Path(__file__).parent / file, compiler or required_compiler()
+    name = f"fuseplan_{source.stem}"
     include = Path(sysconfig.get_path("include"))
     if not (include / "Python.h").is_file():
         raise BuildError(f"{name}: Python's headers are missing ({include}); install python3-dev or its like")
@@ -244,7 +243,7 @@ def load_extension(name: str, source: Path, compiler: Compiler, cache_dir: Path)
         return header.read_text(encoding="utf-8") if header.is_file() else line[0]
 
     text = re.sub(r'^#include "([^"]+)"$', expanded, source.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    path = build_library(abi + text, compiler, cache_dir, (f"-I{include}",))
+    path = build_library(abi + text, compiler, cache_dir or default_cache_dir(), (f"-I{include}",))
     loader = importlib.machinery.ExtensionFileLoader(name, str(path))
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None
@@ -273,9 +272,7 @@ def data_ptr_address() -> int:
 
 @lru_cache(maxsize=1)
 def shared_openmp() -> tuple[int, ...]:
-    """Addresses of :data:`OPENMP_FUNCTIONS` in the OpenMP runtime that torch uses, so that kernels and ATen share
-    one pool of threads; all 0 where there is none to share.
-    """
+    """Addresses of :data:`OPENMP_FUNCTIONS` in torch's OpenMP runtime, whose threads kernels share; 0 without one."""
     try:
         torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         return tuple(address(getattr(torch_cpu, name)) for name in OPENMP_FUNCTIONS)

@@ -5,17 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from fuseplan.kernels.ir.backend import BuildError
-from fuseplan.kernels.native.build import data_ptr_address, default_cache_dir, load_extension, required_compiler
+from fuseplan.kernels.native.build import data_ptr_address, load_extension
 
 logger = logging.getLogger(__name__)
-
-_DYNAMIC = -1
 
 
 class Operand(NamedTuple):
@@ -30,7 +27,7 @@ class Operand(NamedTuple):
         """As a traced tensor shows it."""
         sizes = (*tensor.shape, *tensor.stride())
         fixed = all(isinstance(size, int) for size in sizes)
-        return Operand(position, tensor.element_size(), span_bytes(tensor) if fixed else _DYNAMIC)
+        return Operand(position, tensor.element_size(), span_bytes(tensor) if fixed else -1)
 
 
 def span_bytes(tensor: torch.Tensor) -> int:
@@ -43,10 +40,9 @@ def guarded(
     compiled: Callable[..., Any], unfused: Callable[..., Any], met: Callable[[], None], written: Sequence[Operand],
     read: Sequence[Operand],
 ) -> Callable[..., Any]:
-    """``compiled``, or ``unfused`` in calls in which memory of a written operand meets that of any other one.
+    """``compiled``, or ``met`` and then ``unfused`` in calls in which memory of a written operand meets another's.
 
-    ``met`` is called before ``unfused``. Ranges decide: of interleaved views that share no element, too. Some
-    nanoseconds an operand; without a C++ compiler, a microsecond.
+    Ranges decide, even of interleaved views. Some nanoseconds an operand; without a C++ compiler, a microsecond.
     """
     module = load_guard()
     if module is not None:
@@ -75,9 +71,8 @@ def _any_meets(written: Sequence[torch.Tensor], read: Sequence[torch.Tensor]) ->
 
 @lru_cache(maxsize=1)
 def load_guard() -> Any | None:
-    source = Path(__file__).with_name("overlap.cpp")
     try:
-        return load_extension("fuseplan_overlap", source, required_compiler(), default_cache_dir())
+        return load_extension("overlap.cpp")
     except BuildError as error:
         logger.info("calls that write to their arguments take some microseconds more: %s", error)
         return None

@@ -40,6 +40,7 @@ class NinetoothedBackend(GpuBackend):
     name: ClassVar[str] = "ninetoothed"
     packages: ClassVar[tuple[str, ...]] = ("triton", "ninetoothed")
     parameters: ClassVar[tuple[Tunable, ...]] = PARAMETERS
+    source = staticmethod(emit_ninetoothed)
 
     def _refuse(self, ir: KernelIR, target: Target) -> str | None:
         if ir.symbols:
@@ -83,9 +84,6 @@ class NinetoothedBackend(GpuBackend):
             rows = max(1, min(int(config["block_rows"]), MAX_PERSISTENT_COLS // int(cols[-1])))
             config |= {"block_rows": rows, "block_cols": cols[-1], "num_warps": 32}
         return config
-
-    def source(self, ir: KernelIR, config: Config) -> str:
-        return emit_ninetoothed(ir, config)
 
     def common(self, source: str) -> tuple[str, ...]:
         return tuple(plain_helper_sources(source))

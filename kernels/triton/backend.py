@@ -30,6 +30,7 @@ class TritonBackend(GpuBackend):
 
     name: ClassVar[str] = "triton"
     parameters: ClassVar[tuple[Tunable, ...]] = PARAMETERS
+    scratch = staticmethod(scratch)
 
     def _refuse(self, ir: KernelIR, target: Target) -> str | None:
         if contracts(ir) and (reason := contraction_config.refuse(ir, target)) is not None:
@@ -84,12 +85,7 @@ class TritonBackend(GpuBackend):
             {**pointers, **sizes}, aligned, warps, stages, overlapped=is_overlapped(config), asserts=may_fail(ir))
 
     def _programs(self, ir: KernelIR, config: Config, target: Target, sizes: Mapping[str, int]) -> int:
-        if contracts(ir) and is_tiled(ir):
-            return persistent_programs(ir, config, target, sizes)
-        return programs(ir, config, sizes)
-
-    def scratch(self, ir: KernelIR, config: Config) -> tuple[int, int]:
-        return scratch(ir, config) if contracts(ir) else (0, 0)
+        return persistent_programs(ir, config, target, sizes) if is_tiled(ir) else programs(ir, config, sizes)
 
     def _arguments(self, ir: KernelIR, config: Config) -> Arguments:
         inputs, own = len(ir.inputs), 2 if any(self.scratch(ir, config)) else 0

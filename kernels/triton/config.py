@@ -226,9 +226,7 @@ def _block_shape(ir: KernelIR, most: int, target: Target) -> tuple[int, int]:
 
 
 def line_rows(ir: KernelIR, segment: Segment, cores: int = _TYPICAL_CORES) -> int:
-    """Rows of a default block of a segment that :func:`folds_across`: those of a line or, where so few blocks would
-    leave multiprocessors idle, of a sector.
-    """
+    """Rows of a default block that folds across: of a line, or of a sector where there would be too few blocks."""
     narrowest = min((ITEMSIZE[ir.buffers[load.buffer].dtype] for load in segment.loads), default=4)
     rows = _LINE_BYTES // narrowest
     while rows * narrowest > _SECTOR_BYTES and _static(segment.num_rows) // rows < 2 * cores:
@@ -236,10 +234,20 @@ def line_rows(ir: KernelIR, segment: Segment, cores: int = _TYPICAL_CORES) -> in
     return min(rows, next_power_of_2(_static(segment.num_rows)))
 
 
+def _reducing_config(ir: KernelIR, target: Target, block: tuple[int, int], warps: int, most: int) -> Config:
+    """A block, with warps from ``warps`` up to ``most`` until registers hold it, and the first of all other choices."""
+    rows, cols = block
+    words = max(live_words(segment) for segment in ir.segments)
+    while warps < most and rows * cols // (target.gpu.warp * warps) * words > 128:
+        warps *= 2
+    choices = {tunable.name: tunable.choices for tunable in tunables(ir, target)}
+    cols = next((int(choice) for choice in choices["block_cols"] if int(choice) >= cols), cols)
+    chosen: dict[str, int | str] = {"block_rows": rows, "block_cols": cols, "num_warps": warps}
+    return {name: chosen.get(name, values[0]) for name, values in choices.items()}
+
+
 def _default_across(ir: KernelIR, target: Target) -> Config:
-    """Rows of whole lines, and as many columns as registers hold; few of them where the rest is walked in blocks. Of
-    few columns more rows, so that a program has enough to do.
-    """
+    """Rows of whole lines, more where columns are few; as many columns as registers hold, or blocks of a few."""
     main = max((segment for segment in ir.segments if folds_across(segment)), key=_elements)
     rows, widest = line_rows(ir, main, target.cores), next_power_of_2(_static(main.cols))
     held = is_static(main.cols) and rows * widest <= _HELD_TILE
@@ -250,11 +258,7 @@ def _default_across(ir: KernelIR, target: Target) -> Config:
     wanted = widest if held else max(32, _LOOPED_TILE // rows)
     cols = next((int(choice) for choice in choices["block_cols"] if int(choice) >= wanted), wanted)
     warps = max(1, min(16, rows * cols // (target.gpu.warp * 16)))
-    words = max(live_words(segment) for segment in ir.segments)
-    while warps < 16 and rows * cols // (target.gpu.warp * warps) * words > 128:
-        warps *= 2
-    chosen: dict[str, int | str] = {"block_rows": rows, "block_cols": cols, "num_warps": warps}
-    return {name: chosen.get(name, values[0]) for name, values in choices.items()}
+    return _reducing_config(ir, target, (rows, cols), warps, 16)
 
 
 def _default_reduction(ir: KernelIR, target: Target) -> Config:
@@ -278,12 +282,6 @@ def _default_reduction(ir: KernelIR, target: Target) -> Config:
     # A second pass finds its row in the cache only if few programs run at once: large ones, where a pass holds little.
     warp, most = target.gpu.warp, target.gpu.most_threads // target.gpu.warp
     warps = min(most if rescales else most // 2, max(1, rows * cols // (warp * per_thread)))
-    words = max(live_words(segment) for segment in ir.segments)
-    while warps < most and rows * cols // (warp * warps) * words > 128:
-        warps *= 2
-    cols = next((int(choice) for choice in choices["block_cols"] if int(choice) >= cols), cols)
-    chosen: dict[str, int | str] = {"block_rows": rows, "block_cols": cols, "num_warps": warps}
-    if few_rows_each and not looped:
-        chosen["loads"] = "late"
     # The first choice of what is left: all loads ahead of the first reduction, no pipelining.
-    return {name: chosen.get(name, values[0]) for name, values in choices.items()}
+    config = _reducing_config(ir, target, (rows, cols), warps, most)
+    return {**config, "loads": "late"} if few_rows_each and not looped and "loads" in config else config

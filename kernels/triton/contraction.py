@@ -87,15 +87,13 @@ class ContractionEmitter(SegmentEmitter):
         """All sums of the products that share a left side, and its numbers for each row."""
         dots = [number for number, dot in enumerate(self.dots) if self.product(dot).left == left.whole]
         wanted = list(dict.fromkeys(self.product(self.dots[number]).left_value for number in dots))
-        lines: list[str] = []
         levels = left.levels([*wanted, *self._own(left)])
-        late = max((left.depths[value] for value in wanted), default=0)
+        if max((left.depths[value] for value in wanted), default=0) >= len(levels):
+            levels.append([])  # the sums wait for all folds: none shares their loop
+        lines: list[str] = []
         for level, folds in enumerate(levels):
-            # The last fold shares the loop of the sums where these do not wait for it.
-            sums = dots if level == len(levels) - 1 and late <= level else []
-            lines += self._sums(left, folds, sums, wanted if sums else [], level)
-        if not levels or late > len(levels) - 1:
-            lines += self._sums(left, [], dots, wanted, len(levels))
+            last = level == len(levels) - 1
+            lines += self._sums(left, folds, dots if last else [], wanted if last else [], level)
         return lines
 
     def _own(self, left: Left) -> list[int]:
@@ -146,10 +144,8 @@ class ContractionEmitter(SegmentEmitter):
     def _zeros(self, number: int) -> str:
         cols = self.tile.cols
         shape = (cols, self.block) if self.flat else (cols, self.lanes)
-        return f"sum{number} = tl.zeros({shape}, {tl_type(self._held(number))})"
-
-    def _held(self, number: int) -> str:
-        return "float64" if self.dots[number].dtype == "float64" else "float32"
+        dtype = "float64" if self.dots[number].dtype == "float64" else "float32"
+        return f"sum{number} = tl.zeros({shape}, {tl_type(dtype)})"
 
     def _weights(self, number: int, left: Left, first: str) -> str:
         """A block of the weights of a sum, from column ``first`` on."""

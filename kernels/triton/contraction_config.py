@@ -46,10 +46,8 @@ def contracts(ir: KernelIR) -> bool:
 
 def tunables(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
     """``block_rows``, ``block_cols`` (of the epilogue), ``block_inner``, ``num_warps`` and ``num_stages``; for 2 to 128
-    rows ``splits``, the programs that share the inner dimension of a tile.
-
-    On devices that can, ``overlap`` comes first; it has one choice, for the others gain nothing where most of a
-    kernel's time goes into weights.
+    rows ``splits``, the programs that share the inner dimension of a tile. ``overlap``, where the device has it, comes
+    first and has one choice: the others gain nothing where most of a kernel's time goes into weights.
     """
     rows, inner = _rows(ir), next_power_of_2(_inner(ir))
     found: dict[str, tuple[int, ...]]
@@ -170,8 +168,7 @@ def default_config(ir: KernelIR, target: Target) -> Config:
 
 
 def _held_bytes(ir: KernelIR, config: Config) -> float:
-    """Shared memory of the blocks of several rows that are on their way: sides of the weights, and 2 bytes a number of
-    the left side."""
+    """Shared memory of the blocks on their way, of several rows: weights, and 2 bytes a number of the left side."""
     rows, cols = int(config["block_rows"]), int(config["block_cols"])
     each = (_sums(one) * cols * _weight_bytes(ir, one) + rows * 2 for one in ir.segments if one.products)
     return 0 if rows == 1 else int(config["num_stages"]) * int(config["block_inner"]) * max(each)
@@ -211,9 +208,7 @@ def _all_rows(ir: KernelIR, default: Config, sums: int, target: Target) -> Confi
 
 
 def _across(ir: KernelIR, default: Config, target: Target) -> Config:
-    """The default for weights of which neighbours in memory are of different columns: a line of memory is of one tile,
-    and programs share the inner dimension where tiles are too few then.
-    """
+    """The default for weights that lie across: each tile takes whole lines, and programs share the inner dimension."""
     each = max(_weight_bytes(ir, segment) for segment in ir.segments if segment.products)
     cols = max(int(default["block_cols"]), min(64, next_power_of_2(round(_LINE_BYTES / each))))
     wider = {**default, "block_cols": cols, "num_warps": max(int(default["num_warps"]), cols // 16)}

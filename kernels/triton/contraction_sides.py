@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fuseplan.kernels.ir.index import Coord, FloorDiv, Index, divides
+from fuseplan.kernels.ir.index import FloorDiv, Index, axes_of, divides
 from fuseplan.kernels.ir.ir import ITEMSIZE, Cast, Load, Product, Reduce, Segment, ancestors, operands
 from fuseplan.kernels.ir.reduction_loops import reduction_depths
 from fuseplan.kernels.triton.index import Coordinates
@@ -25,8 +25,7 @@ class Function:
 
 def run_of(index: Index, axis: int, most: int) -> int:
     """How many neighbours along an axis read one element: a power of two, where all blocks of so many do; 1 without."""
-    dependent = [atom for atom, _ in index.terms if axis in (
-        {atom.axis} if isinstance(atom, Coord) else atom.base.axes())]
+    dependent = [atom for atom, _ in index.terms if axis in axes_of(atom)]
     run = most
     for atom in dependent:
         if not isinstance(atom, FloorDiv) or atom.base.coefficient(axis) != 1 or len(atom.base.terms) > 1:

@@ -69,7 +69,7 @@ def _body(
         return plain.lines()
     if is_tiled(ir):
         return TileEmitter(ir.buffers, buffer_names(ir), segment, config, aligned).lines()
-    share = shares(ir, config)[number]
+    share = shares(ir, config)[0][number]
     if share.splits > 1 and (reason := unsplittable(segment)) is not None:
         raise ValueError(reason)
     emitter = ContractionEmitter(ir.buffers, buffer_names(ir), segment, config, arguments, str(number), share)

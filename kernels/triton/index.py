@@ -41,10 +41,9 @@ def triton_size(size: Size) -> str:
 
 @dataclass
 class Coordinates:
-    """Renders the indices of one segment and remembers which row coordinates they need.
+    """Renders the indices of one segment over the flattened ``row`` and ``col``, and remembers what they need.
 
-    ``row`` is the flattened row and ``col`` the column. Where blocks of ``block_rows`` rows never straddle two values
-    of a coordinate, it is computed from ``first_row`` alone.
+    Where blocks of ``block_rows`` rows never straddle two values of a coordinate, ``first_row`` gives it.
     """
 
     segment: Segment

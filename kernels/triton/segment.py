@@ -28,10 +28,7 @@ _FAR_APART = 4
 
 
 class SegmentEmitter(ValueEmitter):
-    """Emits a segment for a program number ``pid`` that counts from 0 within the segment.
-
-    Where tensor cores multiply, its checks trap instead of asserting.
-    """
+    """Emits a segment for program number ``pid`` within it; beside tensor cores its checks trap, and do not assert."""
 
     def __init__(self, buffers: Sequence[Buffer], names: Sequence[str], segment: Segment, config: Config) -> None:
         super().__init__(buffers, segment, config)
@@ -46,10 +43,7 @@ class SegmentEmitter(ValueEmitter):
         self.coordinates = Coordinates(segment, self.tile.rows if self._loads_rows_once() else 1)
 
     def _loads_rows_once(self) -> bool:
-        """Whether a row that all of a block share is loaded by itself, with the lanes that suit its own type.
-
-        Else each thread loads as many elements as it stores in 16 bytes: lanes of a much wider type lie far apart.
-        """
+        """Whether a row that a block shares is loaded by itself: where it is much wider, lanes would lie far apart."""
         loads = self.segment.loads
         if self.masks_rows or self.segment.has_reduction() or any(one.mask is not None for one in loads):
             return False
@@ -211,10 +205,7 @@ class SegmentEmitter(ValueEmitter):
     # -- sums that follow a maximum -----------------------------------------------------------------------
 
     def _rescaling(self, folds: Sequence[int]) -> list[str]:
-        """Take chunks into the accumulators of maxima and of the sums below them, which have an element a chunk.
-
-        A chunk of nothing but -inf adds exp(-inf - 0), not exp(-inf + inf).
-        """
+        """Take chunks into maxima and the sums below them; one of nothing but -inf adds exp(-inf - 0), not NaN."""
         fold_max, fold_sum = REDUCTIONS["max"].triton_reduce, REDUCTIONS["sum"].triton_reduce
         larger = REDUCTIONS["max"].triton_combine
         lines: list[str] = []

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from fuseplan.kernels.gpu.tile import segment_programs, splits_of, tile_of
 from fuseplan.kernels.ir.backend import Config
@@ -29,34 +28,26 @@ class Share:
     first_number: int = 0
 
 
-def _programs(ir: KernelIR, config: Config) -> list[int]:
-    """Programs of each segment with products; 0 for the others."""
-    return [segment_programs(segment, config, {}) if segment.products else 0 for segment in ir.segments]
-
-
-def shares(ir: KernelIR, config: Config) -> list[Share]:
-    """For each segment its share of a kernel's tiles."""
-    programs, splits = _programs(ir, config), [splits_of(segment, config) for segment in ir.segments]
-    tiles = accumulate((count // each for count, each in zip(programs, splits, strict=True)), initial=0)
-    numbers = accumulate(
-        (count * numbers_each(segment, config) for count, segment in zip(programs, ir.segments, strict=True)), initial=0
-    )
-    return [Share(*one) for one in zip(splits, tiles, numbers, strict=False)]
+def shares(ir: KernelIR, config: Config) -> tuple[list[Share], int, int]:
+    """For each segment its share of a kernel's tiles; the partial sums and the tiles of all."""
+    found, numbers, tiles = [], 0, 0
+    for segment in ir.segments:
+        splits = splits_of(segment, config)
+        found.append(Share(splits, tiles, numbers))
+        if segment.products:
+            programs = segment_programs(segment, config, {})
+            numbers += programs * numbers_each(segment, config)
+            tiles += programs // splits
+    return found, numbers, tiles
 
 
 def scratch(ir: KernelIR, config: Config) -> tuple[int, int]:
     """Numbers and counters that a kernel needs; (0, 0) without splits."""
-    if all(splits_of(segment, config) == 1 for segment in ir.segments):
-        return 0, 0
-    programs = _programs(ir, config)
-    numbers = sum(count * numbers_each(one, config) for count, one in zip(programs, ir.segments, strict=True))
-    return numbers, sum(programs) // max(splits_of(segment, config) for segment in ir.segments)
+    return shares(ir, config)[1:] if any(splits_of(segment, config) > 1 for segment in ir.segments) else (0, 0)
 
 
 def numbers_each(segment: Segment, config: Config) -> int:
     """Float32 numbers that a program hands over at most: its sums, and folds of its rows."""
-    if not segment.products:
-        return 0
     tile, lefts = tile_of(segment, config), {one.left for one in segment.products}
     folds = sum(isinstance(instr, Reduce) for left in lefts for instr in left.body)
     return tile.rows * (len({instr for instr in segment.body if isinstance(instr, Dot)}) * tile.cols + folds)
@@ -93,10 +84,7 @@ def split_of_program(share: Share) -> list[str]:
 def handed_over(
     share: Share, sums: Sequence[str], folds: Sequence[str], tile: tuple[int, int], each: int, rest: Sequence[str]
 ) -> list[str]:
-    """Statements that store a program's sums, and in the last one of a tile add up all and go on with ``rest``.
-
-    ``sums`` are [rows, cols], ``folds`` [rows, 1].
-    """
+    """Store ``sums`` [rows, cols] and ``folds`` [rows, 1]; a tile's last program adds them up, and does ``rest``."""
     if share.splits == 1:
         return list(rest)
     named = list(_places(sums, folds, tile))

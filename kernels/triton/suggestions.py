@@ -77,7 +77,7 @@ def _passes(ir: KernelIR, segment: Segment, config: Config) -> int:
     if not tile_of(segment, config).looped:
         return 1
     rescale = chunk_width(ir.buffers, segment, config) > 0
-    return sum(phase.has_loop for phase in schedule(segment, rescale=rescale))
+    return sum(bool(phase.reductions or phase.stores) for phase in schedule(segment, rescale=rescale))
 
 
 def _fitting_suggestion(ir: KernelIR, config: Config, target: Target) -> tuple[Config, ...]:

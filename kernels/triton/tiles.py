@@ -32,10 +32,7 @@ FEW_ROWS = 128
 
 @dataclass(frozen=True)
 class Matrix:
-    """Memory that a side of a matmul reads as it lies, [rows, inner]: neighbours along the inner dimension.
-
-    ``offset`` and ``stride`` are in elements.
-    """
+    """Memory that a side reads as it lies, [rows, inner], inner elements side by side; all sizes in elements."""
 
     buffer: int
     offset: int
@@ -114,11 +111,7 @@ def _first_row(segment: Segment, dot: Dot) -> int | None:
 
 @dataclass(frozen=True)
 class Block:
-    """``rows`` rows of a matrix and a part of the inner dimension: what a step of the loop over that brings.
-
-    The rows are those of a tile of the left side; of the right side those that the tile's columns pick, of which column
-    0 picks number ``first``.
-    """
+    """``rows`` rows of a matrix by a block of the inner dimension; ``first``: of the weights, the row of column 0."""
 
     matrix: Matrix
     rows: int
@@ -126,10 +119,7 @@ class Block:
 
 
 def steps(buffers: Sequence[Buffer], segment: Segment, config: Config) -> tuple[tuple[Dot, Block, Block], ...]:
-    """Each sum that is needed, and the blocks of both sides whose product a step adds to it.
-
-    ValueError where a side is not simply memory.
-    """
+    """Each sum that is needed, and the blocks whose product a step adds to it; ValueError where a side is computed."""
     tile = tile_of(segment, config)
     live = ancestors(segment.body, (value for store in segment.stores for value in store.values))
     found = []
@@ -159,10 +149,7 @@ def persistent_programs(ir: KernelIR, config: Config, target: Target, sizes: Map
 
 
 class TileEmitter(SegmentEmitter):
-    """Emits a segment with products whose tiles persistent programs walk.
-
-    Threads read what the accelerator cannot: sides in memory that is not ``aligned``.
-    """
+    """Emits a segment whose tiles persistent programs walk; threads read sides in memory that is not ``aligned``."""
 
     def __init__(
         self, buffers: Sequence[Buffer], names: Sequence[str], segment: Segment, config: Config, aligned: bool

@@ -137,17 +137,13 @@ class ValueEmitter(ABC):
                 continue
             text = self._expression(instr)
             if instr.dtype == "bool" and self._is_scalar(value):
-                # Triton folds this select away; its interpreter types a scalar comparison by its operands, and then
-                # rejects it as a mask.
+                # Triton's interpreter types a scalar comparison by its operands, and then rejects it as a mask.
                 text = f"tl.where({text}, True, False)"
             lines.append(f"{self.name(value)} = {text}")
         return lines
 
     def checks(self, values: Iterable[int]) -> list[str]:
-        """Assertions of those of ``values`` that are checks, once each.
-
-        They come after the stores, which are masked: nothing is written outside, and no load waits for an assertion.
-        """
+        """Assertions of the checks among ``values``, once each: after the stores, so that no load waits for them."""
         found = [value for value in values if value in self.unchecked]
         self.unchecked.difference_update(found)
         return [self.check(value) for value in found]
@@ -284,9 +280,8 @@ class ValueEmitter(ABC):
 def _rounded(text: str, instr: Round) -> str:
     """``text`` rounded to a storage type and back.
 
-    Where four float8 numbers are rounded, stored as one word and read back, ptxas 12.8 and 12.9 (sm_90) read half of
-    them back from a register that was never written. The mirror image is another conversion than the stored one's, and
-    as exact.
+    Of four float8 numbers that are also stored as one word, ptxas 12.8 and 12.9 (sm_90) read half back from a register
+    never written; the mirror image is another conversion than the stored one's, and as exact.
     """
     mirror = " * -1.0" if instr.to == "float8_e4m3fn" else ""
     text = f"({text}{mirror})" if mirror else text

@@ -143,7 +143,8 @@ class Machine:
 
     def launcher(self, allocate: Callable[..., torch.Tensor] | None = None) -> Launcher:
         make = allocate or torch._C._dynamo.guards._empty_strided_cpu
-        return Launcher(gpu_direct.load_cubin(), self.driver, make, self._ask_stream, self.check_device)
+        module = gpu_direct.load_extension("gpu_launcher.cpp")
+        return Launcher(module, self.driver, make, self._ask_stream, self.check_device)
 
     def _ask_stream(self, device: int) -> int:
         assert device == -1

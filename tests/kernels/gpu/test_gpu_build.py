@@ -103,8 +103,8 @@ def recording(launches: list[tuple[Any, ...]]) -> Callable[[Variant], Any]:
 
 
 def test_the_launcher_picks_a_binary_for_alignment_and_size(launches: list[tuple[Any, ...]]) -> None:
-    def geometry(sizes: dict[str, int]) -> Geometry:
-        return Geometry(sizes["n"] // 2, sizes["n"] > 100)
+    def geometry(sizes: tuple[int, ...]) -> Geometry:
+        return Geometry(sizes[0] // 2, sizes[0] > 100)
 
     kernel = GpuKernel(Loader(recording(launches), geometry, ("n",), ((0, 0), (1, 0)), 2), Resources())
     storage = torch.zeros(64)

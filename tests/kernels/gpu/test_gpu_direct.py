@@ -45,7 +45,7 @@ def test_the_current_stream_is_asked_in_every_call() -> None:
 @needs_compiler
 def test_sizes_choose_the_grid() -> None:
     machine = Machine(addresses=1, sizes=2)
-    kernel = machine.kernel(((0, 0),), 1, lambda sizes: Geometry(sizes["n"] // 2, False))
+    kernel = machine.kernel(((0, 0),), 1, lambda sizes: Geometry(sizes[0] // 2, False))
     x = aligned(4)
     for n in (8, 8, 6, 8, 6, 1, 1):  # the last has no programs: it is never launched
         kernel(x, n, -n)
@@ -57,7 +57,7 @@ def test_sizes_choose_the_grid() -> None:
 @needs_compiler
 def test_sizes_choose_the_index_width() -> None:
     machine = Machine(addresses=1, sizes=1)
-    kernel = machine.kernel(((0, 0),), 1, lambda sizes: Geometry(1, sizes["n"] >= 2**31))
+    kernel = machine.kernel(((0, 0),), 1, lambda sizes: Geometry(1, sizes[0] >= 2**31))
     x, large = aligned(4), 2**40 + 3
     for n in (7, large, 7, large):
         kernel(x, n)
@@ -67,7 +67,7 @@ def test_sizes_choose_the_index_width() -> None:
 @needs_compiler
 def test_more_sizes_than_the_table_holds_still_run() -> None:
     machine = Machine(addresses=1, sizes=1)
-    kernel = machine.kernel(((0, 0),), 1, lambda sizes: Geometry(sizes["n"], False))
+    kernel = machine.kernel(((0, 0),), 1, lambda sizes: Geometry(sizes[0], False))
     x = aligned(4)
     for n in [*range(1, 151), *range(1, 151)]:
         kernel(x, n)
@@ -177,7 +177,7 @@ def test_a_dropped_kernel_is_freed_with_its_binaries() -> None:
 @needs_compiler
 def test_threads_share_a_kernel() -> None:
     machine = Machine(addresses=2, sizes=1)
-    kernel = machine.kernel(((0, 0), (1, 0)), 2, lambda sizes: Geometry(sizes["n"], False))
+    kernel = machine.kernel(((0, 0), (1, 0)), 2, lambda sizes: Geometry(sizes[0], False))
     call = kernel.fused(1, lambda sizes: (((sizes[0],), (1,), torch.float32),))
     x = aligned(4)
 

@@ -15,6 +15,7 @@ from fuseplan.kernels.gpu import direct
 from fuseplan.kernels.gpu.direct import DriverEntry, entry_of, ptx_parameter_bits
 from fuseplan.kernels.gpu.launch import Variant
 from fuseplan.kernels.ir.backend import SM90, BuildError
+from fuseplan.kernels.native import build
 from fuseplan.kernels.ninetoothed.backend import NinetoothedBackend
 from fuseplan.kernels.triton.backend import TritonBackend
 
@@ -86,7 +87,7 @@ def test_without_a_compiler_or_a_driver_there_is_a_reason(
     def missing() -> Any:
         raise BuildError("no C++17 compiler on PATH")
 
-    monkeypatch.setattr(direct, "required_compiler", missing)
+    monkeypatch.setattr(build, "required_compiler", missing)
     for _ in range(2):
         assert direct.find_launcher() is None
         assert direct.launcher_problem() == "no C++17 compiler on PATH"

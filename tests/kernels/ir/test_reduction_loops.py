@@ -107,7 +107,7 @@ def test_a_store_joins_the_pass_that_evaluates_its_value() -> None:
     phases = schedule(samples.early_store(2, 8).ir.segments[0])
     assert [phase.stores for phase in phases] == [(0, 1), ()]
     assert phases[-1].row_stores == (2,)
-    assert not phases[-1].has_loop
+    assert not phases[-1].reductions and not phases[-1].stores
 
 
 def test_dead_values_are_dropped() -> None:

@@ -37,7 +37,7 @@ def test_a_header_beside_the_source_is_part_of_it(compiler: Compiler, tmp_path: 
     answers = []
     for number in (3, 4, 3):
         (tmp_path / "answer.h").write_text(f"enum {{ ANSWER = {number} }};\n")
-        answers.append(load_extension("fuseplan_sample", source, compiler, cache).answer)
+        answers.append(load_extension(source, compiler, cache).answer)
     assert answers == [3, 4, 3]
     assert len(list(cache.glob("*.so"))) == 2
 
@@ -48,10 +48,10 @@ def test_what_does_not_build_or_load_is_a_reason(
     source = tmp_path / "sample.cpp"
     source.write_text(_MODULE)
     with pytest.raises(BuildError, match=r"answer\.h"):
-        load_extension("fuseplan_sample", source, compiler, tmp_path)
+        load_extension(source, compiler, tmp_path)
     source.write_text("#include <Python.h>\nint unrelated;\n")
     with pytest.raises(BuildError, match="fuseplan_sample: the compiled module does not load"):
-        load_extension("fuseplan_sample", source, compiler, tmp_path)
+        load_extension(source, compiler, tmp_path)
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path / "nowhere"))
     with pytest.raises(BuildError, match="Python's headers are missing"):
-        load_extension("fuseplan_sample", source, compiler, tmp_path)
+        load_extension(source, compiler, tmp_path)

@@ -12,7 +12,6 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from types import MappingProxyType
 from typing import Any, Literal
 
 from fuseplan.planner.module_paths import Paths, located, place
@@ -115,9 +114,8 @@ class Tally:
     def __init__(self, compile_id: str = "") -> None:
         self.compile_id = compile_id
         self._counts: dict[str, Any] = dict.fromkeys(_COUNTED, 0)
-        self._fallbacks: Counter[str] = Counter()
-        self._notes: Counter[str] = Counter()
-        self._paths: defaultdict[str, list[Paths]] = defaultdict(list)
+        self._fallbacks, self._notes = Counter[str](), Counter[str]()
+        self._paths = defaultdict[str, list[Paths]](list)
         self._lock = threading.Lock()
 
     def count(self, name: str, number: float = 1) -> None:
@@ -150,12 +148,9 @@ class Tally:
     def snapshot(self) -> CompileStats:
         """The counts as they stand."""
         with self._lock:
-            fallbacks, notes = (MappingProxyType(dict(one)) for one in (self._fallbacks, self._notes))
             places = {reason: where for reason, paths in self._paths.items() if (where := place(paths))}
-            return CompileStats(
-                compile_id=self.compile_id, fallbacks=fallbacks, notes=notes, places=MappingProxyType(places),
-                **self._counts,
-            )
+            return CompileStats(self.compile_id, fallbacks=dict(self._fallbacks), notes=dict(self._notes),
+                                places=places, **self._counts)
 
 
 _TALLIES: list[Tally] = []
@@ -176,7 +171,7 @@ def stats() -> Stats:
         compiles = tuple(tally.snapshot() for tally in _TALLIES)
     found = total(compiles)
     faults = {f"worked around a fault of fuseplan's own, {fault}": count for fault, count in OWN_FAULTS.counts.items()}
-    return replace(found, notes=MappingProxyType({**found.notes, **faults}))
+    return replace(found, notes={**found.notes, **faults})
 
 
 def total(compiles: tuple[CompileStats, ...]) -> Stats:
@@ -189,10 +184,7 @@ def total(compiles: tuple[CompileStats, ...]) -> Stats:
         for reason, where in one.places.items():
             found[reason][where] = None
     places = {reason: "; ".join(each) for reason, each in found.items()}
-    return Stats(
-        "all", fallbacks=MappingProxyType(fallbacks), notes=MappingProxyType(notes), places=MappingProxyType(places),
-        compiles=compiles, **sums,
-    )
+    return Stats("all", fallbacks=fallbacks, notes=notes, places=places, compiles=compiles, **sums)
 
 
 def reset_stats() -> None:

@@ -172,6 +172,6 @@ def verdict(frame: pd.DataFrame, what: str) -> list[str]:
             continue
         rivals = frame[(frame["contestant"] == name) & frame["gain"].notna()]
         lost = int((rivals["gain"] < -rivals["noise"].clip(lower=0.01)).sum())
-        mean = geometric_mean(table[f"vs_{name}"].dropna())
+        mean = geometric_mean(table[f"vs_{name}"])
         lines.append(f"{what}: {mean:.2f}x {name} (geometric mean of {len(rivals)}); {lost} slower beyond noise")
     return lines

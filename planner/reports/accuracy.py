@@ -1,7 +1,4 @@
-"""How far the cost model is from the measurements that are stored, and what other covers would have cost.
-
-These are the covers that the model alone would take, and those that use a group which was rejected.
-"""
+"""How far the cost model is from measurements, and what covers by it alone, or with a rejected group, would cost."""
 
 from __future__ import annotations
 
@@ -25,9 +22,7 @@ from fuseplan.search.store.record import ATEN, Alternative, GroupChoice, PlanRec
 def measured_choices(
     plans: Iterable[PlanRecord]
 ) -> Iterator[tuple[RecordKey, GroupChoice | Alternative, float, float]]:
-    """Every kernel and op, chosen or not, that plans have a prediction and a time of: the plan's key, what was
-    measured, and its predicted and measured time in microseconds.
-    """
+    """The plan's key, the kernel or op, and its predicted and measured time (us), of all that plans have both of."""
     for plan in plans:
         choices: list[GroupChoice | Alternative] = [*plan.groups, *plan.rejected]
         for one in choices:
@@ -53,8 +48,7 @@ def accuracy_table(data: ReportData) -> pd.DataFrame:
 def regret_table(data: ReportData) -> pd.DataFrame:
     """For each region with a choice: the partition that the model alone would take, at its measured time.
 
-    Only choices that were measured take part, so that every partition has a measured time, with what its kernels were
-    held to cost each other in the cache. ``regret`` is how much slower the model's partition is than the best one.
+    Only measured choices take part. ``regret`` is how much slower the model's partition is than the best one.
     """
     regions = [(workload, region) for workload in data.workloads for region in workload.regions]
     shapes = {region.key: region for _, region in regions}
@@ -127,11 +121,8 @@ def accuracy_text(data: ReportData) -> list[str]:
 def _held_out(backend: str, fit: Calibration) -> str:
     p90 = "" if fit.held_out_p90 is None else f" (90th percentile {fit.held_out_p90:.0%})"
     rank = "" if fit.held_out_spearman is None else f"; rank correlation {fit.held_out_spearman:.2f}"
-    return (
-        f"Calibrated on {fit.samples} distinct measured choices ({backend}), the model is off by "
-        f"{fit.held_out_error:.0%} in the median{p90} on held-out kernels"
-        f"{rank}."
-    )
+    return (f"Calibrated on {fit.samples} distinct measured choices ({backend}), the model is off by "
+            f"{fit.held_out_error:.0%} in the median{p90} on held-out kernels{rank}.")
 
 
 # -- rejected groups -------------------------------------------------------------------------------------------
@@ -165,7 +156,7 @@ class Rejected:
 def rejected_groups(plan: PlanRecord, region: RegionSummary, most: int) -> list[Rejected]:
     """The rejected groups of a plan except ATen's single ops, those first whose cover comes nearest to the chosen one.
 
-    Of those with a time, the covers are solved of the ``most`` that cost least beyond their share of the chosen cover.
+    Covers are solved of the ``most`` timed ones that cost least beyond their share of the chosen cover.
     """
     # What does not work is stored with a prediction alone.
     timed = [one for one in plan.rejected if one.measured_us is not None]
@@ -178,10 +169,11 @@ def rejected_groups(plan: PlanRecord, region: RegionSummary, most: int) -> list[
     def extra_us(one: Alternative) -> float:
         return time_of(one) - math.fsum(share_us.get(op, 0.0) for op in one.ops)
 
-    solved = {id(one) for one in sorted((one for one in timed if one.implementation != ATEN), key=extra_us)[:most]}
+    rejected = [one for one in plan.rejected if one.implementation != ATEN]
+    solved = {id(one) for one in sorted((one for one in rejected if one.measured_us is not None), key=extra_us)[:most]}
     position = {id(one): at for at, one in enumerate(usable) if id(one) in solved}
     found = []
-    for one in (one for one in plan.rejected if one.implementation != ATEN):
+    for one in rejected:
         at = position.get(id(one))
         cover = best_cover_with(problem, at) if at is not None else None
         if cover is None:

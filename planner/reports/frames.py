@@ -82,6 +82,10 @@ class ReportData:
         }
         return {key: plan for key, plan in self.plans.items() if key not in joined}
 
+    def record_of(self, plan: PlanRecord, group: GroupChoice) -> TuningRecord | None:
+        """What a group of a plan was tuned to; None for one that was not."""
+        return self.records.get(replace(plan.key, workload=group.workload)) if group.workload else None
+
     def name_of(self, workload: WorkloadSummary) -> str:
         """Name of a workload, with its model where the report spans several."""
         return workload.workload if self.model else f"{workload.model} {workload.workload}"
@@ -93,9 +97,7 @@ def load_report(
 ) -> ReportData:
     """Everything known of ``device``, limited to ``model`` and ``regime`` where they are given.
 
-    Where one model is known and none is given, it is that model's report.
-    ``regime`` is ``"eager"`` or ``"graph"``, None for both. Nothing stored for this device, or for this model on it, is
-    a :class:`PlanError`.
+    Without ``model`` it is the report of the only model that is known, or of all. PlanError where nothing is stored.
     """
     plans = {plan.key: plan for plan in database.plans() if plan.key.device == device}
     records = {record.key: record for record in database.records() if record.key.device == device}
@@ -125,12 +127,10 @@ def load_report(
 
 
 def group_frame(data: ReportData) -> pd.DataFrame:
-    """One row per distinct group of the chosen partitions.
+    """One row per distinct group of the chosen partitions; none for a lone op that no kernel was tuned for.
 
-    ``place`` says where in the model it is, as far as that is stored. ``times`` counts how often the group runs in one
-    pass over each workload; ``speedup`` is unfused over what the plan runs, so it is 1 where the answer is not to fuse.
-    Ops that were never a tuning question (a lone op that no kernel was tuned for) have no row. ``doubt`` says in words
-    what cannot be (:func:`floor_doubt`), None where there is nothing.
+    ``times`` counts how often the group runs in one pass over each workload; ``speedup`` is unfused over what the plan
+    runs, so it is 1 where the answer is not to fuse; ``doubt`` is that of :func:`floor_doubt`.
     """
     rows: dict[RecordKey, dict[str, Any]] = {}
     runs: defaultdict[RecordKey, Counter[str]] = defaultdict(Counter)
@@ -138,13 +138,12 @@ def group_frame(data: ReportData) -> pd.DataFrame:
     shipped = {group.workload for key in data.shipped for group in data.plans[key].groups if group.workload}
     for workload, region, plan in data.planned():
         for group in plan.groups:
-            key = replace(plan.key, workload=group.workload or group.label)
-            record = data.records.get(key) if group.workload else None
+            key, record = replace(plan.key, workload=group.workload or group.label), data.record_of(plan, group)
             if record is None and group.is_plain:
                 continue
             source = "shipped" if plan.key in data.shipped or group.workload in shipped else "stored"
-            more = {"source": source, "regime": key.regime, "key": key.workload}
-            rows.setdefault(key, {**_group_row(group, record), **more})
+            rows.setdefault(
+                key, _group_row(group, record) | {"source": source, "regime": key.regime, "key": key.workload})
             if workload is not None and region is not None:
                 name = data.name_of(workload)
                 runs[key][name] += region.occurrences
@@ -178,8 +177,7 @@ def _group_row(group: GroupChoice, record: TuningRecord | None) -> dict[str, Any
 def floor_doubt(time_us: float | None, floor_us: float | None) -> str | None:
     """In words, that something was measured to take less than its floor; None where it was not.
 
-    A floor is made of the shortest launch, the best bandwidth and the highest rate that a probe saw. One that is beaten
-    was probed while the device was busy or slower than later, or the time is wrong: the two cannot both be right.
+    A floor is made of the shortest launch, the best bandwidth and the highest rate that a probe saw.
     """
     if time_us is None or floor_us is None or time_us >= floor_us:
         return None
@@ -222,11 +220,6 @@ def headline(groups: pd.DataFrame) -> str:
     return f"{fused} of {len(groups)} groups are fused; {slower} slower than unfused beyond noise{words}"
 
 
-def average(groups: pd.DataFrame) -> str:
-    """The mean of the groups' speed-ups. It says nothing of a step: one that takes no time counts like others."""
-    return f"geometric mean of the groups' speed-ups over unfused: {geometric_mean(groups['speedup'].dropna()):.2f}x"
-
-
 def region_frame(data: ReportData) -> pd.DataFrame:
     """One row per distinct region and workload: the partition against running everything unfused."""
     rows = [
@@ -248,9 +241,8 @@ def region_frame(data: ReportData) -> pd.DataFrame:
 def coverage_frame(data: ReportData) -> pd.DataFrame:
     """One row per workload: how many of its fusable ops the plan fuses, and what that leaves to launch.
 
-    ``fused`` are ops that a kernel computes and that are no matmuls, attention or views: a share of the ``fusable``
-    ones. ``launches`` leaves library calls out; the times are those of whole regions, with their matmuls and attention,
-    None where a region has no plan.
+    ``fusable`` ops are no matmuls, attention or views. ``launches`` leaves library calls out. Times are those of whole
+    regions, matmuls and attention included, None where a region has no plan.
     """
     return pd.DataFrame([_coverage_row(data, one) for one in data.workloads], columns=list(COVERAGE_COLUMNS))
 

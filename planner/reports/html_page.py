@@ -58,7 +58,7 @@ def html_report(data: ReportData, other: ReportData | None = None) -> str:
         device=device,
         created=now(),
         tuned=max((evidence.created for evidence in tuned), default=""),
-        speedup=frames.geometric_mean(groups["speedup"].dropna()),
+        speedup=frames.geometric_mean(groups["speedup"]),
         steps=told,
         untimed=found[len(told):],
         questions=_QUESTIONS,
@@ -237,7 +237,7 @@ def _facts(data: ReportData, region: RegionSummary, plan: PlanRecord, group: Gro
         words.insert(0, f"in {where}")
     words.append(f"{time_text(group.measured_us)} measured" if group.measured_us is not None else "not measured")
     words.append(f"{time_text(group.predicted_us)} predicted")
-    record = data.records.get(replace(plan.key, workload=group.workload)) if group.workload else None
+    record = data.record_of(plan, group)
     if record is not None and record.work.dram_bytes and group.measured_us:
         nbytes = record.work.dram_bytes
         words.append(f"{nbytes / 1e6:.3g} MB, {nbytes / group.measured_us / 1e3:.3g} GB/s")

@@ -48,8 +48,8 @@ class TunedMany(TuneAnswer):
         models: One row per model. Of its distinct ``regions`` some are ``shared`` with models before it; the others
             were ``stored``, are ``measured`` now, or ``failed``. ``tune_s`` is what these and its whole steps took.
             ``step`` is its first workload, in microseconds.
-        regions: One row per distinct region of all models, as it was found: how many ``models`` have it, how often
-            it occurs, and whether it was ``stored``.
+        regions: One row per distinct region: how many ``models`` have it, how often it occurs, and whether it was
+            ``stored``.
         totals: The same numbers for all models together.
         data: What is stored of these models; ``steps`` is made of it.
         results: What was measured, for each way to launch and to round.
@@ -103,8 +103,6 @@ class TunedMany(TuneAnswer):
 
 class Models:
     """The models of a manifest that are for a device, by its key: a batch for each way to launch and to round.
-
-    ``left_out`` are those that are for others, and why. Nothing is captured yet.
 
     Raises:
         ConfigError: A model cannot be planned as it is asked for, or is there twice. The message names file and table.
@@ -177,12 +175,11 @@ class Models:
         ]
         warnings, failure = ran.complaints()
         lost = [one.failure for one in captured if one.failure]
-        why = [f"{len(lost)} of {len(captured)} models cannot be captured"] if lost else []
+        why = f"{len(lost)} of {len(captured)} models cannot be captured" if lost else ""
         return TunedMany(
             self.title, ran.session.database.where, models, pd.DataFrame(found, columns=list(REGION_COLUMNS)),
             totals, data, tuple(result for _, result in ran.results),
-            warnings=tuple(dict.fromkeys((*lost, *warnings))), failure="; ".join(filter(None, (*why, failure))),
-        )
+            warnings=tuple(dict.fromkeys((*lost, *warnings))), failure="; ".join(filter(None, (why, failure))))
 
     def _row(self, number: int, one: CapturedModel, ran: Ran, data: frames.ReportData) -> dict[str, Any]:
         """A model's row: what its regions came from, what it cost, and what its first workload gains."""

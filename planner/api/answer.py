@@ -23,10 +23,7 @@ def first_screen(
     title: str, lines: Iterable[str] = (), data: ReportData | None = None, table: pd.DataFrame | None = None,
     columns: Sequence[str] = (), code: str = "",
 ) -> str:
-    """A fragment of HTML by itself: a title, each workload's step in words and as bars, lines, and the head of a table.
-
-    Everything is escaped. It takes its colours from the page around it, so that it reads in light and dark.
-    """
+    """A fragment of HTML in the page's colours: a title, steps in words and as bars, lines, and the head of a table."""
     found = steps(data) if data is not None else []
     shown = table[[name for name in columns if name in table]].head(_ROWS) if table is not None else pd.DataFrame()
     return templates().get_template("answer.html.j2").render(

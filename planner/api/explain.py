@@ -199,11 +199,7 @@ def explained(
 
 
 def called(kernels: Sequence[KernelSource], wanted: str) -> list[KernelSource]:
-    """The kernels that ``wanted`` names: a letter, else part of a label or a place, or ``all``.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """The kernels that ``wanted`` names: a letter, else part of a label or a place, or ``all``; else a ConfigError."""
     if not kernels:
         raise ConfigError("no group of these workloads runs a generated kernel, so there is no source to show")
     chosen = list(kernels) if wanted == "all" else [one for one in kernels if wanted.upper() in one.names]

@@ -106,10 +106,7 @@ def misses(
 
 
 class LoggedMisses:
-    """The regions that were missed most often, a batch for each way to launch and to round.
-
-    Only those that were launched as ``regime`` says, where it is given.
-    """
+    """The regions that were missed most often (in ``regime``, where given), a batch for each regime and numerics."""
 
     def __init__(self, regime: str | None, most: int) -> None:
         self._regime, self._most = regime, most

@@ -19,10 +19,7 @@ from fuseplan.search.store.record import RecordKey
 
 @dataclass(frozen=True, eq=False)
 class CapturedModel:
-    """A model with the graphs of its workloads, by name; without any where it cannot be captured.
-
-    ``seconds`` is how long that took.
-    """
+    """A model with its graphs by workload, captured in so many ``seconds``; without any where it cannot be captured."""
 
     asked: Asked
     graphs: tuple[tuple[str, DataflowGraph], ...] = ()
@@ -61,9 +58,7 @@ def captured_model(asked: Asked, progress: Progress = SILENT) -> CapturedModel:
 
 
 def distinct_regions(captured: Sequence[CapturedModel], session: Session) -> tuple[DistinctRegion, ...]:
-    """The regions of all graphs, each once for each way to launch and to round, in the order in which they are tuned;
-    looked up in the session's database.
-    """
+    """The regions of all graphs, each once per regime and numerics, in tuning order, looked up in the database."""
     found: dict[RecordKey, DistinctRegion] = {}
     for number, one in enumerate(captured):
         planner = session.planning_for(one.asked.settings).planner()

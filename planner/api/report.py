@@ -116,10 +116,10 @@ class Report:
             yield from against.against_lines(self.data, self.other)
 
     def document(self, topic: str, style: str = "table") -> Document:
-        """A document on ``"groups"``, ``"steps"`` or ``"accuracy"``, with another tune also what differs from that.
+        """A document on ``"groups"``, ``"steps"`` or ``"accuracy"``.
 
-        For a screen (``style`` ``"table"``) it leaves out tables of steps that have nothing, or nothing that was timed;
-        every single prediction is for ``"csv"`` and ``"json"`` alone.
+        For a screen (``style`` ``"table"``) it leaves out tables of steps without content or without a timed step. Only
+        ``"csv"`` and ``"json"`` have every prediction.
         """
         data = self.data
         document = Document(f"Fusion report: {data.model or data.device}", _MAIN[topic])

@@ -1,7 +1,4 @@
-"""Our plan of a model beside eager and TorchInductor.
-
-Everyone has the same weights and inputs.
-"""
+"""Our plan of a model beside eager and TorchInductor, on the same weights and inputs."""
 
 from __future__ import annotations
 
@@ -47,10 +44,7 @@ class Forward:
 
 
 class ForwardTimer(Timer):
-    """Times whole forward passes, in the graph regime replayed from a CUDA graph of one.
-
-    The cache is put back between samples, outside the measured time.
-    """
+    """Times whole forward passes, in the graph regime replays of one; caches are put back between samples, untimed."""
 
     def __init__(self, device_type: str, regime: str = "eager") -> None:
         self.device_type = device_type

@@ -46,7 +46,7 @@ _MAX_SETS = 32
 class PatternRow(BenchRow):
     """One contestant's time for one pattern (``subject``) at one size (``workload``).
 
-    ``bytes`` have to be moved, in ``kernels`` launches of our plan for the cell; ``measured_at`` is UTC.
+    Our plan moves ``bytes`` in so many ``kernels``; ``measured_at`` is UTC.
     """
 
     dtype: str = ""
@@ -69,8 +69,7 @@ def plan_case(session: Session, cell: Cell) -> tuple[Case, CompileStats]:
 def plan_facts(case: Case) -> dict[str, Any]:
     """What a case's plan moves and launches, as fields of the bench's rows.
 
-    ``bytes`` have to be moved: the plan's, where all of it is one kernel, else every input and output once.
-    ``registers`` are those of a thread of each fused group, where the back end knows them.
+    ``bytes`` are the plan's where it is one kernel, else every input and output once; ``registers`` those of a thread.
     """
     graph = case.traced.graph
     kernels = [case.kernel(group.ops).ir for group in case.groups]
@@ -203,8 +202,7 @@ def copy_of(moved_bytes: float, device: str) -> Contestant:
 class RowLog:
     """Rows of a bench in a CSV file that is complete after every cell, so that an interrupted bench keeps them.
 
-    With ``resume`` it goes on with the rows that are there, if their columns are those of this version; otherwise they
-    are replaced.
+    With ``resume`` it goes on with the rows that are there.
     """
 
     def __init__(self, path: Path, resume: bool = False) -> None:

@@ -68,10 +68,7 @@ R = TypeVar("R", bound=BenchRow)
 
 
 class Race(Generic[R]):
-    """Who computes one thing, and rows of their times, whatever happens to anybody.
-
-    Rows are of one ``kind``; ``common`` are fields that all of them share.
-    """
+    """Who computes one thing, and rows of their times: of one ``kind``, with ``common`` fields, whoever fails."""
 
     def __init__(self, kind: type[R], **common: Any) -> None:
         self._kind, self._common = kind, common
@@ -95,10 +92,9 @@ class Race(Generic[R]):
         self, timer: Timer, operands: Operands, seconds: float, own: Mapping[str, Operands] = MappingProxyType({}),
         twice: str = EAGER, min_rounds: int = policy.MIN_ROUNDS,
     ) -> list[R]:
-        """Time everybody in interleaved rounds, in the timer's mode: a row for each, in order of entry.
+        """A row for each contestant in order of entry, timed in interleaved rounds in the timer's mode.
 
-        ``own`` has the operand sets of contestants that want the same values in a layout of their own; ``twice`` runs
-        a second time in each round, for the noise.
+        ``own`` are operand sets in a contestant's own layout; ``twice`` runs again in each round, for the noise.
         """
         samplers: dict[str, Run] = {}
         found: dict[str, Mapping[str, Any]] = {}
@@ -155,7 +151,7 @@ def median_table(frame: pd.DataFrame, cells: list[str]) -> pd.DataFrame:
 def comparison(frame: pd.DataFrame) -> pd.DataFrame:
     """One row per subject and mode, a column per contestant (median us), and how ours compares with each peer.
 
-    ``vs_<peer>`` is the peer's time over ours: above 1, ours is faster.
+    ``vs_<peer>`` is the peer's time over ours.
     """
     cells = ["workload", "subject", "mode", "key"]
     table = median_table(frame, cells)

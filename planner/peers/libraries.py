@@ -1,7 +1,7 @@
 """Libraries of hand-written kernels as peers: their kernels by pattern, in the layouts that they want.
 
-Liger-Kernel's forward functions are called below the autograd functions that wrap them: a training framework pays for
-those wrappers, an inference engine need not. https://github.com/linkedin/Liger-Kernel
+Liger-Kernel's forward functions are called without their autograd wrappers, which inference engines do not pay for.
+https://github.com/linkedin/Liger-Kernel
 
 FlashInfer compiles its kernels when they are first called. Without a CUDA compiler that fails, and the row says so.
 https://github.com/flashinfer-ai/flashinfer

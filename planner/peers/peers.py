@@ -1,7 +1,6 @@
 """What our kernels are measured against: every peer by name, and how each is asked to compute a named pattern.
 
-Nothing is imported before a peer is built, and a peer that is not installed, does not have the op, or cannot build it
-raises :class:`PeerError` (or whatever went wrong inside it) with the reason.
+A peer is imported when it is built; one that cannot take part raises :class:`PeerError`, or what went wrong inside it.
 """
 
 from __future__ import annotations
@@ -42,10 +41,7 @@ class Peer:
 
 
 def fused(case: Case, groups: Sequence[PlannedGroup]) -> Contestant:
-    """The whole pattern with ``groups`` as kernels, called as dispatch runs it.
-
-    A group that cannot be built or placed is a :class:`PeerError`.
-    """
+    """The whole pattern with ``groups`` as kernels, called as dispatch runs it; PeerError where one cannot be."""
     tally = Tally(f"bench {case.cell.pattern}")
     forward = executable(case.traced, groups, case.target, tally, case.numerics)
     if not tally.snapshot().fallbacks:
@@ -62,8 +58,7 @@ def _inductor(case: Case, max_autotune: bool) -> Contestant:
 def inductor_callable(chain: fx.GraphModule, inputs: Sequence[torch.Tensor], max_autotune: bool) -> Callable[..., Any]:
     """TorchInductor's generated program for a chain of ops, called as its own compiled graphs call it.
 
-    That is the innermost callable: Dynamo's guards and AOTAutograd's wrapper, which a model pays once however many
-    groups it has, are not charged to the group. Ours is measured the same way.
+    Dynamo's guards and AOTAutograd's wrapper, which a model pays once, are not charged to the group, as with ours.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -148,10 +143,9 @@ PEERS: Mapping[str, Peer] = MappingProxyType({
 
 
 def peer_names(text: str | None, device_type: str, without: Sequence[str] = ()) -> tuple[str, ...]:
-    """Names of the peers that ``text`` lists, in the order of the tables; all that the device has when it is None.
+    """Peers in the order of the tables: those in ``text``, with commas between them, or all that the device has.
 
-    Commas join the names, and a dash stands for a space; those in ``without`` are left out. An unknown name is a
-    :class:`ConfigError`.
+    A dash stands for a space; ``without`` are left out. An unknown name is a :class:`ConfigError`.
     """
     if text is None:
         wanted = {name for name, peer in PEERS.items() if peer.runs_on(device_type)}

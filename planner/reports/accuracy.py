@@ -133,8 +133,7 @@ class Rejected:
     """A rejected group and the best cover that uses it, by the stored times of groups, each by itself.
 
     Attributes:
-        cover_us: Of that cover; None where the stored times make up none with it.
-        chosen_us: Of the chosen cover, by the same times.
+        cover_us, chosen_us: Of that cover, None without one, and of the chosen one, by the same times.
         beside: What that cover runs besides, as far as the chosen one does not.
         predicted: Groups of that cover whose time is the model's; the others are measured.
         places: How many places of the region it could take at the same cost.

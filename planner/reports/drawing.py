@@ -1,8 +1,7 @@
 """A region's partition as an inline SVG drawing: groups as boxes from top to bottom, and what reads what between them.
 
-Boxes lie in ranks, each below those that it reads. An arrow past a rank has a lane of its own there, beside the boxes;
-between ranks there is nothing but arrows. So none crosses a box (the layering of Sugiyama, Tagawa and Toda, "Methods
-for Visual Understanding of Hierarchical System Structures", 1981, with a bound on a rank's width).
+Boxes lie in ranks, each below those that it reads. An arrow past a rank has a lane there, so none crosses a box
+(Sugiyama, Tagawa and Toda, "Methods for Visual Understanding of Hierarchical System Structures", 1981).
 """
 
 from __future__ import annotations

@@ -175,10 +175,7 @@ def _group_row(group: GroupChoice, record: TuningRecord | None) -> dict[str, Any
 
 
 def floor_doubt(time_us: float | None, floor_us: float | None) -> str | None:
-    """In words, that something was measured to take less than its floor; None where it was not.
-
-    A floor is made of the shortest launch, the best bandwidth and the highest rate that a probe saw.
-    """
+    """In words, that a time is below its floor, the least by the probe's best rates; None where it is not."""
     if time_us is None or floor_us is None or time_us >= floor_us:
         return None
     share = 1 - time_us / floor_us

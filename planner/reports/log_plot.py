@@ -1,7 +1,6 @@
 """Points and curves between two logarithmic axes as an inline SVG: every point says what it is.
 
-The page's colours apply, so a plot follows its light or dark look. Points that lie too close to be told apart share one
-mark, which names them all. Those that matter most have their names written beside them, where no name covers another.
+Points too close to be told apart share one mark. Those that matter most have their names beside them.
 """
 
 from __future__ import annotations
@@ -31,13 +30,9 @@ _TICKS = 8
 
 @dataclass(frozen=True)
 class Point:
-    """One thing in the plot.
+    """One thing in the plot: ``name`` is short, ``words`` is all there is to say, ``tone`` is its colour and shape.
 
-    Attributes:
-        name: Short, to be written beside it.
-        words: All there is to say of it: name, workload, times.
-        tone: ``"fused"`` or ``"unfused"``: its colour and shape.
-        weight: How much it matters; 0 for one whose name is not worth a place.
+    One of ``weight`` 0 has no name written beside it.
     """
 
     x: float
@@ -160,9 +155,7 @@ def _apart(ticks: Iterable[tuple[float, str]]) -> Iterator[tuple[float, str]]:
 
 
 def _marks(placed: Iterable[tuple[float, float, Point]]) -> list[tuple[float, float, str, str]]:
-    """One mark for the points of each cell and tone, in reading order: where, on the one that matters most, its tone
-    and its words.
-    """
+    """One mark for the points of each cell and tone, at the weightiest: where, its tone, and all their words."""
     cells: dict[tuple[str, int, int], list[tuple[float, float, Point]]] = {}
     for x, y, point in placed:
         cells.setdefault((point.tone, round(x / _CELL), round(y / _CELL)), []).append((x, y, point))
@@ -178,7 +171,7 @@ def _marks(placed: Iterable[tuple[float, float, Point]]) -> list[tuple[float, fl
 def _labels(spots: Sequence[tuple[float, float, Point]]) -> Iterator[dict[str, Any]]:
     """The names of points beside them: each at the nearest place where it covers neither a name nor a named point.
 
-    Of each the left end of its base line, its text, and a line to the point where that is farther off.
+    Each has the left end of its base line, its text, and a line to the point where that is farther off.
     """
     taken = [(x - 5, y - 5, x + 5, y + 5) for x, y, _ in spots]
     for x, y, point in spots:

@@ -1,7 +1,4 @@
-"""Plans of one model side by side: ops fused into each matmul and attention by rows, and what else was measured.
-
-With few rows, matmuls are memory-bound, and fused ops cost nothing; with many, tensor cores are the limit.
-"""
+"""Plans of one model side by side: ops fused into each matmul and attention by rows, and what else was measured."""
 
 from __future__ import annotations
 

@@ -88,9 +88,9 @@ def measure_patterns(
     bench: PatternBench, name: str, cells: Sequence[Cell], said: list[str], budget: Budget | None, resume: bool,
     out: Path | None,
 ) -> None:
-    """Tune and time the cells, writing rows as they come, and publish what there is whatever happens.
+    """Tune and time the cells, writing rows as they come, and publish what there is under ``name`` whatever happens.
 
-    ``name`` is that of the results, ``said`` what else is told. Without a ``budget`` nothing is tuned.
+    Without a ``budget`` nothing is tuned. ``said`` is told, too.
     """
     log = RowLog(results_folder(bench.session, out) / f"{name}-cells.csv", resume)
     missing = [cell for cell in cells if not log.has(cell.key)]
@@ -119,10 +119,7 @@ def measure_patterns(
 def tune_cells(
     session: Session, cells: Sequence[Cell], budget: Budget | None, pool: WorkerPool, said: list[str]
 ) -> Session:
-    """Tune what is not stored of some cells; what cannot be is said, and measured as the cost model plans it.
-
-    Returns the session with the calibration that the new records gave.
-    """
+    """Tune what is not stored of some cells, and give the recalibrated session; what cannot be tuned is said."""
     graphs = []
     for cell in cells if budget is not None else ():
         try:

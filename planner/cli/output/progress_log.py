@@ -16,9 +16,7 @@ EVERY_S = 10.0
 
 
 class ProgressLog:
-    """Progress for who reads the standard error as a log: ``plan: [12 s] capturing llama-3.2-1b``, with the seconds
-    since it was made. There is a line at each phase, and one now and then within a phase.
-    """
+    """Progress for who reads the standard error as a log, with seconds: ``plan: [12 s] capturing llama-3.2-1b``."""
 
     def __init__(self, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._write, self._clock = write, clock

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -12,21 +13,24 @@ import pandas as pd
 
 from fuseplan.costmodel.devices import Kind, is_cpu
 from fuseplan.planner.api.answer import TuneAnswer, first_screen
-from fuseplan.planner.api.regions import CapturedModel, DistinctRegion, captured_model, distinct_regions, in_words
 from fuseplan.planner.api.request import Asked, asked_for
 from fuseplan.planner.api.run import Ran, outcome
 from fuseplan.planner.errors import ConfigError, FuseplanError, NothingForDeviceError, PlanError
 from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.groups.places import place_of
+from fuseplan.planner.groups.regions import unique_regions
 from fuseplan.planner.models.manifest import Manifest, ManifestModel
+from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.planner.reports import frames
 from fuseplan.planner.reports.document import Table, table_of
 from fuseplan.planner.reports.step_words import step_words
 from fuseplan.planner.reports.steps import step_frame, steps
 from fuseplan.planner.tuning.graph_stream import CaptureElsewhere
 from fuseplan.planner.tuning.plans import PlanSettings
-from fuseplan.planner.tuning.progress import Progress
+from fuseplan.planner.tuning.progress import SILENT, Progress
 from fuseplan.planner.tuning.session import Session
 from fuseplan.planner.tuning.tune import Batch, TuneResult
+from fuseplan.search.store.record import RecordKey
 from fuseplan.search.tune.time_account import TimeAccount
 
 MODEL_COLUMNS = (
@@ -101,6 +105,64 @@ class TunedMany(TuneAnswer):
         return first_screen(f"{self.title} on {self.data.device}", lines, None, self.models, columns)
 
 
+@dataclass(frozen=True, eq=False)
+class CapturedModel:
+    """A model with its graphs by workload, captured in so many ``seconds``; without any where it cannot be captured."""
+
+    asked: Asked
+    graphs: tuple[tuple[str, DataflowGraph], ...] = ()
+    failure: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class DistinctRegion:
+    """A region that some graphs have between them: what is measured once.
+
+    Attributes:
+        key: Of its plan.
+        label, place: What it computes, and where in the first model that has it.
+        models: Numbers of the captured models that have it, in order.
+        uses: How often it occurs, in all graphs.
+        stored: Whether it has a plan.
+    """
+
+    key: RecordKey
+    label: str
+    place: str
+    models: tuple[int, ...]
+    uses: int
+    stored: bool
+
+
+def captured_model(asked: Asked, progress: Progress = SILENT) -> CapturedModel:
+    """All graphs of a model, or why it has none: one that cannot be captured costs only itself."""
+    began = time.monotonic()
+    try:
+        graphs, failure = tuple(asked.graphs(progress)), ""
+    except FuseplanError as error:
+        graphs, failure = (), f"{asked.label} is left out: {error}"
+    return CapturedModel(asked, graphs, failure, time.monotonic() - began)
+
+
+def distinct_regions(captured: Sequence[CapturedModel], session: Session) -> tuple[DistinctRegion, ...]:
+    """The regions of all graphs, each once per regime and numerics, in tuning order, looked up in the database."""
+    found: dict[RecordKey, DistinctRegion] = {}
+    for number, one in enumerate(captured):
+        planner = session.planning_for(one.asked.settings).planner()
+        for workload, graph in one.graphs:
+            regions, plans = planner.look_up_regions(graph, one.asked.is_derived(workload))
+            for name, same in unique_regions(regions).items():
+                key, region = planner.key(name), same[0]
+                known = found.get(key) or DistinctRegion(
+                    key, region_label(graph, region), place_of(graph, region.ops), (), 0, name in plans)
+                models = dict.fromkeys((*known.models, number))
+                found[key] = replace(known, models=tuple(models), uses=known.uses + len(same))
+    # A session tunes what it plans for together.
+    order = list(dict.fromkeys((key.regime, key.numerics) for key in found))
+    return tuple(sorted(found.values(), key=lambda one: order.index((one.key.regime, one.key.numerics))))
+
+
 class Models:
     """The models of a manifest that are for a device, by its key: a batch for each way to launch and to round.
 
@@ -144,7 +206,9 @@ class Models:
     def batches(self, session: Session, progress: Progress, account: TimeAccount) -> Sequence[Batch]:
         with account.spend("looking regions up"):
             self.regions = distinct_regions(self.captured, session)
-        progress.note(in_words(self.regions))
+        stored, listed = sum(one.stored for one in self.regions), sum(len(one.models) for one in self.regions)
+        progress.note(f"regions: {listed} in all models, {len(self.regions)} distinct, {stored} stored, "
+                      f"{len(self.regions) - stored} to measure")
         found = [self._batch(settings) for settings in dict.fromkeys(one.settings for one in self.models)]
         return [batch for batch in found if batch.graphs]
 

@@ -69,7 +69,6 @@ class TuneProgress:
         """Something else begins, which may take a while."""
         self.doing(what)
 
-
     def told(self, what: str) -> None:
         """Something that stays to be read."""
         self.began(what)

@@ -31,7 +31,6 @@ _MAX_LAYERS, _MAX_DRAWINGS = 8, 16
 _REJECTED, _FEW_REJECTED = 10, 2
 #: Columns that a table of groups begins with.
 _ANSWER = ["group", "answer", "fused_us", "unfused_us", "speedup", "times", "workload"]
-_QUESTIONS = ("How much faster is a step?", "Which groups made it?", "What is left to gain?")
 _LAUNCHED = {"graph": "in a CUDA graph", "eager": "from Python"}
 #: Without a model: how many regions are shown and how many groups named, and how labels of matmuls begin.
 _SOME, _NAMED, _MATMULS = 5, 3, frozenset({"linear", "matmul", "bmm", "addmm"})
@@ -61,7 +60,6 @@ def html_report(data: ReportData, other: ReportData | None = None) -> str:
         speedup=frames.geometric_mean(groups["speedup"]),
         steps=told,
         untimed=found[len(told):],
-        questions=_QUESTIONS,
         answers_of=answers,
         bars=bars,
         parts=PARTS,

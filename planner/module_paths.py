@@ -1,6 +1,4 @@
-"""Where in a model ops are: module paths as the user spells them, and the place of a group in words.
-
-Places are for people. No key, canonical form or comparison that decides anything reads them.
+"""Where in a model ops are, for people alone: module paths as the user spells them, and a group's place in words.
 
 >>> place([["model.layers.0.input_layernorm", "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"]])
 'model.layers.0: input_layernorm -> self_attn.q_proj, k_proj'

@@ -64,7 +64,6 @@ class KernelSource:
 
     Attributes:
         names: The letters that ``plan explain`` gives its group, one for each region.
-        label, place: Of its group.
         text: All of it; ``common`` are the parts that other kernels have, too: includes and helpers.
     """
 

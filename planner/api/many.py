@@ -120,11 +120,10 @@ class DistinctRegion:
     """A region that some graphs have between them: what is measured once.
 
     Attributes:
-        key: Of its plan.
+        key: Of its plan; ``stored`` says whether there is one.
         label, place: What it computes, and where in the first model that has it.
         models: Numbers of the captured models that have it, in order.
         uses: How often it occurs, in all graphs.
-        stored: Whether it has a plan.
     """
 
     key: RecordKey
@@ -289,10 +288,7 @@ def _stored(captured: Sequence[CapturedModel], session: Session) -> frames.Repor
 
 
 def _named_apart(models: Sequence[tuple[ManifestModel, Asked]]) -> Iterator[Asked]:
-    """The models under names that keep their reports apart: those of several dtypes have these in their names.
-
-    ConfigError where two are the same, or where different ones are called the same.
-    """
+    """The models under different names, with dtypes in them where they have several; ConfigError for equal ones."""
     known: dict[object, ManifestModel] = {}
     dtypes: defaultdict[str, set[str | None]] = defaultdict(set)
     made: list[tuple[ManifestModel, Asked, object, str | None]] = []

@@ -127,16 +127,13 @@ class HowToTune:
 
 @dataclass(frozen=True)
 class TuneRequest:
-    """A tune that is asked for: of a model or a pattern, of a manifest's models, or of what was missed.
+    """A tune that is asked for; ConfigError where its arguments contradict each other.
 
     Attributes:
-        given: Which model or pattern it is; of ``misses`` only the regime counts.
+        given: The model or pattern; of ``misses`` only the regime counts.
         manifest: The path of a manifest, instead.
-        most: Of ``misses``, so many regions.
+        misses, most: Whether missed regions are tuned instead, and how many.
         db: The tuning database; None for the user's own.
-
-    Raises:
-        ConfigError: The arguments contradict each other.
     """
 
     kind: Kind

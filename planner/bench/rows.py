@@ -29,7 +29,7 @@ class BenchRow:
         subject: What was timed: ``model``, or a group's label.
         mode: ``"eager"``: launched from Python. ``"graph"``: replayed from a CUDA graph. ``"cold"``: device time of
             single calls, the last-level cache overwritten before each.
-        median_us: Median of the samples; None when it failed. 20th and 80th percentile stand beside it.
+        median_us, p20_us, p80_us: Median and percentiles of the samples; None when it failed.
         rounds: Samples, each the mean of two interleaved rounds: one in either order of the contestants.
         noise: Relative A/A noise of the run.
         gain: Median paired gain of ours over this contestant, relative to it; positive when ours is faster.

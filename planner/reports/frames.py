@@ -44,12 +44,11 @@ class ReportData:
     """What a report is made from.
 
     Attributes:
-        device: Its identity.
         model: The one that the report is limited to; empty for everything stored.
         workloads: What was tuned; empty for records that were imported.
         misses: Look-ups that found nothing, as the database counts them.
-        shipped: Those of the plans that come with the package.
-        steps: What was measured of whole steps, by :func:`~fuseplan.planner.tuning.whole_step.step_key`.
+        shipped: Keys of plans that come with the package.
+        steps: Measured whole steps, by :func:`~fuseplan.planner.tuning.whole_step.step_key`.
     """
 
     device: str

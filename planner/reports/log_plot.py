@@ -58,10 +58,9 @@ class LogPlot:
 
     Attributes:
         words: What a screen reader says of the whole.
-        axes: What the axes measure, across and up.
+        axes, texts: What the axes measure, across and up, and how their ticks are written.
         kinds: Of points, by tone, as the key names them.
         band: Factor on either side of the diagonal that is shaded; 0 for no diagonal.
-        texts: How the ticks of either axis are written.
         ticks: The ticks across; None for round numbers.
     """
 

@@ -31,8 +31,7 @@ class Row:
     Attributes:
         op: Its name and number of columns; ``(2)`` for the second such op of a layer.
         rows: Of its result; of attention those of one head.
-        runs: What runs it, and what else that does.
-        time_us: Of all that.
+        runs, time_us: What runs it, with what else that does, and the time of all that.
         otherwise: What else was measured.
     """
 

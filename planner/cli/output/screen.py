@@ -24,16 +24,14 @@ if TYPE_CHECKING:
 
 
 class Screen(Document):
-    """One command's output: a document whose parts are printed at once, or written at the end as a file of one format.
-
-    It shows what a job is doing, too (:class:`~fuseplan.planner.tuning.progress.Progress`).
+    """A command's output, printed at once or written at the end as a file of one format, and its progress.
 
     Args:
         style: ``"table"``, ``"csv"``, ``"markdown"``, ``"json"`` or ``"html"``.
         out: The file to write; None for the standard output.
         quiet: Only the answer, errors and warnings.
-        terminal: Where it is printed for a person, a console; None for a pipe.
-        log: What is going on, for who reads the standard error as a log; None where that is a terminal.
+        terminal: The console of a person; None for a pipe.
+        log: The standard error as a log; None where that is a terminal.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from fuseplan.planner.cli.output.progress_log import ProgressLog, stderr_console
+from fuseplan.planner.cli.output.progress_log import ProgressLog
 from fuseplan.planner.cli.output.tables import fitted, left_out_line, shortened
 from fuseplan.planner.errors import ConfigError
 from fuseplan.planner.reports.document import Document, DocumentPart, Facts, Sentence, Table, apart, write_text
@@ -107,7 +107,9 @@ class Screen(Document):
         """What takes long: on a terminal a line that vanishes, in a log a line now and then."""
         log = ProgressLog(lambda line: None) if self.quiet else self.log
         if log is None:
-            with stderr_console().status(plain(what)) as shown:
+            from rich.console import Console
+
+            with Console(stderr=True, highlight=False).status(plain(what)) as shown:
                 yield shown.update
         else:
             log.phase(what)

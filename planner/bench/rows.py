@@ -6,7 +6,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from types import MappingProxyType
 from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
@@ -89,7 +88,7 @@ class Race(Generic[R]):
                 self._facts[name] = {"compile_s": time.perf_counter() - start, **facts}
 
     def rows(
-        self, timer: Timer, operands: Operands, seconds: float, own: Mapping[str, Operands] = MappingProxyType({}),
+        self, timer: Timer, operands: Operands, seconds: float, own: Mapping[str, Operands] = {},
         twice: str = EAGER, min_rounds: int = policy.MIN_ROUNDS,
     ) -> list[R]:
         """A row for each contestant in order of entry, timed in interleaved rounds in the timer's mode.

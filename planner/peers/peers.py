@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -130,7 +129,7 @@ def _library(case: Case, name: str, ops: Mapping[str, PeerOp]) -> Contestant:
 
 
 #: Every peer, in the order of the tables.
-PEERS: Mapping[str, Peer] = MappingProxyType({
+PEERS: Mapping[str, Peer] = {
     # forward, not __call__: in a model the ops are lines of one function and pay for no module call.
     EAGER: Peer(lambda case: Contestant(case.traced.module.forward)),
     INDUCTOR: Peer(partial(_inductor, max_autotune=False)),
@@ -139,7 +138,7 @@ PEERS: Mapping[str, Peer] = MappingProxyType({
     FLASHINFER: Peer(partial(_library, name=FLASHINFER, ops=FLASHINFER_OPS), is_gpu),
     **{f"{name} default": Peer(partial(_default, name=name), is_gpu) for name in ("triton", "ninetoothed")},
     "cpp default": Peer(partial(_default, name="cpp"), is_cpu),
-})
+}
 
 
 def peer_names(text: str | None, device_type: str, without: Sequence[str] = ()) -> tuple[str, ...]:

@@ -22,10 +22,8 @@ NAMED, NAME_LETTERS = 10, 26
 _LETTER, _LINE = 6.6, 13.0
 #: Lines of names in a plot's height.
 _ROWS = round(_HEIGHT / _LINE)
-#: Points that one mark names.
-_IN_A_MARK = 6
-#: Ticks on an axis at most.
-_TICKS = 8
+#: Points that one mark names, and ticks on an axis, at most.
+_IN_A_MARK, _TICKS = 6, 8
 
 
 @dataclass(frozen=True)
@@ -91,21 +89,20 @@ class LogPlot:
         marks = _marks((across(one.x), up(one.y), one) for one in self.points)
         spots = [(across(one.x), up(one.y), one) for one in self.most()]
         low, high = max(across.low, up.low), min(across.high, up.high)
-        band = [(low, low / self.band), (high, high / self.band), (high, high * self.band), (low, low * self.band)] \
-            if self.band else []
+        edges = ((low, 1 / self.band), (high, 1 / self.band), (high, self.band), (low, self.band)) if self.band else ()
         return templates().get_template("plot.svg.j2").render(
             plot=self, width=_WIDTH, height=_HEIGHT, left=_LEFT, top=_TOP, right=_WIDTH - _RIGHT,
             bottom=_HEIGHT - _BOTTOM, marks=marks, labels=list(_labels(spots)), key=list(self._key()),
             across=list(_apart((across(at), self.texts[0](at)) for at in self.ticks or across.ticks())),
             up=[(up(at), self.texts[1](at)) for at in up.ticks()],
-            band=[(across(x), up(y)) for x, y in band], diagonal=[(across(at), up(at)) for at in (low, high)],
+            band=[(across(x), up(x * factor)) for x, factor in edges],
+            diagonal=[(across(at), up(at)) for at in (low, high)],
             curves=[(one, [(across(x), up(y)) for x, y in one.points]) for one in self.curves],
         )
 
     def _key(self) -> Iterator[tuple[float, str, str]]:
         """Where the next entry of the key begins, its class and its words."""
-        x = 8.0
-        drawn = {one.tone for one in self.points}
+        x, drawn = 8.0, {one.tone for one in self.points}
         entries = [(tone, words) for tone, words in self.kinds.items() if tone in drawn]
         for tone, words in [*entries, *((one.tone, one.name) for one in self.curves)]:
             yield x, tone, words
@@ -128,13 +125,11 @@ class _Scale(NamedTuple):
         return _Scale(low / room, high * room, start, end)
 
     def __call__(self, value: float) -> float:
-        share = math.log(value / self.low) / math.log(self.high / self.low)
-        return self.start + share * (self.end - self.start)
+        return self.start + math.log(value / self.low, self.high / self.low) * (self.end - self.start)
 
     def ticks(self) -> list[float]:
         """Round numbers: 1, 2 and 5 of every decade, or as many as there is room for."""
-        first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
-        decades = range(first, last + 1)
+        decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
         for digits in ((1, 2, 5), (1, 3), (1,)):
             found = [float(f"{digit}e{power}") for power in decades for digit in digits]
             found = [one for one in found if self.low <= one <= self.high]

@@ -30,10 +30,6 @@ from fuseplan.planner.tuning.session import Session
 from fuseplan.planner.tuning.tune import Batch, WorkloadPlan
 from fuseplan.search.tune.time_account import TimeAccount
 
-TUNED_COLUMNS = (
-    "label", "count", "place", "outcome", "unfused_us", "planned_us", "saved_us", "regime", "numerics", "key",
-)
-
 
 @dataclass(frozen=True, eq=False)
 class TunedMisses(TuneAnswer):
@@ -154,7 +150,9 @@ class LoggedMisses:
             rows += [_row(self._missed[one.workload], failed.get(one.workload, ""), one) for one in result.plans]
         session = replace(ran.session, run="")
         forgotten = miss_log.forget_tuned(session.database, session.store, session.device)
-        regions = pd.DataFrame(rows, columns=list(TUNED_COLUMNS)).sort_values("count", ascending=False, kind="stable")
+        names = ["label", "count", "place", "outcome", "unfused_us", "planned_us", "saved_us", "regime", "numerics",
+                 "key"]
+        regions = pd.DataFrame(rows, columns=names).sort_values("count", ascending=False, kind="stable")
         left = misses_frame(logged_misses(session.store, session.device))
         warnings, failure = ran.complaints()
         return TunedMisses(session.database.where, regions, left, forgotten, self._most, tuple(said),

@@ -59,6 +59,11 @@ def distinct_regions(graph: DataflowGraph, plan: GraphPlan) -> list[tuple[Region
     return [(regions[one.record.key.workload], one) for one in plan.unique()]
 
 
+def tuning_of(session: Session, plan: RegionPlan, workload: str) -> TuningRecord | None:
+    """The record of a group of a region's plan, by its key; None where it was not tuned."""
+    return session.store.get_record(replace(plan.record.key, workload=workload)).record if workload else None
+
+
 def note_failure(graph: DataflowGraph, lines: list[str]) -> Callable[[Region, Exception], None]:
     """Adds a line for each region that cannot be planned."""
     return lambda region, error: lines.append(
@@ -133,7 +138,7 @@ class _RegionWords:
         return f"{found}; {record.evidence.reason}{gain}"
 
     def _group(self, name: str, choice: GroupChoice) -> Iterator[str]:
-        tuning = self._tuning(choice.workload)
+        tuning = tuning_of(self.session, self.plan, choice.workload)
         ops = ", ".join(_short(self.graph.op(name).op) for name in self.plan.group_ops(choice))
         yield f"  {name}: {how_it_runs(choice)}: {ops}"
         if where := self.region.place_of(choice.ops):
@@ -152,10 +157,6 @@ class _RegionWords:
         yield f"     {'; '.join(parts)}"
         if tuning is not None:
             yield f"     why: {tuning.evidence.reason}"
-
-    def _tuning(self, workload: str) -> TuningRecord | None:
-        key = replace(self.plan.record.key, workload=workload)
-        return self.session.store.get_record(key).record if workload else None
 
     def _pairs(
         self, candidates: Mapping[frozenset[str], Candidate], refusals: Sequence[Refusal]
@@ -201,7 +202,7 @@ class _RegionWords:
             times = [f"{one.measured_us:.2f} us measured"] if one.measured_us is not None else []
             times += [f"{one.predicted_us:.2f} us predicted"] if one.predicted_us is not None else []
             ops = "one op" if len(one.ops) == 1 else f"{len(one.ops)} ops"
-            tuning = self._tuning(one.workload)
+            tuning = tuning_of(self.session, self.plan, one.workload)
             why = tuning.evidence.reason if tuning is not None and not tuning.fuse else one.reason
             yield f"  not chosen: {one.label}, {ops} ({'; '.join(times) or 'no time'}): {why}"
         if len(fused) > _EXAMPLES:

@@ -24,20 +24,6 @@ if TYPE_CHECKING:
     from fuseplan.search.store.database import Database
     from fuseplan.search.store.layered import LayeredDatabase
 
-GROUP_COLUMNS = (
-    "workload", "group", "place", "ops", "times", "answer", "backend", "config", "fused_us", "unfused_us", "speedup",
-    "predicted_us", "lower_bound_us", "noise", "measured_configs", "enumerated_configs", "source", "doubt", "regime",
-    "key",
-)
-REGION_COLUMNS = (
-    "workload", "region", "times", "ops", "kernels", "planned_us", "unfused_us", "speedup", "predicted_us",
-    "candidates", "measured_candidates", "gap", "peak_bytes", "unfused_peak_bytes", "regime", "key",
-)
-COVERAGE_COLUMNS = (
-    "workload", "ops", "views", "library_calls", "fusable", "fused", "coverage", "launches_unfused", "launches",
-    "planned_us", "unfused_us",
-)
-
 
 @dataclass(frozen=True)
 class ReportData:
@@ -150,7 +136,10 @@ def group_frame(data: ReportData) -> pd.DataFrame:
     for key, row in rows.items():
         where = "; ".join(filter(None, dict.fromkeys(joined_places(places[key, name]) for name in runs[key])))
         row |= {"workload": ", ".join(runs[key]), "times": runs[key].total() or None, "place": where}
-    return pd.DataFrame(list(rows.values()), columns=list(GROUP_COLUMNS))
+    names = ["workload", "group", "place", "ops", "times", "answer", "backend", "config", "fused_us", "unfused_us",
+             "speedup", "predicted_us", "lower_bound_us", "noise", "measured_configs", "enumerated_configs", "source",
+             "doubt", "regime", "key"]
+    return pd.DataFrame(list(rows.values()), columns=names)
 
 
 def _group_row(group: GroupChoice, record: TuningRecord | None) -> dict[str, Any]:
@@ -231,7 +220,9 @@ def region_frame(data: ReportData) -> pd.DataFrame:
         }
         for workload, region, plan in data.planned()
     ]
-    return pd.DataFrame(rows, columns=list(REGION_COLUMNS))
+    names = ["workload", "region", "times", "ops", "kernels", "planned_us", "unfused_us", "speedup", "predicted_us",
+             "candidates", "measured_candidates", "gap", "peak_bytes", "unfused_peak_bytes", "regime", "key"]
+    return pd.DataFrame(rows, columns=names)
 
 
 def coverage_frame(data: ReportData) -> pd.DataFrame:
@@ -240,7 +231,9 @@ def coverage_frame(data: ReportData) -> pd.DataFrame:
     ``fusable`` ops are no matmuls, attention or views. ``launches`` leaves library calls out. Times are those of whole
     regions, matmuls and attention included, None where a region has no plan.
     """
-    return pd.DataFrame([_coverage_row(data, one) for one in data.workloads], columns=list(COVERAGE_COLUMNS))
+    names = ["workload", "ops", "views", "library_calls", "fusable", "fused", "coverage", "launches_unfused",
+             "launches", "planned_us", "unfused_us"]
+    return pd.DataFrame([_coverage_row(data, one) for one in data.workloads], columns=names)
 
 
 def _coverage_row(data: ReportData, workload: WorkloadSummary) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pandas as pd
 
@@ -16,13 +15,6 @@ from fuseplan.planner.tuning.summary import RegionSummary, WorkloadSummary
 from fuseplan.planner.tuning.whole_step import StepTimes, step_key
 from fuseplan.search.store.record import ATEN, Alternative, GroupChoice, PlanRecord
 
-STEP_COLUMNS = ("workload", "unfused_us", "planned_us", "speedup", "speedup_low", "speedup_high", "floor_us",
-                "over_floor", "noise", "measured", "inductor_us", "by_inductor", "left_out", "doubt", "regime",
-                "read_low_gbps", "read_high_gbps")
-SAVED_COLUMNS = (
-    "workload", "group", "place", "uses", "unfused_us", "planned_us", "saved_us", "share", "runs", "doubt",
-    "regime", "key",
-)
 #: Where a step's time goes.
 MATMULS, ATTENTION, FUSED, UNFUSED, BETWEEN = (
     "matmuls", "attention", "fused groups", "unfused ops", "launches and gaps")
@@ -198,7 +190,10 @@ def step_frame(data: ReportData) -> pd.DataFrame:
             "regime": one.workload.regime, "read_low_gbps": times and times.read_low,
             "read_high_gbps": times and times.read_high,
         })
-    return pd.DataFrame(rows, columns=list(STEP_COLUMNS))
+    names = ["workload", "unfused_us", "planned_us", "speedup", "speedup_low", "speedup_high", "floor_us", "over_floor",
+             "noise", "measured", "inductor_us", "by_inductor", "left_out", "doubt", "regime", "read_low_gbps",
+             "read_high_gbps"]
+    return pd.DataFrame(rows, columns=names)
 
 
 def part_frame(data: ReportData) -> pd.DataFrame:
@@ -221,16 +216,16 @@ def part_frame(data: ReportData) -> pd.DataFrame:
 
 def saved_frame(data: ReportData) -> pd.DataFrame:
     """One row per group and workload, by what it saves in a step, most first. ``share`` is that of the unfused step."""
-    rows: list[dict[str, Any]] = []
-    for one in steps(data):
-        rows += [
-            {"workload": one.name, "group": saved.label, "place": saved.place, "uses": saved.uses,
-             "unfused_us": saved.unfused_us, "planned_us": saved.planned_us, "saved_us": saved.saved_us,
-             "share": ratio(saved.saved_us, one.unfused_us), "runs": saved.group.implementation,
-             "doubt": saved.doubt(one.unfused_us), "regime": one.workload.regime, "key": saved.group.workload}
-            for saved in one.saved
-        ]
-    return pd.DataFrame(rows, columns=list(SAVED_COLUMNS))
+    rows = [
+        {"workload": one.name, "group": saved.label, "place": saved.place, "uses": saved.uses,
+         "unfused_us": saved.unfused_us, "planned_us": saved.planned_us, "saved_us": saved.saved_us,
+         "share": ratio(saved.saved_us, one.unfused_us), "runs": saved.group.implementation,
+         "doubt": saved.doubt(one.unfused_us), "regime": one.workload.regime, "key": saved.group.workload}
+        for one in steps(data) for saved in one.saved
+    ]
+    names = ["workload", "group", "place", "uses", "unfused_us", "planned_us", "saved_us", "share", "runs", "doubt",
+             "regime", "key"]
+    return pd.DataFrame(rows, columns=names)
 
 
 def ratio(one: float, other: float | None) -> float | None:

@@ -135,7 +135,8 @@ def answers(one: Step) -> list[str]:
         took += f"; by the plan, which torch.compile's own code beats, {time_text(one.planned_us)}" if (
             one.times.by_inductor) else f", by torch.compile {time_text(one.times.inductor_us)}"
     best = [saved for saved in one.saved if saved.saved_us > 0][:_SHOWN_OF_ONE]
-    names = "; ".join(f"{time_text(saved.saved_us)} by {where(saved)}" for saved in best)
+    places = [saved.place.replace("; ", ", ").replace("  ", " ") or saved.label for saved in best]
+    names = "; ".join(f"{time_text(saved.saved_us)} by {where}" for saved, where in zip(best, places, strict=True))
     return [f"{faster:.2f}x as fast{_range(one)}: {took} ({how}{_doubt(one)}{_memory(one)}{_left_out(one)}).",
             f"Most is saved by these: {names}.{_besides(one, best)}" if names else "No group saves time.",
             _what_is_left(one)]
@@ -153,11 +154,6 @@ def _besides(one: Step, named: Sequence[Saved]) -> str:
     if rest_us < _LITTLE * gained_us:
         return ""
     return f" The other {time_text(rest_us)} of the difference are smaller groups, launches and gaps."
-
-
-def where(saved: Saved) -> str:
-    """A group's place in the model where that is known, else what it computes."""
-    return saved.place.replace("; ", ", ").replace("  ", " ") or saved.label
 
 
 def _what_is_left(one: Step) -> str:

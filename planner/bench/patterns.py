@@ -74,21 +74,16 @@ def plan_facts(case: Case) -> dict[str, Any]:
     graph = case.traced.graph
     kernels = [case.kernel(group.ops).ir for group in case.groups]
     unfused = unfused_ops(graph, case.groups)
-    registers = [
-        group.implementation.backends[0].prepare(ir, group.config, case.target).registers
-        for group, ir in zip(case.groups, kernels, strict=True)
-    ]
-    whole = len(kernels) == 1 and not unfused
-    return {
-        "bytes": kernel_work(kernels[0]).dram_bytes if whole else float(
-            sum(graph.specs[name].nbytes() for name in {*graph.inputs, *graph.outputs})
-        ),
-        "kernels": len(kernels) + len(unfused),
-        "config": "; ".join(
-            f"{group.implementation.backends[0].name} {config_key(group.config)}" for group in case.groups
-        ),
-        "registers": "; ".join(str(count) for count in registers if count is not None),
-    }
+    moved_bytes = float(sum(graph.specs[name].nbytes() for name in {*graph.inputs, *graph.outputs}))
+    if len(kernels) == 1 and not unfused:
+        moved_bytes = kernel_work(kernels[0]).dram_bytes
+    configs, registers = [], []
+    for group, ir in zip(case.groups, kernels, strict=True):
+        backend = group.implementation.backends[0]
+        configs.append(f"{backend.name} {config_key(group.config)}")
+        registers.append(backend.prepare(ir, group.config, case.target).registers)
+    return {"bytes": moved_bytes, "kernels": len(kernels) + len(unfused), "config": "; ".join(configs),
+            "registers": "; ".join(str(count) for count in registers if count is not None)}
 
 
 def unfused_ops(graph: DataflowGraph, groups: Sequence[PlannedGroup]) -> list[str]:

@@ -94,15 +94,14 @@ def measure_patterns(
     """
     log = RowLog(results_folder(bench.session, out) / f"{name}-cells.csv", resume)
     missing = [cell for cell in cells if not log.has(cell.key)]
-    done, tuned = 0, bench.session
+    tuned = bench.session
     try:
         with make_pool(tuned.target.device_type) as workers:
             for batch in (list(group) for _, group in groupby(missing, lambda cell: cell.pattern)):
                 tuned = tune_cells(tuned, batch, budget, workers, said)
                 with current().status("measuring") as say:
                     for cell in batch:
-                        done += 1
-                        say(f"cell {done} of {len(missing)}: measuring {cell.key}")
+                        say(f"cell {missing.index(cell) + 1} of {len(missing)}: measuring {cell.key}")
                         log.add(bench.rows(cell))
     finally:  # an interrupted bench keeps what it has measured
         if log.frame.empty:

@@ -1,4 +1,4 @@
-"""Every mistake a user can make, as one family, with messages of one line; and two ways to refuse a group a kernel."""
+"""Every mistake a user can make, as one family of one-line messages, and two ways to refuse a group a kernel."""
 
 from __future__ import annotations
 

@@ -288,7 +288,7 @@ def _stored(captured: Sequence[CapturedModel], session: Session) -> frames.Repor
 
 
 def _named_apart(models: Sequence[tuple[ManifestModel, Asked]]) -> Iterator[Asked]:
-    """The models under different names, with dtypes in them where they have several; ConfigError for equal ones."""
+    """The models under distinct names, with the dtype where there are several; ConfigError where two are the same."""
     known: dict[object, ManifestModel] = {}
     dtypes: defaultdict[str, set[str | None]] = defaultdict(set)
     made: list[tuple[ManifestModel, Asked, object, str | None]] = []

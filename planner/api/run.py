@@ -72,7 +72,7 @@ class Ran:
     load: probe.MachineLoad
 
     def complaints(self) -> tuple[tuple[str, ...], str]:
-        """Warnings of what was not decided, or doubtfully; and the failure where nothing was."""
+        """Warnings of what was not decided, or is doubtful, and why the run failed; "" where it did not."""
         warnings, failures = list[str](), list[str]()
         for _, result in self.results:
             warnings += [*map(str, result.failures), *result.untimed]

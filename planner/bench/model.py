@@ -30,9 +30,9 @@ _MAX_CALLS = 200
 
 
 class ForwardTimer(Timer):
-    """Times whole forward passes, in the graph regime replays of one: calls with all arguments, KV caches by keyword.
+    """Times whole forward passes, in the graph regime replayed from a CUDA graph of one.
 
-    Caches are put back between samples, outside the measured time.
+    A pass is a partial whose KV cache is a keyword. The cache is put back between samples, outside the measured time.
     """
 
     def __init__(self, device_type: str, workload: Workload, regime: str = "eager") -> None:

@@ -67,7 +67,7 @@ R = TypeVar("R", bound=BenchRow)
 
 
 class Race(Generic[R]):
-    """Who computes one thing, and rows of their times: of one ``kind``, with ``common`` fields, whoever fails."""
+    """Contestants that compute one thing, and rows of their times: of one ``kind``, with ``common`` fields."""
 
     def __init__(self, kind: type[R], **common: Any) -> None:
         self._kind, self._common = kind, common

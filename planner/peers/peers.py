@@ -40,7 +40,7 @@ class Peer:
 
 
 def fused(case: Case, groups: Sequence[PlannedGroup]) -> Contestant:
-    """The whole pattern with ``groups`` as kernels, called as dispatch runs it; PeerError where one cannot be."""
+    """The whole pattern with ``groups`` as kernels, called as dispatch runs it; PeerError where a group cannot run."""
     tally = Tally(f"bench {case.cell.pattern}")
     forward = executable(case.traced, groups, case.target, tally, case.numerics)
     if not tally.snapshot().fallbacks:

@@ -1,4 +1,4 @@
-"""How far the cost model is from measurements, and what covers by it alone, or with a rejected group, would cost."""
+"""How far the cost model is from the measurements that are stored, and what other covers would have cost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fuseplan.search.store.record import ATEN, Alternative, GroupChoice, PlanRec
 def measured_choices(
     plans: Iterable[PlanRecord]
 ) -> Iterator[tuple[RecordKey, GroupChoice | Alternative, float, float]]:
-    """The plan's key, the kernel or op, and its predicted and measured time (us), of all that plans have both of."""
+    """Each kernel and op that has both times: its plan's key, itself, and its predicted and measured time (us)."""
     for plan in plans:
         choices: list[GroupChoice | Alternative] = [*plan.groups, *plan.rejected]
         for one in choices:
@@ -133,7 +133,7 @@ class Rejected:
     """A rejected group and the best cover that uses it, by the stored times of groups, each by itself.
 
     Attributes:
-        cover_us, chosen_us: Of that cover, None without one, and of the chosen one, by the same times.
+        cover_us, chosen_us: Times of that cover (None where there is none), and of the chosen one.
         beside: What that cover runs besides, as far as the chosen one does not.
         predicted: Groups of that cover whose time is the model's; the others are measured.
         places: How many places of the region it could take at the same cost.

@@ -68,7 +68,7 @@ class ReportData:
         return {key: plan for key, plan in self.plans.items() if key not in joined}
 
     def record_of(self, plan: PlanRecord, group: GroupChoice) -> TuningRecord | None:
-        """What a group of a plan was tuned to; None for one that was not."""
+        """The tuning record of a plan's group; None where it was not tuned."""
         return self.records.get(replace(plan.key, workload=group.workload)) if group.workload else None
 
     def name_of(self, workload: WorkloadSummary) -> str:
@@ -163,7 +163,7 @@ def _group_row(group: GroupChoice, record: TuningRecord | None) -> dict[str, Any
 
 
 def floor_doubt(time_us: float | None, floor_us: float | None) -> str | None:
-    """In words, that a time is below its floor, the least by the probe's best rates; None where it is not."""
+    """In words, that a time is below its floor, which the probe's best rates give; None where it is not."""
     if time_us is None or floor_us is None or time_us >= floor_us:
         return None
     share = 1 - time_us / floor_us

@@ -39,7 +39,6 @@ MODEL_COLUMNS = (
 )
 #: Of these, what adds up, and is 0 where nothing was done.
 _COUNTED = MODEL_COLUMNS[1:9]
-REGION_COLUMNS = ("region", "place", "models", "uses", "first_model", "stored", "regime", "numerics", "key")
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,17 +231,17 @@ class Models:
         models = pd.DataFrame(rows, columns=list(MODEL_COLUMNS))
         sums = {name: round(sum(row[name] for row in rows), 2) for name in _COUNTED}
         totals = {"models": len(captured), **sums, "distinct": len(distinct)}
-        found = [
-            (one.label, one.place, len(one.models), one.uses, captured[one.models[0]].asked.label, one.stored,
-             one.key.regime, one.key.numerics, one.key.workload) for one in distinct
-        ]
+        regions = pd.DataFrame(
+            [(one.label, one.place, len(one.models), one.uses, captured[one.models[0]].asked.label, one.stored,
+              one.key.regime, one.key.numerics, one.key.workload) for one in distinct],
+            columns=["region", "place", "models", "uses", "first_model", "stored", "regime", "numerics", "key"])
         warnings, failure = ran.complaints()
         lost = [one.failure for one in captured if one.failure]
         why = f"{len(lost)} of {len(captured)} models cannot be captured" if lost else ""
         return TunedMany(
-            self.title, ran.session.database.where, models, pd.DataFrame(found, columns=list(REGION_COLUMNS)),
-            totals, data, tuple(result for _, result in ran.results),
-            warnings=tuple(dict.fromkeys((*lost, *warnings))), failure="; ".join(filter(None, (why, failure))))
+            self.title, ran.session.database.where, models, regions, totals, data,
+            tuple(result for _, result in ran.results), warnings=tuple(dict.fromkeys((*lost, *warnings))),
+            failure="; ".join(filter(None, (why, failure))))
 
     def _row(self, number: int, one: CapturedModel, ran: Ran, data: frames.ReportData) -> dict[str, Any]:
         """A model's row: what its regions came from, what it cost, and what its first workload gains."""

@@ -92,8 +92,6 @@ def backend_rows(kind: str) -> Iterator[tuple[str, str, str, str]]:
         yield backend.name, kind, "no" if reason else "yes", reason or ""
 
 
-# -- plan env -------------------------------------------------------------------------------------------------
-
 _PACKAGES = ("fuseplan", "torch", "triton", "ninetoothed", "transformers")
 
 

@@ -125,9 +125,6 @@ def _held_out(backend: str, fit: Calibration) -> str:
             f"{fit.held_out_error:.0%} in the median{p90} on held-out kernels{rank}.")
 
 
-# -- rejected groups -------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Rejected:
     """A rejected group and the best cover that uses it, by the stored times of groups, each by itself.

@@ -181,9 +181,6 @@ def write_text(path: str | Path, text: str) -> Path:
     return target
 
 
-# -- cells ------------------------------------------------------------------------------------------------------
-
-
 def missing(value: object) -> bool:
     """Whether there is no value: None, or NaN."""
     return value is None or (isinstance(value, float) and math.isnan(value))

@@ -47,9 +47,6 @@ def publish(
         current().say(f"written: {path}")
 
 
-# -- patterns -------------------------------------------------------------------------------------------------
-
-
 def cells_of(
     patterns: Sequence[str], shapes: Sequence[str], rows: str | None, cols: str | None, dtype: str | None
 ) -> tuple[str, list[Cell], list[str]]:
@@ -134,9 +131,6 @@ def tune_cells(
     result = tune(session, Batch(graphs, reported=names.get), budget, progress=current(), executor=pool)
     said += map(str, result.failures)
     return result.session
-
-
-# -- model ----------------------------------------------------------------------------------------------------
 
 
 def measure_model(

@@ -59,8 +59,6 @@ class Screen(Document):
         """Whether there is anything to write at the end that took time to find."""
         return any(isinstance(part, Table) for part in self.parts)
 
-    # -- what a command says
-
     def show(self, document: Document) -> None:
         """A whole answer."""
         self.title, self.main = document.title, document.main
@@ -100,8 +98,6 @@ class Screen(Document):
         """The whole answer as a page, which goes to the file, or to ``otherwise``."""
         self._page, self._out = text, self._out if self._out is not None else otherwise
 
-    # -- what it is doing
-
     @contextmanager
     def status(self, what: str) -> Iterator[Callable[[str], None]]:
         """What takes long: on a terminal a line that vanishes, in a log a line now and then."""
@@ -132,8 +128,6 @@ class Screen(Document):
     def warn(self, text: str) -> None:
         """Something that makes answers doubtful."""
         typer.echo(f"plan: warning: {plain(text)}", err=True)
-
-    # -- the end
 
     def finish(self) -> None:
         """Write what was not printed yet."""

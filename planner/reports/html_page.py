@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -153,13 +154,11 @@ def _longest(regions: pd.DataFrame) -> list[dict[Hashable, Any]]:
 
 def _side_by_side(data: ReportData) -> list[Markup]:
     """A table for each model, regime and numerics: what runs with each matmul and attention at how many rows."""
-    found: dict[tuple[str, str, str], list[PlannedRegion]] = {}
+    found = defaultdict[str, list[PlannedRegion]](list)
     for workload, region, plan in data.placed():
-        of = workload.model, workload.regime, workload.numerics
-        found.setdefault(of, []).append((workload.workload, region, plan))
-    tables = {of: pd.DataFrame(side_by_side(planned)) for of, planned in found.items()}
-    return [table_html(frame, f"{model}, {regime}, {numerics}")
-            for (model, regime, numerics), frame in tables.items() if len(frame)]
+        of = f"{workload.model}, {workload.regime}, {workload.numerics}"
+        found[of].append((workload.workload, region, plan))
+    return [table_html(pd.DataFrame(rows), of) for of, planned in found.items() if (rows := side_by_side(planned))]
 
 
 def _plots(data: ReportData) -> list[tuple[str, str, LogPlot]]:
@@ -193,9 +192,9 @@ def _layers(data: ReportData) -> list[tuple[str, list[dict[str, Any]]]]:
 
 def _in_turn(names: Iterable[str]) -> list[str]:
     """One name of each kind (decode, prefill) after another, so that the kinds lie side by side."""
-    kinds: dict[str, list[str]] = {}
+    kinds = defaultdict[str, list[str]](list)
     for name in names:
-        kinds.setdefault(name.split(" ")[0], []).append(name)
+        kinds[name.split(" ")[0]].append(name)
     return [name for together in zip_longest(*kinds.values()) for name in together if name is not None]
 
 

@@ -154,13 +154,10 @@ class Screen(Document):
         elif isinstance(part, Table):
             _print_table(part, self._terminal)
         else:
-            _print_sentence(part, self._terminal)
+            from rich.text import Text
 
-
-def _print_sentence(part: Sentence, terminal: Console) -> None:
-    from rich.text import Text
-
-    terminal.print(Text("\n".join(part.lines())), no_wrap=part.one_line, overflow="ellipsis" if part.one_line else None)
+            self._terminal.print(Text("\n".join(part.lines())), no_wrap=part.one_line,
+                                 overflow="ellipsis" if part.one_line else None)
 
 
 def _print_table(table: Table, terminal: Console) -> None:

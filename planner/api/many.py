@@ -86,10 +86,9 @@ class TunedMany(TuneAnswer):
 
     def course(self) -> Iterator[str]:
         total = self.totals
-        yield (
-            f"{total['models']} model{'s' * (total['models'] != 1)}, {total['regions']} regions, {total['distinct']} "
-            f"distinct: {total['stored']} were stored, {total['measured']} measured now in {total['tune_s']:.1f} s"
-        )
+        yield (f"{total['models']} model{'s' * (total['models'] != 1)}, {total['regions']} regions, "
+               f"{total['distinct']} distinct: {total['stored']} were stored, {total['measured']} measured now in "
+               f"{total['tune_s']:.1f} s")
         for result in self.results:
             what = result.session.settings
             yield f"{what.regime}, {what.numerics}: {outcome(result)}" if len(self.results) > 1 else outcome(result)
@@ -275,10 +274,8 @@ class Models:
 
 def _stored(captured: Sequence[CapturedModel], session: Session) -> frames.ReportData:
     """What is stored of the workloads that were asked for."""
-    wanted = {
-        (one.asked.label, name, one.asked.settings.regime, one.asked.settings.numerics)
-        for one in captured for name, _ in one.graphs if one.asked.is_asked_for(name)
-    }
+    wanted = {(one.asked.label, name, one.asked.settings.regime, one.asked.settings.numerics)
+              for one in captured for name, _ in one.graphs if one.asked.is_asked_for(name)}
     try:
         data = frames.load_report(replace(session, run="").store, session.device, session.spec)
     except PlanError:  # nothing at all is stored

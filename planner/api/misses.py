@@ -63,13 +63,10 @@ class TunedMisses(TuneAnswer):
             yield f"no misses are logged for this device in {self.where}"
             return
         tuned = len(self.regions)
-        yield (
-            f"tuned {tuned} missed region{'s' * (tuned != 1)}, looked up {int(self.regions['count'].sum())} times; "
-            f"{self.forgotten} misses have a plan now and are logged no more"
-        )
+        yield (f"tuned {tuned} missed region{'s' * (tuned != 1)}, looked up {int(self.regions['count'].sum())} times; "
+               f"{self.forgotten} misses have a plan now and are logged no more")
         yield from self.words
-        waiting = int((self.left["tunable"] == "yes").sum())
-        if waiting:
+        if waiting := int((self.left["tunable"] == "yes").sum()):
             yield f"{waiting} misses can be tuned still; `plan tune --misses --most {self.most}` goes on"
         if others := len(self.left) - waiting:
             yield f"{others} misses cannot be tuned by themselves; `plan db misses` says why"

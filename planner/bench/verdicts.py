@@ -46,10 +46,9 @@ def pattern_verdict(frame: pd.DataFrame) -> list[str]:
     table = pattern_table(frame)
     lines: list[str] = []
     for mode, judged in table[table["vs_best"].notna()].groupby("mode", sort=False):
-        lines.append(
-            f"{mode}: {geometric_mean(judged['vs_best']):.3f}x the best peer (geometric mean of {len(judged)} cells), "
-            f"worst {judged['vs_best'].min():.2f}x; {(judged['vs_best'] < LOST).sum()} under {LOST:.2f}x"
-        )
+        ratios = judged["vs_best"]
+        lines.append(f"{mode}: {geometric_mean(ratios):.3f}x the best peer (geometric mean of {len(judged)} cells), "
+                     f"worst {ratios.min():.2f}x; {(ratios < LOST).sum()} under {LOST:.2f}x")
         for name, one in judged.groupby("pattern", sort=False)["vs_best"]:
             lines.append(f"{mode}, {name}: {geometric_mean(one):.3f}x ({len(one)} cells), worst {one.min():.2f}x")
         share = judged.loc[judged["mb"] >= LARGE_BYTES / 1e6, "copy_share"].dropna()

@@ -128,9 +128,8 @@ def _record_words(groups: pd.DataFrame, regions: pd.DataFrame) -> Iterator[str]:
     ratios = regions["speedup"].dropna()
     faster = (f" {int((ratios > 1).sum())} of {len(ratios)} regions with matmuls, such as a layer, run faster than "
               f"unfused, half of all at least {ratios.median():.2f}x as fast." if len(ratios) else "")
-    yield (
-        f"No whole step was timed here: these records tell regions of models, not how often each runs; "
-        f"to tune a model on such a device times its steps.{faster}")
+    yield ("No whole step was timed here: these records tell regions of models, not how often each runs; "
+           f"to tune a model on such a device times its steps.{faster}")
     timed = groups.assign(saved_us=groups["unfused_us"] - groups["fused_us"]).dropna(subset=["saved_us"])
     best = _by_device(timed).sort_values("saved_us", ascending=False).drop_duplicates("group").head(_NAMED)
     names = "; ".join(f"{time_text(saved_us)} by {name}"
@@ -146,9 +145,9 @@ def _record_words(groups: pd.DataFrame, regions: pd.DataFrame) -> Iterator[str]:
 def _longest(regions: pd.DataFrame) -> list[dict[Hashable, Any]]:
     """Some of the regions from the shortest to the longest, unfused and planned."""
     large = regions.sort_values("planned_us").drop_duplicates(["region", "regime"])
-    picked = large.iloc[sorted({round(at * (len(large) - 1) / (_SOME - 1)) for at in range(_SOME)})] \
-        if len(large) else large
-    picked = picked[picked["planned_us"] > 0]
+    if len(large):
+        large = large.iloc[sorted({round(at * (len(large) - 1) / (_SOME - 1)) for at in range(_SOME)})]
+    picked = large[large["planned_us"] > 0]
     return picked.assign(launched=picked["regime"].map(_LAUNCHED)).to_dict("records")
 
 
@@ -246,11 +245,8 @@ def table_html(frame: pd.DataFrame, caption: str, percent: Sequence[str] = ()) -
     kinds = ["number" if pd.api.types.is_numeric_dtype(frame[name]) else "text" for name in frame.columns]
     return Markup(templates().get_template("table.html.j2").render(
         caption=caption, columns=[(str(name).replace("_", " "), kind) for name, kind in zip(frame, kinds, strict=True)],
-        rows=[
-            [_cell(value, name in percent) for name, value in zip(frame, row, strict=True)]
-            for row in frame.itertuples(index=False)
-        ],
-    ))
+        rows=[[_cell(value, name in percent) for name, value in zip(frame, row, strict=True)]
+              for row in frame.itertuples(index=False)]))
 
 
 def _cell(value: Any, as_percent: bool) -> str:

@@ -34,11 +34,9 @@ def bandwidth_plot(spec: DeviceSpec) -> LogPlot:
     """Measured bandwidth over the bytes a kernel touches."""
     points = spec.bandwidth.points
     peak = max(points, key=lambda point: point.gbps)
-    words = (
-        f"Memory bandwidth of {spec.identity.name}: "
-        f"up to {peak.gbps:.0f} GB/s at {format_bytes(peak.footprint_bytes)}, "
-        f"{points[-1].gbps:.0f} GB/s at {format_bytes(points[-1].footprint_bytes)}."
-    )
+    words = (f"Memory bandwidth of {spec.identity.name}: up to {peak.gbps:.0f} GB/s at "
+             f"{format_bytes(peak.footprint_bytes)}, {points[-1].gbps:.0f} GB/s at "
+             f"{format_bytes(points[-1].footprint_bytes)}.")
     curves = [Curve([(one.footprint_bytes, one.gbps) for one in points], "typical", "roof"),
               Curve([(one.footprint_bytes, one.best_gbps) for one in points], "best seen", "second")]
     if cache := spec.identity.l2_bytes:
@@ -72,10 +70,8 @@ def roofline_plot(spec: DeviceSpec, data: ReportData) -> LogPlot:
         if peaks.get("fp32", highest) < highest:
             curves.append(Curve([(peaks["fp32"] / fastest_gbps, peaks["fp32"]), (right, peaks["fp32"])],
                                 "fp32 roof", "cache"))
-    words = (
-        f"Roofline of {spec.identity.name}: {len(groups)} groups by operations per byte and operations per second, "
-        f"unfused and fused, under the measured bandwidth and peak."
-    )
+    words = (f"Roofline of {spec.identity.name}: {len(groups)} groups by operations per byte and operations per "
+             "second, unfused and fused, under the measured bandwidth and peak.")
     return LogPlot(words, ("operations per byte", "Gop/s"), points, curves, _KINDS)
 
 

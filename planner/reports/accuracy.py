@@ -103,17 +103,14 @@ def accuracy_text(data: ReportData) -> list[str]:
     overall = accuracy_table(data).iloc[0]
     if not overall["pairs"]:
         return ["No prediction has been measured yet."]
-    lines = [
-        f"Over {overall['pairs']} measured kernels and ops of all regions the prediction is off by "
-        f"{overall['median_error']:.0%} in the median (90th percentile {overall['p90_error']:.0%})"
-        + ("." if math.isnan(overall["spearman"]) else f"; rank correlation {overall['spearman']:.2f} (Spearman).")
-    ]
+    rank = "" if math.isnan(overall["spearman"]) else f"; rank correlation {overall['spearman']:.2f} (Spearman)"
+    lines = [f"Over {overall['pairs']} measured kernels and ops of all regions the prediction is off by "
+             f"{overall['median_error']:.0%} in the median (90th percentile {overall['p90_error']:.0%}){rank}."]
     ratios = regret_table(data)["regret"] + 1.0
     if len(ratios):
         lines.append(
             f"Trusting the model alone to choose among what was measured would take {geometric_mean(ratios):.3g} times "
-            f"as long on average (geometric mean of {len(ratios)} regions) and {ratios.max():.3g} times at worst."
-        )
+            f"as long on average (geometric mean of {len(ratios)} regions) and {ratios.max():.3g} times at worst.")
     fits = sorted(data.spec.calibrations.items()) if data.spec is not None else []
     return lines + [_held_out(backend, fit) for backend, fit in fits if fit.held_out_error is not None]
 

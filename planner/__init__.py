@@ -9,34 +9,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fuseplan.planner.api.explain import explain
-    from fuseplan.planner.api.misses import misses
-    from fuseplan.planner.api.report import report
-    from fuseplan.planner.api.tune import tune
-    from fuseplan.planner.dispatch_stats import CompileStats, Stats, reset_stats, stats
-    from fuseplan.planner.errors import FuseplanError
-    from fuseplan.planner.patterns.table import pattern
-    from fuseplan.planner.runtime.options import DispatchOptions
-    from fuseplan.planner.runtime.scheduler import FusionConfig, FusionScheduler, OpNode, SubGraph
+    from fuseplan.planner.api.explain import explain as explain
+    from fuseplan.planner.api.misses import misses as misses
+    from fuseplan.planner.api.report import report as report
+    from fuseplan.planner.api.tune import tune as tune
+    from fuseplan.planner.dispatch_stats import CompileStats as CompileStats
+    from fuseplan.planner.dispatch_stats import Stats as Stats
+    from fuseplan.planner.dispatch_stats import reset_stats as reset_stats
+    from fuseplan.planner.dispatch_stats import stats as stats
+    from fuseplan.planner.errors import FuseplanError as FuseplanError
+    from fuseplan.planner.patterns.table import pattern as pattern
+    from fuseplan.planner.runtime.options import DispatchOptions as DispatchOptions
+    from fuseplan.planner.runtime.scheduler import FusionConfig as FusionConfig
+    from fuseplan.planner.runtime.scheduler import FusionScheduler as FusionScheduler
+    from fuseplan.planner.runtime.scheduler import OpNode as OpNode
+    from fuseplan.planner.runtime.scheduler import SubGraph as SubGraph
 
-__all__ = [
-    "CompileStats",
-    "DispatchOptions",
-    "FuseplanError",
-    "FusionConfig",
-    "FusionScheduler",
-    "OpNode",
-    "Stats",
-    "SubGraph",
-    "explain",
-    "misses",
-    "pattern",
-    "report",
-    "reset_stats",
-    "stats",
-    "tune",
-]
-
+#: The module of each public name.
 _MODULES = {
     "CompileStats": "dispatch_stats",
     "DispatchOptions": "runtime.options",
@@ -54,6 +43,7 @@ _MODULES = {
     "stats": "dispatch_stats",
     "tune": "api.tune",
 }
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,6 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from types import MappingProxyType
 from typing import Any, Literal
 
 from fuseplan.planner.module_paths import Paths, located, place
@@ -115,9 +114,8 @@ class Tally:
     def __init__(self, compile_id: str = "") -> None:
         self.compile_id = compile_id
         self._counts: dict[str, Any] = dict.fromkeys(_COUNTED, 0)
-        self._fallbacks: Counter[str] = Counter()
-        self._notes: Counter[str] = Counter()
-        self._paths: defaultdict[str, list[Paths]] = defaultdict(list)
+        self._fallbacks, self._notes = Counter[str](), Counter[str]()
+        self._paths = defaultdict[str, list[Paths]](list)
         self._lock = threading.Lock()
 
     def count(self, name: str, number: float = 1) -> None:
@@ -126,16 +124,14 @@ class Tally:
             self._counts[name] += number
 
     def fall_back(self, reason: str, source: Source | None = None, paths: Paths = ()) -> None:
-        """A group runs unfused. ``source`` is given when it had been counted as fused before, ``paths`` are those of
-        its modules.
-        """
+        """Count a group that runs unfused; ``source`` is that of a group which was counted as fused before."""
         self.count("unfused")
         if source is not None:
             self.count(f"from_{source}", -1)
         self.refuse(reason, paths)
 
     def refuse(self, reason: str, paths: Paths = ()) -> None:
-        """A whole graph runs unfused, or a region, with ``paths`` of its modules."""
+        """Count a graph or a region that runs unfused, with ``paths`` of its modules."""
         with self._lock:
             self._fallbacks[reason] += 1
             if paths:  # what happens in calls, without end, has none
@@ -150,53 +146,42 @@ class Tally:
     def snapshot(self) -> CompileStats:
         """The counts as they stand."""
         with self._lock:
-            fallbacks, notes = (MappingProxyType(dict(one)) for one in (self._fallbacks, self._notes))
             places = {reason: where for reason, paths in self._paths.items() if (where := place(paths))}
-            return CompileStats(
-                compile_id=self.compile_id, fallbacks=fallbacks, notes=notes, places=MappingProxyType(places),
-                **self._counts,
-            )
+            return CompileStats(self.compile_id, fallbacks=dict(self._fallbacks), notes=dict(self._notes),
+                                places=places, **self._counts)
 
 
 _TALLIES: list[Tally] = []
-_LOCK = threading.Lock()
 
 
 def new_tally(compile_id: str = "") -> Tally:
     """A tally that :func:`stats` includes."""
     tally = Tally(compile_id)
-    with _LOCK:
-        _TALLIES.append(tally)
+    _TALLIES.append(tally)
     return tally
 
 
 def stats() -> Stats:
     """What dispatch did in this process since :func:`reset_stats`."""
-    with _LOCK:
-        compiles = tuple(tally.snapshot() for tally in _TALLIES)
-    found = total(compiles)
+    found = total(tuple(tally.snapshot() for tally in list(_TALLIES)))
     faults = {f"worked around a fault of fuseplan's own, {fault}": count for fault, count in OWN_FAULTS.counts.items()}
-    return replace(found, notes=MappingProxyType({**found.notes, **faults}))
+    return replace(found, notes={**found.notes, **faults})
 
 
 def total(compiles: tuple[CompileStats, ...]) -> Stats:
     """Sums over compilations."""
     sums = {name: sum(getattr(one, name) for one in compiles) for name in _COUNTED}
-    fallbacks = sum((Counter(one.fallbacks) for one in compiles), Counter())
-    notes = sum((Counter(one.notes) for one in compiles), Counter())
-    found = defaultdict[str, dict[str, None]](dict)
+    fallbacks, notes, places = Counter[str](), Counter[str](), defaultdict[str, dict[str, None]](dict)
     for one in compiles:
+        fallbacks.update(one.fallbacks)
+        notes.update(one.notes)
         for reason, where in one.places.items():
-            found[reason][where] = None
-    places = {reason: "; ".join(each) for reason, each in found.items()}
-    return Stats(
-        "all", fallbacks=MappingProxyType(fallbacks), notes=MappingProxyType(notes), places=MappingProxyType(places),
-        compiles=compiles, **sums,
-    )
+            places[reason][where] = None
+    joined = {reason: "; ".join(each) for reason, each in places.items()}
+    return Stats("all", fallbacks=fallbacks, notes=notes, places=joined, compiles=compiles, **sums)
 
 
 def reset_stats() -> None:
     """Forget every count."""
-    with _LOCK:
-        _TALLIES.clear()
+    _TALLIES.clear()
     OWN_FAULTS.counts.clear()

@@ -1,7 +1,4 @@
-"""Every mistake a user can make, as one family: a one-line message that names the thing and says what to do.
-
-Beside them, the two ways in which a group is refused a kernel.
-"""
+"""Every mistake a user can make, as one family of one-line messages, and two ways to refuse a group a kernel."""
 
 from __future__ import annotations
 
@@ -19,11 +16,7 @@ _LONGEST = 300
 
 
 class FuseplanError(SpelledError):
-    """Base of the family. The command line prints one line and exits with ``exit_code``.
-
-    Attributes:
-        exit_code: Process exit status for a user mistake.
-    """
+    """Base of the family. The command line prints one line and exits with ``exit_code``."""
 
     exit_code = 2
 
@@ -153,9 +146,7 @@ class RefusedError(Exception):
 
 
 def failure_reason(error: Exception) -> str:
-    """One line for the counters, of an error that costs a group or a graph its kernels. Tests get a fault of our own
-    as it is: :class:`~fuseplan.search.errors.OwnFaults`.
-    """
+    """One line for the counters, of an error that costs a group or a graph its kernels."""
     OWN_FAULTS.tolerate(error)
     if isinstance(error, NotLowerable | RefusedError | FuseplanError):
         return str(error).splitlines()[0]

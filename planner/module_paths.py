@@ -1,6 +1,4 @@
-"""Where in a model ops are: module paths as the user spells them, and the place of a group in words.
-
-Places are for people. No key, canonical form or comparison that decides anything reads them.
+"""Where in a model ops are, for people alone: module paths as the user spells them, and a group's place in words.
 
 >>> place([["model.layers.0.input_layernorm", "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"]])
 'model.layers.0: input_layernorm -> self_attn.q_proj, k_proj'
@@ -35,11 +33,9 @@ _MOST_MODULES, _MOST_PLACES = 6, 3
 
 
 def user_paths(names: Iterable[str]) -> dict[str, str]:
-    """The user's own spelling of the modules of one traced graph, by Dynamo's or ``torch.export``'s.
+    """The user's own spelling of a graph's modules, by Dynamo's or ``torch.export``'s.
 
-    The root that all of them have is left out: ``G['model'].layers[0]`` is ``layers.0``. Where there are several, those
-    that the user named stay: ``encoder.layers.0`` and ``decoder.layers.0``.
-
+    A root is left out unless there are several and the user named it: ``encoder.layers.0`` and ``decoder.layers.0``.
     >>> user_paths(["L['self'].layers[0].up", "L['self'].experts['a']"])
     {"L['self'].layers[0].up": 'layers.0.up', "L['self'].experts['a']": 'experts.a'}
     """
@@ -53,23 +49,22 @@ def user_paths(names: Iterable[str]) -> dict[str, str]:
 
 def _split(name: str) -> tuple[str, list[str]]:
     """The root of a module's name, ``""`` where it has none, and the parts of its path."""
-    found = _ROOT.match(name)
     root = ""
-    if found is not None:
-        item = found["item"] or ""
-        # The models in a user's list are told apart; the only item of *args is the object itself.
-        is_own = found["name"] + item in _OWN_ROOTS
-        root, name = (found["name"] + item if is_own else found["name"]), name[found.end() :]
-        name = name if is_own else item + name
+    if found := _ROOT.match(name):
+        root, item, name = found["name"], found["item"] or "", name[found.end() :]
+        if root + item in _OWN_ROOTS:
+            root += item
+        else:  # the models in a user's list are told apart
+            name = item + name
     name = re.sub(r"\[(['\"]?)(.*?)\1\]", r".\2", name)
     return root, [part for part in name.split(".") if part and part not in _WRAPPERS]
 
 
 def patterns(occurrences: Sequence[Paths]) -> list[tuple[int, list[str]]]:
-    """The paths of a region's ops over its repetitions, with how often each pattern occurs.
+    """The paths of a region's ops over its repetitions, as patterns, with how often each occurs.
 
-    ``occurrences`` have equal ops at equal positions. A number that differs between them is ``*``; one that is always
-    as much larger than another ``*`` of the same list of modules is ``*+1``.
+    A number that differs between repetitions is ``*``, or ``*+1`` where it is always that much larger than the first
+    ``*`` of the same list of modules.
 
     >>> patterns([["layers.0", "layers.1.norm"], ["layers.1", "layers.2.norm"]])
     [(2, ['layers.*', 'layers.*+1.norm'])]
@@ -101,11 +96,9 @@ def _pattern(group: Sequence[Paths]) -> list[str]:
 
 @dataclass(frozen=True)
 class RepeatedPaths:
-    """Where the ops of a region are, in those of its repetitions in which that has one pattern (:func:`patterns`).
+    """The pattern (:func:`patterns`) of where a region's ops are in ``times`` of its repetitions.
 
-    Attributes:
-        times: How many repetitions.
-        paths: Position of an op in the region, and the pattern of its path, in running order; views are left out.
+    ``paths`` has an op's position in the region, and the pattern of its path, in running order; views are left out.
     """
 
     times: int
@@ -124,9 +117,7 @@ def group_place(found: Iterable[RepeatedPaths], ops: Collection[int]) -> str:
 def place(occurrences: Sequence[Paths]) -> str:
     """The place of a group in words, from the paths of its ops in each of its repetitions; ``""`` where none is known.
 
-    The prefix that all modules have stands first, then the modules in the order in which they run: with commas where
-    they have one parent, which only the first names, with arrows where not.
-
+    After the prefix of all modules come these in running order: commas join those of one parent, arrows others.
     >>> place([[f"layers.{n}.mlp.gate_proj", f"layers.{n}.mlp.act_fn", f"layers.{n}.mlp"] for n in range(32)])
     'layers.*.mlp: gate_proj, act_fn -> (itself)  x32'
     """
@@ -139,10 +130,7 @@ def located(name: str, where: str) -> str:
 
 
 def joined_places(found: Iterable[tuple[int, Paths]]) -> str:
-    """The place of a group from the patterns of its paths, of any regions, with how often each occurs.
-
-    Those that occur most often stand first; a place that another's pattern stands for counts as that.
-
+    """The place of a group from the patterns of its paths, with how often each occurs, the most frequent first.
     >>> joined_places([(2, ["layers.*+1.mlp"]), (1, ["layers.0.mlp"]), (1, ["norm"])])
     'layers.*.mlp  x3; norm'
     """
@@ -152,19 +140,19 @@ def joined_places(found: Iterable[tuple[int, Paths]]) -> str:
         (repeated if any("*" in path for path in written) else single)[written] += count
     left: list[tuple[str, ...]] = []
     for one, count in single.items():
-        pattern = next((pattern for pattern in repeated if _stands_for(pattern, one)), None)
-        if pattern is None:
-            left += [one] * count
-        else:
+        if pattern := next((pattern for pattern in repeated if _stands_for(pattern, one)), None):
             repeated[pattern] += count
+        else:
+            left += [one] * count
     times = Counter[str]()
     for count, each in [*((count, pattern) for pattern, count in repeated.items()), *patterns(left)]:
         times[_one_place(each)] += count
     del times[""]
     ranked = times.most_common()
     texts = [text if count == 1 else f"{text}  x{count}" for text, count in ranked[:_MOST_PLACES]]
-    more = sum(count for _, count in ranked[_MOST_PLACES:])
-    return "; ".join([*texts, *([f"and {more} more"] if more else [])])
+    if more := sum(count for _, count in ranked[_MOST_PLACES:]):
+        texts.append(f"and {more} more")
+    return "; ".join(texts)
 
 
 def _rebased(paths: Iterable[str]) -> list[str]:
@@ -201,9 +189,8 @@ def _one_place(paths: Paths) -> str:
     for parent, siblings in groupby(inner[:_MOST_MODULES], lambda parts: parts[:-1] if parts else None):
         names = [parts[-1] if parts else ITSELF if prefix else TOP for parts in siblings]
         named.append(".".join([*(parent or []), names[0]]) + "".join(f", {name}" for name in names[1:]))
-    text = " -> ".join(named)
-    if len(inner) > _MOST_MODULES:
-        text += f" and {len(inner) - _MOST_MODULES} more"
+    more = len(inner) - _MOST_MODULES
+    text = " -> ".join(named) + (f" and {more} more" if more > 0 else "")
     return f"{'.'.join(prefix)}: {text}" if prefix else text
 
 

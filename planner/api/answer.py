@@ -20,15 +20,12 @@ _ROWS, _WORKLOADS = 6, 4
 
 
 def first_screen(
-    title: str, lines: Iterable[str] = (), data: ReportData | None = None, table: pd.DataFrame | None = None,
-    columns: Sequence[str] = (), code: str = "",
+    title: str, lines: Iterable[str], data: ReportData | None, table: pd.DataFrame, columns: Sequence[str],
+    code: str = "",
 ) -> str:
-    """A fragment of HTML by itself: a title, each workload's step in words and as bars, lines, and the head of a table.
-
-    Everything is escaped. It takes its colours from the page around it, so that it reads in light and dark.
-    """
+    """A fragment of HTML in the page's colours: a title, steps in words and as bars, lines, and the head of a table."""
     found = steps(data) if data is not None else []
-    shown = table[[name for name in columns if name in table]].head(_ROWS) if table is not None else pd.DataFrame()
+    shown = table[[name for name in columns if name in table]].head(_ROWS)
     return templates().get_template("answer.html.j2").render(
         title=title, lines=list(lines), code=code, parts=PARTS,
         steps=[(one.name, answers(one), zip(("unfused", "planned"), bars(one), strict=True))
@@ -37,8 +34,7 @@ def first_screen(
         columns=[str(name).removesuffix("_us").replace("_", " ") for name in shown.columns],
         rows=[[_cell(str(name), value) for name, value in zip(shown, row, strict=True)]
               for row in shown.itertuples(index=False)],
-        more=len(table) - len(shown) if table is not None else 0,
-    )
+        more=len(table) - len(shown))
 
 
 def _cell(name: str, value: Any) -> str:

@@ -26,9 +26,6 @@ from fuseplan.planner.tuning.progress import SILENT, Progress
 from fuseplan.planner.tuning.session import Session, open_session
 from fuseplan.search.errors import plain
 
-EXPLAINED_COLUMNS = (
-    "workload", "group", "place", "ops", "uses", "runs", "config", "time_us", "measured", "reason", "plan", "key",
-)
 _SHOWN = ("workload", "group", "place", "runs", "time_us", "reason")
 
 
@@ -42,21 +39,6 @@ class Planned:
     plan: GraphPlan
     lines: tuple[str, ...]
 
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """A row for each group of each distinct region (:data:`EXPLAINED_COLUMNS`)."""
-        for region, one in words.distinct_regions(self.graph, self.plan):
-            record = one.record
-            for group in record.groups:
-                key = replace(record.key, workload=group.workload)
-                tuning = self.session.store.get_record(key).record if group.workload else None
-                yield {
-                    "workload": self.workload, "group": group.label, "place": region.place_of(group.ops),
-                    "ops": ", ".join(self.graph.op(name).op for name in one.group_ops(group)),
-                    "uses": region.occurrences, "runs": how_it_runs(group), "config": config_text(group.config),
-                    "time_us": time_of(group), "measured": group.measured_us is not None,
-                    "reason": (tuning or record).evidence.reason, "plan": one.source, "key": group.workload,
-                }
-
 
 @dataclass(frozen=True)
 class KernelSource:
@@ -64,7 +46,6 @@ class KernelSource:
 
     Attributes:
         names: The letters that ``plan explain`` gives its group, one for each region.
-        label, place: Of its group.
         text: All of it; ``common`` are the parts that other kernels have, too: includes and helpers.
     """
 
@@ -104,8 +85,19 @@ class Explained:
     @cached_property
     def groups(self) -> pd.DataFrame:
         """One row per workload and group: where it is, what runs it, how long one use takes (us), and why."""
-        rows = [row for one in self.planned for row in one.rows()]
-        return pd.DataFrame(rows, columns=list(EXPLAINED_COLUMNS))
+        rows = [
+            {"workload": of.workload, "group": group.label, "place": region.place_of(group.ops),
+             "ops": ", ".join(of.graph.op(name).op for name in one.group_ops(group)), "uses": region.occurrences,
+             "runs": how_it_runs(group), "config": config_text(group.config), "time_us": time_of(group),
+             "measured": group.measured_us is not None,
+             "reason": (words.tuning_of(of.session, one, group.workload) or one.record).evidence.reason,
+             "plan": one.source, "key": group.workload}
+            for of in self.planned for region, one in words.distinct_regions(of.graph, of.plan)
+            for group in one.record.groups
+        ]
+        names = ["workload", "group", "place", "ops", "uses", "runs", "config", "time_us", "measured", "reason", "plan",
+                 "key"]
+        return pd.DataFrame(rows, columns=names)
 
     def kernels(self) -> list[KernelSource]:
         """The generated kernels of all workloads, each text once, in the order of their groups."""
@@ -199,11 +191,7 @@ def explained(
 
 
 def called(kernels: Sequence[KernelSource], wanted: str) -> list[KernelSource]:
-    """The kernels that ``wanted`` names: a letter, else part of a label or a place, or ``all``.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """The kernels that ``wanted`` names: a letter, else part of a label or a place, or ``all``; else a ConfigError."""
     if not kernels:
         raise ConfigError("no group of these workloads runs a generated kernel, so there is no source to show")
     chosen = list(kernels) if wanted == "all" else [one for one in kernels if wanted.upper() in one.names]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -12,21 +13,24 @@ import pandas as pd
 
 from fuseplan.costmodel.devices import Kind, is_cpu
 from fuseplan.planner.api.answer import TuneAnswer, first_screen
-from fuseplan.planner.api.regions import CapturedModel, DistinctRegion, captured_model, distinct_regions, in_words
 from fuseplan.planner.api.request import Asked, asked_for
 from fuseplan.planner.api.run import Ran, outcome
 from fuseplan.planner.errors import ConfigError, FuseplanError, NothingForDeviceError, PlanError
 from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.groups.places import place_of
+from fuseplan.planner.groups.regions import unique_regions
 from fuseplan.planner.models.manifest import Manifest, ManifestModel
+from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.planner.reports import frames
 from fuseplan.planner.reports.document import Table, table_of
 from fuseplan.planner.reports.step_words import step_words
 from fuseplan.planner.reports.steps import step_frame, steps
 from fuseplan.planner.tuning.graph_stream import CaptureElsewhere
 from fuseplan.planner.tuning.plans import PlanSettings
-from fuseplan.planner.tuning.progress import Progress
+from fuseplan.planner.tuning.progress import SILENT, Progress
 from fuseplan.planner.tuning.session import Session
 from fuseplan.planner.tuning.tune import Batch, TuneResult
+from fuseplan.search.store.record import RecordKey
 from fuseplan.search.tune.time_account import TimeAccount
 
 MODEL_COLUMNS = (
@@ -35,7 +39,6 @@ MODEL_COLUMNS = (
 )
 #: Of these, what adds up, and is 0 where nothing was done.
 _COUNTED = MODEL_COLUMNS[1:9]
-REGION_COLUMNS = ("region", "place", "models", "uses", "first_model", "stored", "regime", "numerics", "key")
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +51,8 @@ class TunedMany(TuneAnswer):
         models: One row per model. Of its distinct ``regions`` some are ``shared`` with models before it; the others
             were ``stored``, are ``measured`` now, or ``failed``. ``tune_s`` is what these and its whole steps took.
             ``step`` is its first workload, in microseconds.
-        regions: One row per distinct region of all models, as it was found: how many ``models`` have it, how often
-            it occurs, and whether it was ``stored``.
+        regions: One row per distinct region: how many ``models`` have it, how often it occurs, and whether it was
+            ``stored``.
         totals: The same numbers for all models together.
         data: What is stored of these models; ``steps`` is made of it.
         results: What was measured, for each way to launch and to round.
@@ -83,10 +86,9 @@ class TunedMany(TuneAnswer):
 
     def course(self) -> Iterator[str]:
         total = self.totals
-        yield (
-            f"{total['models']} model{'s' * (total['models'] != 1)}, {total['regions']} regions, {total['distinct']} "
-            f"distinct: {total['stored']} were stored, {total['measured']} measured now in {total['tune_s']:.1f} s"
-        )
+        yield (f"{total['models']} model{'s' * (total['models'] != 1)}, {total['regions']} regions, "
+               f"{total['distinct']} distinct: {total['stored']} were stored, {total['measured']} measured now in "
+               f"{total['tune_s']:.1f} s")
         for result in self.results:
             what = result.session.settings
             yield f"{what.regime}, {what.numerics}: {outcome(result)}" if len(self.results) > 1 else outcome(result)
@@ -101,10 +103,65 @@ class TunedMany(TuneAnswer):
         return first_screen(f"{self.title} on {self.data.device}", lines, None, self.models, columns)
 
 
+@dataclass(frozen=True, eq=False)
+class CapturedModel:
+    """A model with its graphs by workload, captured in so many ``seconds``; without any where it cannot be captured."""
+
+    asked: Asked
+    graphs: tuple[tuple[str, DataflowGraph], ...] = ()
+    failure: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class DistinctRegion:
+    """A region that some graphs have between them: what is measured once.
+
+    Attributes:
+        key: Of its plan; ``stored`` says whether there is one.
+        label, place: What it computes, and where in the first model that has it.
+        models: Numbers of the captured models that have it, in order.
+        uses: How often it occurs, in all graphs.
+    """
+
+    key: RecordKey
+    label: str
+    place: str
+    models: tuple[int, ...]
+    uses: int
+    stored: bool
+
+
+def captured_model(asked: Asked, progress: Progress = SILENT) -> CapturedModel:
+    """All graphs of a model, or why it has none: one that cannot be captured costs only itself."""
+    began = time.monotonic()
+    try:
+        graphs, failure = tuple(asked.graphs(progress)), ""
+    except FuseplanError as error:
+        graphs, failure = (), f"{asked.label} is left out: {error}"
+    return CapturedModel(asked, graphs, failure, time.monotonic() - began)
+
+
+def distinct_regions(captured: Sequence[CapturedModel], session: Session) -> tuple[DistinctRegion, ...]:
+    """The regions of all graphs, each once per regime and numerics, in tuning order, looked up in the database."""
+    found: dict[RecordKey, DistinctRegion] = {}
+    for number, one in enumerate(captured):
+        planner = session.planning_for(one.asked.settings).planner()
+        for workload, graph in one.graphs:
+            regions, plans = planner.look_up_regions(graph, one.asked.is_derived(workload))
+            for name, same in unique_regions(regions).items():
+                key, region = planner.key(name), same[0]
+                known = found.get(key) or DistinctRegion(
+                    key, region_label(graph, region), place_of(graph, region.ops), (), 0, name in plans)
+                models = dict.fromkeys((*known.models, number))
+                found[key] = replace(known, models=tuple(models), uses=known.uses + len(same))
+    # A session tunes what it plans for together.
+    order = list(dict.fromkeys((key.regime, key.numerics) for key in found))
+    return tuple(sorted(found.values(), key=lambda one: order.index((one.key.regime, one.key.numerics))))
+
+
 class Models:
     """The models of a manifest that are for a device, by its key: a batch for each way to launch and to round.
-
-    ``left_out`` are those that are for others, and why. Nothing is captured yet.
 
     Raises:
         ConfigError: A model cannot be planned as it is asked for, or is there twice. The message names file and table.
@@ -146,7 +203,9 @@ class Models:
     def batches(self, session: Session, progress: Progress, account: TimeAccount) -> Sequence[Batch]:
         with account.spend("looking regions up"):
             self.regions = distinct_regions(self.captured, session)
-        progress.note(in_words(self.regions))
+        stored, listed = sum(one.stored for one in self.regions), sum(len(one.models) for one in self.regions)
+        progress.note(f"regions: {listed} in all models, {len(self.regions)} distinct, {stored} stored, "
+                      f"{len(self.regions) - stored} to measure")
         found = [self._batch(settings) for settings in dict.fromkeys(one.settings for one in self.models)]
         return [batch for batch in found if batch.graphs]
 
@@ -171,18 +230,17 @@ class Models:
         models = pd.DataFrame(rows, columns=list(MODEL_COLUMNS))
         sums = {name: round(sum(row[name] for row in rows), 2) for name in _COUNTED}
         totals = {"models": len(captured), **sums, "distinct": len(distinct)}
-        found = [
-            (one.label, one.place, len(one.models), one.uses, captured[one.models[0]].asked.label, one.stored,
-             one.key.regime, one.key.numerics, one.key.workload) for one in distinct
-        ]
+        regions = pd.DataFrame(
+            [(one.label, one.place, len(one.models), one.uses, captured[one.models[0]].asked.label, one.stored,
+              one.key.regime, one.key.numerics, one.key.workload) for one in distinct],
+            columns=["region", "place", "models", "uses", "first_model", "stored", "regime", "numerics", "key"])
         warnings, failure = ran.complaints()
         lost = [one.failure for one in captured if one.failure]
-        why = [f"{len(lost)} of {len(captured)} models cannot be captured"] if lost else []
+        why = f"{len(lost)} of {len(captured)} models cannot be captured" if lost else ""
         return TunedMany(
-            self.title, ran.session.database.where, models, pd.DataFrame(found, columns=list(REGION_COLUMNS)),
-            totals, data, tuple(result for _, result in ran.results),
-            warnings=tuple(dict.fromkeys((*lost, *warnings))), failure="; ".join(filter(None, (*why, failure))),
-        )
+            self.title, ran.session.database.where, models, regions, totals, data,
+            tuple(result for _, result in ran.results), warnings=tuple(dict.fromkeys((*lost, *warnings))),
+            failure="; ".join(filter(None, (why, failure))))
 
     def _row(self, number: int, one: CapturedModel, ran: Ran, data: frames.ReportData) -> dict[str, Any]:
         """A model's row: what its regions came from, what it cost, and what its first workload gains."""
@@ -216,10 +274,8 @@ class Models:
 
 def _stored(captured: Sequence[CapturedModel], session: Session) -> frames.ReportData:
     """What is stored of the workloads that were asked for."""
-    wanted = {
-        (one.asked.label, name, one.asked.settings.regime, one.asked.settings.numerics)
-        for one in captured for name, _ in one.graphs if one.asked.is_asked_for(name)
-    }
+    wanted = {(one.asked.label, name, one.asked.settings.regime, one.asked.settings.numerics)
+              for one in captured for name, _ in one.graphs if one.asked.is_asked_for(name)}
     try:
         data = frames.load_report(replace(session, run="").store, session.device, session.spec)
     except PlanError:  # nothing at all is stored
@@ -228,10 +284,7 @@ def _stored(captured: Sequence[CapturedModel], session: Session) -> frames.Repor
 
 
 def _named_apart(models: Sequence[tuple[ManifestModel, Asked]]) -> Iterator[Asked]:
-    """The models under names that keep their reports apart: those of several dtypes have these in their names.
-
-    ConfigError where two are the same, or where different ones are called the same.
-    """
+    """The models under distinct names, with the dtype where there are several; ConfigError where two are the same."""
     known: dict[object, ManifestModel] = {}
     dtypes: defaultdict[str, set[str | None]] = defaultdict(set)
     made: list[tuple[ManifestModel, Asked, object, str | None]] = []

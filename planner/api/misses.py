@@ -30,10 +30,6 @@ from fuseplan.planner.tuning.session import Session
 from fuseplan.planner.tuning.tune import Batch, WorkloadPlan
 from fuseplan.search.tune.time_account import TimeAccount
 
-TUNED_COLUMNS = (
-    "label", "count", "place", "outcome", "unfused_us", "planned_us", "saved_us", "regime", "numerics", "key",
-)
-
 
 @dataclass(frozen=True, eq=False)
 class TunedMisses(TuneAnswer):
@@ -67,13 +63,10 @@ class TunedMisses(TuneAnswer):
             yield f"no misses are logged for this device in {self.where}"
             return
         tuned = len(self.regions)
-        yield (
-            f"tuned {tuned} missed region{'s' * (tuned != 1)}, looked up {int(self.regions['count'].sum())} times; "
-            f"{self.forgotten} misses have a plan now and are logged no more"
-        )
+        yield (f"tuned {tuned} missed region{'s' * (tuned != 1)}, looked up {int(self.regions['count'].sum())} times; "
+               f"{self.forgotten} misses have a plan now and are logged no more")
         yield from self.words
-        waiting = int((self.left["tunable"] == "yes").sum())
-        if waiting:
+        if waiting := int((self.left["tunable"] == "yes").sum()):
             yield f"{waiting} misses can be tuned still; `plan tune --misses --most {self.most}` goes on"
         if others := len(self.left) - waiting:
             yield f"{others} misses cannot be tuned by themselves; `plan db misses` says why"
@@ -106,10 +99,7 @@ def misses(
 
 
 class LoggedMisses:
-    """The regions that were missed most often, a batch for each way to launch and to round.
-
-    Only those that were launched as ``regime`` says, where it is given.
-    """
+    """The regions that were missed most often (in ``regime``, where given), a batch for each regime and numerics."""
 
     def __init__(self, regime: str | None, most: int) -> None:
         self._regime, self._most = regime, most
@@ -157,7 +147,9 @@ class LoggedMisses:
             rows += [_row(self._missed[one.workload], failed.get(one.workload, ""), one) for one in result.plans]
         session = replace(ran.session, run="")
         forgotten = miss_log.forget_tuned(session.database, session.store, session.device)
-        regions = pd.DataFrame(rows, columns=list(TUNED_COLUMNS)).sort_values("count", ascending=False, kind="stable")
+        names = ["label", "count", "place", "outcome", "unfused_us", "planned_us", "saved_us", "regime", "numerics",
+                 "key"]
+        regions = pd.DataFrame(rows, columns=names).sort_values("count", ascending=False, kind="stable")
         left = misses_frame(logged_misses(session.store, session.device))
         warnings, failure = ran.complaints()
         return TunedMisses(session.database.where, regions, left, forgotten, self._most, tuple(said),

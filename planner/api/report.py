@@ -116,17 +116,17 @@ class Report:
             yield from against.against_lines(self.data, self.other)
 
     def document(self, topic: str, style: str = "table") -> Document:
-        """A document on ``"groups"``, ``"steps"`` or ``"accuracy"``, with another tune also what differs from that.
+        """A document on ``"groups"``, ``"steps"`` or ``"accuracy"``.
 
-        For a screen (``style`` ``"table"``) it leaves out tables of steps that have nothing, or nothing that was timed;
-        every single prediction is for ``"csv"`` and ``"json"`` alone.
+        For a screen (``style`` ``"table"``) it leaves out tables of steps without content or without a timed step. Only
+        ``"csv"`` and ``"json"`` have every prediction.
         """
         data = self.data
         document = Document(f"Fusion report: {data.model or data.device}", _MAIN[topic])
         if topic == "accuracy":
             self._tell_accuracy(document, style)
             return document
-        document.tell(f"{data.model or 'everything tuned'} on {data.device}", one_line=True)
+        document.tell(self._subject, one_line=True)
         self._tell_steps(document, topic, topic == "groups" and style == "table")
         if topic == "groups":
             self._tell_groups(document)
@@ -137,6 +137,10 @@ class Report:
             for line in against.against_lines(data, self.other):
                 document.tell(line)
         return document
+
+    @property
+    def _subject(self) -> str:
+        return f"{self.data.model or 'everything tuned'} on {self.data.device}"
 
     def _tell_steps(self, document: Document, topic: str, brief: bool) -> None:
         for line in step_words.step_lines(self.data, every=topic == "steps"):
@@ -169,8 +173,9 @@ class Report:
             document.table(self.misses, "misses", "Look-ups without a plan", spare=("key", "numerics", "first_seen"),
                            keep=("label", "count"))
         document.tell(frames.headline(groups))
-        if len(groups):
-            document.tell(frames.average(groups), "files")
+        if len(groups):  # says nothing of a step: a group that takes no time counts like others
+            mean = frames.geometric_mean(groups["speedup"])
+            document.tell(f"geometric mean of the groups' speed-ups over unfused: {mean:.2f}x", "files")
 
     def _tell_accuracy(self, document: Document, style: str) -> None:
         regret = "Trusting the model alone"
@@ -195,13 +200,12 @@ class Report:
         return "\n".join(plain(line) for line in self.lines())
 
     def _repr_html_(self) -> str:
-        title = f"{self.data.model or 'everything tuned'} on {self.data.device}"
         saved, groups = self.saved.sort_values("saved_us", ascending=False), self.groups
         table, columns = (saved, _SAVED) if len(saved) else (groups, GROUPS_FIRST)
         lines = [frames.headline(groups)]
         if self.other is not None:
             lines += against.against_lines(self.data, self.other)
-        return first_screen(title, lines, self.data, table, columns)
+        return first_screen(self._subject, lines, self.data, table, columns)
 
 
 def report(
@@ -222,27 +226,20 @@ def report(
     Raises:
         FuseplanError: Nothing is stored for this device or model, or a database cannot be read.
     """
-    with one_family():
-        return load(db, device, device_key, model, regime, against)
-
-
-def load(
-    db: str | Path | None, device: str = "auto", device_key: str | None = None, model: str | None = None,
-    regime: str | None = None, against: str | Path | None = None,
-) -> Report:
-    """:func:`report`, with errors in the words of the command line."""
     if regime not in (None, "eager", "graph"):
         raise PlanError(f"unknown regime {regime!r}: expected eager or graph")
-    database, key = open_layers(db, device, device_key)
-    # llama stands for a preset of the device's size.
-    name = alias_of(model, kind_of_key(key)) if model is not None else ""
-    data = load_report(database, key, stored_spec(database, key), name, regime)
+    with one_family():
+        database, key = open_layers(db, device, device_key)
+        # llama stands for a preset of the device's size.
+        name = alias_of(model, kind_of_key(key)) if model is not None else ""
+        data = load_report(database, key, stored_spec(database, key), name, regime)
     if against is None:
         return Report(data)
     try:
-        return Report(data, load(against, device, device_key, model, regime).data)
+        other = report(model, device=device, device_key=device_key, regime=regime, db=against)
     except PlanError as error:
         raise PlanError("{} {}: {}", Argument("against"), plain(str(against)), error) from None
+    return Report(data, other.data)
 
 
 def open_layers(db: str | Path | None, device: str, device_key: str | None = None) -> tuple[LayeredDatabase, str]:

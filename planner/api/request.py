@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 #: A preset's name, the path of a config.json, ``"package.module:factory"``, a Hugging Face config, or a module.
 ModelLike: TypeAlias = "str | Path | nn.Module | PretrainedConfig"
-#: Sizes: one, or several.
 Batches: TypeAlias = int | Sequence[int]
 #: Lengths, or pairs of batch and length.
 Prefills: TypeAlias = int | Sequence[int | tuple[int, int]]
@@ -128,16 +127,13 @@ class HowToTune:
 
 @dataclass(frozen=True)
 class TuneRequest:
-    """A tune that is asked for: of a model or a pattern, of a manifest's models, or of what was missed.
+    """A tune that is asked for; ConfigError where its arguments contradict each other.
 
     Attributes:
-        given: Which model or pattern it is; of ``misses`` only the regime counts.
+        given: The model or pattern; of ``misses`` only the regime counts.
         manifest: The path of a manifest, instead.
-        most: Of ``misses``, so many regions.
+        misses, most: Whether missed regions are tuned instead, and how many.
         db: The tuning database; None for the user's own.
-
-    Raises:
-        ConfigError: The arguments contradict each other.
     """
 
     kind: Kind
@@ -168,11 +164,7 @@ class TuneRequest:
 
 
 def asked_for(kind: Kind, given: ModelArguments) -> Asked:
-    """What some arguments mean; nothing is captured yet.
-
-    Raises:
-        FuseplanError: They contradict each other, or name nothing that exists.
-    """
+    """What some arguments mean, nothing captured yet; a FuseplanError where they contradict each other."""
     dtype = str(given.dtype).removeprefix("torch.") if given.dtype is not None else None
     settings = plan_settings(kind, given.numerics, given.regime or "eager")
     if given.pattern is not None:
@@ -243,10 +235,8 @@ def _source_at_hand(kind: Kind, given: ModelArguments, dtype: str | None) -> Mod
         name = str(getattr(model, "name_or_path", "") or getattr(model, "model_type", "config"))
         checked = find_source(None, None, None, kind, dtype, given.layers)  # of the other arguments
         return source_of(json.loads(to_json(use_diff=False)), name, checked.dtype if dtype else None, given.layers)
-    raise ConfigError(
-        f"model is a {type(model).__name__}; give an nn.Module with inputs, a preset's name, the path of a "
-        "config.json, or a Hugging Face config"
-    )
+    raise ConfigError(f"model is a {type(model).__name__}; give an nn.Module with inputs, a preset's name, the path of "
+                      "a config.json, or a Hugging Face config")
 
 
 def _sizes_text(name: str, sizes: Any) -> str | None:
@@ -261,12 +251,7 @@ def _sizes_text(name: str, sizes: Any) -> str | None:
 
 
 def plan_settings(kind: Kind, numerics: str, regime: str) -> PlanSettings:
-    """The settings that plans are made for.
-
-    Raises:
-        ConfigError: There is no such regime, or no such numerics.
-        DeviceError: CUDA graphs on a CPU.
-    """
+    """The settings that plans are made for; a FuseplanError where there are none such, or not on this device."""
     for name, value, known in (("numerics", numerics, ("fp32", "eager")), ("regime", regime, ("eager", "graph"))):
         if value not in known:
             raise ConfigError("{} {!r} is not one of {}", Argument(name), value, ", ".join(known))

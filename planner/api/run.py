@@ -58,11 +58,7 @@ class Wanted(Protocol):
         """Capture what needs no database; ``stack`` ends with the run."""
 
     def batches(self, session: Session, progress: Progress, account: TimeAccount) -> Sequence[Batch]:
-        """What is planned together, in order; none where there is nothing to do.
-
-        Raises:
-            FuseplanError: A mistake that is found before the device is probed.
-        """
+        """What is planned together, in order. A FuseplanError is a mistake, told before the device is probed."""
 
     def answer(self, ran: Ran) -> Any:
         """What came of it, for people."""
@@ -77,7 +73,7 @@ class Ran:
     load: probe.MachineLoad
 
     def complaints(self) -> tuple[tuple[str, ...], str]:
-        """What was not decided, or doubtfully; and why nothing was, where that is more than a region or some noise."""
+        """Warnings of what was not decided, or is doubtful, and why the run failed; "" where it did not."""
         warnings, failures = list[str](), list[str]()
         for _, result in self.results:
             warnings += [*map(str, result.failures), *result.untimed]
@@ -108,19 +104,16 @@ Runner: TypeAlias = Callable[[TuneRequest, MakeWanted, Progress, TimeAccount], l
 def run_here(
     request: TuneRequest, wanted_on: MakeWanted, progress: Progress, account: TimeAccount
 ) -> list[tuple[Wanted, Ran]]:
-    """Tune what is wanted on this device, by its key; the time it takes is booked in ``account``.
+    """Tune what is wanted on this device; errors are those of :func:`~fuseplan.planner.tuning.tune.tune`.
 
     A stored region is not measured again, so an interrupted run goes on, and two runs share their work.
-
-    Raises:
-        FuseplanError, SearchError: As :func:`~fuseplan.planner.tuning.tune.tune`; what was finished is stored.
     """
     kind, how = request.kind, request.how
     if is_gpu(kind):
         prepare_first_launch()
     wanted = wanted_on(current_identity(kind).key(), None)
     note, studies = left_behind() if request.db is None else "", how.studies()
-    results: list[tuple[Batch, TuneResult]] = []
+    results = []
     with ExitStack() as stack:
         pool = stack.enter_context(tuner.make_pool(kind))
         check_usable(request.db)
@@ -135,8 +128,8 @@ def run_here(
         if note:
             progress.note(note)
         for batch in batches:
-            planning, budget = session.planning_for(batch.settings), how.budget(kind)
-            result = offline.tune(planning, batch, budget, how.seed, progress, account, pool)
+            planning = session.planning_for(batch.settings)
+            result = offline.tune(planning, batch, how.budget(kind), how.seed, progress, account, pool)
             session = result.session
             results.append((batch, result))
     return [(wanted, Ran(tuple(results), session, load))]
@@ -151,12 +144,9 @@ def outcome(result: TuneResult) -> str:
     again = f"; {result.renewed} measured with other versions, and timed again" if result.renewed else ""
     if not measured:
         what = "searched" if result.renewed else "measured"
-        came = "came from the database"
-        if shipped:
-            came = f"come with fuseplan ({shipped}) or from the database ({stored})"
+        came = f"come with fuseplan ({shipped}) or from the database ({stored})"
+        came = came if shipped else "came from the database"
         return f"nothing was {what}: all {len(distinct)} distinct regions {came}{again} ({result.elapsed_s:.1f} s)"
     known = f"{stored} regions were stored already" + (f", {shipped} come with fuseplan" if shipped else "") + again
-    return (
-        f"measured {result.measured} of {result.enumerated} candidates in {measured} regions "
-        f"({known}); tuning took {result.elapsed_s:.1f} s"
-    )
+    return (f"measured {result.measured} of {result.enumerated} candidates in {measured} regions ({known}); "
+            f"tuning took {result.elapsed_s:.1f} s")

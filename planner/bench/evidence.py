@@ -92,8 +92,7 @@ def write_results(
 ) -> list[Path]:
     """Write ``<name>-<part>.csv`` for every frame; ``<name>-<parts>.md`` with all tables, and its ``.json`` of facts.
 
-    ``words`` stand above the tables. The Markdown shows of a part what ``tables`` has of it, else its contestants side
-    by side, or its raw rows.
+    ``words`` stand above the tables, which are those of ``tables``, else contestants side by side, or raw rows.
     """
     folder.mkdir(parents=True, exist_ok=True)
     together = "-".join((name, *frames))

@@ -1,7 +1,4 @@
-"""Our plan of a model beside eager and TorchInductor.
-
-Everyone has the same weights and inputs.
-"""
+"""Our plan of a model beside eager and TorchInductor, on the same weights and inputs."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,56 +29,42 @@ _SAMPLE_US = 20_000.0
 _MAX_CALLS = 200
 
 
-@dataclass
-class Forward:
-    """One contestant: the (compiled) model's call on fixed arguments, with a KV cache of its own to put back."""
-
-    call: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    workload: Workload
-
-    def __call__(self) -> Any:
-        return self.call(*self.args, **self.kwargs)
-
-
 class ForwardTimer(Timer):
     """Times whole forward passes, in the graph regime replayed from a CUDA graph of one.
 
-    The cache is put back between samples, outside the measured time.
+    A pass is a partial whose KV cache is a keyword. The cache is put back between samples, outside the measured time.
     """
 
-    def __init__(self, device_type: str, regime: str = "eager") -> None:
-        self.device_type = device_type
+    def __init__(self, device_type: str, workload: Workload, regime: str = "eager") -> None:
+        self.device_type, self.workload = device_type, workload
         self.regime = regime  # type: ignore[misc]
 
     def prepare(self, run: Run, operands: Operands) -> Sampler:
-        assert isinstance(run, Forward)
+        assert isinstance(run, partial)
         go = self._recorded(run) if self.regime == "graph" else self._warm(run)
 
         def sample(calls: int) -> float:
-            rewind(run.kwargs, run.workload)
+            rewind(run.keywords, self.workload)
             return self._time(go, calls)
 
         # No more calls than the other half of a cache has room for.
-        most = max(1, run.workload.kv_len // 2 - 1) if run.workload.kv_len else _MAX_CALLS
+        most = max(1, self.workload.kv_len // 2 - 1) if self.workload.kv_len else _MAX_CALLS
         calls = math.ceil(_SAMPLE_US / max(sample(1), 1.0))
         return partial(sample, calls=min(most, _MAX_CALLS, calls))
 
-    @staticmethod
-    def _warm(run: Forward) -> Callable[[], object]:
+    def _warm(self, run: partial[Any]) -> Callable[[], object]:
         for _ in range(2):
-            rewind(run.kwargs, run.workload)
+            rewind(run.keywords, self.workload)
             run()
         return run
 
-    def _recorded(self, run: Forward) -> Callable[[], object]:
+    def _recorded(self, run: partial[Any]) -> Callable[[], object]:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._warm(run)
         torch.cuda.current_stream().wait_stream(stream)
-        rewind(run.kwargs, run.workload)
+        rewind(run.keywords, self.workload)
         with cuda_graph() as graph:
             run()
         return graph.replay
@@ -122,7 +104,7 @@ def bench_model(
             if cache := cache_name(own):
                 own[cache] = model.example(workload)[1][cache]
             reset_stats()
-            forward = Forward(_compiled(session, model, name), args, own, workload)
+            forward = partial(_compiled(session, model, name), *args, **own)
             with without_chatter() if name == MAX_AUTOTUNE else nullcontext():
                 output = first_tensor(forward()).cpu()
             if not expected:
@@ -131,8 +113,8 @@ def bench_model(
             return forward, {"error": errors(output, expected[0])[0], "note": note}
 
         race.enter((EAGER, OURS, *(peer for peer in peers if peer != EAGER)), make)
-        device = session.target.device_type
-        return [row for mode in modes for row in race.rows(ForwardTimer(device, mode), [()], seconds)]
+        timers = [ForwardTimer(session.target.device_type, workload, mode) for mode in modes]
+        return [row for timer in timers for row in race.rows(timer, [()], seconds)]
 
 
 def _compiled(session: Session, model: Model, name: str) -> Callable[..., Any]:

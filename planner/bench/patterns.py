@@ -46,7 +46,7 @@ _MAX_SETS = 32
 class PatternRow(BenchRow):
     """One contestant's time for one pattern (``subject``) at one size (``workload``).
 
-    ``bytes`` have to be moved, in ``kernels`` launches of our plan for the cell; ``measured_at`` is UTC.
+    Our plan moves ``bytes`` in so many ``kernels``; ``measured_at`` is UTC.
     """
 
     dtype: str = ""
@@ -69,27 +69,21 @@ def plan_case(session: Session, cell: Cell) -> tuple[Case, CompileStats]:
 def plan_facts(case: Case) -> dict[str, Any]:
     """What a case's plan moves and launches, as fields of the bench's rows.
 
-    ``bytes`` have to be moved: the plan's, where all of it is one kernel, else every input and output once.
-    ``registers`` are those of a thread of each fused group, where the back end knows them.
+    ``bytes`` are the plan's where it is one kernel, else every input and output once; ``registers`` those of a thread.
     """
     graph = case.traced.graph
     kernels = [case.kernel(group.ops).ir for group in case.groups]
     unfused = unfused_ops(graph, case.groups)
-    registers = [
-        group.implementation.backends[0].prepare(ir, group.config, case.target).registers
-        for group, ir in zip(case.groups, kernels, strict=True)
-    ]
-    whole = len(kernels) == 1 and not unfused
-    return {
-        "bytes": kernel_work(kernels[0]).dram_bytes if whole else float(
-            sum(graph.specs[name].nbytes() for name in {*graph.inputs, *graph.outputs})
-        ),
-        "kernels": len(kernels) + len(unfused),
-        "config": "; ".join(
-            f"{group.implementation.backends[0].name} {config_key(group.config)}" for group in case.groups
-        ),
-        "registers": "; ".join(str(count) for count in registers if count is not None),
-    }
+    moved_bytes = float(sum(graph.specs[name].nbytes() for name in {*graph.inputs, *graph.outputs}))
+    if len(kernels) == 1 and not unfused:
+        moved_bytes = kernel_work(kernels[0]).dram_bytes
+    configs, registers = [], []
+    for group, ir in zip(case.groups, kernels, strict=True):
+        backend = group.implementation.backends[0]
+        configs.append(f"{backend.name} {config_key(group.config)}")
+        registers.append(backend.prepare(ir, group.config, case.target).registers)
+    return {"bytes": moved_bytes, "kernels": len(kernels) + len(unfused), "config": "; ".join(configs),
+            "registers": "; ".join(str(count) for count in registers if count is not None)}
 
 
 def unfused_ops(graph: DataflowGraph, groups: Sequence[PlannedGroup]) -> list[str]:
@@ -203,8 +197,7 @@ def copy_of(moved_bytes: float, device: str) -> Contestant:
 class RowLog:
     """Rows of a bench in a CSV file that is complete after every cell, so that an interrupted bench keeps them.
 
-    With ``resume`` it goes on with the rows that are there, if their columns are those of this version; otherwise they
-    are replaced.
+    With ``resume`` it goes on with the rows that are there.
     """
 
     def __init__(self, path: Path, resume: bool = False) -> None:

@@ -6,7 +6,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from types import MappingProxyType
 from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
@@ -29,7 +28,7 @@ class BenchRow:
         subject: What was timed: ``model``, or a group's label.
         mode: ``"eager"``: launched from Python. ``"graph"``: replayed from a CUDA graph. ``"cold"``: device time of
             single calls, the last-level cache overwritten before each.
-        median_us: Median of the samples; None when it failed. 20th and 80th percentile stand beside it.
+        median_us, p20_us, p80_us: Median and percentiles of the samples; None when it failed.
         rounds: Samples, each the mean of two interleaved rounds: one in either order of the contestants.
         noise: Relative A/A noise of the run.
         gain: Median paired gain of ours over this contestant, relative to it; positive when ours is faster.
@@ -68,10 +67,7 @@ R = TypeVar("R", bound=BenchRow)
 
 
 class Race(Generic[R]):
-    """Who computes one thing, and rows of their times, whatever happens to anybody.
-
-    Rows are of one ``kind``; ``common`` are fields that all of them share.
-    """
+    """Contestants that compute one thing, and rows of their times: of one ``kind``, with ``common`` fields."""
 
     def __init__(self, kind: type[R], **common: Any) -> None:
         self._kind, self._common = kind, common
@@ -92,13 +88,12 @@ class Race(Generic[R]):
                 self._facts[name] = {"compile_s": time.perf_counter() - start, **facts}
 
     def rows(
-        self, timer: Timer, operands: Operands, seconds: float, own: Mapping[str, Operands] = MappingProxyType({}),
+        self, timer: Timer, operands: Operands, seconds: float, own: Mapping[str, Operands] = {},
         twice: str = EAGER, min_rounds: int = policy.MIN_ROUNDS,
     ) -> list[R]:
-        """Time everybody in interleaved rounds, in the timer's mode: a row for each, in order of entry.
+        """A row for each contestant in order of entry, timed in interleaved rounds in the timer's mode.
 
-        ``own`` has the operand sets of contestants that want the same values in a layout of their own; ``twice`` runs
-        a second time in each round, for the noise.
+        ``own`` are operand sets in a contestant's own layout; ``twice`` runs again in each round, for the noise.
         """
         samplers: dict[str, Run] = {}
         found: dict[str, Mapping[str, Any]] = {}
@@ -155,7 +150,7 @@ def median_table(frame: pd.DataFrame, cells: list[str]) -> pd.DataFrame:
 def comparison(frame: pd.DataFrame) -> pd.DataFrame:
     """One row per subject and mode, a column per contestant (median us), and how ours compares with each peer.
 
-    ``vs_<peer>`` is the peer's time over ours: above 1, ours is faster.
+    ``vs_<peer>`` is the peer's time over ours.
     """
     cells = ["workload", "subject", "mode", "key"]
     table = median_table(frame, cells)
@@ -172,6 +167,6 @@ def verdict(frame: pd.DataFrame, what: str) -> list[str]:
             continue
         rivals = frame[(frame["contestant"] == name) & frame["gain"].notna()]
         lost = int((rivals["gain"] < -rivals["noise"].clip(lower=0.01)).sum())
-        mean = geometric_mean(table[f"vs_{name}"].dropna())
+        mean = geometric_mean(table[f"vs_{name}"])
         lines.append(f"{what}: {mean:.2f}x {name} (geometric mean of {len(rivals)}); {lost} slower beyond noise")
     return lines

@@ -22,9 +22,8 @@ _COPY_SHARE = 0.94
 def pattern_table(frame: pd.DataFrame) -> pd.DataFrame:
     """One line per cell and mode: everyone's median, the best peer, what ours moves per second.
 
-    ``vs_best`` is the best peer's time over ours: above 1, ours is faster. ``copy_share`` is ours over what a copy of
-    as many bytes reaches in the same run; only large cells have one. In a CUDA graph a copy of another mode counts
-    where it is faster: graphs copy some sizes at two thirds of the speed.
+    ``vs_best`` is the best peer's time over ours. ``copy_share`` is a large cell's time over that of a copy of as many
+    bytes in the same run, in any mode for CUDA graphs, which copy some sizes at two thirds of the speed.
     """
     cells = ["subject", "workload", "mode", "key"]
     times = median_table(frame, cells).assign(**{} if COPY in set(frame["contestant"]) else {COPY: math.nan})
@@ -47,10 +46,9 @@ def pattern_verdict(frame: pd.DataFrame) -> list[str]:
     table = pattern_table(frame)
     lines: list[str] = []
     for mode, judged in table[table["vs_best"].notna()].groupby("mode", sort=False):
-        lines.append(
-            f"{mode}: {geometric_mean(judged['vs_best']):.3f}x the best peer (geometric mean of {len(judged)} cells), "
-            f"worst {judged['vs_best'].min():.2f}x; {(judged['vs_best'] < LOST).sum()} under {LOST:.2f}x"
-        )
+        ratios = judged["vs_best"]
+        lines.append(f"{mode}: {geometric_mean(ratios):.3f}x the best peer (geometric mean of {len(judged)} cells), "
+                     f"worst {ratios.min():.2f}x; {(ratios < LOST).sum()} under {LOST:.2f}x")
         for name, one in judged.groupby("pattern", sort=False)["vs_best"]:
             lines.append(f"{mode}, {name}: {geometric_mean(one):.3f}x ({len(one)} cells), worst {one.min():.2f}x")
         share = judged.loc[judged["mb"] >= LARGE_BYTES / 1e6, "copy_share"].dropna()

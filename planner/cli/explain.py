@@ -101,10 +101,10 @@ def report(
     db: DbOption = None,
 ) -> None:
     """Report what was tuned: whole steps first, then groups, fused against unfused. Nothing is measured."""
-    from fuseplan.planner.api.report import load
+    from fuseplan.planner.api import report as api
 
-    found = load(db, device, device_key, model, regime, against)
-    screen = current()
+    found, screen = api.report(model, device=device, device_key=device_key, db=db, against=against,
+                               regime=regime), current()  # type: ignore[arg-type]
     if screen.style == "html":
         screen.page(found.html(), Path("fuseplan-report.html"))
     else:

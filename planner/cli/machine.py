@@ -51,9 +51,7 @@ def probe(
         check_writable(plot, "--plot")
     session, screen = open_session(device_kind(device), db), current()
     with screen.status("probing") as say:
-        found = session.measure_device(
-            not full, lambda fraction, step: say(f"probing: {step}, {fraction:.0%}")
-        )
+        found = session.measure_device(not full, lambda fraction, step: say(f"probing: {step}, {fraction:.0%}"))
     screen.table(spec_table(found), "probe", spare=("detail", "best"), keep=("quantity", "typical", "unit"))
     screen.say(f"{found.identity.name} ({session.device})")
     for doubt in doubts(found):
@@ -93,8 +91,6 @@ def backend_rows(kind: str) -> Iterator[tuple[str, str, str, str]]:
         reason = backend.unavailable() or no_device
         yield backend.name, kind, "no" if reason else "yes", reason or ""
 
-
-# -- plan env -------------------------------------------------------------------------------------------------
 
 _PACKAGES = ("fuseplan", "torch", "triton", "ninetoothed", "transformers")
 

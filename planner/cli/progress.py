@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from fuseplan.planner.cli.output.progress_log import ProgressLog, stderr_console
+from fuseplan.planner.cli.output.progress_log import ProgressLog
 from fuseplan.planner.reports.step_words import time_text
 
 if TYPE_CHECKING:
@@ -39,40 +39,28 @@ class TuneProgress:
         done = sum(self._pending[: self._started])
         self._started += 1
         self.counted(done, sum(self._pending), workload)
-        self.doing(label)
+        self.say(label)
 
     def on_trial(self, event: ProgressEvent) -> None:
         """A group's tune took a step, or something else begins or ends."""
         if event.phase == "step":
-            self.began(f"timing the whole step of {event.label}: about {event.best_us / 1e3:.3g} ms unfused")
-            return
-        if event.phase == "step done":  # an answer, while other workloads are still to be tuned
-            self.told(f"{event.label}: {time_text(event.unfused_us)} -> {time_text(event.best_us)} a step "
-                      f"({event.unfused_us / event.best_us:.2f}x)")
-            return
-        if event.phase == "capture":
-            self.began(f"capturing {event.label}")
-            return
-        if event.phase == "play off":
-            self.doing(f"running {event.of} kernels and ops in turn, {event.label} among them")
-            return
-        best = f", best {event.best_us:.1f} us" if event.best_us < float("inf") else ""
-        self.doing(f"{event.label}: {event.phase}, trial {event.trial} of {event.of}{best}")
+            self.say(f"timing the whole step of {event.label}: about {event.best_us / 1e3:.3g} ms unfused", "stage")
+        elif event.phase == "step done":  # while other workloads are still to be tuned
+            self.say(f"{event.label}: {time_text(event.unfused_us)} -> {time_text(event.best_us)} a step "
+                     f"({event.unfused_us / event.best_us:.2f}x)", "answer")
+        elif event.phase == "capture":
+            self.say(f"capturing {event.label}", "stage")
+        elif event.phase == "play off":
+            self.say(f"running {event.of} kernels and ops in turn, {event.label} among them")
+        else:
+            best = f", best {event.best_us:.1f} us" if event.best_us < float("inf") else ""
+            self.say(f"{event.label}: {event.phase}, trial {event.trial} of {event.of}{best}")
 
     def counted(self, done: int, of: int, workload: str = "") -> None:
         """So many regions are done, and one of a workload is next."""
 
-    def doing(self, what: str) -> None:
-        """What is done now."""
-
-    def began(self, what: str) -> None:
-        """Something else begins, which may take a while."""
-        self.doing(what)
-
-
-    def told(self, what: str) -> None:
-        """Something that stays to be read."""
-        self.began(what)
+    def say(self, what: str, kind: Literal["trial", "stage", "answer"] = "trial") -> None:
+        """What is done now: a stage may take a while, an answer stays to be read."""
 
 
 class TuneBar(TuneProgress, Progress):
@@ -84,8 +72,7 @@ class TuneBar(TuneProgress, Progress):
         Progress.__init__(
             self, TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(),
             TextColumn("regions"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
-            console=stderr_console(), transient=True,
-        )
+            console=Console(stderr=True, highlight=False), transient=True)
         self._bar = self.add_task("tuning", total=1)
 
     def get_renderables(self) -> Iterator[RenderableType]:
@@ -95,11 +82,11 @@ class TuneBar(TuneProgress, Progress):
     def counted(self, done: int, of: int, workload: str = "") -> None:
         self.update(self._bar, completed=done, total=max(1, of), description=workload or None)
 
-    def doing(self, what: str) -> None:
-        self._line = what
-
-    def told(self, what: str) -> None:
-        self.console.print(what)
+    def say(self, what: str, kind: Literal["trial", "stage", "answer"] = "trial") -> None:
+        if kind == "answer":
+            self.console.print(what)
+        else:
+            self._line = what
 
 
 class TuneLog(TuneProgress):
@@ -114,8 +101,8 @@ class TuneLog(TuneProgress):
             self._log.phase(f"tuning {of} regions" if of else "looking regions up")
         self._where = f"{done} of {of} regions, {workload}" if workload else self._where
 
-    def doing(self, what: str) -> None:
-        self._log.update(f"{self._where}: {what}")
-
-    def began(self, what: str) -> None:
-        self._log.phase(what)
+    def say(self, what: str, kind: Literal["trial", "stage", "answer"] = "trial") -> None:
+        if kind == "trial":
+            self._log.update(f"{self._where}: {what}")
+        else:
+            self._log.phase(what)

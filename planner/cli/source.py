@@ -143,11 +143,7 @@ def fleet_kind(workers: str, device: str) -> Kind:
 
 
 def use_tls(context: typer.Context, workers: str | None, files: TlsFiles) -> None:
-    """Use these files for all that a command asks of a fleet.
-
-    Raises:
-        ConfigError: Dask is not installed, a file cannot be used, or there is no scheduler to use them with.
-    """
+    """Use these files for all that a command asks of a fleet; ConfigError where they, or Dask, cannot be used."""
     if not any(files):
         return
     from fuseplan.planner.errors import ConfigError

@@ -11,8 +11,7 @@ from typing import TypeAlias
 import pandas as pd
 
 from fuseplan.costmodel.devices import KINDS, kind_of_key
-from fuseplan.planner.api.many import Models
-from fuseplan.planner.api.regions import CapturedModel, captured_model
+from fuseplan.planner.api.many import CapturedModel, Models, captured_model
 from fuseplan.planner.api.request import Asked, TuneRequest, asked_for
 from fuseplan.planner.errors import NothingForDeviceError
 from fuseplan.planner.fleet.terms import needs_dask

@@ -84,7 +84,7 @@ def make_inputs(
 ) -> tuple[torch.Tensor, ...]:
     """Random inputs: N(0, 1), positive where the pattern needs it, and cosine and sine of the same angles.
 
-    The second half of a row of angles repeats the first: there are kernels that read each angle once.
+    A row of angles has each twice, for kernels that read each once.
     """
     generator = torch.Generator(device_type).manual_seed(seed)
     positive = needs_positive_inputs(traced.graph)
@@ -113,8 +113,7 @@ class Contestant:
 
     Attributes:
         run: What is timed: called with the operands.
-        prepare: Makes its operands from the pattern's inputs, outside the timing: another layout, or copies for what
-            is overwritten. None: it takes the inputs as they are.
+        prepare: Makes operands from the pattern's inputs, outside the timing; None for the inputs as they are.
         outputs: The pattern's outputs, in order, from what ``run`` returned and its operands.
         note: What was special, for the table.
     """
@@ -131,10 +130,7 @@ class Contestant:
 
 @dataclass(frozen=True)
 class PeerOp:
-    """How one op of a library computes a pattern.
-
-    ``build``'s contestant takes ``inputs`` in this order; ``dtypes`` are those that the op takes, by default all.
-    """
+    """How a library's op computes a pattern; it takes ``inputs`` in this order, of ``dtypes`` (() for all)."""
 
     inputs: tuple[str, ...]
     build: Callable[[Case], Contestant]

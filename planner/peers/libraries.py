@@ -1,7 +1,7 @@
 """Libraries of hand-written kernels as peers: their kernels by pattern, in the layouts that they want.
 
-Liger-Kernel's forward functions are called below the autograd functions that wrap them: a training framework pays for
-those wrappers, an inference engine need not. https://github.com/linkedin/Liger-Kernel
+Liger-Kernel's forward functions are called without their autograd wrappers, which inference engines do not pay for.
+https://github.com/linkedin/Liger-Kernel
 
 FlashInfer compiles its kernels when they are first called. Without a CUDA compiler that fails, and the row says so.
 https://github.com/flashinfer-ai/flashinfer
@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -61,8 +60,7 @@ def _rope(case: Case) -> Contestant:
 #: How the RMSNorm of each model differs.
 _LLAMA: Mapping[str, Any] = {"eps": _RMS_EPSILON, "offset": 0.0, "casting_mode": "llama"}
 _GEMMA: Mapping[str, Any] = {"eps": _RMS_EPSILON, "offset": 1.0, "casting_mode": "gemma"}
-#: Liger's, by pattern.
-LIGER_OPS: Mapping[str, PeerOp] = MappingProxyType({
+LIGER_OPS: Mapping[str, PeerOp] = {
     "swiglu": PeerOp(_GATED, _called(2, "swiglu", "swiglu_forward")),
     "geglu_tanh": PeerOp(_GATED, _called(2, "geglu", "geglu_forward")),
     "rms_norm": PeerOp(_NORMED, _called(0, "rms_norm", "rms_norm_forward", row_mode=None, **_LLAMA)),
@@ -74,7 +72,7 @@ LIGER_OPS: Mapping[str, PeerOp] = MappingProxyType({
     ),
     "softmax": PeerOp(("x",), _called(0, "softmax", "_softmax_forward")),
     "rope": PeerOp(_ROTARY, _rope),
-})
+}
 
 
 # -- FlashInfer -----------------------------------------------------------------------------------------------
@@ -146,8 +144,7 @@ def _token_rope(case: Case, is_neox: bool = True) -> Contestant:
     )
 
 
-#: FlashInfer's, by pattern.
-FLASHINFER_OPS: Mapping[str, PeerOp] = MappingProxyType({
+FLASHINFER_OPS: Mapping[str, PeerOp] = {
     "swiglu": PeerOp(_GATED, _act_and_mul("silu_and_mul"), _HALF),
     "geglu": PeerOp(_GATED, _act_and_mul("gelu_and_mul"), _HALF),
     "geglu_tanh": PeerOp(_GATED, _act_and_mul("gelu_tanh_and_mul"), _HALF),
@@ -164,4 +161,4 @@ FLASHINFER_OPS: Mapping[str, PeerOp] = MappingProxyType({
     "rope_partial": PeerOp(_ROTARY, _token_rope, _HALF),
     "rope_interleaved": PeerOp(_ROTARY, partial(_token_rope, is_neox=False), _HALF),
     "rope_partial_interleaved": PeerOp(_ROTARY, partial(_token_rope, is_neox=False), _HALF),
-})
+}

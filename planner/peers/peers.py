@@ -1,7 +1,6 @@
 """What our kernels are measured against: every peer by name, and how each is asked to compute a named pattern.
 
-Nothing is imported before a peer is built, and a peer that is not installed, does not have the op, or cannot build it
-raises :class:`PeerError` (or whatever went wrong inside it) with the reason.
+A peer is imported when it is built; one that cannot take part raises :class:`PeerError`, or what went wrong inside it.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -42,10 +40,7 @@ class Peer:
 
 
 def fused(case: Case, groups: Sequence[PlannedGroup]) -> Contestant:
-    """The whole pattern with ``groups`` as kernels, called as dispatch runs it.
-
-    A group that cannot be built or placed is a :class:`PeerError`.
-    """
+    """The whole pattern with ``groups`` as kernels, called as dispatch runs it; PeerError where a group cannot run."""
     tally = Tally(f"bench {case.cell.pattern}")
     forward = executable(case.traced, groups, case.target, tally, case.numerics)
     if not tally.snapshot().fallbacks:
@@ -62,8 +57,7 @@ def _inductor(case: Case, max_autotune: bool) -> Contestant:
 def inductor_callable(chain: fx.GraphModule, inputs: Sequence[torch.Tensor], max_autotune: bool) -> Callable[..., Any]:
     """TorchInductor's generated program for a chain of ops, called as its own compiled graphs call it.
 
-    That is the innermost callable: Dynamo's guards and AOTAutograd's wrapper, which a model pays once however many
-    groups it has, are not charged to the group. Ours is measured the same way.
+    Dynamo's guards and AOTAutograd's wrapper, which a model pays once, are not charged to the group, as with ours.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -135,7 +129,7 @@ def _library(case: Case, name: str, ops: Mapping[str, PeerOp]) -> Contestant:
 
 
 #: Every peer, in the order of the tables.
-PEERS: Mapping[str, Peer] = MappingProxyType({
+PEERS: Mapping[str, Peer] = {
     # forward, not __call__: in a model the ops are lines of one function and pay for no module call.
     EAGER: Peer(lambda case: Contestant(case.traced.module.forward)),
     INDUCTOR: Peer(partial(_inductor, max_autotune=False)),
@@ -144,14 +138,13 @@ PEERS: Mapping[str, Peer] = MappingProxyType({
     FLASHINFER: Peer(partial(_library, name=FLASHINFER, ops=FLASHINFER_OPS), is_gpu),
     **{f"{name} default": Peer(partial(_default, name=name), is_gpu) for name in ("triton", "ninetoothed")},
     "cpp default": Peer(partial(_default, name="cpp"), is_cpu),
-})
+}
 
 
 def peer_names(text: str | None, device_type: str, without: Sequence[str] = ()) -> tuple[str, ...]:
-    """Names of the peers that ``text`` lists, in the order of the tables; all that the device has when it is None.
+    """Peers in the order of the tables: those in ``text``, with commas between them, or all that the device has.
 
-    Commas join the names, and a dash stands for a space; those in ``without`` are left out. An unknown name is a
-    :class:`ConfigError`.
+    A dash stands for a space; ``without`` are left out. An unknown name is a :class:`ConfigError`.
     """
     if text is None:
         wanted = {name for name, peer in PEERS.items() if peer.runs_on(device_type)}

@@ -1,7 +1,4 @@
-"""How far the cost model is from the measurements that are stored, and what other covers would have cost.
-
-These are the covers that the model alone would take, and those that use a group which was rejected.
-"""
+"""How far the cost model is from the measurements that are stored, and what other covers would have cost."""
 
 from __future__ import annotations
 
@@ -25,9 +22,7 @@ from fuseplan.search.store.record import ATEN, Alternative, GroupChoice, PlanRec
 def measured_choices(
     plans: Iterable[PlanRecord]
 ) -> Iterator[tuple[RecordKey, GroupChoice | Alternative, float, float]]:
-    """Every kernel and op, chosen or not, that plans have a prediction and a time of: the plan's key, what was
-    measured, and its predicted and measured time in microseconds.
-    """
+    """Each kernel and op that has both times: its plan's key, itself, and its predicted and measured time (us)."""
     for plan in plans:
         choices: list[GroupChoice | Alternative] = [*plan.groups, *plan.rejected]
         for one in choices:
@@ -53,8 +48,7 @@ def accuracy_table(data: ReportData) -> pd.DataFrame:
 def regret_table(data: ReportData) -> pd.DataFrame:
     """For each region with a choice: the partition that the model alone would take, at its measured time.
 
-    Only choices that were measured take part, so that every partition has a measured time, with what its kernels were
-    held to cost each other in the cache. ``regret`` is how much slower the model's partition is than the best one.
+    Only measured choices take part. ``regret`` is how much slower the model's partition is than the best one.
     """
     regions = [(workload, region) for workload in data.workloads for region in workload.regions]
     shapes = {region.key: region for _, region in regions}
@@ -109,17 +103,14 @@ def accuracy_text(data: ReportData) -> list[str]:
     overall = accuracy_table(data).iloc[0]
     if not overall["pairs"]:
         return ["No prediction has been measured yet."]
-    lines = [
-        f"Over {overall['pairs']} measured kernels and ops of all regions the prediction is off by "
-        f"{overall['median_error']:.0%} in the median (90th percentile {overall['p90_error']:.0%})"
-        + ("." if math.isnan(overall["spearman"]) else f"; rank correlation {overall['spearman']:.2f} (Spearman).")
-    ]
+    rank = "" if math.isnan(overall["spearman"]) else f"; rank correlation {overall['spearman']:.2f} (Spearman)"
+    lines = [f"Over {overall['pairs']} measured kernels and ops of all regions the prediction is off by "
+             f"{overall['median_error']:.0%} in the median (90th percentile {overall['p90_error']:.0%}){rank}."]
     ratios = regret_table(data)["regret"] + 1.0
     if len(ratios):
         lines.append(
             f"Trusting the model alone to choose among what was measured would take {geometric_mean(ratios):.3g} times "
-            f"as long on average (geometric mean of {len(ratios)} regions) and {ratios.max():.3g} times at worst."
-        )
+            f"as long on average (geometric mean of {len(ratios)} regions) and {ratios.max():.3g} times at worst.")
     fits = sorted(data.spec.calibrations.items()) if data.spec is not None else []
     return lines + [_held_out(backend, fit) for backend, fit in fits if fit.held_out_error is not None]
 
@@ -127,14 +118,8 @@ def accuracy_text(data: ReportData) -> list[str]:
 def _held_out(backend: str, fit: Calibration) -> str:
     p90 = "" if fit.held_out_p90 is None else f" (90th percentile {fit.held_out_p90:.0%})"
     rank = "" if fit.held_out_spearman is None else f"; rank correlation {fit.held_out_spearman:.2f}"
-    return (
-        f"Calibrated on {fit.samples} distinct measured choices ({backend}), the model is off by "
-        f"{fit.held_out_error:.0%} in the median{p90} on held-out kernels"
-        f"{rank}."
-    )
-
-
-# -- rejected groups -------------------------------------------------------------------------------------------
+    return (f"Calibrated on {fit.samples} distinct measured choices ({backend}), the model is off by "
+            f"{fit.held_out_error:.0%} in the median{p90} on held-out kernels{rank}.")
 
 
 @dataclass(frozen=True)
@@ -142,8 +127,7 @@ class Rejected:
     """A rejected group and the best cover that uses it, by the stored times of groups, each by itself.
 
     Attributes:
-        cover_us: Of that cover; None where the stored times make up none with it.
-        chosen_us: Of the chosen cover, by the same times.
+        cover_us, chosen_us: Times of that cover (None where there is none), and of the chosen one.
         beside: What that cover runs besides, as far as the chosen one does not.
         predicted: Groups of that cover whose time is the model's; the others are measured.
         places: How many places of the region it could take at the same cost.
@@ -165,7 +149,7 @@ class Rejected:
 def rejected_groups(plan: PlanRecord, region: RegionSummary, most: int) -> list[Rejected]:
     """The rejected groups of a plan except ATen's single ops, those first whose cover comes nearest to the chosen one.
 
-    Of those with a time, the covers are solved of the ``most`` that cost least beyond their share of the chosen cover.
+    Covers are solved of the ``most`` timed ones that cost least beyond their share of the chosen cover.
     """
     # What does not work is stored with a prediction alone.
     timed = [one for one in plan.rejected if one.measured_us is not None]
@@ -178,10 +162,11 @@ def rejected_groups(plan: PlanRecord, region: RegionSummary, most: int) -> list[
     def extra_us(one: Alternative) -> float:
         return time_of(one) - math.fsum(share_us.get(op, 0.0) for op in one.ops)
 
-    solved = {id(one) for one in sorted((one for one in timed if one.implementation != ATEN), key=extra_us)[:most]}
+    rejected = [one for one in plan.rejected if one.implementation != ATEN]
+    solved = {id(one) for one in sorted((one for one in rejected if one.measured_us is not None), key=extra_us)[:most]}
     position = {id(one): at for at, one in enumerate(usable) if id(one) in solved}
     found = []
-    for one in (one for one in plan.rejected if one.implementation != ATEN):
+    for one in rejected:
         at = position.get(id(one))
         cover = best_cover_with(problem, at) if at is not None else None
         if cover is None:

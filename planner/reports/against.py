@@ -31,7 +31,7 @@ def groups_against(here: ReportData, there: ReportData) -> pd.DataFrame:
     """One row per workload and group that is not run by ATen in both, largest change of a step's time first.
 
     Times are those of all its uses in a step, None where a plan has no such group; ``here`` and ``there`` say what runs
-    it. A group that only one of the plans has replaces others, so its time is no change by itself.
+    it. A group that only one plan has replaces others, so it has no change.
     """
     return _group_changes(_pairs(here, there))
 

@@ -1,7 +1,6 @@
 """An answer as one document: tables, facts and sentences, and its text for a pipe or a file, as Markdown, CSV and JSON.
 
-Terminals (:mod:`fuseplan.planner.cli.output`) and pages (``html_page.py``) have renderers of their own. Imports nothing
-heavy.
+Imports nothing heavy. Terminals and pages have renderers of their own.
 """
 
 from __future__ import annotations
@@ -180,9 +179,6 @@ def write_text(path: str | Path, text: str) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(text, encoding="utf-8")
     return target
-
-
-# -- cells ------------------------------------------------------------------------------------------------------
 
 
 def missing(value: object) -> bool:

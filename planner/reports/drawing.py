@@ -1,8 +1,7 @@
 """A region's partition as an inline SVG drawing: groups as boxes from top to bottom, and what reads what between them.
 
-Boxes lie in ranks, each below those that it reads. An arrow past a rank has a lane of its own there, beside the boxes;
-between ranks there is nothing but arrows. So none crosses a box (the layering of Sugiyama, Tagawa and Toda, "Methods
-for Visual Understanding of Hierarchical System Structures", 1981, with a bound on a rank's width).
+Boxes lie in ranks, each below those that it reads. An arrow past a rank has a lane there, so none crosses a box
+(Sugiyama, Tagawa and Toda, "Methods for Visual Understanding of Hierarchical System Structures", 1981).
 """
 
 from __future__ import annotations
@@ -120,34 +119,30 @@ def place(heights: Sequence[float], edges: Iterable[tuple[int, int]]) -> Drawing
     parents: dict[int, list[int]] = {}
     for a, b in down:
         parents.setdefault(b, []).append(a)
-    boxes: dict[int, Box] = {}
-    lanes: dict[tuple[int, int], tuple[float, float, float]] = {}
-    middle: dict[int, float] = {}  # where a group, or its lane, was last
+    spots: dict[tuple[int, int], Box] = {}  # of a group by rank: its box there, or its lane past that rank
+    last: dict[int, Box] = {}
     bottoms: list[float] = []
     y, right = _MARGIN, 0.0
     for one, own in enumerate(ranks):
         # All that read a value share its lane.
         passing = {a for a, b in down if rank[a] < one < rank[b]}
-        wished = {at: fmean(middle[above] for above in parents[at]) if at in parents else float(at) for at in own}
-        wished |= {at: middle[at] for at in passing}
+        wished = {at: fmean(last[above].middle for above in parents[at]) if at in parents else float(at) for at in own}
+        wished |= {at: last[at].middle for at in passing}
         x, bottom = _MARGIN, y + max(heights[at] for at in own)
         for at in sorted(wished, key=lambda item: (wished[item], item)):
-            width = _LANE if at in passing else _WIDTH
-            middle[at] = x + width / 2
-            if at in passing:
-                lanes[at, one] = (middle[at], y, bottom)
-            else:
-                boxes[at] = Box(x, y, width, heights[at])
-            right = max(right, x + width)
-            x += width + _GAP
+            last[at] = Box(x, y, _LANE, bottom - y) if at in passing else Box(x, y, _WIDTH, heights[at])
+            spots[at, one] = last[at]
+            x += last[at].width + _GAP
+        right = max(right, x - _GAP)
         bottoms.append(bottom)
         y = bottom + _SPACE
+    boxes = {at: spots[at, one] for at, one in rank.items()}
     arrows = []
     for a, b in down:
         source, target, ends = boxes[a], boxes[b], sorted(parents[b])
         points = [(source.middle, source.y + source.height), (source.middle, bottoms[rank[a]])]
-        for x, top, bottom in (lanes[a, one] for one in range(rank[a] + 1, rank[b])):
-            points += [(x, top), (x, bottom)]
+        for lane in (spots[a, one] for one in range(rank[a] + 1, rank[b])):
+            points += [(lane.middle, lane.y), (lane.middle, lane.y + lane.height)]
         share = (ends.index(a) + 1) / (len(ends) + 1)  # each arrow has an end of its own on the target's upper edge
         arrows.append(Arrow(a, b, (*points, (target.x + target.width * share, target.y))))
     return Drawing(boxes, tuple(arrows), right + _MARGIN, y - _SPACE + _MARGIN)

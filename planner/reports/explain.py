@@ -33,12 +33,9 @@ def explain_plan(session: Session, workload: str, graph: DataflowGraph, plan: Gr
     table = GroupTable(graph, session.settings.numerics, session.target.device_type)
     kinds = Counter(kind_of(node, graph.specs) for node in graph)
     regions = distinct_regions(graph, plan)
-    yield (
-        f"{workload}: {len(graph)} ops. {kinds['view']} are views (address maps, no work), {kinds['compute']} can "
-        f"run in generated kernels, {kinds['anchor']} are matmuls, convolutions or attention, and {kinds['opaque']} "
-        f"only ATen runs. Regions: {len(plan.regions)}, "
-        f"distinct: {len(regions)}."
-    )
+    yield (f"{workload}: {len(graph)} ops. {kinds['view']} are views (address maps, no work), {kinds['compute']} can "
+           f"run in generated kernels, {kinds['anchor']} are matmuls, convolutions or attention, and {kinds['opaque']} "
+           f"only ATen runs. Regions: {len(plan.regions)}, distinct: {len(regions)}.")
     if (step := runs_by_inductor(session.store, plan)) is not None:
         yield (f"TorchInductor's code of the whole graph runs it: {step.best_us:.3g} us a step, where the plan takes "
                f"{step.planned_us:.3g}.")
@@ -59,12 +56,15 @@ def distinct_regions(graph: DataflowGraph, plan: GraphPlan) -> list[tuple[Region
     return [(regions[one.record.key.workload], one) for one in plan.unique()]
 
 
+def tuning_of(session: Session, plan: RegionPlan, workload: str) -> TuningRecord | None:
+    """The record of a group of a region's plan, by its key; None where it was not tuned."""
+    return session.store.get_record(replace(plan.record.key, workload=workload)).record if workload else None
+
+
 def note_failure(graph: DataflowGraph, lines: list[str]) -> Callable[[Region, Exception], None]:
     """Adds a line for each region that cannot be planned."""
     return lambda region, error: lines.append(
-        f"\n{located_label(graph, region)}: not planned, runs unfused: "
-        f"{failure_reason(error)}"
-    )
+        f"\n{located_label(graph, region)}: not planned, runs unfused: {failure_reason(error)}")
 
 
 def _externs(graph: DataflowGraph) -> Iterator[str]:
@@ -107,10 +107,8 @@ class _RegionWords:
         yield f"  {self._source()}"
         for number, group in enumerate(self.plan.record.groups):
             yield from self._group(group_name(number), group)
-        found = [
-            enumerate_candidates(self.graph, part, self.table.legal)
-            for part in region_parts(self.graph, self.plan.region)
-        ]
+        parts = region_parts(self.graph, self.plan.region)
+        found = [enumerate_candidates(self.graph, part, self.table.legal) for part in parts]
         candidates = {frozenset(candidate.ops): candidate for one in found for candidate in one.candidates}
         refusals = [refusal for one in found for refusal in one.refusals]
         yield from self._pairs(candidates, refusals)
@@ -133,7 +131,7 @@ class _RegionWords:
         return f"{found}; {record.evidence.reason}{gain}"
 
     def _group(self, name: str, choice: GroupChoice) -> Iterator[str]:
-        tuning = self._tuning(choice.workload)
+        tuning = tuning_of(self.session, self.plan, choice.workload)
         ops = ", ".join(_short(self.graph.op(name).op) for name in self.plan.group_ops(choice))
         yield f"  {name}: {how_it_runs(choice)}: {ops}"
         if where := self.region.place_of(choice.ops):
@@ -153,19 +151,14 @@ class _RegionWords:
         if tuning is not None:
             yield f"     why: {tuning.evidence.reason}"
 
-    def _tuning(self, workload: str) -> TuningRecord | None:
-        key = replace(self.plan.record.key, workload=workload)
-        return self.session.store.get_record(key).record if workload else None
-
     def _pairs(
         self, candidates: Mapping[frozenset[str], Candidate], refusals: Sequence[Refusal]
     ) -> Iterator[str]:
         """For each two groups that exchange a value: why they are not one."""
-        record = self.plan.record
-        pairs = [(group_name(a), group_name(b), a, b) for a, b in reads(self.region, record)]
+        groups = self.plan.record.groups
+        pairs = [(group_name(a), group_name(b), a, b) for a, b in reads(self.region, self.plan.record)]
         for name, other, a, b in sorted(pairs)[: 4 * _EXAMPLES]:
-            why = self._why_apart(record.groups[a], record.groups[b], candidates, refusals)
-            yield f"  between {name} and {other}: {why}"
+            yield f"  between {name} and {other}: {self._why_apart(groups[a], groups[b], candidates, refusals)}"
 
     def _why_apart(
         self, first: GroupChoice, second: GroupChoice, candidates: Mapping[frozenset[str], Candidate],
@@ -201,7 +194,7 @@ class _RegionWords:
             times = [f"{one.measured_us:.2f} us measured"] if one.measured_us is not None else []
             times += [f"{one.predicted_us:.2f} us predicted"] if one.predicted_us is not None else []
             ops = "one op" if len(one.ops) == 1 else f"{len(one.ops)} ops"
-            tuning = self._tuning(one.workload)
+            tuning = tuning_of(self.session, self.plan, one.workload)
             why = tuning.evidence.reason if tuning is not None and not tuning.fuse else one.reason
             yield f"  not chosen: {one.label}, {ops} ({'; '.join(times) or 'no time'}): {why}"
         if len(fused) > _EXAMPLES:

@@ -24,32 +24,17 @@ if TYPE_CHECKING:
     from fuseplan.search.store.database import Database
     from fuseplan.search.store.layered import LayeredDatabase
 
-GROUP_COLUMNS = (
-    "workload", "group", "place", "ops", "times", "answer", "backend", "config", "fused_us", "unfused_us", "speedup",
-    "predicted_us", "lower_bound_us", "noise", "measured_configs", "enumerated_configs", "source", "doubt", "regime",
-    "key",
-)
-REGION_COLUMNS = (
-    "workload", "region", "times", "ops", "kernels", "planned_us", "unfused_us", "speedup", "predicted_us",
-    "candidates", "measured_candidates", "gap", "peak_bytes", "unfused_peak_bytes", "regime", "key",
-)
-COVERAGE_COLUMNS = (
-    "workload", "ops", "views", "library_calls", "fusable", "fused", "coverage", "launches_unfused", "launches",
-    "planned_us", "unfused_us",
-)
-
 
 @dataclass(frozen=True)
 class ReportData:
     """What a report is made from.
 
     Attributes:
-        device: Its identity.
         model: The one that the report is limited to; empty for everything stored.
         workloads: What was tuned; empty for records that were imported.
         misses: Look-ups that found nothing, as the database counts them.
-        shipped: Those of the plans that come with the package.
-        steps: What was measured of whole steps, by :func:`~fuseplan.planner.tuning.whole_step.step_key`.
+        shipped: Keys of plans that come with the package.
+        steps: Measured whole steps, by :func:`~fuseplan.planner.tuning.whole_step.step_key`.
     """
 
     device: str
@@ -82,6 +67,10 @@ class ReportData:
         }
         return {key: plan for key, plan in self.plans.items() if key not in joined}
 
+    def record_of(self, plan: PlanRecord, group: GroupChoice) -> TuningRecord | None:
+        """The tuning record of a plan's group; None where it was not tuned."""
+        return self.records.get(replace(plan.key, workload=group.workload)) if group.workload else None
+
     def name_of(self, workload: WorkloadSummary) -> str:
         """Name of a workload, with its model where the report spans several."""
         return workload.workload if self.model else f"{workload.model} {workload.workload}"
@@ -93,9 +82,7 @@ def load_report(
 ) -> ReportData:
     """Everything known of ``device``, limited to ``model`` and ``regime`` where they are given.
 
-    Where one model is known and none is given, it is that model's report.
-    ``regime`` is ``"eager"`` or ``"graph"``, None for both. Nothing stored for this device, or for this model on it, is
-    a :class:`PlanError`.
+    Without ``model`` it is the report of the only model that is known, or of all. PlanError where nothing is stored.
     """
     plans = {plan.key: plan for plan in database.plans() if plan.key.device == device}
     records = {record.key: record for record in database.records() if record.key.device == device}
@@ -125,12 +112,10 @@ def load_report(
 
 
 def group_frame(data: ReportData) -> pd.DataFrame:
-    """One row per distinct group of the chosen partitions.
+    """One row per distinct group of the chosen partitions; none for a lone op that no kernel was tuned for.
 
-    ``place`` says where in the model it is, as far as that is stored. ``times`` counts how often the group runs in one
-    pass over each workload; ``speedup`` is unfused over what the plan runs, so it is 1 where the answer is not to fuse.
-    Ops that were never a tuning question (a lone op that no kernel was tuned for) have no row. ``doubt`` says in words
-    what cannot be (:func:`floor_doubt`), None where there is nothing.
+    ``times`` counts how often the group runs in one pass over each workload; ``speedup`` is unfused over what the plan
+    runs, so it is 1 where the answer is not to fuse; ``doubt`` is that of :func:`floor_doubt`.
     """
     rows: dict[RecordKey, dict[str, Any]] = {}
     runs: defaultdict[RecordKey, Counter[str]] = defaultdict(Counter)
@@ -138,13 +123,12 @@ def group_frame(data: ReportData) -> pd.DataFrame:
     shipped = {group.workload for key in data.shipped for group in data.plans[key].groups if group.workload}
     for workload, region, plan in data.planned():
         for group in plan.groups:
-            key = replace(plan.key, workload=group.workload or group.label)
-            record = data.records.get(key) if group.workload else None
+            key, record = replace(plan.key, workload=group.workload or group.label), data.record_of(plan, group)
             if record is None and group.is_plain:
                 continue
             source = "shipped" if plan.key in data.shipped or group.workload in shipped else "stored"
-            more = {"source": source, "regime": key.regime, "key": key.workload}
-            rows.setdefault(key, {**_group_row(group, record), **more})
+            rows.setdefault(
+                key, _group_row(group, record) | {"source": source, "regime": key.regime, "key": key.workload})
             if workload is not None and region is not None:
                 name = data.name_of(workload)
                 runs[key][name] += region.occurrences
@@ -152,7 +136,10 @@ def group_frame(data: ReportData) -> pd.DataFrame:
     for key, row in rows.items():
         where = "; ".join(filter(None, dict.fromkeys(joined_places(places[key, name]) for name in runs[key])))
         row |= {"workload": ", ".join(runs[key]), "times": runs[key].total() or None, "place": where}
-    return pd.DataFrame(list(rows.values()), columns=list(GROUP_COLUMNS))
+    names = ["workload", "group", "place", "ops", "times", "answer", "backend", "config", "fused_us", "unfused_us",
+             "speedup", "predicted_us", "lower_bound_us", "noise", "measured_configs", "enumerated_configs", "source",
+             "doubt", "regime", "key"]
+    return pd.DataFrame(list(rows.values()), columns=names)
 
 
 def _group_row(group: GroupChoice, record: TuningRecord | None) -> dict[str, Any]:
@@ -176,11 +163,7 @@ def _group_row(group: GroupChoice, record: TuningRecord | None) -> dict[str, Any
 
 
 def floor_doubt(time_us: float | None, floor_us: float | None) -> str | None:
-    """In words, that something was measured to take less than its floor; None where it was not.
-
-    A floor is made of the shortest launch, the best bandwidth and the highest rate that a probe saw. One that is beaten
-    was probed while the device was busy or slower than later, or the time is wrong: the two cannot both be right.
-    """
+    """In words, that a time is below its floor, which the probe's best rates give; None where it is not."""
     if time_us is None or floor_us is None or time_us >= floor_us:
         return None
     share = 1 - time_us / floor_us
@@ -222,11 +205,6 @@ def headline(groups: pd.DataFrame) -> str:
     return f"{fused} of {len(groups)} groups are fused; {slower} slower than unfused beyond noise{words}"
 
 
-def average(groups: pd.DataFrame) -> str:
-    """The mean of the groups' speed-ups. It says nothing of a step: one that takes no time counts like others."""
-    return f"geometric mean of the groups' speed-ups over unfused: {geometric_mean(groups['speedup'].dropna()):.2f}x"
-
-
 def region_frame(data: ReportData) -> pd.DataFrame:
     """One row per distinct region and workload: the partition against running everything unfused."""
     rows = [
@@ -242,17 +220,20 @@ def region_frame(data: ReportData) -> pd.DataFrame:
         }
         for workload, region, plan in data.planned()
     ]
-    return pd.DataFrame(rows, columns=list(REGION_COLUMNS))
+    names = ["workload", "region", "times", "ops", "kernels", "planned_us", "unfused_us", "speedup", "predicted_us",
+             "candidates", "measured_candidates", "gap", "peak_bytes", "unfused_peak_bytes", "regime", "key"]
+    return pd.DataFrame(rows, columns=names)
 
 
 def coverage_frame(data: ReportData) -> pd.DataFrame:
     """One row per workload: how many of its fusable ops the plan fuses, and what that leaves to launch.
 
-    ``fused`` are ops that a kernel computes and that are no matmuls, attention or views: a share of the ``fusable``
-    ones. ``launches`` leaves library calls out; the times are those of whole regions, with their matmuls and attention,
-    None where a region has no plan.
+    ``fusable`` ops are no matmuls, attention or views. ``launches`` leaves library calls out. Times are those of whole
+    regions, matmuls and attention included, None where a region has no plan.
     """
-    return pd.DataFrame([_coverage_row(data, one) for one in data.workloads], columns=list(COVERAGE_COLUMNS))
+    names = ["workload", "ops", "views", "library_calls", "fusable", "fused", "coverage", "launches_unfused",
+             "launches", "planned_us", "unfused_us"]
+    return pd.DataFrame([_coverage_row(data, one) for one in data.workloads], columns=names)
 
 
 def _coverage_row(data: ReportData, workload: WorkloadSummary) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -32,7 +33,6 @@ _MAX_LAYERS, _MAX_DRAWINGS = 8, 16
 _REJECTED, _FEW_REJECTED = 10, 2
 #: Columns that a table of groups begins with.
 _ANSWER = ["group", "answer", "fused_us", "unfused_us", "speedup", "times", "workload"]
-_QUESTIONS = ("How much faster is a step?", "Which groups made it?", "What is left to gain?")
 _LAUNCHED = {"graph": "in a CUDA graph", "eager": "from Python"}
 #: Without a model: how many regions are shown and how many groups named, and how labels of matmuls begin.
 _SOME, _NAMED, _MATMULS = 5, 3, frozenset({"linear", "matmul", "bmm", "addmm"})
@@ -59,10 +59,9 @@ def html_report(data: ReportData, other: ReportData | None = None) -> str:
         device=device,
         created=now(),
         tuned=max((evidence.created for evidence in tuned), default=""),
-        speedup=frames.geometric_mean(groups["speedup"].dropna()),
+        speedup=frames.geometric_mean(groups["speedup"]),
         steps=told,
         untimed=found[len(told):],
-        questions=_QUESTIONS,
         answers_of=answers,
         bars=bars,
         trace_of=lambda one: trace_link(data, one),
@@ -131,9 +130,8 @@ def _record_words(groups: pd.DataFrame, regions: pd.DataFrame) -> Iterator[str]:
     ratios = regions["speedup"].dropna()
     faster = (f" {int((ratios > 1).sum())} of {len(ratios)} regions with matmuls, such as a layer, run faster than "
               f"unfused, half of all at least {ratios.median():.2f}x as fast." if len(ratios) else "")
-    yield (
-        f"No whole step was timed here: these records tell regions of models, not how often each runs; "
-        f"to tune a model on such a device times its steps.{faster}")
+    yield ("No whole step was timed here: these records tell regions of models, not how often each runs; "
+           f"to tune a model on such a device times its steps.{faster}")
     timed = groups.assign(saved_us=groups["unfused_us"] - groups["fused_us"]).dropna(subset=["saved_us"])
     best = _by_device(timed).sort_values("saved_us", ascending=False).drop_duplicates("group").head(_NAMED)
     names = "; ".join(f"{time_text(saved_us)} by {name}"
@@ -149,21 +147,19 @@ def _record_words(groups: pd.DataFrame, regions: pd.DataFrame) -> Iterator[str]:
 def _longest(regions: pd.DataFrame) -> list[dict[Hashable, Any]]:
     """Some of the regions from the shortest to the longest, unfused and planned."""
     large = regions.sort_values("planned_us").drop_duplicates(["region", "regime"])
-    picked = large.iloc[sorted({round(at * (len(large) - 1) / (_SOME - 1)) for at in range(_SOME)})] \
-        if len(large) else large
-    picked = picked[picked["planned_us"] > 0]
+    if len(large):
+        large = large.iloc[sorted({round(at * (len(large) - 1) / (_SOME - 1)) for at in range(_SOME)})]
+    picked = large[large["planned_us"] > 0]
     return picked.assign(launched=picked["regime"].map(_LAUNCHED)).to_dict("records")
 
 
 def _side_by_side(data: ReportData) -> list[Markup]:
     """A table for each model, regime and numerics: what runs with each matmul and attention at how many rows."""
-    found: dict[tuple[str, str, str], list[PlannedRegion]] = {}
+    found = defaultdict[str, list[PlannedRegion]](list)
     for workload, region, plan in data.placed():
-        of = workload.model, workload.regime, workload.numerics
-        found.setdefault(of, []).append((workload.workload, region, plan))
-    tables = {of: pd.DataFrame(side_by_side(planned)) for of, planned in found.items()}
-    return [table_html(frame, f"{model}, {regime}, {numerics}")
-            for (model, regime, numerics), frame in tables.items() if len(frame)]
+        of = f"{workload.model}, {workload.regime}, {workload.numerics}"
+        found[of].append((workload.workload, region, plan))
+    return [table_html(pd.DataFrame(rows), of) for of, planned in found.items() if (rows := side_by_side(planned))]
 
 
 def _plots(data: ReportData) -> list[tuple[str, str, LogPlot]]:
@@ -197,9 +193,9 @@ def _layers(data: ReportData) -> list[tuple[str, list[dict[str, Any]]]]:
 
 def _in_turn(names: Iterable[str]) -> list[str]:
     """One name of each kind (decode, prefill) after another, so that the kinds lie side by side."""
-    kinds: dict[str, list[str]] = {}
+    kinds = defaultdict[str, list[str]](list)
     for name in names:
-        kinds.setdefault(name.split(" ")[0], []).append(name)
+        kinds[name.split(" ")[0]].append(name)
     return [name for together in zip_longest(*kinds.values()) for name in together if name is not None]
 
 
@@ -239,7 +235,7 @@ def _facts(data: ReportData, region: RegionSummary, plan: PlanRecord, group: Gro
         words.insert(0, f"in {where}")
     words.append(f"{time_text(group.measured_us)} measured" if group.measured_us is not None else "not measured")
     words.append(f"{time_text(group.predicted_us)} predicted")
-    record = data.records.get(replace(plan.key, workload=group.workload)) if group.workload else None
+    record = data.record_of(plan, group)
     if record is not None and record.work.dram_bytes and group.measured_us:
         nbytes = record.work.dram_bytes
         words.append(f"{nbytes / 1e6:.3g} MB, {nbytes / group.measured_us / 1e3:.3g} GB/s")
@@ -251,11 +247,8 @@ def table_html(frame: pd.DataFrame, caption: str, percent: Sequence[str] = ()) -
     kinds = ["number" if pd.api.types.is_numeric_dtype(frame[name]) else "text" for name in frame.columns]
     return Markup(templates().get_template("table.html.j2").render(
         caption=caption, columns=[(str(name).replace("_", " "), kind) for name, kind in zip(frame, kinds, strict=True)],
-        rows=[
-            [_cell(value, name in percent) for name, value in zip(frame, row, strict=True)]
-            for row in frame.itertuples(index=False)
-        ],
-    ))
+        rows=[[_cell(value, name in percent) for name, value in zip(frame, row, strict=True)]
+              for row in frame.itertuples(index=False)]))
 
 
 def _cell(value: Any, as_percent: bool) -> str:

@@ -1,7 +1,6 @@
 """Points and curves between two logarithmic axes as an inline SVG: every point says what it is.
 
-The page's colours apply, so a plot follows its light or dark look. Points that lie too close to be told apart share one
-mark, which names them all. Those that matter most have their names written beside them, where no name covers another.
+Points too close to be told apart share one mark. Those that matter most have their names beside them.
 """
 
 from __future__ import annotations
@@ -23,21 +22,15 @@ NAMED, NAME_LETTERS = 10, 26
 _LETTER, _LINE = 6.6, 13.0
 #: Lines of names in a plot's height.
 _ROWS = round(_HEIGHT / _LINE)
-#: Points that one mark names.
-_IN_A_MARK = 6
-#: Ticks on an axis at most.
-_TICKS = 8
+#: Points that one mark names, and ticks on an axis, at most.
+_IN_A_MARK, _TICKS = 6, 8
 
 
 @dataclass(frozen=True)
 class Point:
-    """One thing in the plot.
+    """One thing in the plot: ``name`` is short, ``words`` is all there is to say, ``tone`` is its colour and shape.
 
-    Attributes:
-        name: Short, to be written beside it.
-        words: All there is to say of it: name, workload, times.
-        tone: ``"fused"`` or ``"unfused"``: its colour and shape.
-        weight: How much it matters; 0 for one whose name is not worth a place.
+    One of ``weight`` 0 has no name written beside it.
     """
 
     x: float
@@ -63,10 +56,9 @@ class LogPlot:
 
     Attributes:
         words: What a screen reader says of the whole.
-        axes: What the axes measure, across and up.
+        axes, texts: What the axes measure, across and up, and how their ticks are written.
         kinds: Of points, by tone, as the key names them.
         band: Factor on either side of the diagonal that is shaded; 0 for no diagonal.
-        texts: How the ticks of either axis are written.
         ticks: The ticks across; None for round numbers.
     """
 
@@ -97,21 +89,20 @@ class LogPlot:
         marks = _marks((across(one.x), up(one.y), one) for one in self.points)
         spots = [(across(one.x), up(one.y), one) for one in self.most()]
         low, high = max(across.low, up.low), min(across.high, up.high)
-        band = [(low, low / self.band), (high, high / self.band), (high, high * self.band), (low, low * self.band)] \
-            if self.band else []
+        edges = ((low, 1 / self.band), (high, 1 / self.band), (high, self.band), (low, self.band)) if self.band else ()
         return templates().get_template("plot.svg.j2").render(
             plot=self, width=_WIDTH, height=_HEIGHT, left=_LEFT, top=_TOP, right=_WIDTH - _RIGHT,
             bottom=_HEIGHT - _BOTTOM, marks=marks, labels=list(_labels(spots)), key=list(self._key()),
             across=list(_apart((across(at), self.texts[0](at)) for at in self.ticks or across.ticks())),
             up=[(up(at), self.texts[1](at)) for at in up.ticks()],
-            band=[(across(x), up(y)) for x, y in band], diagonal=[(across(at), up(at)) for at in (low, high)],
+            band=[(across(x), up(x * factor)) for x, factor in edges],
+            diagonal=[(across(at), up(at)) for at in (low, high)],
             curves=[(one, [(across(x), up(y)) for x, y in one.points]) for one in self.curves],
         )
 
     def _key(self) -> Iterator[tuple[float, str, str]]:
         """Where the next entry of the key begins, its class and its words."""
-        x = 8.0
-        drawn = {one.tone for one in self.points}
+        x, drawn = 8.0, {one.tone for one in self.points}
         entries = [(tone, words) for tone, words in self.kinds.items() if tone in drawn]
         for tone, words in [*entries, *((one.tone, one.name) for one in self.curves)]:
             yield x, tone, words
@@ -134,13 +125,11 @@ class _Scale(NamedTuple):
         return _Scale(low / room, high * room, start, end)
 
     def __call__(self, value: float) -> float:
-        share = math.log(value / self.low) / math.log(self.high / self.low)
-        return self.start + share * (self.end - self.start)
+        return self.start + math.log(value / self.low, self.high / self.low) * (self.end - self.start)
 
     def ticks(self) -> list[float]:
         """Round numbers: 1, 2 and 5 of every decade, or as many as there is room for."""
-        first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
-        decades = range(first, last + 1)
+        decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
         for digits in ((1, 2, 5), (1, 3), (1,)):
             found = [float(f"{digit}e{power}") for power in decades for digit in digits]
             found = [one for one in found if self.low <= one <= self.high]
@@ -160,9 +149,7 @@ def _apart(ticks: Iterable[tuple[float, str]]) -> Iterator[tuple[float, str]]:
 
 
 def _marks(placed: Iterable[tuple[float, float, Point]]) -> list[tuple[float, float, str, str]]:
-    """One mark for the points of each cell and tone, in reading order: where, on the one that matters most, its tone
-    and its words.
-    """
+    """One mark for the points of each cell and tone, at the weightiest: where, its tone, and all their words."""
     cells: dict[tuple[str, int, int], list[tuple[float, float, Point]]] = {}
     for x, y, point in placed:
         cells.setdefault((point.tone, round(x / _CELL), round(y / _CELL)), []).append((x, y, point))
@@ -178,7 +165,7 @@ def _marks(placed: Iterable[tuple[float, float, Point]]) -> list[tuple[float, fl
 def _labels(spots: Sequence[tuple[float, float, Point]]) -> Iterator[dict[str, Any]]:
     """The names of points beside them: each at the nearest place where it covers neither a name nor a named point.
 
-    Of each the left end of its base line, its text, and a line to the point where that is farther off.
+    Each has the left end of its base line, its text, and a line to the point where that is farther off.
     """
     taken = [(x - 5, y - 5, x + 5, y + 5) for x, y, _ in spots]
     for x, y, point in spots:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.costmodel.device_report import format_bytes
+from fuseplan.planner.module_paths import located
 from fuseplan.planner.reports.accuracy import measured_choices
 from fuseplan.planner.reports.frames import ReportData
 from fuseplan.planner.reports.log_plot import NAME_LETTERS, Curve, LogPlot, Point
@@ -33,11 +34,9 @@ def bandwidth_plot(spec: DeviceSpec) -> LogPlot:
     """Measured bandwidth over the bytes a kernel touches."""
     points = spec.bandwidth.points
     peak = max(points, key=lambda point: point.gbps)
-    words = (
-        f"Memory bandwidth of {spec.identity.name}: "
-        f"up to {peak.gbps:.0f} GB/s at {format_bytes(peak.footprint_bytes)}, "
-        f"{points[-1].gbps:.0f} GB/s at {format_bytes(points[-1].footprint_bytes)}."
-    )
+    words = (f"Memory bandwidth of {spec.identity.name}: up to {peak.gbps:.0f} GB/s at "
+             f"{format_bytes(peak.footprint_bytes)}, {points[-1].gbps:.0f} GB/s at "
+             f"{format_bytes(points[-1].footprint_bytes)}.")
     curves = [Curve([(one.footprint_bytes, one.gbps) for one in points], "typical", "roof"),
               Curve([(one.footprint_bytes, one.best_gbps) for one in points], "best seen", "second")]
     if cache := spec.identity.l2_bytes:
@@ -71,10 +70,8 @@ def roofline_plot(spec: DeviceSpec, data: ReportData) -> LogPlot:
         if peaks.get("fp32", highest) < highest:
             curves.append(Curve([(peaks["fp32"] / fastest_gbps, peaks["fp32"]), (right, peaks["fp32"])],
                                 "fp32 roof", "cache"))
-    words = (
-        f"Roofline of {spec.identity.name}: {len(groups)} groups by operations per byte and operations per second, "
-        f"unfused and fused, under the measured bandwidth and peak."
-    )
+    words = (f"Roofline of {spec.identity.name}: {len(groups)} groups by operations per byte and operations per "
+             "second, unfused and fused, under the measured bandwidth and peak.")
     return LogPlot(words, ("operations per byte", "Gop/s"), points, curves, _KINDS)
 
 
@@ -84,10 +81,10 @@ def _of_group(one: TuningRecord, workload: str) -> list[Point]:
     timed = [("unfused", "unfused", one.unfused.median_us)]
     if one.fused is not None:
         timed.append(("fused", f"one {one.backend} kernel", one.fused.median_us))
-    saved_us = max(0.0, one.unfused.median_us - timed[-1][2])
     return [
         Point(intensity, one.work.total_flops / time_us * 1e-3, short_name(one.label),
-              f"{_where(one.label, workload)}: {time_text(time_us)}, {how}", tone, saved_us if tone == "fused" else 0.0)
+              f"{located(one.label, workload)}: {time_text(time_us)}, {how}", tone,
+              max(0.0, one.unfused.median_us - time_us))
         for tone, how, time_us in timed
     ]
 
@@ -97,7 +94,7 @@ def scatter_plot(data: ReportData) -> LogPlot:
     places = _workloads(data)
     points = [
         Point(measured_us, predicted_us, short_name(one.label),
-              f"{_where(one.label, places.get(key, ''))}, {one.implementation}: {time_text(measured_us)} "
+              f"{located(one.label, places.get(key, ''))}, {one.implementation}: {time_text(measured_us)} "
               f"measured, {time_text(predicted_us)} predicted",
               "unfused" if one.implementation == ATEN else "fused",
               abs(math.log(predicted_us / measured_us)) * measured_us)
@@ -113,7 +110,3 @@ def short_name(label: str) -> str:
     shape = rest.split(" ")[0]
     room = NAME_LETTERS - len(shape) - 1
     return f"{ops if len(ops) <= room else ops[:max(room - 1, 4)] + '…'} {shape}".strip()
-
-
-def _where(label: str, workload: str) -> str:
-    return f"{label} ({workload})" if workload else label

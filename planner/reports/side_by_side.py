@@ -1,15 +1,10 @@
-"""Plans of one model for several numbers of rows, side by side: ops fused into each matmul and attention, and what else
-was measured.
-
-With few rows, matmuls are memory-bound, and fused ops cost nothing; with many, tensor cores are the limit. How
-many rows that takes differs by matmul and device.
-"""
+"""Plans of one model side by side: ops fused into each matmul and attention by rows, and what else was measured."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
@@ -36,8 +31,7 @@ class Row:
     Attributes:
         op: Its name and number of columns; ``(2)`` for the second such op of a layer.
         rows: Of its result; of attention those of one head.
-        runs: What runs it, and what else that does.
-        time_us: Of all that.
+        runs, time_us: What runs it, with what else that does, and the time of all that.
         otherwise: What else was measured.
     """
 
@@ -50,16 +44,14 @@ class Row:
 
 
 def side_by_side(planned: Iterable[PlannedRegion]) -> list[Row]:
-    """The matmuls and attention of the region that takes most of each workload's time: those that several workloads
-    have, by op and then by rows.
-    """
+    """Matmuls and attention of the costliest region of each workload that several workloads have, by op and rows."""
     costliest: dict[str, PlannedRegion] = {}
     for one in planned:
-        costliest[one[0]] = max(costliest.get(one[0], one), one, key=_cost_us)
-    found: dict[_Place, list[Row]] = {}
+        costliest[one[0]] = max(costliest.get(one[0], one), one, key=lambda it: it[1].occurrences * it[2].unfused_us)
+    found = defaultdict[_Place, list[Row]](list)
     for workload, region, plan in costliest.values():
         for place, positions in _places(region).items():
-            found.setdefault(place, []).append(_row(positions, workload, region, plan))
+            found[place].append(_row(positions, workload, region, plan))
     seen = Counter[str]()
     listed: list[Row] = []
     for place in sorted(place for place, rows in found.items() if len(rows) > 1):
@@ -87,11 +79,6 @@ def in_words(rows: Sequence[Row]) -> Iterator[str]:
         between = [f"{before[-1].rows} and {after[0].rows} rows" for before, after in pairwise(ranges)]
         if between:
             yield f"    turns between {', and between '.join(between)}"
-
-
-def _cost_us(one: PlannedRegion) -> float:
-    _, region, plan = one
-    return region.occurrences * plan.unfused_us
 
 
 def _places(region: RegionSummary) -> Mapping[_Place, list[int]]:

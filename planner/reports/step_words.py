@@ -20,10 +20,9 @@ _UNITS = {"us": 1.0, "ms": 1e3, "s": 1e6}
 
 
 def step_lines(data: ReportData, shown: int = _SHOWN, every: bool = False) -> Iterator[str]:
-    """In words: each workload's step, and then the groups that save most of one, each where it saves most.
+    """In words: each workload's step, and then the groups that save most of one, one for each place in the model.
 
-    Where some steps were timed as a whole, the others are only counted unless ``every`` one is wanted. Of groups at one
-    place in the model, one is named.
+    Where some steps were timed as a whole, the others are only counted unless ``every`` one is wanted.
     """
     found = steps(data)
     told = found if every else [one for one in found if one.times is not None] or found
@@ -49,9 +48,7 @@ def step_lines(data: ReportData, shown: int = _SHOWN, every: bool = False) -> It
 
 
 def step_words(one: Step) -> str:
-    """``decode 1 @ 1024: 1.52 -> 0.91 ms a step (1.67x, 1.62 to 1.71 in 7 rounds; torch.compile 1.04 ms); floor 0.66
-    ms``.
-    """
+    """``decode 1 @ 1024: 1.52 -> 0.91 ms a step (1.67x; torch.compile 1.04 ms); floor 0.66 ms``."""
     unit = _unit(max(one.unfused_us, one.planned_us))
     times = f"{_in(one.unfused_us, unit)} -> {_in(one.best_us, unit)} {unit} a step"
     faster = ratio(one.unfused_us, one.best_us)
@@ -113,22 +110,18 @@ class Piece:
 
 
 def bars(one: Step) -> tuple[list[Piece], list[Piece]]:
-    """A step as two bars, unfused and as planned, on one scale.
-
-    Where a whole step takes less than its parts by themselves, whose data were not in a cache, these are drawn shorter.
-    """
+    """A step as two bars, unfused and as planned, on one scale; parts that sum to more than it are shortened."""
     longest = max(one.unfused_us, one.planned_us)
-    found = []
-    for side, whole_us in ((0, one.unfused_us), (1, one.planned_us)):
+
+    def bar(whole_us: float, side: int) -> list[Piece]:
         times = {part: pair[side] for part, pair in one.parts.items()}
         total_us = math.fsum(times.values())
         scale = min(1.0, whole_us / total_us) if total_us > 0 else 1.0
         drawn = {part: time_us * scale for part, time_us in times.items()} | {BETWEEN: whole_us - total_us * scale}
-        found.append([
-            Piece(part, 100 * drawn_us / longest, times.get(part, drawn_us))
-            for part, drawn_us in drawn.items() if longest > 0 and drawn_us > 0.002 * longest
-        ])
-    return found[0], found[1]
+        return [Piece(part, 100 * drawn_us / longest, times.get(part, drawn_us))
+                for part, drawn_us in drawn.items() if longest > 0 and drawn_us > 0.002 * longest]
+
+    return bar(one.unfused_us, 0), bar(one.planned_us, 1)
 
 
 def answers(one: Step) -> list[str]:
@@ -142,7 +135,8 @@ def answers(one: Step) -> list[str]:
         took += f"; by the plan, which torch.compile's own code beats, {time_text(one.planned_us)}" if (
             one.times.by_inductor) else f", by torch.compile {time_text(one.times.inductor_us)}"
     best = [saved for saved in one.saved if saved.saved_us > 0][:_SHOWN_OF_ONE]
-    names = "; ".join(f"{time_text(saved.saved_us)} by {where(saved)}" for saved in best)
+    places = [saved.place.replace("; ", ", ").replace("  ", " ") or saved.label for saved in best]
+    names = "; ".join(f"{time_text(saved.saved_us)} by {where}" for saved, where in zip(best, places, strict=True))
     return [f"{faster:.2f}x as fast{_range(one)}: {took} ({how}{_doubt(one)}{_memory(one)}{_left_out(one)}).",
             f"Most is saved by these: {names}.{_besides(one, best)}" if names else "No group saves time.",
             _what_is_left(one)]
@@ -160,11 +154,6 @@ def _besides(one: Step, named: Sequence[Saved]) -> str:
     if rest_us < _LITTLE * gained_us:
         return ""
     return f" The other {time_text(rest_us)} of the difference are smaller groups, launches and gaps."
-
-
-def where(saved: Saved) -> str:
-    """A group's place in the model where that is known, else what it computes."""
-    return saved.place.replace("; ", ", ").replace("  ", " ") or saved.label
 
 
 def _what_is_left(one: Step) -> str:

@@ -6,7 +6,6 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pandas as pd
 
@@ -14,15 +13,8 @@ from fuseplan.planner.module_paths import TOP, joined_places, located
 from fuseplan.planner.reports.frames import ReportData, floor_doubt, time_of
 from fuseplan.planner.tuning.summary import RegionSummary, WorkloadSummary
 from fuseplan.planner.tuning.whole_step import StepTimes, step_key
-from fuseplan.search.store.record import ATEN, Alternative, GroupChoice, PlanRecord, RecordKey
+from fuseplan.search.store.record import ATEN, Alternative, GroupChoice, PlanRecord
 
-STEP_COLUMNS = ("workload", "unfused_us", "planned_us", "speedup", "speedup_low", "speedup_high", "floor_us",
-                "over_floor", "noise", "measured", "inductor_us", "by_inductor", "left_out", "doubt", "regime",
-                "read_low_gbps", "read_high_gbps")
-SAVED_COLUMNS = (
-    "workload", "group", "place", "uses", "unfused_us", "planned_us", "saved_us", "share", "runs", "doubt",
-    "regime", "key",
-)
 #: Where a step's time goes.
 MATMULS, ATTENTION, FUSED, UNFUSED, BETWEEN = (
     "matmuls", "attention", "fused groups", "unfused ops", "launches and gaps")
@@ -52,12 +44,9 @@ class Saved:
         return self.uses * (self.unfused_us - self.planned_us)
 
     def doubt(self, step_us: float) -> str | None:
-        """In words, that it saves more than the unfused step takes: its times are of another run, in which its data had
-        to come from memory or the device was slower. None where that is not so.
-        """
-        if self.saved_us <= step_us:
-            return None
-        return "more than the whole step takes: by itself it was slower than in the step"
+        """In words, that it saves more than the unfused step takes, since its times are of another run; else None."""
+        too_much = self.saved_us > step_us
+        return "more than the whole step takes: by itself it was slower than in the step" if too_much else None
 
 
 @dataclass(frozen=True)
@@ -66,8 +55,7 @@ class Step:
 
     Attributes:
         unfused_us, planned_us: Measured end to end, else the sum of its regions.
-        parts: For each part microseconds unfused and as planned, of what was measured by itself; what a whole step
-            takes beyond these is between them.
+        parts: For each part microseconds unfused and as planned, of what was measured by itself.
         left_out: Ops that are in no region with a plan, and so in no time here.
     """
 
@@ -151,8 +139,7 @@ def _step(data: ReportData, workload: WorkloadSummary, planned: list[tuple[Regio
     held = sum(region.occurrences * (len(region.kinds) - region.kinds.count("view")) for region, _ in planned)
     return Step(
         workload, data.name_of(workload), times, unfused_us, planned_us,
-        {part: (a, b) for part, (a, b) in parts.items()}, tuple(ordered), max(0, workload.ops - workload.views - held),
-    )
+        {part: (a, b) for part, (a, b) in parts.items()}, tuple(ordered), max(0, workload.ops - workload.views - held))
 
 
 def aten_times(plan: PlanRecord) -> dict[int, float]:
@@ -165,11 +152,9 @@ def _saved(
     data: ReportData, region: RegionSummary, plan: PlanRecord, group: GroupChoice, alone: Mapping[int, float]
 ) -> Saved | None:
     """What a group saves: by the run that decided it, else by the times of its ops."""
-    key = RecordKey(group.workload, plan.key.device, plan.key.regime, plan.key.numerics)
-    record = data.records.get(key) if group.workload else None
+    record = data.record_of(plan, group)
     if record is not None and record.fused is not None:
-        fused_us, unfused_us = record.fused.median_us, record.unfused.median_us
-        return Saved(group, record.label, region.occurrences, unfused_us, fused_us)
+        return Saved(group, record.label, region.occurrences, record.unfused.median_us, record.fused.median_us)
     own = [at for at in group.ops if region.kinds[at] != "view"]
     if not set(own) <= alone.keys():
         return None
@@ -197,27 +182,27 @@ def step_frame(data: ReportData) -> pd.DataFrame:
     ``torch.compile`` takes, which runs it where ``by_inductor``; ``read_low_gbps`` to ``read_high_gbps`` is the speed
     at which a CPU read memory in these rounds.
     """
-    rows = [
-        {
+    rows = []
+    for one in steps(data):
+        times, (low, high) = one.times, one.gains or (None, None)
+        rows.append({
             "workload": one.name, "unfused_us": one.unfused_us, "planned_us": one.planned_us,
-            "speedup": ratio(one.unfused_us, one.best_us),
-            **dict(zip(("speedup_low", "speedup_high"), one.gains or (None, None), strict=True)),
-            "floor_us": one.floor_us,
-            "over_floor": ratio(one.best_us, one.floor_us), "noise": one.times.noise if one.times else None,
-            "measured": one.measured, "inductor_us": one.times.inductor_us if one.times else None,
-            "by_inductor": bool(one.times and one.times.by_inductor), "left_out": one.left_out, "doubt": one.doubt,
-            "regime": one.workload.regime,
-            "read_low_gbps": one.times.read_low if one.times else None,
-            "read_high_gbps": one.times.read_high if one.times else None,
-        }
-        for one in steps(data)
-    ]
-    return pd.DataFrame(rows, columns=list(STEP_COLUMNS))
+            "speedup": ratio(one.unfused_us, one.best_us), "speedup_low": low, "speedup_high": high,
+            "floor_us": one.floor_us, "over_floor": ratio(one.best_us, one.floor_us), "noise": times and times.noise,
+            "measured": one.measured, "inductor_us": times and times.inductor_us,
+            "by_inductor": bool(times and times.by_inductor), "left_out": one.left_out, "doubt": one.doubt,
+            "regime": one.workload.regime, "read_low_gbps": times and times.read_low,
+            "read_high_gbps": times and times.read_high,
+        })
+    names = ["workload", "unfused_us", "planned_us", "speedup", "speedup_low", "speedup_high", "floor_us", "over_floor",
+             "noise", "measured", "inductor_us", "by_inductor", "left_out", "doubt", "regime", "read_low_gbps",
+             "read_high_gbps"]
+    return pd.DataFrame(rows, columns=names)
 
 
 def part_frame(data: ReportData) -> pd.DataFrame:
-    """Rows of a step's time by part, of one use of each group by itself. What a whole step takes beyond their sum is
-    launches and gaps; what it takes less, since some data stay in a cache, is a row of its own.
+    """Rows of a step's time by part, each measured by itself; the rest of a whole step is launches and gaps, or, where
+    it takes less than their sum, cache reuse.
     """
     rows = []
     for one in steps(data):
@@ -235,16 +220,16 @@ def part_frame(data: ReportData) -> pd.DataFrame:
 
 def saved_frame(data: ReportData) -> pd.DataFrame:
     """One row per group and workload, by what it saves in a step, most first. ``share`` is that of the unfused step."""
-    rows: list[dict[str, Any]] = []
-    for one in steps(data):
-        rows += [
-            {"workload": one.name, "group": saved.label, "place": saved.place, "uses": saved.uses,
-             "unfused_us": saved.unfused_us, "planned_us": saved.planned_us, "saved_us": saved.saved_us,
-             "share": ratio(saved.saved_us, one.unfused_us), "runs": saved.group.implementation,
-             "doubt": saved.doubt(one.unfused_us), "regime": one.workload.regime, "key": saved.group.workload}
-            for saved in one.saved
-        ]
-    return pd.DataFrame(rows, columns=list(SAVED_COLUMNS))
+    rows = [
+        {"workload": one.name, "group": saved.label, "place": saved.place, "uses": saved.uses,
+         "unfused_us": saved.unfused_us, "planned_us": saved.planned_us, "saved_us": saved.saved_us,
+         "share": ratio(saved.saved_us, one.unfused_us), "runs": saved.group.implementation,
+         "doubt": saved.doubt(one.unfused_us), "regime": one.workload.regime, "key": saved.group.workload}
+        for one in steps(data) for saved in one.saved
+    ]
+    names = ["workload", "group", "place", "uses", "unfused_us", "planned_us", "saved_us", "share", "runs", "doubt",
+             "regime", "key"]
+    return pd.DataFrame(rows, columns=names)
 
 
 def ratio(one: float, other: float | None) -> float | None:

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 from held_out import SPLITS, load_samples, phases, regret_frame, sample_frame, verdict_frame
 
-from fuseplan.planner.api.report import load, open_layers
+from fuseplan.planner.api.report import open_layers, report
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--out", type=Path, help="CSV of all samples")
     options = parser.parse_args()
-    data = load(options.db, options.device, None, options.model, options.regime).data
+    data = report(options.model, device=options.device, regime=options.regime, db=options.db).data
     if data.spec is None:
         sys.exit("this device was never probed, so nothing can be predicted; run `plan probe`")
     database, _ = open_layers(options.db, options.device)

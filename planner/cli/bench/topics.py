@@ -47,9 +47,6 @@ def publish(
         current().say(f"written: {path}")
 
 
-# -- patterns -------------------------------------------------------------------------------------------------
-
-
 def cells_of(
     patterns: Sequence[str], shapes: Sequence[str], rows: str | None, cols: str | None, dtype: str | None
 ) -> tuple[str, list[Cell], list[str]]:
@@ -88,21 +85,20 @@ def measure_patterns(
     bench: PatternBench, name: str, cells: Sequence[Cell], said: list[str], budget: Budget | None, resume: bool,
     out: Path | None,
 ) -> None:
-    """Tune and time the cells, writing rows as they come, and publish what there is whatever happens.
+    """Tune and time the cells, writing rows as they come, and publish what there is under ``name`` whatever happens.
 
-    ``name`` is that of the results, ``said`` what else is told. Without a ``budget`` nothing is tuned.
+    Without a ``budget`` nothing is tuned. ``said`` is told, too.
     """
     log = RowLog(results_folder(bench.session, out) / f"{name}-cells.csv", resume)
     missing = [cell for cell in cells if not log.has(cell.key)]
-    done, tuned = 0, bench.session
+    tuned = bench.session
     try:
         with make_pool(tuned.target.device_type) as workers:
             for batch in (list(group) for _, group in groupby(missing, lambda cell: cell.pattern)):
                 tuned = tune_cells(tuned, batch, budget, workers, said)
                 with current().status("measuring") as say:
                     for cell in batch:
-                        done += 1
-                        say(f"cell {done} of {len(missing)}: measuring {cell.key}")
+                        say(f"cell {missing.index(cell) + 1} of {len(missing)}: measuring {cell.key}")
                         log.add(bench.rows(cell))
     finally:  # an interrupted bench keeps what it has measured
         if log.frame.empty:
@@ -119,10 +115,7 @@ def measure_patterns(
 def tune_cells(
     session: Session, cells: Sequence[Cell], budget: Budget | None, pool: WorkerPool, said: list[str]
 ) -> Session:
-    """Tune what is not stored of some cells; what cannot be is said, and measured as the cost model plans it.
-
-    Returns the session with the calibration that the new records gave.
-    """
+    """Tune what is not stored of some cells, and give the recalibrated session; what cannot be tuned is said."""
     graphs = []
     for cell in cells if budget is not None else ():
         try:
@@ -138,9 +131,6 @@ def tune_cells(
     result = tune(session, Batch(graphs, reported=names.get), budget, progress=current(), executor=pool)
     said += map(str, result.failures)
     return result.session
-
-
-# -- model ----------------------------------------------------------------------------------------------------
 
 
 def measure_model(

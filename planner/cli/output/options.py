@@ -72,9 +72,7 @@ def answers(
 
     Args:
         main: What CSV has, in words.
-        page: It writes an HTML page, too.
-        out: It takes ``--out``; else that option is its own, or it has none.
-        tables: It takes ``--format``.
+        page, out, tables: Whether it writes an HTML page, takes ``--out``, and takes ``--format``.
         torch: It needs PyTorch, which is imported first, so that the user reads why nothing happens yet.
         without: Options of a model that ``given`` does not take.
         beside: What is begun while PyTorch is imported; called with the command's arguments.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from fuseplan.planner.cli.output.progress_log import ProgressLog, stderr_console
+from fuseplan.planner.cli.output.progress_log import ProgressLog
 from fuseplan.planner.cli.output.tables import fitted, left_out_line, shortened
 from fuseplan.planner.errors import ConfigError
 from fuseplan.planner.reports.document import Document, DocumentPart, Facts, Sentence, Table, apart, write_text
@@ -24,16 +24,14 @@ if TYPE_CHECKING:
 
 
 class Screen(Document):
-    """One command's output: a document whose parts are printed at once, or written at the end as a file of one format.
-
-    It shows what a job is doing, too (:class:`~fuseplan.planner.tuning.progress.Progress`).
+    """A command's output, printed at once or written at the end as a file of one format, and its progress.
 
     Args:
         style: ``"table"``, ``"csv"``, ``"markdown"``, ``"json"`` or ``"html"``.
         out: The file to write; None for the standard output.
         quiet: Only the answer, errors and warnings.
-        terminal: Where it is printed for a person, a console; None for a pipe.
-        log: What is going on, for who reads the standard error as a log; None where that is a terminal.
+        terminal: The console of a person; None for a pipe.
+        log: The standard error as a log; None where that is a terminal.
     """
 
     def __init__(
@@ -60,8 +58,6 @@ class Screen(Document):
     def has_tables(self) -> bool:
         """Whether there is anything to write at the end that took time to find."""
         return any(isinstance(part, Table) for part in self.parts)
-
-    # -- what a command says
 
     def show(self, document: Document) -> None:
         """A whole answer."""
@@ -102,14 +98,14 @@ class Screen(Document):
         """The whole answer as a page, which goes to the file, or to ``otherwise``."""
         self._page, self._out = text, self._out if self._out is not None else otherwise
 
-    # -- what it is doing
-
     @contextmanager
     def status(self, what: str) -> Iterator[Callable[[str], None]]:
         """What takes long: on a terminal a line that vanishes, in a log a line now and then."""
         log = ProgressLog(lambda line: None) if self.quiet else self.log
         if log is None:
-            with stderr_console().status(plain(what)) as shown:
+            from rich.console import Console
+
+            with Console(stderr=True, highlight=False).status(plain(what)) as shown:
                 yield shown.update
         else:
             log.phase(what)
@@ -132,8 +128,6 @@ class Screen(Document):
     def warn(self, text: str) -> None:
         """Something that makes answers doubtful."""
         typer.echo(f"plan: warning: {plain(text)}", err=True)
-
-    # -- the end
 
     def finish(self) -> None:
         """Write what was not printed yet."""
@@ -160,13 +154,10 @@ class Screen(Document):
         elif isinstance(part, Table):
             _print_table(part, self._terminal)
         else:
-            _print_sentence(part, self._terminal)
+            from rich.text import Text
 
-
-def _print_sentence(part: Sentence, terminal: Console) -> None:
-    from rich.text import Text
-
-    terminal.print(Text("\n".join(part.lines())), no_wrap=part.one_line, overflow="ellipsis" if part.one_line else None)
+            self._terminal.print(Text("\n".join(part.lines())), no_wrap=part.one_line,
+                                 overflow="ellipsis" if part.one_line else None)
 
 
 def _print_table(table: Table, terminal: Console) -> None:

@@ -21,8 +21,7 @@ from model_samples import CONFIGS
 
 import fuseplan.planner
 from fuseplan.costmodel.identity import current_identity
-from fuseplan.planner.api.many import Models, TunedMany
-from fuseplan.planner.api.regions import captured_model
+from fuseplan.planner.api.many import Models, TunedMany, captured_model
 from fuseplan.planner.cli import main
 from fuseplan.planner.errors import FuseplanError
 from fuseplan.planner.graph.dataflow import Region

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from functools import partial
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -261,8 +262,8 @@ def test_cache_is_put_back_before_it_is_full() -> None:
         past_key_values.layers[0].cumulative_length += 1
         calls.append(int(past_key_values.layers[0].cumulative_length))
 
-    forward = bench_model.Forward(call, (), {"past_key_values": cache}, decode(1, 16))
-    sample = bench_model.ForwardTimer("cpu").prepare(forward, [()])
+    forward = partial(call, past_key_values=cache)
+    sample = bench_model.ForwardTimer("cpu", decode(1, 16)).prepare(forward, [()])
     for _ in range(5):
         sample()
     # Half full is 8 of 16; whatever the speed of this machine, the cache never overflows.

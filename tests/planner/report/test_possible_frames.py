@@ -17,7 +17,7 @@ import report_samples as samples
 from database_mutations import Canary, edit_groups, edit_json, odd_values, reseal
 from frame_checks import impossible
 
-from fuseplan.planner.api.report import Report, load
+from fuseplan.planner.api.report import Report, report
 from fuseplan.planner.cli import main
 from fuseplan.planner.errors import PlanError
 from fuseplan.planner.tuning import summary
@@ -46,13 +46,13 @@ def sample(path: Path) -> Path:
 
 
 def loaded(path: Path, **options: Any) -> Report:
-    return load(str(path), device_key=samples.DEVICE, **options)
+    return report(db=str(path), device_key=samples.DEVICE, **options)
 
 
 @pytest.mark.parametrize("regime", ["graph", None])
 @pytest.mark.parametrize("device", shipped_devices())
 def test_shipped_records_say_nothing_that_cannot_be(device: str, regime: str | None, tmp_path: Path) -> None:
-    found = load(str(tmp_path / "none.db"), device_key=device, regime=regime)
+    found = report(db=str(tmp_path / "none.db"), device_key=device, regime=regime)
     assert impossible(found) == [] and (regime is not None or len(found.groups))
 
 

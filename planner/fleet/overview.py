@@ -131,7 +131,7 @@ def _without_plan(
         for name, graph in one.graphs:
             distinct = {RecordKey(key, device, one.asked.settings.regime, one.asked.settings.numerics): found
                         for key, found in unique_regions(find_regions(graph)).items()}
-            for key, lookup in store.get_plans(distinct.keys() - told).items():
+            for key, lookup in store.get_plans([key for key in distinct if key not in told]).items():
                 told.add(key)
                 if lookup.hit is None:
                     region = distinct[key][0]

@@ -17,7 +17,7 @@ from fuseplan.planner.tuning import summary as summaries
 from fuseplan.planner.tuning.miss_list import MISS_COLUMNS, Miss, logged_misses
 from fuseplan.planner.tuning.summary import RegionSummary, WorkloadSummary
 from fuseplan.planner.tuning.whole_step import StepTimes, stored_steps
-from fuseplan.search.store.record import Alternative, GroupChoice, PlanRecord, RecordKey, TuningRecord
+from fuseplan.search.store.record import ATEN, Alternative, GroupChoice, PlanRecord, RecordKey, TuningRecord
 
 if TYPE_CHECKING:
     from fuseplan.costmodel.device import DeviceSpec
@@ -114,8 +114,9 @@ def load_report(
 def group_frame(data: ReportData) -> pd.DataFrame:
     """One row per distinct group of the chosen partitions; none for a lone op that no kernel was tuned for.
 
-    ``times`` counts how often the group runs in one pass over each workload; ``speedup`` is unfused over what the plan
-    runs, so it is 1 where the answer is not to fuse; ``doubt`` is that of :func:`floor_doubt`.
+    ``times`` counts how often the group runs in one pass over each workload; ``unfused_us`` is of the run that decided
+    it, or of a library's call the sum of its ops; ``speedup`` is unfused over what the plan runs, so it is 1 where the
+    answer is not to fuse; ``doubt`` is that of :func:`floor_doubt`.
     """
     rows: dict[RecordKey, dict[str, Any]] = {}
     runs: defaultdict[RecordKey, Counter[str]] = defaultdict(Counter)
@@ -127,8 +128,8 @@ def group_frame(data: ReportData) -> pd.DataFrame:
             if record is None and group.is_plain:
                 continue
             source = "shipped" if plan.key in data.shipped or group.workload in shipped else "stored"
-            rows.setdefault(
-                key, _group_row(group, record) | {"source": source, "regime": key.regime, "key": key.workload})
+            row = _group_row(group, record, unfused_us(plan, group, region))
+            rows.setdefault(key, row | {"source": source, "regime": key.regime, "key": key.workload})
             if workload is not None and region is not None:
                 name = data.name_of(workload)
                 runs[key][name] += region.occurrences
@@ -142,12 +143,12 @@ def group_frame(data: ReportData) -> pd.DataFrame:
     return pd.DataFrame(list(rows.values()), columns=names)
 
 
-def _group_row(group: GroupChoice, record: TuningRecord | None) -> dict[str, Any]:
+def _group_row(group: GroupChoice, record: TuningRecord | None, by_ops_us: float | None) -> dict[str, Any]:
     row: dict[str, Any] = {
         "group": group.label, "ops": len(group.ops), "answer": "do not fuse" if group.is_plain else "fuse",
         "backend": "" if group.is_plain else group.implementation, "config": config_text(group.config),
         "predicted_us": group.predicted_us, "lower_bound_us": group.lower_bound_us,
-        "fused_us": None if group.is_plain else group.measured_us,
+        "fused_us": None if group.is_plain else group.measured_us, "unfused_us": by_ops_us,
     }
     if record is not None:
         row |= {
@@ -158,7 +159,7 @@ def _group_row(group: GroupChoice, record: TuningRecord | None) -> dict[str, Any
             "measured_configs": record.measured, "enumerated_configs": record.enumerated,
         }
     chosen_us = row["unfused_us"] if group.is_plain else row["fused_us"]
-    speedup = row["unfused_us"] / chosen_us if record is not None and chosen_us else None
+    speedup = row["unfused_us"] / chosen_us if row["unfused_us"] is not None and chosen_us else None
     return row | {"speedup": speedup, "doubt": floor_doubt(chosen_us, group.lower_bound_us)}
 
 
@@ -174,6 +175,19 @@ def time_of(group: GroupChoice | Alternative) -> float:
     """Microseconds, measured or else predicted, with what a group was held to take longer in its region."""
     known = group.measured_us if group.measured_us is not None else group.predicted_us
     return (known or 0.0) + group.delay_us
+
+
+def aten_times(plan: PlanRecord) -> dict[int, float]:
+    """What ATen takes for each op of a region by itself, in microseconds, by position."""
+    single: list[GroupChoice | Alternative] = [*plan.rejected, *plan.groups]
+    return {one.ops[0]: time_of(one) for one in single if len(one.ops) == 1 and one.implementation == ATEN}
+
+
+def unfused_us(plan: PlanRecord, group: GroupChoice, region: RegionSummary | None) -> float | None:
+    """What ATen takes for the ops of a group, each by itself; None where that is not known of one."""
+    alone = aten_times(plan)
+    own = [at for at in group.ops if region is None or region.kinds[at] != "view"]
+    return math.fsum(alone[at] for at in own) if set(own) <= alone.keys() else None
 
 
 def how_it_runs(group: GroupChoice) -> str:
@@ -199,7 +213,7 @@ def headline(groups: pd.DataFrame) -> str:
     if not len(groups):
         return "no group has been tuned"
     fused = int((groups["answer"] == "fuse").sum())
-    slower = int((groups["speedup"] < 1 - groups["noise"].fillna(0.0)).sum())
+    slower = int((groups["speedup"] < 1 - groups["noise"]).sum())
     below = int(groups["doubt"].notna().sum())
     words = f"; {below} measured below their floors, so the probe of these floors or a time is wrong" if below else ""
     return f"{fused} of {len(groups)} groups are fused; {slower} slower than unfused beyond noise{words}"

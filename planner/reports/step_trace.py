@@ -8,8 +8,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from fuseplan.planner.reports.frames import ReportData, config_text, how_it_runs, time_of
-from fuseplan.planner.reports.steps import Step, aten_times
+from fuseplan.planner.reports.frames import ReportData, aten_times, config_text, how_it_runs, time_of
+from fuseplan.planner.reports.steps import Step
 from fuseplan.planner.tuning.summary import RegionSummary
 from fuseplan.search.store.record import PlanRecord
 

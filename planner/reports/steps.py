@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 import pandas as pd
 
 from fuseplan.planner.module_paths import TOP, joined_places, located
-from fuseplan.planner.reports.frames import ReportData, floor_doubt, time_of
+from fuseplan.planner.reports.frames import ReportData, aten_times, floor_doubt, time_of, unfused_us
 from fuseplan.planner.tuning.summary import RegionSummary, WorkloadSummary
 from fuseplan.planner.tuning.whole_step import StepTimes, step_key
-from fuseplan.search.store.record import ATEN, Alternative, GroupChoice, PlanRecord
+from fuseplan.search.store.record import GroupChoice, PlanRecord
 
 #: Where a step's time goes.
 MATMULS, ATTENTION, FUSED, UNFUSED, BETWEEN = (
@@ -119,12 +119,11 @@ def _step(data: ReportData, workload: WorkloadSummary, planned: list[tuple[Regio
     saved: dict[str, Saved] = {}
     places: defaultdict[str, list[tuple[int, list[str]]]] = defaultdict(list)
     for region, plan in planned:
-        alone = aten_times(plan)
-        for at, time_us in alone.items():
+        for at, time_us in aten_times(plan).items():
             parts[_part_of_op(region, at)][0] += region.occurrences * time_us
         for group in plan.groups:
             parts[_part(region, group)][1] += region.occurrences * time_of(group)
-            if not group.is_plain and (one := _saved(data, region, plan, group, alone)) is not None:
+            if not group.is_plain and (one := _saved(data, region, plan, group)) is not None:
                 key = group.workload or f"{group.label} {group.implementation}"
                 known = saved.get(key)
                 places[key] += [of.part(group.ops) for of in region.places]
@@ -132,34 +131,23 @@ def _step(data: ReportData, workload: WorkloadSummary, planned: list[tuple[Regio
     placed = (replace(one, place=joined_places(places[key])) for key, one in saved.items())
     ordered = sorted(placed, key=lambda one: -one.saved_us)
     if times is not None:
-        unfused_us, planned_us = times.unfused_us, times.planned_us
+        before_us, planned_us = times.unfused_us, times.planned_us
     else:
-        unfused_us = math.fsum(region.occurrences * plan.unfused_us for region, plan in planned)
+        before_us = math.fsum(region.occurrences * plan.unfused_us for region, plan in planned)
         planned_us = math.fsum(region.occurrences * plan.planned_us for region, plan in planned)
     held = sum(region.occurrences * (len(region.kinds) - region.kinds.count("view")) for region, _ in planned)
     return Step(
-        workload, data.name_of(workload), times, unfused_us, planned_us,
+        workload, data.name_of(workload), times, before_us, planned_us,
         {part: (a, b) for part, (a, b) in parts.items()}, tuple(ordered), max(0, workload.ops - workload.views - held))
 
 
-def aten_times(plan: PlanRecord) -> dict[int, float]:
-    """What ATen takes for each op of a region by itself, in microseconds, by position."""
-    single: list[GroupChoice | Alternative] = [*plan.rejected, *plan.groups]
-    return {one.ops[0]: time_of(one) for one in single if len(one.ops) == 1 and one.implementation == ATEN}
-
-
-def _saved(
-    data: ReportData, region: RegionSummary, plan: PlanRecord, group: GroupChoice, alone: Mapping[int, float]
-) -> Saved | None:
+def _saved(data: ReportData, region: RegionSummary, plan: PlanRecord, group: GroupChoice) -> Saved | None:
     """What a group saves: by the run that decided it, else by the times of its ops."""
     record = data.record_of(plan, group)
     if record is not None and record.fused is not None:
         return Saved(group, record.label, region.occurrences, record.unfused.median_us, record.fused.median_us)
-    own = [at for at in group.ops if region.kinds[at] != "view"]
-    if not set(own) <= alone.keys():
-        return None
-    unfused_us = math.fsum(alone[at] for at in own)
-    return Saved(group, group.label, region.occurrences, unfused_us, time_of(group))
+    before_us = unfused_us(plan, group, region)
+    return None if before_us is None else Saved(group, group.label, region.occurrences, before_us, time_of(group))
 
 
 def _part_of_op(region: RegionSummary, at: int) -> str:

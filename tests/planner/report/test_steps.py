@@ -11,7 +11,7 @@ import pytest
 import report_samples as samples
 
 from fuseplan.planner.module_paths import RepeatedPaths
-from fuseplan.planner.reports import step_words, steps
+from fuseplan.planner.reports import frames, step_words, steps
 from fuseplan.planner.reports.frames import ReportData, load_report
 from fuseplan.planner.tuning import summary
 from fuseplan.planner.tuning.summary import RegionSummary
@@ -55,6 +55,13 @@ def load(tmp_path: Path) -> Load:
 
 def decode(data: ReportData) -> steps.Step:
     return next(one for one in steps.steps(data) if one.name == "decode b4")
+
+
+def test_a_librarys_call_is_compared_with_its_ops(load: Load) -> None:
+    groups = frames.group_frame(load(None)).set_index("group")
+    matmul = groups.loc[MATMUL.label]
+    assert (matmul["fused_us"], matmul["unfused_us"]) == (30.0, 40.0)
+    assert matmul["speedup"] == pytest.approx(4 / 3)
 
 
 def test_parts_add_up_by_what_is_in_them(load: Load) -> None:

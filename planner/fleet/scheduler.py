@@ -154,10 +154,8 @@ class RegionScheduler:
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
         """Until everything that was asked for is done, and what is asked for meanwhile; or until then.
 
-        Raises:
-            MachineFailureError: The scheduler is lost, or no worker is left for a device.
-            Exception: Of a task that failed for no fault of its region. What has not begun is cancelled then; what a
-                worker measures at the moment is finished and stored.
+        :class:`MachineFailureError` where the scheduler is lost, or no worker is left for a device. A task that fails
+        for no fault of its region raises: what has not begun is cancelled, what is being measured is still stored.
         """
         try:
             with self._watch.in_words():

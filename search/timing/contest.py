@@ -12,7 +12,8 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
+
+import numpy as np
 
 from fuseplan.search import policy
 from fuseplan.search.store.record import Measurement
@@ -289,13 +290,10 @@ def _common_rounds(contests: Sequence[Contest]) -> dict[str, list[list[float]]]:
     """Samples by contestant and run, of those in all runs: longer ones averaged to as many as the shortest has."""
     names = [name for name in contests[0].samples if all(name in one.samples for one in contests)]
     rounds = min(len(one.samples[name]) for one in contests for name in names)
-    return {name: [_averaged(one.samples[name], rounds) for one in contests] for name in names}
-
-
-def _averaged(values: Sequence[float], count: int) -> list[float]:
-    """``count`` means of neighbouring values."""
-    edges = [number * len(values) // count for number in range(count + 1)]
-    return [statistics.fmean(values[start:end]) for start, end in pairwise(edges)]
+    return {
+        name: [[float(part.mean()) for part in np.array_split(one.samples[name], rounds)] for one in contests]
+        for name in names
+    }
 
 
 def _turn(names: list[str], number: int) -> list[str]:
@@ -331,11 +329,8 @@ def _standard_error(values: Sequence[float]) -> float:
 
 def measurement_of(samples: Sequence[float], regime: str, rounds: int = 0, noise: float = 0.0) -> Measurement:
     """Median and interquartile range of samples in microseconds."""
-    ordered = sorted(samples)
-    if len(ordered) < 2:
-        return Measurement(ordered[0], 0.0, len(ordered), rounds, regime, noise)
-    low, _, high = statistics.quantiles(ordered, n=4, method="inclusive")
-    return Measurement(statistics.median(ordered), high - low, len(ordered), rounds, regime, noise)
+    low, median, high = map(float, np.percentile(samples, (25, 50, 75)))
+    return Measurement(median, high - low, len(samples), rounds, regime, noise)
 
 
 def screen(timer: Timer, run: Run, operands: Operands, seconds: float) -> Measurement:

@@ -189,7 +189,7 @@ class CudaGraphTimer(Timer):
 
     @staticmethod
     def _calibrate(run: Run, operands: Operands, stream: torch.cuda.Stream) -> int:
-        """Launches for a replay that is long enough, and that visits every operand set if it can."""
+        """A first guess of :meth:`_launches`, from a few calls."""
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -201,8 +201,7 @@ class CudaGraphTimer(Timer):
 
     @staticmethod
     def _launches(call_us: float, sets: int) -> int:
-        """Calls of so many microseconds in a replay that is long enough, and that visits every operand set if it can.
-        """
+        """Calls of so many us in a replay that is long enough, and that visits every operand set if it can."""
         call_us = max(call_us, 1e-3)
         visited = min(sets, math.ceil(_LONG_GRAPH_US / call_us))
         return max(visited, min(_MAX_LAUNCHES, math.ceil(_GRAPH_US / call_us)))

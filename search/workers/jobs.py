@@ -103,19 +103,15 @@ class _Desk:
     """One subject's inputs, oracle and operand sets."""
 
     def __init__(self, bench: Bench, subject: Subject) -> None:
-        self.bench = bench
-        self.subject = subject
-        self.device = bench.target.device_type
+        self.bench, self.subject, self.device = bench, subject, bench.target.device_type
+
+    @cached_property
+    def inputs(self) -> Sequence[torch.Tensor]:
+        return self.subject.make_inputs(self.bench.seed, self.device)
 
     @cached_property
     def oracle(self) -> Oracle:
-        return make_oracle(self.subject, self.bench.seed, self.device)
-
-    @property
-    def inputs(self) -> Sequence[torch.Tensor]:
-        """The oracle's inputs; where nothing was checked yet, the same made without an oracle."""
-        made = "oracle" in self.__dict__
-        return self.oracle.inputs if made else self.subject.make_inputs(self.bench.seed, self.device)
+        return make_oracle(self.subject, self.inputs)
 
     @cached_property
     def operands(self) -> Operands:
@@ -215,12 +211,12 @@ def decide_finalists(bench: Bench, subject: Subject, entrants: Sequence[Entrant]
     """
     with torch.no_grad():
         desk = _desk(bench, subject)
-        fresh = make_oracle(subject, bench.seed + 1, desk.device) if entrants else None
+        inputs = subject.make_inputs(bench.seed + 1, desk.device) if entrants else desk.inputs
+        fresh = make_oracle(subject, inputs) if entrants else desk.oracle
         runs: dict[str, Run] = {UNFUSED: desk.subject.eager}
         failed: dict[str, str] = {}
         resources: dict[str, dict[str, int]] = {}
         for entrant in entrants:
-            assert fresh is not None
             kernel = entrant.backend.load(subject.ir, entrant.config, bench.target)
             resources[entrant.name] = resource_facts(kernel.resources)
             verdict = check_result(kernel, subject, fresh, desk.device)

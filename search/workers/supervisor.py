@@ -81,29 +81,26 @@ class Turn:
 
     def __init__(self, path: str | None) -> None:
         self._file = -1
-        self.taken = False
         if path is not None:
             with contextlib.suppress(OSError):
                 self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
     def take(self) -> bool:
         """Take the turn, unless another process has it."""
-        if not self.taken and self._file >= 0:
+        if self._file >= 0:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return False
             except OSError:  # a file system without locks
                 pass
-        self.taken = True
         return True
 
     def give(self) -> None:
         """Let another process measure. Said aloud: workers forked meanwhile have the open file, too."""
-        if self.taken and self._file >= 0:
+        if self._file >= 0:
             with contextlib.suppress(OSError):
                 fcntl.flock(self._file, fcntl.LOCK_UN)
-        self.taken = False
 
 
 class Supervisor:

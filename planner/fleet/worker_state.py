@@ -74,7 +74,7 @@ _CORES_EACH = 2
 @click.option("--compilers", default=0)
 @click.option("--beside", default=0)
 async def dask_setup(worker: Worker, device: str, compilers: int, beside: int) -> None:
-    """Find out which device this process owns, and offer it, before the scheduler knows of the worker.
+    """Offer the device that this process owns, before the scheduler knows of the worker.
 
     ``compilers`` are compilers at once, 0 for one a core; ``beside`` are workers that have the same GPU and come first:
     where its memory is too small for one more, this one only captures.

@@ -58,10 +58,7 @@ _FINAL = ("authentication failed", "does not exist", "pg_hba.conf", "permission 
 
 
 def engine_of(url: sa.URL, sqlite_mode: str = "", patience_s: float = BUSY_S) -> sa.Engine:
-    """An engine; of a server always the same one. :class:`DatabaseError` where its driver is missing.
-
-    A statement waits up to ``patience_s`` seconds for what another process holds.
-    """
+    """An engine whose statements wait ``patience_s`` for what others hold; of a server always the same one."""
     file = sqlite_file(url)
     if file is None:
         if url.get_backend_name() != "sqlite":

@@ -79,10 +79,7 @@ class Lookup(Generic[R]):
 
 
 def reservations(record: TuningRecord | PlanRecord, versions: Versions | None, run: str = "") -> tuple[str, ...]:
-    """Why a record is to be measured again rather than served: in words as in :attr:`Lookup.mismatch`.
-
-    It has to agree with ``versions`` (None: any), and to be written by the tune ``run`` ("": any).
-    """
+    """Why a record is no hit, as :attr:`Lookup.mismatch`; ``versions`` None and ``run`` "" stand for any."""
     found = versions.mismatch(record.evidence.versions) if versions is not None else ()
     undecided = ("undecided",) if record.undecided else ()
     return (*found, *undecided, *(("run",) if run not in ("", record.evidence.run) else ()))
@@ -226,8 +223,7 @@ class Database:
         return self.keeps_misses and (self.mode == "write" or not (self.broken or self.url in _UNLOGGED))
 
     def log_misses(self, misses: Iterable[Missed], captures: Mapping[str, Mapping[str, Any]] | None = None) -> bool:
-        """Count look-ups that found nothing, and keep ``captures`` that belong to them, in one transaction; what came
-        least goes where there are too many.
+        """Count look-ups that found nothing, and keep ``captures`` that belong to them; of too many, the rarest go.
 
         Never raises, and never waits long for another process; False when it could not be stored.
         """
@@ -301,8 +297,7 @@ class Database:
         """What ``work`` returns, which changes the database in one transaction that holds the write lock.
 
         Where a server goes away, one who is ``patient`` waits, and ``work`` runs again, although its first run may have
-        been stored: so it must leave the same whether it ran once or twice. Drivers' errors come out as
-        :class:`DatabaseError`.
+        been stored: so it must leave the same whether it ran once or twice.
         """
         if self.mode != "write" or (engine := self.engine) is None:
             raise ReadOnlyDatabaseError(f"{self.where} was opened for reading only")
@@ -363,11 +358,7 @@ class Database:
                 self._warn(f"{self.where}: damaged row '{name}' of {table.name} ({error}); ignored")
 
     def _go_without(self, error: DatabaseError | None) -> bool:
-        """Whether from now on a server's snapshot is read in its place. One warning: of a server, and of a file that is
-        locked, one for each process.
-
-        Without an ``error`` all is said.
-        """
+        """Whether a server's snapshot is read from now on. An ``error`` of a server or a locked file is told once."""
         self.broken, engine, instead = True, None, "it"
         if self.url.get_backend_name() != "sqlite":
             engine, instead = instead_of(self.url)

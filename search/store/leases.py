@@ -43,10 +43,7 @@ _KEY = tuple(tables.LEASES.primary_key)
 
 @dataclass(frozen=True)
 class Lease:
-    """A key somebody is at work on: ``owner`` is host, process and a random part; ``taken`` is ISO 8601.
-
-    ``left_s`` are the seconds until it ends if its owner does not renew it.
-    """
+    """A key that ``owner`` is at work on since ``taken`` (ISO 8601), for ``left_s`` seconds more unless renewed."""
 
     key: RecordKey
     owner: str
@@ -55,9 +52,9 @@ class Lease:
 
 
 class Leases:
-    """The leases of one tuner. Safe from any thread; a key that is taken twice is released twice.
+    """The leases of one tuner, by default named by host, process and a random number.
 
-    ``owner`` tells tuners apart; by default host, process and a random number.
+    Safe from any thread; a key that is taken twice is released twice.
     """
 
     def __init__(self, database: Database, owner: str | None = None) -> None:
@@ -124,11 +121,8 @@ class Leases:
     def close(self) -> None:
         """Release everything, and stop renewing."""
         self._stop.set()
-        with self._lock:
-            held, self._held = list(self._held), Counter()
-        if held:
-            with contextlib.suppress(DatabaseError):
-                self._give_up(held)
+        with contextlib.suppress(DatabaseError):
+            self.release(list(self._held.elements()))
 
     def _insert(self, dialect: Any, keys: Sequence[RecordKey], connection: sa.Connection) -> set[RecordKey]:
         """Those of the keys that are free, which are this tuner's from now on."""

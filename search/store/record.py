@@ -134,9 +134,8 @@ class Evidence:
     """How a record came about.
 
     ``seed`` is that of the search and of the inputs. ``clocks_mhz`` were seen after measuring; empty where they cannot
-    be read. ``reason`` says in words why the answer is what it is. ``run`` names the tune that measured anew what was
-    stored; it is "" of any other. ``created`` is by the clock of whoever measured, which may be wrong: no verdict
-    rests on it.
+    be read. ``run`` names the tune that measured anew what was stored; it is "" of any other. ``created`` is by the
+    clock of whoever measured, which may be wrong: no verdict rests on it.
     """
 
     created: limits.Time
@@ -156,8 +155,7 @@ class Trial:
         median_us: Screening time in the regime; None when it failed, and then ``reason`` says why.
         error: Normwise relative error against float64; None when it failed before it could be checked.
         duplicate_of: Always empty; part of what is stored.
-        device_us: Screening time of the device alone, where the regime's includes the host and configurations are
-            compared.
+        device_us: Screening time of the device alone, where the regime's includes the host.
         run: As that of :class:`Evidence`.
     """
 

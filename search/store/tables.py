@@ -88,12 +88,10 @@ _FACTS_AND_REVISION = _FACTS.union_all(sa.select(sa.literal(""), REVISION.c.vers
 
 
 def open_for_writing(url: sa.URL, set_aside: int = _ATTEMPTS, patience_s: float = connections.BUSY_S) -> sa.Engine:
-    """An engine whose tables exist; :class:`DatabaseError` where that cannot be.
-
-    A statement waits up to ``patience_s`` seconds for what another process holds.
+    """An engine whose tables exist; :class:`DatabaseError` where that cannot be, or it is not ours to change.
 
     A corrupt database of ours is kept beside a fresh one, at most ``set_aside`` times, with a warning that names both
-    files. What is not ours to change is left as it is.
+    files. A statement waits up to ``patience_s`` seconds for what another process holds.
     """
     file = location.make_folder(url)
     with location.locked(file):
@@ -114,9 +112,7 @@ def open_for_writing(url: sa.URL, set_aside: int = _ATTEMPTS, patience_s: float 
 
 
 def open_for_reading(url: sa.URL, patience_s: float = connections.BUSY_S) -> sa.Engine | None:
-    """An engine that never writes, or None where there is nothing to read yet; :class:`DatabaseError` where there is
-    something that cannot be used. ``patience_s`` as of :func:`open_for_writing`.
-    """
+    """As :func:`open_for_writing`, an engine that never writes; None where there is nothing to read yet."""
     file = sqlite_file(url)
     if file is not None and not location.file_size(file):
         return None
@@ -183,9 +179,7 @@ def _create_or_upgrade(engine: sa.Engine) -> None:
 
 
 def check_schema(engine: sa.Engine) -> str | None:
-    """The revision of the tables, or None for an empty database. :class:`DatabaseError` where it cannot be read, is
-    another application's, or has another schema version.
-    """
+    """The revision of the tables, None for an empty database; :class:`DatabaseError` where it is not one of ours."""
 
     def ask() -> dict[str, str] | None:
         with connected(engine) as connection:

@@ -30,8 +30,7 @@ _AGAIN = "again"
 class Contest:
     """Paired samples of an interleaved run (``samples[name][round]`` in microseconds), and its relative A/A noise.
 
-    ``conditions`` are the runs that this one is the mean of; empty when it was timed itself. A winner may lose
-    ``max_loss`` under one of them.
+    ``conditions`` are the runs that this one is the mean of, if any. A winner may lose ``max_loss`` under one of them.
     """
 
     samples: Mapping[str, tuple[float, ...]]
@@ -95,9 +94,7 @@ class Contest:
         return faster and not self._loses(challenger, (incumbent,))
 
     def is_safer(self, one: str, other: str) -> bool:
-        """True when the most that ``one`` loses to ``other`` under any condition is less than the reverse, beyond the
-        threshold: who does not know under which of them calls are made takes that.
-        """
+        """True when ``one`` loses less to ``other`` at its worst condition than the reverse, beyond the threshold."""
         runs = self.conditions or (self,)
         at_most, reverse = (max(run.gain(b, a) for run in runs) for a, b in ((one, other), (other, one)))
         return reverse - at_most > self.threshold
@@ -160,9 +157,9 @@ class Contest:
 
 @dataclass(frozen=True)
 class Rounds:
-    """How many undisturbed rounds a run has, how often a disturbed sample is tried (one that is tried once stands), and
-    what ends a run early: asked of all rounds, after every second one, so that contestants have had as many in one
-    order as in the other.
+    """How many undisturbed rounds a run has, how often a disturbed sample is tried, and what ends a run early.
+
+    ``enough`` is asked after every second round, when contestants have had as many in one order as in the other.
     """
 
     least: int = policy.MIN_ROUNDS
@@ -180,9 +177,9 @@ def decisive(
     timer: Timer, contestants: Mapping[str, Run], operands: Operands, seconds: float, incumbent: str,
     twice: str | None = None, ordered: bool = True,
 ) -> Contest:
-    """As :func:`contest` until it is settled, repeated for longer each time while noise hides how the others compare
-    with ``incumbent``, unless calls are so long that the longer run has no more rounds. Where ``ordered``, who of
-    several is the fastest counts, too.
+    """As :func:`contest` until it is settled, repeated for longer while noise hides who is faster than ``incumbent``.
+
+    Where ``ordered``, who of several is the fastest counts, too.
     """
     found = contest(timer, contestants, operands, seconds, twice, Rounds.until_settled(incumbent, ordered))
     for factor in policy.LONGER_RUNS:
@@ -269,9 +266,7 @@ def mean_contest(first: Contest, second: Contest, max_loss: float = policy.MAX_L
 
 
 def sum_of_contests(contests: Sequence[Contest], weights: Sequence[float]) -> Contest:
-    """Runs of the same contestants on parts of a whole as one run of the whole, in which each part counts ``weights``
-    times. Its noise is that of its parts' times, which are independent.
-    """
+    """Runs of the same contestants on parts, each of which a whole has ``weights`` times, as one run of the whole."""
     if len(contests) == 1:
         return contests[0]
     samples = {

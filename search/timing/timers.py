@@ -59,16 +59,11 @@ class Timer(ABC):
         return time.perf_counter()
 
     def of_device(self) -> Timer | None:
-        """What times a kernel without the host that launches it; None where this timer does, or cannot be told apart.
-
-        Where launching takes longer than the kernel, all its configurations tie.
-        """
+        """What times a kernel without the host, whose launches may hide it; None where this timer or nothing does."""
         return None
 
     def from_memory(self, l2_bytes: int) -> Timer | None:
-        """What times calls that find nothing in a last-level cache of this size; None where configurations are not
-        compared that way.
-        """
+        """What times calls with a cold last-level cache of this size; None where nothing is compared that way."""
         return cold_timer(l2_bytes) if self.has_cold else None
 
     def disturbances(self) -> int:

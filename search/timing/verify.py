@@ -28,10 +28,7 @@ _GUARD_VALUE = 0xA5
 
 @dataclass(frozen=True)
 class CheckResult:
-    """Whether a kernel may be used, and why not.
-
-    ``error`` is the largest normwise relative one of its outputs, against float64.
-    """
+    """Whether a kernel may be used, why not, and the largest normwise relative error of its outputs against float64."""
 
     ok: bool
     reason: str

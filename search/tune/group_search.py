@@ -317,12 +317,7 @@ def screened(blank: Trial, outcome: Outcome) -> Trial:
     """The trial that a screening (:func:`fuseplan.search.workers.jobs.screen_config`) makes of an untimed one."""
     if not outcome.ok:
         return replace(blank, reason=outcome.failure)
-    found: jobs.Screened = outcome.value
-    error = min(found.verdict.error, 1e300)
-    if found.time is None:
-        return replace(blank, reason=f"wrong result: {found.verdict.reason}", error=error)
-    device_us = found.device.median_us if found.device is not None else None
-    return replace(blank, median_us=found.time.median_us, error=error, device_us=device_us)
+    return replace(blank, **vars(outcome.value))
 
 
 def _winner(standing: Sequence[jobs.Entrant], contest: Contest) -> jobs.Entrant:

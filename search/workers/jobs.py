@@ -36,7 +36,7 @@ from fuseplan.search.timing.operands import MEMORY, cache_bytes, memory_read, ro
 from fuseplan.search.timing.sequence import Parts, SharedOperands, Sides, sequence
 from fuseplan.search.timing.subject import Subject
 from fuseplan.search.timing.timers import Operands, Run, Timer
-from fuseplan.search.timing.verify import CheckResult, Oracle, check_call, check_result, make_oracle
+from fuseplan.search.timing.verify import Oracle, check_call, check_result, make_oracle
 
 #: Name of the unfused chain among the contestants.
 UNFUSED = "unfused"
@@ -67,11 +67,12 @@ class Bench:
 
 @dataclass(frozen=True)
 class Screened:
-    """A checked configuration, and its times when it is right: in the regime, and on the device if asked for."""
+    """What a :class:`Trial` says of a configuration that ran: these are fields of it."""
 
-    verdict: CheckResult
-    time: Measurement | None
-    device: Measurement | None = None
+    reason: str
+    error: float
+    median_us: float | None = None
+    device_us: float | None = None
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,7 @@ class Entrant:
 class Decision:
     """The decisive run: everyone's samples, compiled facts by name, and entrants that failed on fresh inputs.
 
-    ``device`` holds the kernels' samples on the device alone, hot and cold, where there is more to compare than the
-    regime's times: it decides between kernels.
+    ``device``, where there is one, decides between kernels: their samples on the device alone, hot and cold.
     """
 
     contest: Contest
@@ -195,20 +195,19 @@ def screen_config(
         desk = _desk(bench, subject)
         kernel = backend.load(subject.ir, config, bench.target)
         verdict = check_result(kernel, subject, desk.oracle, desk.device)
+        error = min(verdict.error, 1e300)
         if not verdict.ok:
-            return Screened(verdict, None)
+            return Screened(f"wrong result: {verdict.reason}", error)
         run = fused_call(kernel, subject.ir)
         alone = bench.timer.of_device() if on_device else None
         # Where times depend much on the configuration, many are screened, and less tells them apart.
         seconds = bench.screen_s if backend.likeness(subject.ir) is None else bench.screen_s / 2
-        device = None if alone is None else screen(alone, run, desk.operands, seconds)
-        return Screened(verdict, screen(bench.timer, run, desk.operands, seconds), device)
+        device_us = None if alone is None else screen(alone, run, desk.operands, seconds).median_us
+        return Screened("", error, screen(bench.timer, run, desk.operands, seconds).median_us, device_us)
 
 
 def decide_finalists(bench: Bench, subject: Subject, entrants: Sequence[Entrant]) -> Decision:
-    """Check every entrant once more on fresh inputs, then time them and the unfused chain in interleaved rounds. A
-    second copy of the first entrant shows the noise.
-    """
+    """Check every entrant on fresh inputs, then time them, the first one twice, and the unfused chain in one run."""
     with torch.no_grad():
         desk = _desk(bench, subject)
         inputs = subject.make_inputs(bench.seed + 1, desk.device) if entrants else desk.inputs
@@ -272,8 +271,7 @@ def decide_sides(bench: Bench, parts: Parts, sides: Sides, kept: Collection[str]
 def _launched_and_alone(bench: Bench, runs: Mapping[str, Run], operands: Operands, incumbent: str) -> Contest:
     """A run in the regime and, where the host launches, one on the device alone; who wins is best in both together.
 
-    A host that is slower than the device hides in launched times what kernels take. A CUDA graph, or a larger input,
-    shows it. What no graph can record is judged as launched.
+    A host that is slower than the device hides what kernels take. What no graph can record is judged as launched.
     """
     launched, alone = decisive(bench.timer, runs, operands, bench.decide_s, incumbent), bench.timer.of_device()
     if alone is None:

@@ -24,15 +24,7 @@ from fuseplan.kernels.ir.backend import Config
 from fuseplan.planner.errors import PlanError
 from fuseplan.planner.fleet import cluster, worker_state
 from fuseplan.planner.fleet.cluster import Watch, device_workers, devices_here, workers_of
-from fuseplan.planner.fleet.terms import (
-    RegionOutcome,
-    RegionTask,
-    Terms,
-    capturing,
-    device_of,
-    measuring,
-    preparing,
-)
+from fuseplan.planner.fleet.terms import RegionOutcome, RegionTask, Terms, capturing, device_of, measuring, preparing
 from fuseplan.search.tune.resources import Alike
 
 #: Regions that a worker has: the one that it tunes, those whose kernels are compiled meanwhile, and one to be

@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
-from typing import Annotated, TypeAlias
+from typing import Annotated, ClassVar, TypeAlias
 
 from fuseplan.costmodel.devices import is_gpu
 from fuseplan.costmodel.work import Work
@@ -30,8 +30,6 @@ _CLOCKS_S = 300.0
 ATEN = "aten"
 #: Name of the implementation that has TorchInductor compile several ops.
 INDUCTOR = "inductor"
-#: How the reason of a trial begins that failed before it was a kernel.
-DOES_NOT_COMPILE = "does not compile"
 #: A configuration by parameter name.
 _Config: TypeAlias = Mapping[limits.Word, limits.ParameterValue | limits.Word]
 
@@ -169,11 +167,12 @@ class Trial:
     created: limits.Time = ""
     device_us: limits.Amount | None = None
     run: limits.Word = ""
+    #: How the reason of one begins that failed before it was a kernel.
+    UNCOMPILED: ClassVar[str] = "does not compile"
 
     @property
     def uncompiled(self) -> bool:
-        """True where it failed before it was a kernel."""
-        return self.reason.startswith(DOES_NOT_COMPILE)
+        return self.reason.startswith(self.UNCOMPILED)
 
 
 @dataclass(frozen=True)

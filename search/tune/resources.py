@@ -30,11 +30,6 @@ TunePhase = Literal["open", "compile", "screen", "decide", "done", "play off", "
 #: Name of a back end, and what its kernels that are alike have in common.
 Alike: TypeAlias = tuple[str, Hashable]
 
-#: What a tune's wall time is spent on (:class:`~fuseplan.search.tune.time_account.TimeAccount`).
-COMPILING, OPENING, TIMING_OPS = "waiting for compilers", "making references", "timing unfused ops"
-SCREENING, DECIDING, PLAYING_OFF, STORING = "screening", "deciding", "playing off", "storing"
-TIMING_STEPS = "timing whole steps"
-
 
 @dataclass(frozen=True)
 class ProgressEvent:
@@ -190,7 +185,7 @@ class TuningResources:
         return result
 
     def _release(self) -> None:
-        with self.account.spend(OPENING):
+        with self.account.spend("making references"):
             self.executor.call(jobs.release, limit_s=self.budget.job_limit_s).checked()
 
     def later(
@@ -215,7 +210,7 @@ class TuningResources:
         while left:
             # Until something has compiled, all of them tell whether one that has not is at fault itself.
             several = 1 if self.target.is_gpu and self.compiles.is_set() else left
-            with self.account.spend(COMPILING):
+            with self.account.spend("waiting for compilers"):
                 if outcomes is None:
                     limit_s = self.budget.job_limit_s + COMPILE_LIMIT_S
                     outcomes = self.executor.map(jobs.prepare, arguments, limit_s=limit_s)
@@ -241,7 +236,7 @@ class TuningResources:
         """Store a finished trial at once, unless it did not compile and nothing else has."""
         if trial.uncompiled and not self.compiles.is_set():
             return
-        with self.account.spend(STORING):
+        with self.account.spend("storing"):
             self.database.log_trial(replace(trial, run=self.run), self.versions)
 
 

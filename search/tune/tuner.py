@@ -28,17 +28,7 @@ from fuseplan.search.timing.sequence import Parts, Sides
 from fuseplan.search.timing.subject import Subject
 from fuseplan.search.timing.timers import Timer, timer_for
 from fuseplan.search.tune.group_search import GroupSearch, screened
-from fuseplan.search.tune.resources import (
-    PLAYING_OFF,
-    SCREENING,
-    STORING,
-    TIMING_OPS,
-    TIMING_STEPS,
-    Alike,
-    Budget,
-    ProgressEvent,
-    TuningResources,
-)
+from fuseplan.search.tune.resources import Alike, Budget, ProgressEvent, TuningResources
 from fuseplan.search.tune.study import Studies
 from fuseplan.search.tune.time_account import TimeAccount
 from fuseplan.search.workers import jobs
@@ -145,7 +135,7 @@ class Tuner:
                 self._searched.add(key)
             run = GroupSearch(self._resources_for(minor), subject, key, hints)
             record = self._resources.released(run.execute)
-            with self.account.spend(STORING):
+            with self.account.spend("storing"):
                 self.database.put_record(record)
                 if self.studies is not None:
                     self.studies.add(record, run.trials, run.on_device)
@@ -181,7 +171,7 @@ class Tuner:
             return next((one.contest.time(jobs.UNFUSED) for one in self._contests.get(subject.key, ())), None)
 
         def find() -> Measurement:
-            outcome = self._resources.call(TIMING_OPS, jobs.time_unfused, subject, of=[subject])
+            outcome = self._resources.call("timing unfused ops", jobs.time_unfused, subject, of=[subject])
             if not outcome.ok:
                 raise SubjectError(f"{subject.label}: cannot be timed: {outcome.failure}")
             found: Measurement = outcome.value
@@ -201,7 +191,7 @@ class Tuner:
         for one in known:
             if calls.keys() <= one.contest.samples.keys() | one.failed.keys():
                 return lambda: one
-        run = self._resources.later(PLAYING_OFF, jobs.contest_calls, plain, dict(calls), ops, of=[plain])
+        run = self._resources.later("playing off", jobs.contest_calls, plain, dict(calls), ops, of=[plain])
 
         def result() -> jobs.Calls | None:
             found: jobs.Calls | None = run().value
@@ -235,7 +225,7 @@ class Tuner:
         for (subject, record), refusal in zip(kernels, refusals, strict=True):
             outcome = next(compiled) if refusal is None else Outcome(failure=refusal)
             if outcome.ok:
-                screen = partial(self._resources.call, SCREENING, jobs.screen_config, of=[subject])
+                screen = partial(self._resources.call, "screening", jobs.screen_config, of=[subject])
                 outcome = self._resources.released(partial(screen, subject, backends[record.backend], record.config))
             found.append(screened(Trial(record.key, record.backend, record.config, created=now()), outcome))
         return found
@@ -254,7 +244,7 @@ class Tuner:
         if self._resources.progress is not None and parts:
             label = next(iter(parts.values())).subject.label
             self._resources.progress(ProgressEvent(label, 0, len(parts), math.inf, "play off"))
-        job = PLAYING_OFF, jobs.decide_sides, dict(parts), dict(sides), frozenset(kept)
+        job = "playing off", jobs.decide_sides, dict(parts), dict(sides), frozenset(kept)
         called = [parts[name].subject for names in sides.values() for name in names]  # by one call of every side
         run = self._resources.later(*job, of=called) if spare else partial(self._resources.call, *job, of=called)
         return lambda: run().value
@@ -262,7 +252,7 @@ class Tuner:
     def time_sides(self, parts: Parts, sides: Sides, kept: Collection[str]) -> Outcome:
         """As :meth:`play_off`, once, to know the times alone: a :class:`Contest`, or why there is none."""
         return self._resources.call(
-            TIMING_STEPS, jobs.time_sides, dict(parts), dict(sides), frozenset(kept),
+            "timing whole steps", jobs.time_sides, dict(parts), dict(sides), frozenset(kept),
             of=[parts[name].subject for names in sides.values() for name in names])
 
     @property

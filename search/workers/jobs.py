@@ -23,15 +23,7 @@ from fuseplan.kernels.native.overlap import span_bytes
 from fuseplan.search import policy
 from fuseplan.search.errors import OWN_FAULTS
 from fuseplan.search.store.record import Measurement
-from fuseplan.search.timing.contest import (
-    Contest,
-    Rounds,
-    contest,
-    decisive,
-    mean_contest,
-    middle_of_three,
-    screen,
-)
+from fuseplan.search.timing.contest import Contest, Rounds, contest, decisive, mean_contest, middle_of_three, screen
 from fuseplan.search.timing.operands import MEMORY, cache_bytes, memory_read, rotating_operands
 from fuseplan.search.timing.sequence import Parts, SharedOperands, Sides, sequence
 from fuseplan.search.timing.subject import Subject

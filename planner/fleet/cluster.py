@@ -29,12 +29,10 @@ from fuseplan.search.workers.worker import usable_cores
 
 LOCAL = "local"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-#: What is done beside a measurement has threads and processes of its own. Dask steals only what is more than a worker
-#: has threads for.
+#: What is done beside a measurement has threads of its own, and Dask steals only what a worker has no thread for.
 _THREADS = 1
 _PRELOAD = "fuseplan.planner.fleet.worker_state"
-#: Workers that share a GPU: while one plans and compiles, another measures, of all of them one at a time. Each needs so
-#: many cores.
+#: Workers that share a GPU, of which one measures while the others plan and compile, and cores that each needs.
 _SHARE_A_GPU, _CORES_A_WORKER = 3, 4
 #: A region may cost so many workers before it is held to be at fault itself.
 _LOST_WORKERS = 4
@@ -93,8 +91,7 @@ def connected(workers: str, kind: str) -> Iterator[Client]:
     """
     with ExitStack() as stack:
         if workers == LOCAL:
-            # A scheduler in this process, and a worker for each device of this host; whoever has not their key is
-            # refused.
+            # A scheduler in this process, and a worker for each device of this host; only their key opens them.
             common = {"host": "127.0.0.1", "security": own_security()}
             scheduler = {"cls": Scheduler, "options": {
                 "port": 0, "dashboard": False, "dashboard_address": "127.0.0.1:0", **common,

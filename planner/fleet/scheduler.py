@@ -180,8 +180,7 @@ class RegionScheduler:
             most = max(1.0, offered[resource]) * (AHEAD if device_of(resource) else 1)
             under_way = [job for _, job in self._coming.values() if job.resource == resource]
             while waiting and len(under_way) < most:
-                # The longest, but rather one that has no part in common with those under way: a worker would wait for
-                # another's part, which is measured once.
+                # Of two regions with a common part, which is measured once, one worker would wait for the other.
                 parts = {part for job in under_way for part in job.parts}
                 job = min([one for one in waiting if parts.isdisjoint(one.parts)] or waiting, key=lambda one: one.order)
                 waiting.remove(job)

@@ -62,8 +62,9 @@ def loads(cls: type[T], text: str) -> T:
 
 def from_data(cls: type[T], data: Any) -> T:
     """The ``cls`` that parsed JSON describes; :class:`RecordError` where a field is missing, unknown or impossible."""
+    kind: Any = cls
     try:
-        value: T = _decoder(cls)(data)
+        value: T = _decoder(kind)(data)
     except ValueError as error:
         raise RecordError(plain(str(_inside(cls.__name__, error)))) from None
     return value

@@ -31,8 +31,7 @@ _AWAITED: set[str] = set()
 FIXED = "immutable=1"
 #: Seconds that a statement waits for what another process holds.
 BUSY_S = 30.0
-#: How often a transaction runs again that another one was in the way of, and the longest pause before the first time,
-#: in seconds: each pause is a random part of it, and it doubles.
+#: How often a transaction runs again that another was in the way of, after a random part of so many seconds, doubled.
 _TRIES, _JITTER_S = 5, 0.1
 #: Seconds between attempts to reach a server that is away: at first, and at most.
 _PAUSE_S = (0.1, 5.0)

@@ -29,8 +29,7 @@ from fuseplan.search.store.snapshot import instead_of
 
 T = TypeVar("T")
 OpenMode = Literal["write", "inspect", "read"]
-#: Servers and locked files that dispatch has said it goes on without, and until when no graph that is compiled asks for
-#: one again.
+#: Servers and locked files that dispatch has said it goes on without, and until when no graph asks for one again.
 _AWAY: dict[URL, float] = {}
 AWAY_S = 60.0
 #: What this process has opened for writing.
@@ -38,8 +37,7 @@ _REACHED: set[URL] = set()
 #: Servers where the role of this process may not log misses, and those where it may not drop any.
 _UNLOGGED: set[URL] = set()
 _UNTRIMMED: set[URL] = set()
-#: Seconds that a model which is being compiled waits for what another process holds: to look its plans up, and to log
-#: what it missed.
+#: Seconds that compiling a model waits for what another process holds: to look plans up, and to log what was missed.
 _LOOKUP_S, _PATIENCE_S = 2.0, 0.5
 #: Keys of one statement: old releases of SQLite take 999 parameters.
 _BATCH = 500
@@ -277,12 +275,7 @@ class Database:
         """Delete logged misses, and captures that belonged to them."""
         gone = [tables.MISSES.delete().where(rows.same_key(tables.MISSES, key)) for key in keys]
         gone += [tables.CAPTURES.delete().where(tables.CAPTURES.c.name == name) for name in captures]
-
-        def forget(connection: Connection) -> None:
-            for statement in gone:
-                connection.execute(statement)
-
-        self.change(forget)
+        self.change(lambda connection: [connection.execute(one) for one in gone])
 
     def capture_names(self, prefix: str) -> set[str]:
         """Names of the captures that start with ``prefix``, unread."""

@@ -22,7 +22,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
-from sqlalchemy.dialects import postgresql, sqlite
 
 from fuseplan.search.errors import DatabaseError, UnreachableDatabaseError
 from fuseplan.search.store import rows, tables
@@ -37,7 +36,6 @@ LASTS_S = 30.0
 RENEWED_S = 5.0
 #: Seconds between looks at what somebody else is at work on.
 POLL_S = 0.25
-_DIALECTS = {"sqlite": sqlite, "postgresql": postgresql}
 _KEY = tuple(tables.LEASES.primary_key)
 
 
@@ -69,7 +67,7 @@ class Leases:
         """Those of ``keys`` that nobody else is at work on; from now on this tuner is."""
         # Two that lock rows in different orders wait for each other.
         wanted = sorted(set(keys), key=astuple)
-        dialect = _DIALECTS.get(self._database.url.get_backend_name())
+        dialect = tables.DIALECTS.get(self._database.url.get_backend_name())
         with self._lock:
             taken = {key for key in wanted if self._held[key]}
             if new := [key for key in wanted if key not in taken]:
@@ -88,7 +86,7 @@ class Leases:
             self._held.subtract(keys)
             gone = [key for key, count in self._held.items() if count <= 0]
             self._held = +self._held
-            if gone and self._database.url.get_backend_name() in _DIALECTS:
+            if gone and self._database.url.get_backend_name() in tables.DIALECTS:
                 self._give_up(gone)
 
     @contextlib.contextmanager
@@ -181,7 +179,7 @@ def clock(connection: sa.Connection) -> sa.ColumnElement[float]:
 
 def clock_s(connection: sa.Connection) -> float:
     """What :func:`clock` says; this machine's clock on a database that has none."""
-    if connection.dialect.name not in _DIALECTS:
+    if connection.dialect.name not in tables.DIALECTS:
         return time.time()
     return float(connection.execute(sa.select(clock(connection))).scalar_one())
 

@@ -17,6 +17,8 @@ from fuseplan.search.store.connections import connected, database_error, insist,
 from fuseplan.search.store.location import location_name, sqlite_file
 from fuseplan.search.store.record import SCHEMA_VERSION, now
 
+#: Dialects that have INSERT ... ON CONFLICT.
+DIALECTS = {"sqlite": sqlite, "postgresql": postgresql}
 METADATA = sa.MetaData()
 #: How often a corrupt file is replaced before giving up.
 _ATTEMPTS = 3
@@ -54,8 +56,7 @@ MISSES = sa.Table(
     "misses", METADATA, _key("workload"), _key("device"), _key("regime"), _key("numerics"),
     _text("label"), _text("payload"), _text("first_seen"), sa.Column("count", sa.Integer, nullable=False, default=1),
 )
-#: Keys that a tuner is at work on: by whom, and until when unless it says more (seconds since 1970 by this database's
-#: clock).
+#: Keys that a tuner is at work on: by whom, and until when unless renewed (seconds since 1970 by the database's clock).
 LEASES = sa.Table(
     "leases", METADATA, _key("workload"), _key("device"), _key("regime"), _key("numerics"),
     sa.Column("owner", sa.String(255), nullable=False), sa.Column("expires", sa.Float, nullable=False), _text("taken"),
@@ -227,7 +228,7 @@ def upsert(
     keys = [column.name for column in table.primary_key]
     if changes is None:
         changes = {name: value for name, value in row.items() if name not in keys}
-    if dialect := {"sqlite": sqlite, "postgresql": postgresql}.get(connection.dialect.name):
+    if dialect := DIALECTS.get(connection.dialect.name):
         insert = dialect.insert(table).values(**row)
         connection.execute(insert.on_conflict_do_update(index_elements=keys, set_=dict(changes)))
         return

@@ -233,8 +233,7 @@ class ColdTimer(Timer):
         quickest_us = max(min(self._times_us(run, operands, 2)), 1.0)
         calls = max(_MIN_COLD_CALLS, min(_MAX_COLD_CALLS, math.ceil(_COLD_SAMPLE_US / quickest_us)))
         self._times_us(run, operands, calls)  # so that the blocks of a sample's results are there
-        # Cold calls of one kernel often fall into two clusters. The median of a few jumps between them; their mean does
-        # not. It leaves out the least and the largest.
+        # Cold calls often fall into two clusters. A median of few jumps between them; a mean without extremes does not.
         return lambda: statistics.fmean(sorted(self._times_us(run, operands, calls))[1:-1])
 
     def _times_us(self, run: Run, operands: Operands, calls: int) -> list[float]:

@@ -212,8 +212,7 @@ class GroupSearch:
             else:
                 suggested = [space.nearest(config) for config in backend.suggestions(ir, resources.target)]
                 winners = [space.nearest(record.config) for record in neighbours if record.backend == backend.name]
-                # Where neighbours won most often, the earlier neighbour among equals; with all of them there would be
-                # no trials left to search with.
+                # Where neighbours won most often; with all of them there would be no trials left to search with.
                 often = [position for position, _ in Counter(winners).most_common()]
                 first = list(dict.fromkeys([*suggested, *often]))[: max(1, share // 3)]
             entries.append(_Entry(backend, space, Strategy(space, share, seed, first)))

@@ -59,7 +59,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class Screened:
-    """What a :class:`Trial` says of a configuration that ran: these are fields of it."""
+    """A configuration that ran, checked, and timed if it is right: fields of the same names as a trial's."""
 
     reason: str
     error: float

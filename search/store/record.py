@@ -162,7 +162,7 @@ class Trial:
     config: _Config
     median_us: limits.Measured | None = None
     reason: str = ""
-    error: limits.Amount | None = None
+    error: limits.Error | None = None
     duplicate_of: str = ""
     created: limits.Time = ""
     device_us: limits.Amount | None = None
@@ -227,8 +227,8 @@ class TuningRecord:
     gain: limits.Signed
     default_gain: limits.Signed
     threshold: limits.Amount
-    error: limits.Amount
-    eager_error: limits.Amount
+    error: limits.Error
+    eager_error: limits.Error
     finalists: tuple[Finalist, ...]
     rejected: tuple[Rejection, ...]
     refusals: Mapping[limits.Word, str]

@@ -22,6 +22,7 @@ from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.kernels.native.overlap import span_bytes
 from fuseplan.search import policy
 from fuseplan.search.errors import OWN_FAULTS
+from fuseplan.search.store.limits import WORST_ERROR
 from fuseplan.search.store.record import Measurement
 from fuseplan.search.timing.contest import Contest, Rounds, contest, decisive, mean_contest, middle_of_three, screen
 from fuseplan.search.timing.operands import MEMORY, cache_bytes, memory_read, rotating_operands
@@ -187,7 +188,7 @@ def screen_config(
         desk = _desk(bench, subject)
         kernel = backend.load(subject.ir, config, bench.target)
         verdict = check_result(kernel, subject, desk.oracle, desk.device)
-        error = min(verdict.error, 1e300)
+        error = min(verdict.error, WORST_ERROR)
         if not verdict.ok:
             return Screened(f"wrong result: {verdict.reason}", error)
         run = fused_call(kernel, subject.ir)
@@ -202,8 +203,7 @@ def decide_finalists(bench: Bench, subject: Subject, entrants: Sequence[Entrant]
     """Check every entrant on fresh inputs, then time them, the first one twice, and the unfused chain in one run."""
     with torch.no_grad():
         desk = _desk(bench, subject)
-        inputs = subject.make_inputs(bench.seed + 1, desk.device) if entrants else desk.inputs
-        fresh = make_oracle(subject, inputs) if entrants else desk.oracle
+        fresh = make_oracle(subject, subject.make_inputs(bench.seed + 1, desk.device)) if entrants else desk.oracle
         runs: dict[str, Run] = {UNFUSED: desk.subject.eager}
         failed: dict[str, str] = {}
         resources: dict[str, dict[str, int]] = {}
@@ -221,7 +221,7 @@ def decide_finalists(bench: Bench, subject: Subject, entrants: Sequence[Entrant]
         result = decisive(bench.timer, runs, desk.operands, bench.decide_s, UNFUSED, twice, ordered)
         clocks = clocks_mhz(desk.device)
         device = _between_kernels(bench, result, kernels, desk.operands, twice)
-        return Decision(result, failed, resources, min(desk.oracle.eager_error, 1e300), clocks, device)
+        return Decision(result, failed, resources, min(desk.oracle.eager_error, WORST_ERROR), clocks, device)
 
 
 def _between_kernels(

@@ -106,7 +106,6 @@ class TuningResources:
     run: str = ""
     compiles: threading.Event = field(default_factory=threading.Event)
     spaces: dict[tuple[str, KernelIR], Space] = field(default_factory=dict)
-    refusals: dict[tuple[str, KernelIR], str | None] = field(default_factory=dict)
     #: By back end and likeness of the kernels: configurations of one that was searched, fastest first.
     rankings: dict[Alike, list[Config]] = field(default_factory=dict)
     #: By the same, the key of the first subject that was sent to the compilers.
@@ -121,12 +120,8 @@ class TuningResources:
         """Why a back end cannot take part, or None."""
         if backend.device_type != self.target.device_type:
             return f"is for {backend.device_type}, not {self.target.device_type}"
-        if (reason := backend.unavailable()) is not None:
-            return reason
-        key = (backend.name, subject.ir)
-        if key not in self.refusals:
-            self.refusals[key] = backend.refuse(subject.ir, self.target)
-        return self.refusals[key]
+        reason = backend.unavailable()
+        return backend.refuse(subject.ir, self.target) if reason is None else reason
 
     def space(self, backend: Backend, ir: KernelIR) -> Space:
         """The feasible configurations, enumerated once: on a GPU that takes longer than to measure one of them."""

@@ -21,11 +21,7 @@ _PACKAGES = tuple(str(Path(__file__).parents[1] / name) for name in ("planner", 
 
 
 class OwnFaults:
-    """The faults of our own code that a wide ``except`` caught.
-
-    A wide ``except`` is for what the machine, another library or a user's code raises. Where our own code is wrong, a
-    user is still served; a test must fail (``raised``).
-    """
+    """Faults of our own code that a wide ``except`` caught: a user is still served, a test must fail (``raised``)."""
 
     def __init__(self) -> None:
         self.raised = False
@@ -44,11 +40,8 @@ class OwnFaults:
 
 
 def _raised_at(error: BaseException) -> str | None:
-    """File and line of our own code that raised an error; None where another's did.
-
-    Planning asks often: traceback.extract_tb() would look at the source file of every frame.
-    """
-    last = error.__traceback__
+    """File and line of our own code that raised an error; None where another's did."""
+    last = error.__traceback__  # asked often: traceback.extract_tb() would look at the source file of every frame
     while last is not None and last.tb_next is not None:
         last = last.tb_next
     if last is None or not last.tb_frame.f_code.co_filename.startswith(_PACKAGES):
@@ -71,11 +64,7 @@ class Command(Argument):
 
 
 class SpelledError(Exception):
-    """An error whose message may name arguments and commands.
-
-    With ``values`` the message is a template for :meth:`str.format`; those that are an :class:`Argument` are spelled by
-    whoever shows the error.
-    """
+    """An error whose message is a template for its ``values``, where it has any; whoever shows it spells arguments."""
 
     def __init__(self, message: str, *values: object) -> None:
         super().__init__(message, *values)
@@ -124,9 +113,7 @@ class UnreachableDatabaseError(DatabaseError):
 
 
 class BusyDatabaseError(UnreachableDatabaseError):
-    """Others hold what was asked for: ``at_once`` where one of two that waited for each other was ended for the other,
-    else a wait that took too long.
-    """
+    """Others held what was asked for too long; ``at_once``: one of two that waited for each other was ended."""
 
 
 class StudyError(SearchError):

@@ -11,8 +11,7 @@ from fuseplan.costmodel.devices import ByDevice
 
 #: A gain below this is never worth a change of plan.
 MIN_GAIN = 0.01
-#: Up to this noise, a gain that is within the noise says that the two are alike. Where the noise is larger, it says
-#: nothing.
+#: Up to this noise, a gain that is within the noise says that the two are alike; within a larger one, nothing.
 MAX_NOISE = 0.2
 #: What the call of a library has to gain on ATen's op, and the kernel of one op by device. Two runs of one pair differ
 #: by almost as much, with where their results lie in memory; those of short ops on CPUs by more.
@@ -53,8 +52,7 @@ LONGER_RUNS = (2, 4)
 ROUNDS_PATIENCE = 4
 #: How often a sample of a round is repeated while something disturbs it.
 SAMPLE_TRIES = 5
-#: Undisturbed samples that end a screening, those that it needs at least, and how many times longer than planned to
-#: wait for them: a second for 80 ms.
+#: Undisturbed samples that end a screening, that it needs at least, and how much longer than planned it waits for them.
 SCREEN_SAMPLES, SCREEN_LEAST, SCREEN_PATIENCE = 7, 3, 12
 #: Rounds of whole steps at least. They go on until the gains of all but a tenth at each end lie within this of each
 #: other, or for so many seconds.
@@ -111,8 +109,8 @@ LEFT_TO_ATEN_SHARE = 0.02
 #: sizes: tensor cores wait for single elements (cuBLAS on H200, results/nvidia-h200/any-model.md: 50257 columns 7.7
 #: times, 30522 columns 2.8, an inner dimension of 196 1.55).
 UNALIGNED_FACTORS = {1: 7.0, 2: 2.5, 4: 1.5}
-#: How many times longer PyTorch's matmul of few rows takes on a CPU than ours, where nothing was measured (the least of
-#: results/amd-epyc-family-26-model-2/few-rows.md).
+#: How many times longer PyTorch's matmul of few rows takes on a CPU than ours, where nothing was measured: the least of
+#: results/amd-epyc-family-26-model-2/few-rows.md.
 FEW_ROWS_FACTOR = 1.15
 #: What TorchInductor's code should gain by the cost model to run a region that nothing was measured of.
 PREDICTED_INDUCTOR_GAIN = 0.1
@@ -120,15 +118,13 @@ PREDICTED_INDUCTOR_GAIN = 0.1
 #: it. Of a larger one only two of each kind do: compiling all takes minutes, and layers of several kinds, which occur
 #: differently often, then count too little or too much.
 OPS_OF_ALL_LAYERS = 600
-#: Ops of a step, without repeated layers, up to which TorchInductor is asked for its code of all of it: more take
-#: minutes to compile.
+#: Ops of a step, without repeated layers, up to which TorchInductor compiles all of it: more take minutes.
 MOST_OPS_OF_A_STEP = 1500
 #: Seconds after which dispatch begins no further run of a region that was missed (``on_miss="measure"``).
 MEASURED_ON_MISS_S = 5.0
 #: Seconds that a plain region may take to be run again and again.
 LONG_REGION_S = 0.2
-#: Kernels to compile from which worker processes are started for them: they import for about as long as this process
-#: takes for so many.
+#: Kernels from which worker processes are started to compile them: they import for as long as so many take here.
 KERNELS_FOR_WORKERS = 8
 #: Threads in which a process compiles GPU kernels: Triton holds Python's lock, and ptxas does not. Eight take longer
 #: (DLRM's first call, results/nvidia-h200/any-model.md).

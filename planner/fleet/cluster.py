@@ -29,12 +29,10 @@ from fuseplan.search.workers.worker import usable_cores
 
 LOCAL = "local"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-#: What is done beside a measurement has threads and processes of its own. Dask steals only what is more than a worker
-#: has threads for.
+#: What is done beside a measurement has threads of its own, and Dask steals only what a worker has no thread for.
 _THREADS = 1
 _PRELOAD = "fuseplan.planner.fleet.worker_state"
-#: Workers that share a GPU: while one plans and compiles, another measures, of all of them one at a time. Each needs so
-#: many cores.
+#: Workers that share a GPU, of which one measures while the others plan and compile, and cores that each needs.
 _SHARE_A_GPU, _CORES_A_WORKER = 3, 4
 #: A region may cost so many workers before it is held to be at fault itself.
 _LOST_WORKERS = 4
@@ -89,14 +87,11 @@ def devices_here(client: Client, kind: str) -> int:
 def connected(workers: str, kind: str) -> Iterator[Client]:
     """A client of the scheduler at this address, or of workers that live here as long as the context (``local``).
 
-    Raises:
-        DeviceError: No scheduler answers, none of its workers owns such a device, or there is none here.
-        ConfigError: ``cryptography`` is not installed.
+    :class:`DeviceError` where no scheduler answers, or nobody owns such a device.
     """
     with ExitStack() as stack:
         if workers == LOCAL:
-            # A scheduler in this process, and a worker for each device of this host; whoever has not their key is
-            # refused.
+            # A scheduler in this process, and a worker for each device of this host; only their key opens them.
             common = {"host": "127.0.0.1", "security": own_security()}
             scheduler = {"cls": Scheduler, "options": {
                 "port": 0, "dashboard": False, "dashboard_address": "127.0.0.1:0", **common,
@@ -120,12 +115,7 @@ def connected(workers: str, kind: str) -> Iterator[Client]:
 
 
 def scheduler_client(address: str) -> Client:
-    """A client of the scheduler at this address. Warns of one that anybody can command.
-
-    Raises:
-        DeviceError: None answers.
-        ConfigError: Its address does not go with the settings for TLS.
-    """
+    """A client of the scheduler at this address; :class:`DeviceError` where none answers. Warns of an open one."""
     for name in ("distributed.comm", "distributed.client"):  # what they say is said here in one line
         logging.getLogger(name).setLevel(logging.CRITICAL)
     security = security_for(address)
@@ -142,12 +132,19 @@ def scheduler_client(address: str) -> Client:
 
 
 def nannies(kind: str, **options: Any) -> list[dict[str, Any]]:
-    """How the nannies of this host's devices are started: one for the CPU, a few a GPU, which is all that their workers
-    see.
+    """Arguments of the nannies of this host's devices: one for the CPU, a few a GPU; their workers see that alone.
+
+    :class:`DeviceError` where PyTorch sees no GPU. None of them is touched.
     """
     places: list[tuple[dict[str, str], int]] = [({}, 0)]
     if not is_cpu(kind):
-        gpus = visible_gpus()
+        import torch
+
+        if not (count := torch.cuda.device_count()):
+            raise DeviceError("PyTorch sees no CUDA GPU on this host; use {} cpu, or check with nvidia-smi",
+                              Argument("device"))
+        # What the variable says here: numbers, or names where it has names; all numbers where it is not set.
+        gpus = list(map(str, torch.cuda._parse_visible_devices()[:count]))
         each = max(1, min(_SHARE_A_GPU, usable_cores() // len(gpus) // _CORES_A_WORKER))
         places = [({_VISIBLE: gpu}, number) for gpu in gpus for number in range(each)]
     compilers = max(1, usable_cores() // len(places))
@@ -161,27 +158,8 @@ def nannies(kind: str, **options: Any) -> list[dict[str, Any]]:
     ]
 
 
-def visible_gpus() -> list[str]:
-    """What ``CUDA_VISIBLE_DEVICES`` has to say for each GPU that this process sees; none of them is touched.
-
-    Raises:
-        DeviceError: It sees none.
-    """
-    import torch
-
-    count = torch.cuda.device_count()
-    if not count:
-        raise DeviceError("PyTorch sees no CUDA GPU on this host; use {} cpu, or check with nvidia-smi",
-                          Argument("device"))
-    # What the variable says here, as PyTorch reads it: numbers, or names where it has names; all numbers without it.
-    return list(map(str, torch.cuda._parse_visible_devices()[:count]))
-
-
 async def serve(address: str, kind: str, host: str) -> None:
-    """Be this host's part of a fleet until the process is interrupted. A scheduler that goes away is waited for.
-
-    ``host`` is where nannies and workers listen, and nowhere else.
-    """
+    """Be this host's part of a fleet until the process is interrupted, listening on ``host`` alone."""
     with dask.config.set(_SETTINGS):
         started = [Nanny(address, host=host, security=security_for(address), **options) for options in nannies(kind)]
         try:
@@ -207,8 +185,7 @@ class Watch:
     def look(self, without_worker: Callable[[], set[str]]) -> None:
         """Start silent workers again. ``without_worker`` are devices that have none, but something to do.
 
-        Raises:
-            MachineFailureError: The scheduler does not answer, or nobody is left for a device.
+        :class:`MachineFailureError` where the scheduler does not answer, or nobody is left for a device.
         """
         if time.monotonic() < self._next:
             return
@@ -235,11 +212,7 @@ class Watch:
 
     @contextmanager
     def in_words(self) -> Iterator[None]:
-        """What Dask raises when its scheduler is lost comes out in our words.
-
-        Raises:
-            MachineFailureError: The scheduler is gone.
-        """
+        """What Dask raises when its scheduler is lost comes out as :class:`MachineFailureError`."""
         try:
             yield
         except (FuseplanError, SearchError):
@@ -257,22 +230,14 @@ class Watch:
 
 
 def silences_s(client: Client) -> dict[str, float]:
-    """Seconds since the last heartbeat of each worker that owns a device, by its address.
-
-    Raises:
-        OSError, TimeoutError: The scheduler does not answer.
-    """
+    """Seconds since the last heartbeat of each worker that owns a device; OSError where the scheduler is silent."""
     now = client.run_on_scheduler(time.time, callback_timeout=ANSWER_S)  # by its clock: others differ
     return {address: now - one["last_seen"] for address, one in workers_of(client).items()
             if any(map(device_of, one["resources"]))}
 
 
 def ask_workers(client: Client, function: Callable[..., Any], *args: Any, workers: Collection[str]) -> dict[str, Any]:
-    """What each of these workers says, by its address.
-
-    Raises:
-        DeviceError: Not all of them answer.
-    """
+    """What each of these workers says, by its address; :class:`DeviceError` where not all of them answer."""
     try:
         found: dict[str, Any] = client.run(
             function, *args, workers=list(workers), callback_timeout=ANSWER_S) if workers else {}
@@ -290,9 +255,7 @@ _UNASKED_S = 15.0
 
 
 def device_statuses(client: Client) -> list[tuple[str, str, str, str, int]]:
-    """Each worker of a fleet: its device's key, its name, its host, what it does, and how many regions it has beside
-    that.
-    """
+    """Of each worker: its device's key, its name, its host, what it does, and how many regions wait there."""
     found = []
     workers = workers_of(client)
     silent = {address: seconds for address, seconds in silences_s(client).items() if seconds > _UNASKED_S}

@@ -64,12 +64,9 @@ def wanted_by(request: TuneRequest, progress: Progress = SILENT) -> WantedOn:
 
 @dataclass(frozen=True, eq=False)
 class FleetStatus:
-    """Tables of :data:`DEVICE_COLUMNS` (None without a scheduler), :data:`LEASE_COLUMNS` and :data:`MISSING_COLUMNS`.
+    """Tables of :data:`DEVICE_COLUMNS`, None without a scheduler, :data:`LEASE_COLUMNS` and :data:`MISSING_COLUMNS`."""
 
-    ``where`` is the database in words.
-    """
-
-    where: str
+    where: str  # the database in words
     devices: pd.DataFrame | None
     leases: pd.DataFrame
     missing: pd.DataFrame
@@ -83,9 +80,7 @@ def fleet_status(
     What is missing are the regions without a plan of what is ``wanted`` for each device of the fleet and of the
     database, and for the one ``here``, by its key; without that, the misses that dispatch has logged.
 
-    Raises:
-        FuseplanError: No scheduler answers, or Dask is not installed.
-        DatabaseError: The database cannot be read.
+    :class:`FuseplanError` where no scheduler answers, :class:`DatabaseError` where the database cannot be read.
     """
     devices, versions, labels = None, dict[str, Versions](), {"probe": "probe of the device"}
     if scheduler is not None:

@@ -25,14 +25,7 @@ from fuseplan.planner.capture.trace import Graphs
 from fuseplan.planner.cost.prices import part_shares
 from fuseplan.planner.errors import Argument, ConfigError, DeviceError, NothingForDeviceError, PlanError
 from fuseplan.planner.fleet import terms, worker_state
-from fuseplan.planner.fleet.cluster import (
-    LOCAL,
-    ask_workers,
-    connected,
-    device_workers,
-    scheduler_client,
-    workers_of,
-)
+from fuseplan.planner.fleet.cluster import LOCAL, ask_workers, connected, device_workers, scheduler_client, workers_of
 from fuseplan.planner.fleet.scheduler import RegionScheduler
 from fuseplan.planner.fleet.terms import RegionOutcome, Terms, WorkerDevice
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
@@ -51,11 +44,7 @@ from fuseplan.search.tune.time_account import TimeAccount
 
 
 def run_by(workers: str) -> Runner:
-    """A run on each kind of device that ``workers`` own, with the answers of a run here.
-
-    Raises:
-        FuseplanError, SearchError: As of a run here; what was finished is stored.
-    """
+    """A run on each kind of device that ``workers`` own, with the answers and errors of a run here."""
 
     def run(
         request: TuneRequest, wanted_on: MakeWanted, progress: Progress, account: TimeAccount
@@ -102,8 +91,7 @@ def _wanted(found: Fleet, wanted_on: MakeWanted) -> dict[str, Wanted]:
 def fleet_kind(workers: str, device: str) -> Kind:
     """The type of the devices that are tuned for: with ``auto`` CUDA where the fleet has a GPU.
 
-    Raises:
-        DeviceError: No scheduler answers, or there is no such device here (``local``).
+    :class:`DeviceError` where no scheduler answers, or there is no such device here (``local``).
     """
     if workers == LOCAL:
         return device_kind(device)
@@ -116,12 +104,7 @@ def fleet_kind(workers: str, device: str) -> Kind:
 def _joined(
     stack: ExitStack, workers: str, request: TuneRequest, progress: Progress, account: TimeAccount
 ) -> Fleet:
-    """The workers that own devices of a request's type, connected until the ``stack`` ends.
-
-    Raises:
-        FuseplanError: There are none, they do not agree on the software, or one cannot open the database.
-        DatabaseError: The database cannot be opened for writing.
-    """
+    """The workers that own devices of a request's type, connected until the ``stack`` ends."""
     url = resolve_url(request.db)
     file = str(there.absolute()) if (there := sqlite_file(url)) is not None else ""
     if not file and url.get_backend_name() == "sqlite":
@@ -137,8 +120,7 @@ def _joined(
 def described(client: Client, kind: str, file: str = "") -> list[WorkerDevice]:
     """What the workers that own devices of this type say of them, and whether they see the database's ``file``.
 
-    Raises:
-        DeviceError: Not all workers answer.
+    :class:`DeviceError` where not all of them answer.
     """
     owners = [address for addresses in device_workers(client, kind).values() for address in addresses]
     return list(ask_workers(client, worker_state.describe, kind, file, workers=owners).values())
@@ -147,8 +129,7 @@ def described(client: Client, kind: str, file: str = "") -> list[WorkerDevice]:
 def _devices(client: Client, kind: Kind, file: str, progress: Progress) -> tuple[WorkerDevice, ...]:
     """The fleet's devices of this type, each key once.
 
-    Raises:
-        ConfigError: Not all hosts have the same software, or a worker does not see the database.
+    :class:`ConfigError` where not all hosts have the same software, or a worker does not see the database.
     """
     found = described(client, kind, file)
     blind = sorted({one.host for one in found if not one.sees_database})
@@ -205,21 +186,9 @@ class WorkerCapture(Future[Graphs]):
         self._go_on(self.done)
         return super().result(timeout)
 
-    def captured(self, found: Graphs | Exception) -> None:
-        """This is what the worker sent back."""
-        if isinstance(found, Exception):
-            self.set_exception(found)
-        else:
-            self.set_result(found)
-
 
 class Fleet:
-    """Workers that are connected, their ``devices`` (each key once), and a database that all of them reach, by its
-    ``location``.
-
-    Raises:
-        DatabaseError: The database cannot be opened for writing.
-    """
+    """Connected workers, their ``devices``, each key once, and the ``location`` of a database that they all reach."""
 
     def __init__(
         self, client: Client, devices: Sequence[WorkerDevice], location: str, request: TuneRequest, progress: Progress
@@ -259,16 +228,12 @@ class Fleet:
         asked = source, workload, kind, pack_weights
         if asked not in self._captures:
             self._captures[asked] = coming = WorkerCapture(self._scheduler.run)
-            self._scheduler.capture(*asked, then=coming.captured)
+            self._scheduler.capture(*asked, then=lambda found: (
+                coming.set_exception(found) if isinstance(found, Exception) else coming.set_result(found)))
         return self._captures[asked]
 
     def run(self, what: str) -> None:
-        """Until all that was asked for is done, which progress calls ``what``.
-
-        Raises:
-            MachineFailureError: Several workers' machines fail what a tune needs.
-            DatabaseError: Several workers cannot write the database.
-        """
+        """Until all that was asked for is done, called ``what``; errors as those of :meth:`RegionScheduler.run`."""
         with self._status(what):
             self._scheduler.run()
 
@@ -281,9 +246,7 @@ class Fleet:
     def tune(
         self, batches: Mapping[str, Iterable[Batch]], account: TimeAccount
     ) -> dict[str, list[tuple[Batch, TuneResult]]]:
-        """What came of each batch of each device. What was finished when it raises (as :meth:`run`, or what a stream of
-        graphs does) is stored.
-        """
+        """What came of each batch of each device. Errors as :meth:`run`, and of a stream of graphs."""
         began, results = time.monotonic(), {device: list[tuple[Batch, TuneResult]]() for device in batches}
         orders = [Order(self.session(device, one.settings), replace(self.terms, settings=one.settings), one)
                   for device, its in batches.items() for one in its]

@@ -24,15 +24,7 @@ from fuseplan.kernels.ir.backend import Config
 from fuseplan.planner.errors import PlanError
 from fuseplan.planner.fleet import cluster, worker_state
 from fuseplan.planner.fleet.cluster import Watch, device_workers, devices_here, workers_of
-from fuseplan.planner.fleet.terms import (
-    RegionOutcome,
-    RegionTask,
-    Terms,
-    capturing,
-    device_of,
-    measuring,
-    preparing,
-)
+from fuseplan.planner.fleet.terms import RegionOutcome, RegionTask, Terms, capturing, device_of, measuring, preparing
 from fuseplan.search.tune.resources import Alike
 
 #: Regions that a worker has: the one that it tunes, those whose kernels are compiled meanwhile, and one to be
@@ -154,10 +146,8 @@ class RegionScheduler:
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
         """Until everything that was asked for is done, and what is asked for meanwhile; or until then.
 
-        Raises:
-            MachineFailureError: The scheduler is lost, or no worker is left for a device.
-            Exception: Of a task that failed for no fault of its region. What has not begun is cancelled then; what a
-                worker measures at the moment is finished and stored.
+        :class:`MachineFailureError` where the scheduler is lost, or no worker is left for a device. A task that fails
+        for no fault of its region raises: what has not begun is cancelled, what is being measured is still stored.
         """
         try:
             with self._watch.in_words():
@@ -190,8 +180,7 @@ class RegionScheduler:
             most = max(1.0, offered[resource]) * (AHEAD if device_of(resource) else 1)
             under_way = [job for _, job in self._coming.values() if job.resource == resource]
             while waiting and len(under_way) < most:
-                # The longest, but rather one that has no part in common with those under way: a worker would wait for
-                # another's part, which is measured once.
+                # Of two regions with a common part, which is measured once, one worker would wait for the other.
                 parts = {part for job in under_way for part in job.parts}
                 job = min([one for one in waiting if parts.isdisjoint(one.parts)] or waiting, key=lambda one: one.order)
                 waiting.remove(job)

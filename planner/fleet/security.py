@@ -29,10 +29,8 @@ _SETTINGS = {
 def tls_files(ca: Path | None, cert: Path | None, key: Path | None) -> Iterator[None]:
     """Meanwhile Dask uses these files and refuses what is not encrypted; without any, its own configuration holds.
 
-    The private key may stand in the file of the certificate.
-
-    Raises:
-        ConfigError: A file is missing, is none in PEM form, or does not go with the others.
+    The private key may stand in the file of the certificate. :class:`ConfigError` where a file is missing, is none in
+    PEM form, or does not go with the others.
     """
     files = {option: str(file) for option, file in zip(_SETTINGS, (ca, cert, key), strict=True) if file is not None}
     if not files:
@@ -70,11 +68,7 @@ def _refuse(files: Mapping[Argument, str]) -> None:
 
 
 def security_for(address: str) -> Security:
-    """What Dask's configuration says for a scheduler at this address.
-
-    Raises:
-        ConfigError: The address does not go with it, or a file of it cannot be used.
-    """
+    """What Dask's configuration says for a scheduler at this address; :class:`ConfigError` where it does not fit."""
     found: Any = Security()
     encrypted = address.startswith("tls://")
     if found.require_encryption and not encrypted:
@@ -93,11 +87,7 @@ def security_for(address: str) -> Security:
 
 
 def own_security() -> Security:
-    """A key of this run alone, which only its own processes are told; nobody else on this host gets in.
-
-    Raises:
-        ConfigError: ``cryptography`` is not installed.
-    """
+    """A key of this run alone, which only its own processes are told; nobody else on this host gets in."""
     try:
         made: Security = Security.temporary()
         return made
@@ -118,11 +108,9 @@ def is_open(address: str) -> bool:
 
 
 def listening_host(client: Client, host: str | None, interface: str | None) -> str:
-    """The address that this host's workers listen on: the given one, else that from which the client reaches the
-    scheduler.
+    """The address that this host's workers listen on: the given one, else the one that reaches the scheduler.
 
-    Raises:
-        ConfigError: The host or the network interface is none of this machine.
+    :class:`ConfigError` where the host or the network interface is none of this machine.
     """
     if host is not None and interface is not None:
         raise ConfigError("{} and {} both say where to listen; leave one out", Argument("host"), Argument("interface"))

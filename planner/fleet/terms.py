@@ -66,11 +66,8 @@ def device_of(resource: str) -> str | None:
 class Terms:
     """What regions are tuned for, and how.
 
-    Attributes:
-        run: Name of the tune: workers keep what they made for it until it ends.
-        kind: Type of the devices.
-        db: The database as all workers reach it; it may hold a password.
-        settings: What plans are made for.
+    ``run`` names the tune: workers keep what they made for it until it ends. ``kind`` is the type of the devices.
+    ``db`` is the database as all workers reach it, perhaps with a password.
     """
 
     run: str
@@ -87,9 +84,8 @@ class RegionTask:
     Attributes:
         key: Its workload key.
         label: What it computes, and where it is, for people.
-        graph: That of the region by itself, with its ``shares`` of the model's time; the whole graph where the region
-            depends on more of it.
-        ops: Its compute ops and matmuls, those that are searched: what the time of its tune grows with.
+        graph: The region alone, with its ``shares`` of the model's time; the whole graph where it depends on more.
+        ops: How many ops of it are searched: what the time of its tune grows with.
         waits: Whether it waits for another tuner that is at work on it.
     """
 
@@ -120,17 +116,13 @@ class Prepared:
     ops: float
 
     def __sizeof__(self) -> int:
-        """Bytes whose transfer would take as long as preparing it (Dask assumes 100 MB/s): so is it weighed whether to
-        measure it elsewhere, where it would have to be prepared anew.
-        """
+        """Bytes that would take as long to send, at Dask's 100 MB/s, as preparing it anew in another worker."""
         return int(self.ops * _PREPARING_S * 1e8)
 
 
 @dataclass(frozen=True)
 class RegionOutcome:
-    """What came of a region: that its plan is in the database, or why it has none.
-
-    Neither where another tuner is at work on it.
+    """What came of a region: its plan, or why it has none; neither where another tuner is at work on it.
 
     Attributes:
         stored: Whether its plan is in the database; ``tuned`` where this worker has measured it now.
@@ -169,11 +161,9 @@ def carried(error: Exception) -> Exception:
 
 
 def stored_plan(session: Session, graph: DataflowGraph, region: Region, found: RegionOutcome) -> RegionPlan:
-    """The plan that a worker says it has stored. One that is damaged, or cannot be the region's, is deleted.
+    """The plan that a worker says it has stored. :class:`PlanError` where it is not there.
 
-    Raises:
-        PlanError: It is not there, or cannot be the region's.
-        DatabaseError: The database cannot be read.
+    One that is damaged, or cannot be the region's, is deleted, and counts as not there.
     """
     planner = session.planner()
     wanted = [region, *(part for part in region_parts(graph, region) if part.key in found.decided)]

@@ -74,7 +74,7 @@ _CORES_EACH = 2
 @click.option("--compilers", default=0)
 @click.option("--beside", default=0)
 async def dask_setup(worker: Worker, device: str, compilers: int, beside: int) -> None:
-    """Find out which device this process owns, and offer it, before the scheduler knows of the worker.
+    """Offer the device that this process owns, before the scheduler knows of the worker.
 
     ``compilers`` are compilers at once, 0 for one a core; ``beside`` are workers that have the same GPU and come first:
     where its memory is too small for one more, this one only captures.
@@ -110,9 +110,7 @@ def state(worker: Worker | None = None) -> WorkerState:
 
 
 class WorkerState(WorkerPlugin):
-    """What a worker has until it ends: the ``pool`` where the jobs of all tunes run, processes that have captured and
-    wait for more, and a tuner for each tune that it takes part in.
-    """
+    """The ``pool`` where the jobs of all tunes run, idle processes that capture, and a tuner for each tune."""
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
@@ -161,19 +159,14 @@ class RegionTuner:
         self._graphs: dict[str, tuple[DataflowGraph, Region]] = {}
 
     def prepare(self, task: RegionTask, rankings: Rankings) -> None:
-        """Begin to enumerate a region and to compile its kernels, where that disturbs no measurement; at once returns.
-
-        ``rankings`` are what others have learnt of kernels alike.
-        """
+        """Begin to enumerate a region and compile its kernels, where that disturbs no measurement; at once returns."""
         self.tuner.take_rankings(rankings)
         if self.session.target.is_gpu:
             graph, region = self._graph(task)
             self._planner.prepare(graph, [region])
 
     def measure(self, task: RegionTask) -> RegionPlan | None:
-        """The region's plan: the stored one, else measured now and stored; None where another tuner is at work on it,
-        and the task does not wait.
-        """
+        """The region's plan, stored or measured now; None of a task that does not wait for the tuner at work on it."""
         graph, region = self._graph(task)
         taken: list[Region] = []
         plans = self._planner.plan_graph(
@@ -213,11 +206,7 @@ def probe_device(terms: Terms) -> None:
 
 
 def capture(source: ModelSource, workload: Workload, kind: str, pack_weights: bool) -> Graphs | Exception:
-    """A workload's graphs, or why it cannot be captured.
-
-    Raises:
-        MachineFailureError: The process failed.
-    """
+    """A workload's graphs, or why it cannot be captured; :class:`MachineFailureError` where the process fails."""
     secede()  # regions are measured and prepared meanwhile
     idle = state().capturing
     pool = idle.pop() if idle else WorkerPool(compilers=1, preload=_CAPTURING)

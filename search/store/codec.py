@@ -61,9 +61,7 @@ def loads(cls: type[T], text: str) -> T:
 
 
 def from_data(cls: type[T], data: Any) -> T:
-    """The ``cls`` that the parsed JSON ``data`` describes. :class:`RecordError` where a field is missing, unknown, of
-    the wrong type or outside its limits (:mod:`.limits`).
-    """
+    """The ``cls`` that parsed JSON describes; :class:`RecordError` where a field is missing, unknown or impossible."""
     kind: Any = cls
     try:
         value: T = _decoder(kind)(data)
@@ -73,9 +71,9 @@ def from_data(cls: type[T], data: Any) -> T:
 
 
 def parse(text: object, what: str) -> Any:
-    """What stored JSON text holds: no number that JSON has not, no name twice in an object, no half of a character.
+    """What stored JSON text, called ``what`` in a :class:`RecordError`, holds.
 
-    Otherwise a :class:`RecordError` begins with ``what``.
+    Python would also read numbers that JSON has not, a name that stands twice in an object, and half a character.
     """
     if not isinstance(text, str):
         raise RecordError(f"{what}: expected text, found {type(text).__name__}")

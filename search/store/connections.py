@@ -16,14 +16,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError, DisconnectionError, InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.pool import ConnectionPoolEntry, NullPool, PoolProxiedConnection
 
-from fuseplan.search.errors import (
-    Argument,
-    BusyDatabaseError,
-    CorruptDatabaseError,
-    DatabaseError,
-    ReadOnlyDatabaseError,
-    UnreachableDatabaseError,
-)
+from fuseplan.search import errors
 from fuseplan.search.store import location
 from fuseplan.search.store.location import location_name, sqlite_file, without_secrets
 
@@ -38,8 +31,7 @@ _AWAITED: set[str] = set()
 FIXED = "immutable=1"
 #: Seconds that a statement waits for what another process holds.
 BUSY_S = 30.0
-#: How often a transaction runs again that another one was in the way of, and the longest pause before the first time,
-#: in seconds: each pause is a random part of it, and it doubles.
+#: How often a transaction runs again that another was in the way of, after a random part of so many seconds, doubled.
 _TRIES, _JITTER_S = 5, 0.1
 #: Seconds between attempts to reach a server that is away: at first, and at most.
 _PAUSE_S = (0.1, 5.0)
@@ -58,10 +50,7 @@ _FINAL = ("authentication failed", "does not exist", "pg_hba.conf", "permission 
 
 
 def engine_of(url: sa.URL, sqlite_mode: str = "", patience_s: float = BUSY_S) -> sa.Engine:
-    """An engine; of a server always the same one. :class:`DatabaseError` where its driver is missing.
-
-    A statement waits up to ``patience_s`` seconds for what another process holds.
-    """
+    """An engine whose statements wait ``patience_s`` for what others hold; of a server always the same one."""
     file = sqlite_file(url)
     if file is None:
         if url.get_backend_name() != "sqlite":
@@ -88,7 +77,7 @@ def _made(url: sa.URL, **options: Any) -> sa.Engine:
     except (*DRIVER_ERRORS, ImportError) as error:
         message = f"cannot open database {location_name(url)}: {without_secrets(str(error), url)}"
         missing = isinstance(error, ImportError) and url.get_driver_name() == "psycopg"
-        raise DatabaseError(f"{message}; pip install 'fuseplan[postgres]'" if missing else message) from None
+        raise errors.DatabaseError(f"{message}; pip install 'fuseplan[postgres]'" if missing else message) from None
 
 
 def _server_engine(url: sa.URL, patience_s: float) -> sa.Engine:
@@ -180,12 +169,12 @@ def insist(url: sa.URL, attempt: Callable[[], T], patient: bool) -> T:
     while True:
         try:
             return attempt()
-        except BusyDatabaseError as error:
+        except errors.BusyDatabaseError as error:
             if conflicts == _TRIES or not (patient or error.at_once):
                 raise
             time.sleep(random.uniform(0.0, _JITTER_S * 2**conflicts))
             conflicts += 1
-        except UnreachableDatabaseError as error:
+        except errors.UnreachableDatabaseError as error:
             if not patient and (tries or not error.at_once):
                 raise
             if tries or not error.at_once:
@@ -197,19 +186,19 @@ def insist(url: sa.URL, attempt: Callable[[], T], patient: bool) -> T:
             tries += 1
 
 
-def database_error(error: Exception, engine: sa.Engine) -> DatabaseError:
+def database_error(error: Exception, engine: sa.Engine) -> errors.DatabaseError:
     """The error of our family that a driver's error stands for."""
     said = "out of memory" if isinstance(error, MemoryError) else str(getattr(error, "orig", None) or error)
     text = without_secrets(said, engine.url)
     low = text.lower()
     name = location_name(engine.url)
     if isinstance(error, SystemError):
-        return UnreachableDatabaseError(f"{name}: {text}", at_once=True)
+        return errors.UnreachableDatabaseError(f"{name}: {text}", at_once=True)
     if engine.dialect.name != "sqlite":
         text = without_secrets(said.strip().partition("\n")[0], engine.url)  # then come hints and the statement
         state = str(getattr(getattr(error, "orig", None), "sqlstate", None) or "")
         if state in _FORBIDDEN:
-            return ReadOnlyDatabaseError(f"{name} cannot be written ({text}); use a role that may write there")
+            return errors.ReadOnlyDatabaseError(f"{name} cannot be written ({text}); use a role that may write there")
         if state in (*_CONFLICT, *_WAITED):
             return _busy(name, text, at_once=state in _CONFLICT)
         if isinstance(error, OperationalError | InterfaceError):
@@ -217,25 +206,25 @@ def database_error(error: Exception, engine: sa.Engine) -> DatabaseError:
             # Without a statement it was the connection that failed; without a SQLSTATE nobody said why.
             away = state == _FULL or (not state and error.statement is None and not any(one in low for one in _FINAL))
             if dropped or away:
-                return UnreachableDatabaseError(f"{name}: {text}", at_once=dropped)
-        return DatabaseError(f"{name}: {text}")
+                return errors.UnreachableDatabaseError(f"{name}: {text}", at_once=dropped)
+        return errors.DatabaseError(f"{name}: {text}")
     if "not a database" in low or "malformed" in low or "corrupt" in low:
         return corrupt(engine, text)
     if any(sign in low for sign in ("readonly", "read-only", "unable to open", "disk is full")):
-        return ReadOnlyDatabaseError("{} cannot be written ({}); pass a writable file with {}", name, text,
-                                     Argument("db"))
+        return errors.ReadOnlyDatabaseError(
+            "{} cannot be written ({}); pass a writable file with {}", name, text, errors.Argument("db"))
     if "is locked" in low:
         return _busy(name, text)
     if "statements in progress" in low:  # a commit that SQLite refuses on a busy machine: nothing was written
         return _busy(name, text, at_once=True)
-    return DatabaseError(f"{name}: {text}")
+    return errors.DatabaseError(f"{name}: {text}")
 
 
-def _busy(name: str, text: str, at_once: bool = False) -> BusyDatabaseError:
-    return BusyDatabaseError(
+def _busy(name: str, text: str, at_once: bool = False) -> errors.BusyDatabaseError:
+    return errors.BusyDatabaseError(
         f"{name}: {text}: another process holds what was asked for; try again when it is done", at_once)
 
 
-def corrupt(engine: sa.Engine, why: str) -> CorruptDatabaseError:
+def corrupt(engine: sa.Engine, why: str) -> errors.CorruptDatabaseError:
     """The error for a database that is not what it was; ``why`` in the driver's words."""
-    return CorruptDatabaseError(f"tuning database {location_name(engine.url)} is corrupt ({why})")
+    return errors.CorruptDatabaseError(f"tuning database {location_name(engine.url)} is corrupt ({why})")

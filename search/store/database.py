@@ -29,8 +29,7 @@ from fuseplan.search.store.snapshot import instead_of
 
 T = TypeVar("T")
 OpenMode = Literal["write", "inspect", "read"]
-#: Servers and locked files that dispatch has said it goes on without, and until when no graph that is compiled asks for
-#: one again.
+#: Servers and locked files that dispatch has said it goes on without, and until when no graph asks for one again.
 _AWAY: dict[URL, float] = {}
 AWAY_S = 60.0
 #: What this process has opened for writing.
@@ -38,8 +37,7 @@ _REACHED: set[URL] = set()
 #: Servers where the role of this process may not log misses, and those where it may not drop any.
 _UNLOGGED: set[URL] = set()
 _UNTRIMMED: set[URL] = set()
-#: Seconds that a model which is being compiled waits for what another process holds: to look its plans up, and to log
-#: what it missed.
+#: Seconds that compiling a model waits for what another process holds: to look plans up, and to log what was missed.
 _LOOKUP_S, _PATIENCE_S = 2.0, 0.5
 #: Keys of one statement: old releases of SQLite take 999 parameters.
 _BATCH = 500
@@ -79,10 +77,7 @@ class Lookup(Generic[R]):
 
 
 def reservations(record: TuningRecord | PlanRecord, versions: Versions | None, run: str = "") -> tuple[str, ...]:
-    """Why a record is to be measured again rather than served: in words as in :attr:`Lookup.mismatch`.
-
-    It has to agree with ``versions`` (None: any), and to be written by the tune ``run`` ("": any).
-    """
+    """Why a record is no hit, as :attr:`Lookup.mismatch`; ``versions`` None and ``run`` "" stand for any."""
     found = versions.mismatch(record.evidence.versions) if versions is not None else ()
     undecided = ("undecided",) if record.undecided else ()
     return (*found, *undecided, *(("run",) if run not in ("", record.evidence.run) else ()))
@@ -226,8 +221,7 @@ class Database:
         return self.keeps_misses and (self.mode == "write" or not (self.broken or self.url in _UNLOGGED))
 
     def log_misses(self, misses: Iterable[Missed], captures: Mapping[str, Mapping[str, Any]] | None = None) -> bool:
-        """Count look-ups that found nothing, and keep ``captures`` that belong to them, in one transaction; what came
-        least goes where there are too many.
+        """Count look-ups that found nothing, and keep ``captures`` that belong to them; of too many, the rarest go.
 
         Never raises, and never waits long for another process; False when it could not be stored.
         """
@@ -281,12 +275,7 @@ class Database:
         """Delete logged misses, and captures that belonged to them."""
         gone = [tables.MISSES.delete().where(rows.same_key(tables.MISSES, key)) for key in keys]
         gone += [tables.CAPTURES.delete().where(tables.CAPTURES.c.name == name) for name in captures]
-
-        def forget(connection: Connection) -> None:
-            for statement in gone:
-                connection.execute(statement)
-
-        self.change(forget)
+        self.change(lambda connection: [connection.execute(one) for one in gone])
 
     def capture_names(self, prefix: str) -> set[str]:
         """Names of the captures that start with ``prefix``, unread."""
@@ -301,8 +290,7 @@ class Database:
         """What ``work`` returns, which changes the database in one transaction that holds the write lock.
 
         Where a server goes away, one who is ``patient`` waits, and ``work`` runs again, although its first run may have
-        been stored: so it must leave the same whether it ran once or twice. Drivers' errors come out as
-        :class:`DatabaseError`.
+        been stored: so it must leave the same whether it ran once or twice.
         """
         if self.mode != "write" or (engine := self.engine) is None:
             raise ReadOnlyDatabaseError(f"{self.where} was opened for reading only")
@@ -363,11 +351,7 @@ class Database:
                 self._warn(f"{self.where}: damaged row '{name}' of {table.name} ({error}); ignored")
 
     def _go_without(self, error: DatabaseError | None) -> bool:
-        """Whether from now on a server's snapshot is read in its place. One warning: of a server, and of a file that is
-        locked, one for each process.
-
-        Without an ``error`` all is said.
-        """
+        """Whether a server's snapshot is read from now on. An ``error`` of a server or a locked file is told once."""
         self.broken, engine, instead = True, None, "it"
         if self.url.get_backend_name() != "sqlite":
             engine, instead = instead_of(self.url)

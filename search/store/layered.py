@@ -21,9 +21,7 @@ FOLDER = Path(__file__).parent / "records"
 
 
 def shipped_files(device: str = "") -> tuple[Path, ...]:
-    """Export files in the installed package (``search/store/records/<device key>-<regime>.jsonl``), in name order; of
-    one device, if given.
-    """
+    """Export files of the package, perhaps of one device, by name (``records/<device key>-<regime>.jsonl``)."""
     return tuple(sorted(FOLDER.glob(f"{device}*.jsonl")))
 
 
@@ -35,8 +33,7 @@ def shipped_devices() -> tuple[str, ...]:
 class LayeredDatabase:
     """Look-ups and lists that ask the user's database first, then the shipped records. Never raises.
 
-    A stale record of the user's does not hide a shipped hit; a shipped stale record is offered last. ``shipped`` export
-    files are read once per process, when needed; an unreadable one is skipped with a warning. What another tune
+    A stale record of the user's does not hide a shipped hit; a shipped stale record is offered last. What another tune
     than ``run`` wrote is stale; "" for nothing.
     """
 
@@ -102,9 +99,7 @@ class LayeredDatabase:
         return (entry.value for entry in self._entries(f'{{"{KINDS[cls]}"', text))
 
     def _entries(self, start: str, text: str = "") -> Iterator[Entry]:
-        """What can be read of the lines that begin with ``start`` and hold ``text``: to decode whole files would cost a
-        compilation tens of milliseconds.
-        """
+        """What can be read of some lines: to decode whole files would cost a compilation tens of milliseconds."""
         for line in (line for path in self._files for line in _data_lines(path)):
             if line.startswith(start) and text in line:
                 try:

@@ -22,7 +22,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
-from sqlalchemy.dialects import postgresql, sqlite
 
 from fuseplan.search.errors import DatabaseError, UnreachableDatabaseError
 from fuseplan.search.store import rows, tables
@@ -37,16 +36,12 @@ LASTS_S = 30.0
 RENEWED_S = 5.0
 #: Seconds between looks at what somebody else is at work on.
 POLL_S = 0.25
-_DIALECTS = {"sqlite": sqlite, "postgresql": postgresql}
 _KEY = tuple(tables.LEASES.primary_key)
 
 
 @dataclass(frozen=True)
 class Lease:
-    """A key somebody is at work on: ``owner`` is host, process and a random part; ``taken`` is ISO 8601.
-
-    ``left_s`` are the seconds until it ends if its owner does not renew it.
-    """
+    """A key that ``owner`` is at work on since ``taken`` (ISO 8601), for ``left_s`` seconds more unless renewed."""
 
     key: RecordKey
     owner: str
@@ -55,9 +50,9 @@ class Lease:
 
 
 class Leases:
-    """The leases of one tuner. Safe from any thread; a key that is taken twice is released twice.
+    """The leases of one tuner, by default named by host, process and a random number.
 
-    ``owner`` tells tuners apart; by default host, process and a random number.
+    Safe from any thread; a key that is taken twice is released twice.
     """
 
     def __init__(self, database: Database, owner: str | None = None) -> None:
@@ -72,7 +67,7 @@ class Leases:
         """Those of ``keys`` that nobody else is at work on; from now on this tuner is."""
         # Two that lock rows in different orders wait for each other.
         wanted = sorted(set(keys), key=astuple)
-        dialect = _DIALECTS.get(self._database.url.get_backend_name())
+        dialect = tables.DIALECTS.get(self._database.url.get_backend_name())
         with self._lock:
             taken = {key for key in wanted if self._held[key]}
             if new := [key for key in wanted if key not in taken]:
@@ -91,7 +86,7 @@ class Leases:
             self._held.subtract(keys)
             gone = [key for key, count in self._held.items() if count <= 0]
             self._held = +self._held
-            if gone and self._database.url.get_backend_name() in _DIALECTS:
+            if gone and self._database.url.get_backend_name() in tables.DIALECTS:
                 self._give_up(gone)
 
     @contextlib.contextmanager
@@ -124,11 +119,8 @@ class Leases:
     def close(self) -> None:
         """Release everything, and stop renewing."""
         self._stop.set()
-        with self._lock:
-            held, self._held = list(self._held), Counter()
-        if held:
-            with contextlib.suppress(DatabaseError):
-                self._give_up(held)
+        with contextlib.suppress(DatabaseError):
+            self.release(list(self._held.elements()))
 
     def _insert(self, dialect: Any, keys: Sequence[RecordKey], connection: sa.Connection) -> set[RecordKey]:
         """Those of the keys that are free, which are this tuner's from now on."""
@@ -187,7 +179,7 @@ def clock(connection: sa.Connection) -> sa.ColumnElement[float]:
 
 def clock_s(connection: sa.Connection) -> float:
     """What :func:`clock` says; this machine's clock on a database that has none."""
-    if connection.dialect.name not in _DIALECTS:
+    if connection.dialect.name not in tables.DIALECTS:
         return time.time()
     return float(connection.execute(sa.select(clock(connection))).scalar_one())
 

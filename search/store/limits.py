@@ -52,6 +52,9 @@ _MOST = 1e15
 _AMOUNT = between(0.0, _MOST)
 #: A time, a size or another amount.
 Amount: TypeAlias = Annotated[float, _AMOUNT]
+#: A relative error: that of a result which is infinite or NaN is stored as the largest.
+WORST_ERROR = 1e300
+Error: TypeAlias = Annotated[float, between(0.0, WORST_ERROR)]
 #: A time that was measured: nothing takes none.
 Measured: TypeAlias = Annotated[float, between(1e-9, _MOST)]
 #: A part of a whole; below it by what rounding makes of none.

@@ -116,9 +116,7 @@ def without_secrets(text: str, url: URL) -> str:
 
 
 def server_limits(url: URL, patience_s: float) -> dict[str, Any]:
-    """What the driver of a server is told, so that one that does not answer, or a row that another process holds for
-    more than ``patience_s`` seconds, holds nobody up; the URL's options win.
-    """
+    """Time limits for the driver of a server, ``patience_s`` for what others hold; the URL's options win."""
     driver = url.get_driver_name()
     limits: dict[str, Any] = {}
     if driver in ("psycopg", "psycopg2"):  # https://www.postgresql.org/docs/current/libpq-connect.html
@@ -173,10 +171,7 @@ def make_folder(url: URL) -> Path | None:
 
 
 def check_ours(file: Path, why: str) -> None:
-    """Raise :class:`ForeignDatabaseError` unless a file that SQLite cannot read (``why``) was a database of ours.
-
-    Its header or its schema says so, damaged as the rest may be.
-    """
+    """Raise :class:`ForeignDatabaseError` unless the header or schema of an unreadable file (``why``) is ours."""
     try:
         with file.open("rb") as opened:
             head = opened.read(_SCHEMA_BYTES)
@@ -223,11 +218,9 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 def move_aside(file: Path, found: FileIdentity, why: str) -> Path | None:
-    """Rename a database of ours that SQLite finds corrupt (``why``) beside itself, with SQLite's companions: its new
-    name, or None when another file had taken its place.
+    """Rename a corrupt database of ours (``why``) beside itself, with SQLite's companions; its new name.
 
-    Of many processes that find it corrupt one renames it, and what that one starts afresh is no longer the file that
-    the others ``found``.
+    None where the file is no longer the one that was ``found``: of many processes that find it corrupt one renames it.
     """
     try:
         with locked(file, exclusive=True):

@@ -79,11 +79,7 @@ class Problem:
 
 
 def verify_database(database: Database) -> list[Problem]:
-    """Check the file's integrity, the schema, that every stored row can be read, and that none is of the future; []
-    when all is well.
-
-    What cannot be read at all is a problem too: nothing is known of it.
-    """
+    """What is wrong with the file, the schema and every row: unreadable, or of the future; [] when all is well."""
     engine = database.engine
     if engine is None:
         return [Problem("file", "", f"there is no tuning database at {database.where}")]
@@ -146,8 +142,7 @@ def _ahead(row: Mapping[str, Any], now_s: float) -> str:
 def prune_database(
     database: Database, keep_versions: Versions | None = None, device: str | None = None, misses: bool = False
 ) -> dict[str, int]:
-    """Delete trials of finished tunes, rows that cannot be read, and trials, misses and captures of the future; return
-    how many rows went, by table.
+    """Delete finished tunes' trials, unreadable rows, and trials, misses and captures of the future; count by table.
 
     Also records and plans of other versions than ``keep_versions``, every record of ``device``, and logged ``misses``
     with their graphs. ``database`` is open for writing.

@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
-from typing import Annotated, TypeAlias
+from typing import Annotated, ClassVar, TypeAlias
 
 from fuseplan.costmodel.devices import is_gpu
 from fuseplan.costmodel.work import Work
@@ -30,8 +30,6 @@ _CLOCKS_S = 300.0
 ATEN = "aten"
 #: Name of the implementation that has TorchInductor compile several ops.
 INDUCTOR = "inductor"
-#: How the reason of a trial begins that failed before it was a kernel.
-DOES_NOT_COMPILE = "does not compile"
 #: A configuration by parameter name.
 _Config: TypeAlias = Mapping[limits.Word, limits.ParameterValue | limits.Word]
 
@@ -134,9 +132,8 @@ class Evidence:
     """How a record came about.
 
     ``seed`` is that of the search and of the inputs. ``clocks_mhz`` were seen after measuring; empty where they cannot
-    be read. ``reason`` says in words why the answer is what it is. ``run`` names the tune that measured anew what was
-    stored; it is "" of any other. ``created`` is by the clock of whoever measured, which may be wrong: no verdict
-    rests on it.
+    be read. ``run`` names the tune that measured anew what was stored; it is "" of any other. ``created`` is by the
+    clock of whoever measured, which may be wrong: no verdict rests on it.
     """
 
     created: limits.Time
@@ -156,8 +153,7 @@ class Trial:
         median_us: Screening time in the regime; None when it failed, and then ``reason`` says why.
         error: Normwise relative error against float64; None when it failed before it could be checked.
         duplicate_of: Always empty; part of what is stored.
-        device_us: Screening time of the device alone, where the regime's includes the host and configurations are
-            compared.
+        device_us: Screening time of the device alone, where the regime's includes the host.
         run: As that of :class:`Evidence`.
     """
 
@@ -166,16 +162,17 @@ class Trial:
     config: _Config
     median_us: limits.Measured | None = None
     reason: str = ""
-    error: limits.Amount | None = None
+    error: limits.Error | None = None
     duplicate_of: str = ""
     created: limits.Time = ""
     device_us: limits.Amount | None = None
     run: limits.Word = ""
+    #: How the reason of one begins that failed before it was a kernel.
+    UNCOMPILED: ClassVar[str] = "does not compile"
 
     @property
     def uncompiled(self) -> bool:
-        """True where it failed before it was a kernel."""
-        return self.reason.startswith(DOES_NOT_COMPILE)
+        return self.reason.startswith(self.UNCOMPILED)
 
 
 @dataclass(frozen=True)
@@ -230,8 +227,8 @@ class TuningRecord:
     gain: limits.Signed
     default_gain: limits.Signed
     threshold: limits.Amount
-    error: limits.Amount
-    eager_error: limits.Amount
+    error: limits.Error
+    eager_error: limits.Error
     finalists: tuple[Finalist, ...]
     rejected: tuple[Rejection, ...]
     refusals: Mapping[limits.Word, str]

@@ -39,10 +39,7 @@ def same_key(table: Table, key: RecordKey) -> ColumnElement[bool]:
 
 @functools.cache
 def records_of(table: Table) -> Select[Any]:
-    """The records of some workloads in one context: ``:workloads``, ``:device``, ``:regime``, ``:numerics``.
-
-    Made once per table: to build a statement costs more than to run it.
-    """
+    """Records of some ``:workloads`` in one context. Made once: to build a statement costs more than to run it."""
     columns = table.c
     return select(columns.workload, columns.label, columns.payload, columns.checksum).where(
         columns.workload.in_(bindparam("workloads", expanding=True)),
@@ -88,9 +85,7 @@ def json_row(key: Mapping[str, str], value: Mapping[str, Any]) -> dict[str, Any]
 
 
 def read_record(cls: type[R], row: Mapping[str, Any]) -> R:
-    """The record in a row with its key columns; :class:`RecordError` where the row is damaged, or holds what cannot
-    have been written here.
-    """
+    """The record in a row; :class:`RecordError` where it cannot have been written here, or was damaged since."""
     record = codec.loads(cls, _payload(row))
     _check_key(row, record.key)
     return record
@@ -189,8 +184,9 @@ def too_many_misses(connection: Connection) -> bool:
 
 
 def trim_misses(connection: Connection) -> None:
-    """Drop the misses that came least, of these the oldest, and graphs of the regions that came least; how many misses
-    went is added up in a capture. Rows are changed in the order in which they are logged.
+    """Drop the misses and graphs that came least, of these the oldest, and add up how many misses went.
+
+    Rows are changed in the order in which they are logged: two processes would else wait for each other.
     """
     table, captures = tables.MISSES, tables.CAPTURES
     found = [row._asdict() for row in connection.execute(select(table))]

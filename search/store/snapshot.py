@@ -25,9 +25,7 @@ _PULLED = "pulled"
 
 
 def snapshot_path(url: URL) -> Path:
-    """The file that :func:`pull` writes for a server: in the user's data folder, named after the URL without its
-    password and its driver.
-    """
+    """The file in the user's data folder that :func:`pull` writes for a server, whatever its password and driver."""
     query = {name: values for name, values in url.normalized_query.items() if not location.SECRET_OPTION.search(name)}
     said = repr((url.get_backend_name(), url.username, url.host, url.port, url.database, sorted(query.items())))
     words = re.sub(r"[^A-Za-z0-9]+", "-", f"{url.host}-{url.database}").strip("-")[:60]
@@ -36,11 +34,9 @@ def snapshot_path(url: URL) -> Path:
 
 
 def pull(where: str) -> tuple[Path, int]:
-    """Copy devices, records, plans and captures of a server at one moment: the file, which takes the place of an
-    earlier one at once, and its rows.
+    """Copy devices, records, plans and captures of a server at one moment; the file, and how many rows it has.
 
-    Raises:
-        DatabaseError: ``where`` is a file, or the server cannot be read; an earlier file is then as it was.
+    :class:`DatabaseError` where that cannot be; an earlier file is then as it was.
     """
     url = resolve_url(where)
     if url.get_backend_name() == "sqlite":

@@ -10,22 +10,15 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import OperationalError, ProgrammingError
 
-from fuseplan.search.errors import (
-    Argument,
-    BusyDatabaseError,
-    CorruptDatabaseError,
-    DatabaseError,
-    ForeignDatabaseError,
-    ReadOnlyDatabaseError,
-    SchemaVersionError,
-    brief,
-    plain,
-)
+from fuseplan.search import errors
+from fuseplan.search.errors import Argument, brief, plain
 from fuseplan.search.store import connections, location
 from fuseplan.search.store.connections import connected, database_error, insist, transaction
 from fuseplan.search.store.location import location_name, sqlite_file
 from fuseplan.search.store.record import SCHEMA_VERSION, now
 
+#: Dialects that have INSERT ... ON CONFLICT.
+DIALECTS = {"sqlite": sqlite, "postgresql": postgresql}
 METADATA = sa.MetaData()
 #: How often a corrupt file is replaced before giving up.
 _ATTEMPTS = 3
@@ -63,8 +56,7 @@ MISSES = sa.Table(
     "misses", METADATA, _key("workload"), _key("device"), _key("regime"), _key("numerics"),
     _text("label"), _text("payload"), _text("first_seen"), sa.Column("count", sa.Integer, nullable=False, default=1),
 )
-#: Keys that a tuner is at work on: by whom, and until when unless it says more (seconds since 1970 by this database's
-#: clock).
+#: Keys that a tuner is at work on: by whom, and until when unless renewed (seconds since 1970 by the database's clock).
 LEASES = sa.Table(
     "leases", METADATA, _key("workload"), _key("device"), _key("regime"), _key("numerics"),
     sa.Column("owner", sa.String(255), nullable=False), sa.Column("expires", sa.Float, nullable=False), _text("taken"),
@@ -88,12 +80,10 @@ _FACTS_AND_REVISION = _FACTS.union_all(sa.select(sa.literal(""), REVISION.c.vers
 
 
 def open_for_writing(url: sa.URL, set_aside: int = _ATTEMPTS, patience_s: float = connections.BUSY_S) -> sa.Engine:
-    """An engine whose tables exist; :class:`DatabaseError` where that cannot be.
-
-    A statement waits up to ``patience_s`` seconds for what another process holds.
+    """An engine whose tables exist; :class:`DatabaseError` where that cannot be, or it is not ours to change.
 
     A corrupt database of ours is kept beside a fresh one, at most ``set_aside`` times, with a warning that names both
-    files. What is not ours to change is left as it is.
+    files. A statement waits up to ``patience_s`` seconds for what another process holds.
     """
     file = location.make_folder(url)
     with location.locked(file):
@@ -102,7 +92,7 @@ def open_for_writing(url: sa.URL, set_aside: int = _ATTEMPTS, patience_s: float 
         try:
             _create_or_upgrade(engine)
             return engine
-        except CorruptDatabaseError as error:
+        except errors.CorruptDatabaseError as error:
             engine.dispose()  # now: SQLite removes the companions that lie there when it closes the file
             if file is None or found is None or not set_aside:
                 raise
@@ -114,9 +104,7 @@ def open_for_writing(url: sa.URL, set_aside: int = _ATTEMPTS, patience_s: float 
 
 
 def open_for_reading(url: sa.URL, patience_s: float = connections.BUSY_S) -> sa.Engine | None:
-    """An engine that never writes, or None where there is nothing to read yet; :class:`DatabaseError` where there is
-    something that cannot be used. ``patience_s`` as of :func:`open_for_writing`.
-    """
+    """As :func:`open_for_writing`, an engine that never writes; None where there is nothing to read yet."""
     file = sqlite_file(url)
     if file is not None and not location.file_size(file):
         return None
@@ -124,12 +112,13 @@ def open_for_reading(url: sa.URL, patience_s: float = connections.BUSY_S) -> sa.
     try:
         with location.locked(file):
             return _unless_empty(engine)
-    except CorruptDatabaseError as error:
+    except errors.CorruptDatabaseError as error:
         if file is not None:
             location.check_ours(file, str(error))
         raise
-    except DatabaseError as error:
-        if file is None or isinstance(error, SchemaVersionError | ForeignDatabaseError | BusyDatabaseError):
+    except errors.DatabaseError as error:
+        foreign = isinstance(error, errors.SchemaVersionError | errors.ForeignDatabaseError)
+        if file is None or foreign or isinstance(error, errors.BusyDatabaseError):
             raise
         # A read-only folder has no room for the shared-memory file that WAL readers need.
         engine = connections.engine_of(url, connections.FIXED)
@@ -146,7 +135,7 @@ def _unless_empty(engine: sa.Engine) -> sa.Engine | None:
 def _create_or_upgrade(engine: sa.Engine) -> None:
     found, name = check_schema(engine), location_name(engine.url)
     if found is not None and found not in REVISIONS:
-        raise SchemaVersionError(
+        raise errors.SchemaVersionError(
             "{} was written by a newer fuseplan (its tables are of revision {}, this one knows {}); it was left as it "
             "is: use that one, or pass another file with {}", name, brief(found), REVISIONS[-1], Argument("db"),
         )
@@ -161,7 +150,7 @@ def _create_or_upgrade(engine: sa.Engine) -> None:
             check_columns(connection)
             may_write = sa.select(sa.func.has_table_privilege(PLANS.name, "insert"))
             if engine.dialect.name == "postgresql" and not connection.scalar(may_write):
-                raise ReadOnlyDatabaseError(f"{name}: this role may only read; use one that may write")
+                raise errors.ReadOnlyDatabaseError(f"{name}: this role may only read; use one that may write")
         return
     with transaction(engine) as connection:
         if engine.dialect.name == "postgresql":  # two that create a table together: the second would fail
@@ -183,9 +172,7 @@ def _create_or_upgrade(engine: sa.Engine) -> None:
 
 
 def check_schema(engine: sa.Engine) -> str | None:
-    """The revision of the tables, or None for an empty database. :class:`DatabaseError` where it cannot be read, is
-    another application's, or has another schema version.
-    """
+    """The revision of the tables, None for an empty database; :class:`DatabaseError` where it is not one of ours."""
 
     def ask() -> dict[str, str] | None:
         with connected(engine) as connection:
@@ -193,7 +180,7 @@ def check_schema(engine: sa.Engine) -> str | None:
 
     facts = insist(engine.url, ask, patient=False)
     if facts is not None and facts.get("schema_version") != str(SCHEMA_VERSION):
-        raise SchemaVersionError(
+        raise errors.SchemaVersionError(
             "{} has schema version {}, this fuseplan reads {}; it was left as it is: use the fuseplan that wrote it, "
             "or pass another file with {}", location_name(engine.url), brief(facts.get("schema_version")),
             SCHEMA_VERSION, Argument("db"),
@@ -206,7 +193,8 @@ def _facts(connection: sa.Connection) -> dict[str, str] | None:
     try:
         return {str(name): str(value) for name, value in connection.execute(_FACTS_AND_REVISION)}
     except (OperationalError, ProgrammingError) as error:  # a table is missing
-        if error.connection_invalidated or isinstance(database_error(error, connection.engine), BusyDatabaseError):
+        is_busy = isinstance(database_error(error, connection.engine), errors.BusyDatabaseError)
+        if error.connection_invalidated or is_busy:
             raise
         connection.rollback()
     names = set(sa.inspect(connection).get_table_names())
@@ -214,7 +202,7 @@ def _facts(connection: sa.Connection) -> dict[str, str] | None:
         return {str(name): str(value) for name, value in connection.execute(_FACTS)}
     if names and connection.dialect.name == "sqlite":
         listed = plain(", ".join(sorted(names)[:3]))
-        raise ForeignDatabaseError(
+        raise errors.ForeignDatabaseError(
             "{} holds tables of another application ({}); pass another file with {}",
             location_name(connection.engine.url), listed, Argument("db"),
         )
@@ -227,7 +215,7 @@ def check_columns(connection: sa.Connection, wanted: Iterable[sa.Table] = METADA
     there = {table: {column["name"] for column in columns} for (_schema, table), columns in found.items()}
     for table in wanted:
         if missing := {column.name for column in table.columns} - there.get(table.name, set()):
-            raise ForeignDatabaseError(
+            raise errors.ForeignDatabaseError(
                 "{}: table {} has no {}, so this fuseplan did not write it; it was left as it is: pass another file "
                 "with {}", location_name(connection.engine.url), table.name, ", ".join(sorted(missing)), Argument("db"),
             )
@@ -240,7 +228,7 @@ def upsert(
     keys = [column.name for column in table.primary_key]
     if changes is None:
         changes = {name: value for name, value in row.items() if name not in keys}
-    if dialect := {"sqlite": sqlite, "postgresql": postgresql}.get(connection.dialect.name):
+    if dialect := DIALECTS.get(connection.dialect.name):
         insert = dialect.insert(table).values(**row)
         connection.execute(insert.on_conflict_do_update(index_elements=keys, set_=dict(changes)))
         return

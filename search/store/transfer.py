@@ -83,8 +83,7 @@ class Imported:
 
 
 def export(database: Database, path: Path, device: str | None = None) -> int:
-    """Write every record (of one device, when given), and what a report says of models, to ``path``; return how many
-    lines of data that were.
+    """Write every record, perhaps of one device, and what a report says of models to ``path``; how many lines of data.
 
     DatabaseError where a part of the database cannot be read; ``path`` is then as it was.
     """
@@ -108,9 +107,7 @@ def _line(value: object) -> str:
 
 
 def read_bundle(path: Path) -> list[Entry]:
-    """What an export file holds. ImportRefusedError where it is missing, truncated, altered, or none, and
-    SchemaVersionError where it is of another schema version.
-    """
+    """What an export file holds; ImportRefusedError where it is not whole, SchemaVersionError of another version."""
     entries = []
     for number, line in enumerate(checked_lines(path), 2):
         item = _object(line, path, number)
@@ -190,10 +187,9 @@ def _why_not(new: Entry, old: Entry | None, now_s: float) -> str:
 
 
 def import_bundle(database: Database, path: Path) -> Imported:
-    """Merge an export file into the database in one transaction; a newer record of the same key wins, and what is dated
-    in the future, by the database's clock, counts as the oldest.
+    """Merge an export file into the database whole, or not at all; a newer record of the same key wins.
 
-    Errors as :func:`read_bundle`, and then the database is unchanged.
+    What is dated in the future, by the database's clock, counts as the oldest. Errors as :func:`read_bundle`.
     """
     entries = read_bundle(path)
     here = {(entry.table, entry.key): entry for entry in _contents(database)}

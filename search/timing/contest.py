@@ -12,7 +12,8 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
+
+import numpy as np
 
 from fuseplan.search import policy
 from fuseplan.search.store.record import Measurement
@@ -29,8 +30,7 @@ _AGAIN = "again"
 class Contest:
     """Paired samples of an interleaved run (``samples[name][round]`` in microseconds), and its relative A/A noise.
 
-    ``conditions`` are the runs that this one is the mean of; empty when it was timed itself. A winner may lose
-    ``max_loss`` under one of them.
+    ``conditions`` are the runs that this one is the mean of, if any. A winner may lose ``max_loss`` under one of them.
     """
 
     samples: Mapping[str, tuple[float, ...]]
@@ -94,9 +94,7 @@ class Contest:
         return faster and not self._loses(challenger, (incumbent,))
 
     def is_safer(self, one: str, other: str) -> bool:
-        """True when the most that ``one`` loses to ``other`` under any condition is less than the reverse, beyond the
-        threshold: who does not know under which of them calls are made takes that.
-        """
+        """True when ``one`` loses less to ``other`` at its worst condition than the reverse, beyond the threshold."""
         runs = self.conditions or (self,)
         at_most, reverse = (max(run.gain(b, a) for run in runs) for a, b in ((one, other), (other, one)))
         return reverse - at_most > self.threshold
@@ -159,9 +157,9 @@ class Contest:
 
 @dataclass(frozen=True)
 class Rounds:
-    """How many undisturbed rounds a run has, how often a disturbed sample is tried (one that is tried once stands), and
-    what ends a run early: asked of all rounds, after every second one, so that contestants have had as many in one
-    order as in the other.
+    """How many undisturbed rounds a run has, how often a disturbed sample is tried, and what ends a run early.
+
+    ``enough`` is asked after every second round, when contestants have had as many in one order as in the other.
     """
 
     least: int = policy.MIN_ROUNDS
@@ -179,9 +177,9 @@ def decisive(
     timer: Timer, contestants: Mapping[str, Run], operands: Operands, seconds: float, incumbent: str,
     twice: str | None = None, ordered: bool = True,
 ) -> Contest:
-    """As :func:`contest` until it is settled, repeated for longer each time while noise hides how the others compare
-    with ``incumbent``, unless calls are so long that the longer run has no more rounds. Where ``ordered``, who of
-    several is the fastest counts, too.
+    """As :func:`contest` until it is settled, repeated for longer while noise hides who is faster than ``incumbent``.
+
+    Where ``ordered``, who of several is the fastest counts, too.
     """
     found = contest(timer, contestants, operands, seconds, twice, Rounds.until_settled(incumbent, ordered))
     for factor in policy.LONGER_RUNS:
@@ -268,9 +266,7 @@ def mean_contest(first: Contest, second: Contest, max_loss: float = policy.MAX_L
 
 
 def sum_of_contests(contests: Sequence[Contest], weights: Sequence[float]) -> Contest:
-    """Runs of the same contestants on parts of a whole as one run of the whole, in which each part counts ``weights``
-    times. Its noise is that of its parts' times, which are independent.
-    """
+    """Runs of the same contestants on parts, each of which a whole has ``weights`` times, as one run of the whole."""
     if len(contests) == 1:
         return contests[0]
     samples = {
@@ -289,13 +285,10 @@ def _common_rounds(contests: Sequence[Contest]) -> dict[str, list[list[float]]]:
     """Samples by contestant and run, of those in all runs: longer ones averaged to as many as the shortest has."""
     names = [name for name in contests[0].samples if all(name in one.samples for one in contests)]
     rounds = min(len(one.samples[name]) for one in contests for name in names)
-    return {name: [_averaged(one.samples[name], rounds) for one in contests] for name in names}
-
-
-def _averaged(values: Sequence[float], count: int) -> list[float]:
-    """``count`` means of neighbouring values."""
-    edges = [number * len(values) // count for number in range(count + 1)]
-    return [statistics.fmean(values[start:end]) for start, end in pairwise(edges)]
+    return {
+        name: [[float(part.mean()) for part in np.array_split(one.samples[name], rounds)] for one in contests]
+        for name in names
+    }
 
 
 def _turn(names: list[str], number: int) -> list[str]:
@@ -331,11 +324,8 @@ def _standard_error(values: Sequence[float]) -> float:
 
 def measurement_of(samples: Sequence[float], regime: str, rounds: int = 0, noise: float = 0.0) -> Measurement:
     """Median and interquartile range of samples in microseconds."""
-    ordered = sorted(samples)
-    if len(ordered) < 2:
-        return Measurement(ordered[0], 0.0, len(ordered), rounds, regime, noise)
-    low, _, high = statistics.quantiles(ordered, n=4, method="inclusive")
-    return Measurement(statistics.median(ordered), high - low, len(ordered), rounds, regime, noise)
+    low, median, high = map(float, np.percentile(samples, (25, 50, 75)))
+    return Measurement(median, high - low, len(samples), rounds, regime, noise)
 
 
 def screen(timer: Timer, run: Run, operands: Operands, seconds: float) -> Measurement:

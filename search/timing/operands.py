@@ -28,10 +28,10 @@ def cache_bytes(target_bytes: int) -> int:
 def rotating_operands(
     inputs: Sequence[torch.Tensor], hot: Sequence[bool], llc_bytes: int, limit_bytes: int
 ) -> Operands:
-    """Operand sets to call a kernel with in turn.
+    """Operand sets to call a kernel with in turn, of ``limit_bytes`` at most.
 
     Inputs that were just produced (``hot``) are shared; the others are copied until a last-level cache of ``llc_bytes``
-    cannot hold them. The rotation is shorter where ``limit_bytes`` do not suffice.
+    cannot hold them.
     """
     cold_bytes = sum(span_bytes(tensor) for tensor, is_hot in zip(inputs, hot, strict=True) if not is_hot)
     if cold_bytes == 0:

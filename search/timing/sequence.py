@@ -50,8 +50,7 @@ Sides: TypeAlias = Mapping[str, Sequence[str]]
 class SharedOperands:
     """What sequences read from outside: all of one play-off are called with the same operands.
 
-    An operand is what the first part that asks for it would be given alone. ``hot`` says of each of the ``tensors``
-    whether an earlier kernel of the model has just produced it.
+    An operand is what the first part that asks for it would be given alone; ``hot`` ones were just produced.
     """
 
     def __init__(self, make_inputs: Callable[[Subject], Sequence[torch.Tensor]]) -> None:
@@ -96,11 +95,7 @@ class SharedOperands:
         return tuple(found)
 
     def _inputs(self, subject: Subject) -> Sequence[torch.Tensor]:
-        """What a subject would be given alone.
-
-        Parts of one subject (repeated layers) mostly need none of it again: from the second on it is layouts without
-        numbers, except integers.
-        """
+        """What a subject would be given alone; repeated layers share it: layouts without numbers, except integers."""
         known = self._known.get(id(subject))
         if known is not None:
             return known
@@ -115,12 +110,10 @@ class SharedOperands:
 
 
 def sequence(parts: Sequence[Part], operands: SharedOperands, kept: Collection[str], target: Target) -> Run:
-    """One function that runs parts as near to their order as what they need of each other allows; ValueError where they
-    wait for each other, or nothing makes what is to be kept.
+    """One function of all ``operands`` that runs parts, near to their order, and returns the values that are ``kept``.
 
-    It is straight-line code: a loop over the parts would cost the host as much as some launches. It takes all
-    ``operands`` that there are by then. Values are released after their last use, as in a model, and those that are
-    ``kept`` are returned.
+    It is straight-line code: a loop over the parts would cost the host as much as some launches. Values are released
+    after their last use, as in a model. ValueError where parts wait for each other, or nothing makes what is kept.
     """
     made = {name: f"v{number}_{at}" for number, part in enumerate(parts) for at, name in enumerate(part.makes)}
     if unknown := sorted(set(kept) - made.keys()):

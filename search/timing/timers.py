@@ -59,16 +59,11 @@ class Timer(ABC):
         return time.perf_counter()
 
     def of_device(self) -> Timer | None:
-        """What times a kernel without the host that launches it; None where this timer does, or cannot be told apart.
-
-        Where launching takes longer than the kernel, all its configurations tie.
-        """
+        """What times a kernel without the host, whose launches may hide it; None where this timer or nothing does."""
         return None
 
     def from_memory(self, l2_bytes: int) -> Timer | None:
-        """What times calls that find nothing in a last-level cache of this size; None where configurations are not
-        compared that way.
-        """
+        """What times calls with a cold last-level cache of this size; None where nothing is compared that way."""
         return cold_timer(l2_bytes) if self.has_cold else None
 
     def disturbances(self) -> int:
@@ -189,7 +184,7 @@ class CudaGraphTimer(Timer):
 
     @staticmethod
     def _calibrate(run: Run, operands: Operands, stream: torch.cuda.Stream) -> int:
-        """Launches for a replay that is long enough, and that visits every operand set if it can."""
+        """A first guess of :meth:`_launches`, from a few calls."""
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -201,8 +196,7 @@ class CudaGraphTimer(Timer):
 
     @staticmethod
     def _launches(call_us: float, sets: int) -> int:
-        """Calls of so many microseconds in a replay that is long enough, and that visits every operand set if it can.
-        """
+        """Calls of so many us in a replay that is long enough, and that visits every operand set if it can."""
         call_us = max(call_us, 1e-3)
         visited = min(sets, math.ceil(_LONG_GRAPH_US / call_us))
         return max(visited, min(_MAX_LAUNCHES, math.ceil(_GRAPH_US / call_us)))
@@ -239,8 +233,7 @@ class ColdTimer(Timer):
         quickest_us = max(min(self._times_us(run, operands, 2)), 1.0)
         calls = max(_MIN_COLD_CALLS, min(_MAX_COLD_CALLS, math.ceil(_COLD_SAMPLE_US / quickest_us)))
         self._times_us(run, operands, calls)  # so that the blocks of a sample's results are there
-        # Cold calls of one kernel often fall into two clusters. The median of a few jumps between them; their mean does
-        # not. It leaves out the least and the largest.
+        # Cold calls often fall into two clusters. A median of few jumps between them; a mean without extremes does not.
         return lambda: statistics.fmean(sorted(self._times_us(run, operands, calls))[1:-1])
 
     def _times_us(self, run: Run, operands: Operands, calls: int) -> list[float]:

@@ -11,26 +11,10 @@ from dataclasses import dataclass, replace
 from fuseplan.kernels.ir.backend import Backend, config_key
 from fuseplan.search import policy
 from fuseplan.search.errors import NothingCompilesError, SubjectError
-from fuseplan.search.store.record import (
-    DOES_NOT_COMPILE,
-    Evidence,
-    Finalist,
-    RecordKey,
-    Rejection,
-    Trial,
-    TuningRecord,
-    now,
-)
+from fuseplan.search.store.record import Evidence, Finalist, RecordKey, Rejection, Trial, TuningRecord, now
 from fuseplan.search.timing.contest import Contest
 from fuseplan.search.timing.subject import Subject
-from fuseplan.search.tune.resources import (
-    DECIDING,
-    OPENING,
-    SCREENING,
-    ProgressEvent,
-    TunePhase,
-    TuningResources,
-)
+from fuseplan.search.tune.resources import ProgressEvent, TunePhase, TuningResources
 from fuseplan.search.tune.space import Space
 from fuseplan.search.tune.strategy import Strategy
 from fuseplan.search.workers import jobs
@@ -95,7 +79,7 @@ class GroupSearch:
         for size in sorted({len(choices), min(1, len(choices)), 0}, reverse=True):
             attempt = tuple(choices[:size])
             outcome = self._resources.call(
-                DECIDING, jobs.decide_finalists, self._subject, attempt, of=[self._subject])
+                "deciding", jobs.decide_finalists, self._subject, attempt, of=[self._subject])
             if outcome.ok:
                 return self._record(choices, outcome.value, failed, start_s)
             failed |= {choice.name: f"the decisive run failed: {outcome.failure}" for choice in attempt}
@@ -228,8 +212,7 @@ class GroupSearch:
             else:
                 suggested = [space.nearest(config) for config in backend.suggestions(ir, resources.target)]
                 winners = [space.nearest(record.config) for record in neighbours if record.backend == backend.name]
-                # Where neighbours won most often, the earlier neighbour among equals; with all of them there would be
-                # no trials left to search with.
+                # Where neighbours won most often; with all of them there would be no trials left to search with.
                 often = [position for position, _ in Counter(winners).most_common()]
                 first = list(dict.fromkeys([*suggested, *often]))[: max(1, share // 3)]
             entries.append(_Entry(backend, space, Strategy(space, share, seed, first)))
@@ -237,7 +220,7 @@ class GroupSearch:
 
     def _open(self) -> None:
         self._event("open")
-        outcome = self._resources.call(OPENING, jobs.open_subject, self._subject, of=[self._subject])
+        outcome = self._resources.call("making references", jobs.open_subject, self._subject, of=[self._subject])
         if not outcome.ok:
             raise SubjectError(f"{self._subject.label}: cannot be tuned: {outcome.failure}")
 
@@ -276,7 +259,7 @@ class GroupSearch:
         config = entry.space.configs[position]
         blank = Trial(self._key, entry.backend.name, dict(config), created=now())
         if not compiled.ok:
-            return replace(blank, reason=f"{DOES_NOT_COMPILE}: {compiled.failure}")
+            return replace(blank, reason=f"{Trial.UNCOMPILED}: {compiled.failure}")
         spilled = compiled.value.get("spill_bytes", 0)
         if position == 0:
             self._default_spills[entry.backend.name] = spilled
@@ -284,7 +267,7 @@ class GroupSearch:
         if spilled > self._default_spills.get(entry.backend.name, spilled):
             return replace(blank, reason=f"spills {spilled} bytes of registers")
         return screened(blank, self._resources.call(
-            SCREENING, jobs.screen_config, self._subject, entry.backend, config, self.on_device, of=[self._subject]
+            "screening", jobs.screen_config, self._subject, entry.backend, config, self.on_device, of=[self._subject]
         ))
 
     def _note(self, entry: _Entry, position: int, trial: Trial) -> None:
@@ -317,12 +300,7 @@ def screened(blank: Trial, outcome: Outcome) -> Trial:
     """The trial that a screening (:func:`fuseplan.search.workers.jobs.screen_config`) makes of an untimed one."""
     if not outcome.ok:
         return replace(blank, reason=outcome.failure)
-    found: jobs.Screened = outcome.value
-    error = min(found.verdict.error, 1e300)
-    if found.time is None:
-        return replace(blank, reason=f"wrong result: {found.verdict.reason}", error=error)
-    device_us = found.device.median_us if found.device is not None else None
-    return replace(blank, median_us=found.time.median_us, error=error, device_us=device_us)
+    return replace(blank, **vars(outcome.value))
 
 
 def _winner(standing: Sequence[jobs.Entrant], contest: Contest) -> jobs.Entrant:

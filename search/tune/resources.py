@@ -30,11 +30,6 @@ TunePhase = Literal["open", "compile", "screen", "decide", "done", "play off", "
 #: Name of a back end, and what its kernels that are alike have in common.
 Alike: TypeAlias = tuple[str, Hashable]
 
-#: What a tune's wall time is spent on (:class:`~fuseplan.search.tune.time_account.TimeAccount`).
-COMPILING, OPENING, TIMING_OPS = "waiting for compilers", "making references", "timing unfused ops"
-SCREENING, DECIDING, PLAYING_OFF, STORING = "screening", "deciding", "playing off", "storing"
-TIMING_STEPS = "timing whole steps"
-
 
 @dataclass(frozen=True)
 class ProgressEvent:
@@ -79,10 +74,8 @@ class Budget:
     def on(
         device_type: str, trials: int | None = None, seconds: float | None = None, job_limit_s: float | None = None
     ) -> Budget:
-        """The usual budget on a device, where not said otherwise.
-
-        A GPU's times vary less, and its default configurations are near the bandwidth: fewer trials and shorter runs.
-        """
+        """The usual budget on a device, where not said otherwise."""
+        # A GPU's times vary less, and its default configurations are near the bandwidth.
         usual = Budget() if is_cpu(device_type) else Budget(trials=8, decide_s=0.1)
         said: dict[str, Any] = {
             "trials": trials, "steep_trials": trials, "seconds": seconds, "job_limit_s": job_limit_s}
@@ -113,7 +106,6 @@ class TuningResources:
     run: str = ""
     compiles: threading.Event = field(default_factory=threading.Event)
     spaces: dict[tuple[str, KernelIR], Space] = field(default_factory=dict)
-    refusals: dict[tuple[str, KernelIR], str | None] = field(default_factory=dict)
     #: By back end and likeness of the kernels: configurations of one that was searched, fastest first.
     rankings: dict[Alike, list[Config]] = field(default_factory=dict)
     #: By the same, the key of the first subject that was sent to the compilers.
@@ -128,17 +120,11 @@ class TuningResources:
         """Why a back end cannot take part, or None."""
         if backend.device_type != self.target.device_type:
             return f"is for {backend.device_type}, not {self.target.device_type}"
-        if (reason := backend.unavailable()) is not None:
-            return reason
-        key = (backend.name, subject.ir)
-        if key not in self.refusals:
-            self.refusals[key] = backend.refuse(subject.ir, self.target)
-        return self.refusals[key]
+        reason = backend.unavailable()
+        return backend.refuse(subject.ir, self.target) if reason is None else reason
 
     def space(self, backend: Backend, ir: KernelIR) -> Space:
-        """The feasible configurations, enumerated once: on a GPU that takes longer than to measure one of them, and
-        looking ahead and tuning both ask.
-        """
+        """The feasible configurations, enumerated once: on a GPU that takes longer than to measure one of them."""
         key = (backend.name, ir)
         if key not in self.spaces:
             with self.lock:  # two threads that enumerate at once would only take turns
@@ -165,9 +151,7 @@ class TuningResources:
     def call(
         self, what: str, function: Callable[..., object], *args: object, of: Sequence[Subject]
     ) -> Outcome:
-        """Run a job at the bench, in the measuring process, that calls these subjects; its time is booked as ``what``.
-        Raises :class:`MachineFailureError`.
-        """
+        """Run a job that calls these subjects in the measuring process; may raise :class:`MachineFailureError`."""
         run = partial(self.executor.call, function, self.bench, *args, limit_s=self._limit_s(of))
         return self._booked(what, of, run)
 
@@ -196,13 +180,13 @@ class TuningResources:
         return result
 
     def _release(self) -> None:
-        with self.account.spend(OPENING):
+        with self.account.spend("making references"):
             self.executor.call(jobs.release, limit_s=self.budget.job_limit_s).checked()
 
     def later(
         self, what: str, function: Callable[..., object], *args: object, of: Sequence[Subject]
     ) -> Callable[[], Outcome]:
-        """A job for the measuring process when that has nothing else to do, and what waits for it as :meth:`call` does.
+        """As :meth:`call`, when the measuring process has nothing else to do; returns what waits for it.
 
         What is timed by the host's clock is run when it is waited for: all else that this process does disturbs it.
         """
@@ -214,14 +198,14 @@ class TuningResources:
     def compile(self, arguments: Sequence[Compilation]) -> Iterator[Outcome]:
         """Compile beside each other, from when the first outcome is asked for; outcomes in order.
 
-        On a GPU each is given as soon as it is there, so that one is timed while others compile. On a CPU compilers
-        would take the cores away from what is measured. Raises :class:`MachineFailureError`.
+        On a GPU each is given as soon as it is there, so that one is timed while others compile; on a CPU compilers
+        would take the cores away from what is measured.
         """
         left, outcomes = len(arguments), None
         while left:
             # Until something has compiled, all of them tell whether one that has not is at fault itself.
             several = 1 if self.target.is_gpu and self.compiles.is_set() else left
-            with self.account.spend(COMPILING):
+            with self.account.spend("waiting for compilers"):
                 if outcomes is None:
                     limit_s = self.budget.job_limit_s + COMPILE_LIMIT_S
                     outcomes = self.executor.map(jobs.prepare, arguments, limit_s=limit_s)
@@ -232,10 +216,7 @@ class TuningResources:
             yield from found
 
     def compile_ahead(self, arguments: Sequence[Compilation], spare: bool = False) -> None:
-        """Compile into the cache, some time; ``spare``: once nothing else is to be compiled ahead.
-
-        On a CPU nothing happens: compilers would take the cores away from what is measured.
-        """
+        """Compile for a GPU into the cache, some time; ``spare``: once nothing else is to be compiled ahead."""
         if self.target.is_gpu:
             limit_s = self.budget.job_limit_s + COMPILE_LIMIT_S
             self.executor.prefetch(jobs.prepare, arguments, limit_s=limit_s, spare=spare)
@@ -250,15 +231,13 @@ class TuningResources:
         """Store a finished trial at once, unless it did not compile and nothing else has."""
         if trial.uncompiled and not self.compiles.is_set():
             return
-        with self.account.spend(STORING):
+        with self.account.spend("storing"):
             self.database.log_trial(replace(trial, run=self.run), self.versions)
 
 
 def call_limit_s(least_s: float, works: Iterable[Work], device_type: str) -> float:
-    """How long a job that calls kernels or ops of these ``works`` again and again may go without a sign before it
-    counts as hanging: ``least_s``, and for one call of all of them.
+    """After how long without a sign a job counts as hanging: ``least_s``, and one call of all these ``works``.
 
-    A job gives a sign after each call that it has timed or checked (:mod:`fuseplan.search.timing.signs`), so rounds and
-    contestants need no allowance.
+    A job gives a sign after each call that it has timed or checked (:mod:`fuseplan.search.timing.signs`).
     """
     return least_s + policy.SLOWEST_CALL * 1e-6 * sum(nominal_us(work, device_type, fused=False) for work in works)

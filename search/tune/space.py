@@ -14,10 +14,7 @@ from fuseplan.search import policy
 
 @dataclass(frozen=True)
 class Space:
-    """Feasible configurations, the default first, then in the order of the tunables' choices.
-
-    ``tunables`` are its dimensions; ``configs`` has no duplicates and is never empty.
-    """
+    """Feasible configurations, each once, the default first, then in the order of the tunables' choices."""
 
     tunables: tuple[Tunable, ...]
     configs: tuple[Config, ...]
@@ -92,10 +89,7 @@ def is_ordered(tunable: Tunable) -> bool:
 
 
 def enumerate_space(backend: Backend, ir: KernelIR, target: Target) -> Space:
-    """Every feasible configuration of ``ir``, the back end's default first.
-
-    The default is kept even where its parameters are not among the tunables' choices: it is always a finalist.
-    """
+    """Every feasible configuration of ``ir``, the back end's default first, even where it is none of the choices."""
     tunables = backend.tunables(ir, target)
     names = [tunable.name for tunable in tunables]
     total = math.prod(len(tunable.choices) for tunable in tunables)

@@ -78,10 +78,9 @@ class Strategy:
         self.times[position] = math.inf if median_us is None else median_us
 
     def prospects(self) -> list[int]:
-        """Positions that may be asked for once the outstanding times are in, likely ones first; not all of them.
+        """Positions that may be asked for once the outstanding times are in, likely ones first.
 
-        They are what is asked for in any case, or what :meth:`_crossing` may come to: any steps from the default that
-        were asked for, taken together.
+        They are what is asked for in any case, else some that :meth:`_crossing` may come to.
         """
         certain = [position for position in self._seeds if position not in self._asked] if self._asked else []
         if certain:
@@ -115,10 +114,7 @@ class Strategy:
         return self._sampler.ask(self._asked, self.times)
 
     def _crossing(self) -> int | None:
-        """The default with every step that was faster than it, each parameter's best; None when that is not promising.
-
-        Steps are taken to gain independently of each other.
-        """
+        """The default with each parameter's best step, as if their gains were independent; None if not promising."""
         base_us, best = self.times.get(0, math.inf), self.best
         together, expected_us = dict(self.space.default), base_us
         for name, steps in self._steps().items():

@@ -25,11 +25,7 @@ _LONGEST = 200
 
 
 class Studies:
-    """A storage of Optuna's: an SQLAlchemy URL (``sqlite:///studies.db``), or the path of a journal file.
-
-    Raises:
-        StudyError: It cannot be opened.
-    """
+    """A storage of Optuna's: an SQLAlchemy URL, or the path of a journal file; :class:`StudyError` if it cannot be."""
 
     def __init__(self, where: str) -> None:
         from optuna.storages import JournalStorage, get_storage
@@ -50,11 +46,10 @@ class Studies:
             ) from None
 
     def add(self, record: TuningRecord, trials: Sequence[Trial], on_device: bool = False) -> None:
-        """A study of one search: its trials in their order, and its answer.
+        """A study of one search: its trials in their order, and its answer; what cannot be written is logged.
 
         A trial's value is what the search compared (us): time on the device where ``on_device``. One that was as fast
         as the winner in its short run, and did not win the decision, is pruned, so that the best trial is the winner.
-        What cannot be written is logged, and costs nothing else.
         """
         import optuna
 

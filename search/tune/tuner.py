@@ -28,17 +28,7 @@ from fuseplan.search.timing.sequence import Parts, Sides
 from fuseplan.search.timing.subject import Subject
 from fuseplan.search.timing.timers import Timer, timer_for
 from fuseplan.search.tune.group_search import GroupSearch, screened
-from fuseplan.search.tune.resources import (
-    PLAYING_OFF,
-    SCREENING,
-    STORING,
-    TIMING_OPS,
-    TIMING_STEPS,
-    Alike,
-    Budget,
-    ProgressEvent,
-    TuningResources,
-)
+from fuseplan.search.tune.resources import Alike, Budget, ProgressEvent, TuningResources
 from fuseplan.search.tune.study import Studies
 from fuseplan.search.tune.time_account import TimeAccount
 from fuseplan.search.workers import jobs
@@ -52,10 +42,7 @@ _Kind = TypeVar("_Kind", bound=Subject)
 
 
 def make_pool(device_type: str) -> WorkerPool:
-    """Worker processes for tuning on a device; nothing is started yet.
-
-    Of all such pools of a user on one device one measures at a time.
-    """
+    """Worker processes for tuning on a device, not started yet; of a user's pools on it one measures at a time."""
     import torch
 
     on_cpu, which = is_cpu(device_type), "cpu"
@@ -70,9 +57,8 @@ class Tuner:
 
     ``database`` is open for writing; ``backends`` are in order of preference. ``device``, ``regime`` (``"eager"`` or
     ``"graph"``) and ``numerics`` (``"fp32"`` or ``"eager"``) are part of every key; ``seed`` is that of the search and
-    of the inputs. By default jobs run in a pool of its own. What another tune than ``run`` wrote is measured
-    anew; "" for nothing. Each search is copied to ``studies``. What another tuner on this database is measuring is
-    waited for (``leases``).
+    of the inputs. What another tune than ``run`` wrote is measured anew; "" for nothing. Each search is copied to
+    ``studies``. What another tuner on this database is measuring is waited for (``leases``).
     """
 
     def __init__(
@@ -149,7 +135,7 @@ class Tuner:
                 self._searched.add(key)
             run = GroupSearch(self._resources_for(minor), subject, key, hints)
             record = self._resources.released(run.execute)
-            with self.account.spend(STORING):
+            with self.account.spend("storing"):
                 self.database.put_record(record)
                 if self.studies is not None:
                     self.studies.add(record, run.trials, run.on_device)
@@ -173,10 +159,7 @@ class Tuner:
         return None if stored is None or reservations(stored, self.versions, self.run) else stored
 
     def time_unfused(self, subject: Subject) -> Measurement:
-        """Time of the unfused chain alone, kept as a trial without a back end; :class:`SubjectError` where it fails.
-
-        An op that was timed beside libraries' calls is not timed again.
-        """
+        """Time of the unfused chain alone, kept as a trial without a back end; :class:`SubjectError` where it fails."""
         key = self.key(subject)
 
         def known() -> Measurement | None:
@@ -188,7 +171,7 @@ class Tuner:
             return next((one.contest.time(jobs.UNFUSED) for one in self._contests.get(subject.key, ())), None)
 
         def find() -> Measurement:
-            outcome = self._resources.call(TIMING_OPS, jobs.time_unfused, subject, of=[subject])
+            outcome = self._resources.call("timing unfused ops", jobs.time_unfused, subject, of=[subject])
             if not outcome.ok:
                 raise SubjectError(f"{subject.label}: cannot be timed: {outcome.failure}")
             found: Measurement = outcome.value
@@ -200,15 +183,15 @@ class Tuner:
     def contest_calls(
         self, plain: Subject, calls: Mapping[str, Subject], ops: int = 1
     ) -> Callable[[], jobs.Calls | None]:
-        """Libraries' calls by name, checked, beside the ``ops`` that they stand for in one interleaved run, made when
-        the measuring process has nothing else to do; None when that run fails. Nothing is stored, but an op that was
-        timed beside all of these calls is not timed again.
+        """Check libraries' calls, by name, and run them beside the ``ops`` that they stand for; None when that fails.
+
+        It is run when the measuring process has nothing else to do. Nothing is stored, but nothing is timed twice.
         """
         known = self._contests.setdefault(plain.key, [])
         for one in known:
             if calls.keys() <= one.contest.samples.keys() | one.failed.keys():
                 return lambda: one
-        run = self._resources.later(PLAYING_OFF, jobs.contest_calls, plain, dict(calls), ops, of=[plain])
+        run = self._resources.later("playing off", jobs.contest_calls, plain, dict(calls), ops, of=[plain])
 
         def result() -> jobs.Calls | None:
             found: jobs.Calls | None = run().value
@@ -231,9 +214,7 @@ class Tuner:
             return self._resources.released(run.screen_defaults)
 
     def time_again(self, kernels: Sequence[tuple[Subject, TuningRecord]]) -> list[Trial]:
-        """The kernels of records, compiled beside each other, checked and timed shortly: a trial each, with the reason
-        of one that failed. Nothing is stored.
-        """
+        """The kernels of records, compiled, checked and timed shortly: a trial each. Nothing is stored."""
         backends = {backend.name: backend for backend in self.backends}
         refusals = [self._refuse_record(subject, record) for subject, record in kernels]
         sound = [(subject, record) for (subject, record), why in zip(kernels, refusals, strict=True) if why is None]
@@ -244,7 +225,7 @@ class Tuner:
         for (subject, record), refusal in zip(kernels, refusals, strict=True):
             outcome = next(compiled) if refusal is None else Outcome(failure=refusal)
             if outcome.ok:
-                screen = partial(self._resources.call, SCREENING, jobs.screen_config, of=[subject])
+                screen = partial(self._resources.call, "screening", jobs.screen_config, of=[subject])
                 outcome = self._resources.released(partial(screen, subject, backends[record.backend], record.config))
             found.append(screened(Trial(record.key, record.backend, record.config, created=now()), outcome))
         return found
@@ -263,7 +244,7 @@ class Tuner:
         if self._resources.progress is not None and parts:
             label = next(iter(parts.values())).subject.label
             self._resources.progress(ProgressEvent(label, 0, len(parts), math.inf, "play off"))
-        job = PLAYING_OFF, jobs.decide_sides, dict(parts), dict(sides), frozenset(kept)
+        job = "playing off", jobs.decide_sides, dict(parts), dict(sides), frozenset(kept)
         called = [parts[name].subject for names in sides.values() for name in names]  # by one call of every side
         run = self._resources.later(*job, of=called) if spare else partial(self._resources.call, *job, of=called)
         return lambda: run().value
@@ -271,7 +252,7 @@ class Tuner:
     def time_sides(self, parts: Parts, sides: Sides, kept: Collection[str]) -> Outcome:
         """As :meth:`play_off`, once, to know the times alone: a :class:`Contest`, or why there is none."""
         return self._resources.call(
-            TIMING_STEPS, jobs.time_sides, dict(parts), dict(sides), frozenset(kept),
+            "timing whole steps", jobs.time_sides, dict(parts), dict(sides), frozenset(kept),
             of=[parts[name].subject for names in sides.values() for name in names])
 
     @property
@@ -293,10 +274,7 @@ class Tuner:
         self._resources.executor.prefetch(function, [(subject,)], limit_s=policy.PEER_LIMIT_S)
 
     def precompile(self, subjects: Iterable[Subject]) -> None:
-        """Compile the default configurations of several subjects beside each other, for :meth:`screen` to find cached.
-
-        What does not compile is left to the screening to report; subjects with a stored trial or record are skipped.
-        """
+        """Compile the default configurations of subjects without a stored trial, for :meth:`screen` to find cached."""
         keys = ((subject, self.key(subject)) for subject in subjects)
         new = [subject for subject, key in keys if self._current(key) is None and not self._resources.trials(key)]
         compilations = [one for subject in new for one in self._resources.default_of(subject)]
@@ -310,12 +288,10 @@ class Tuner:
         return replace(self._resources, budget=budget, bench=replace(self._resources.bench, decide_s=budget.decide_s))
 
     def prefetch(self, subjects: Iterable[Subject], minor: bool = False, spare: bool = False) -> None:
-        """Compile what tunes of these subjects will try in any case, beside whatever else goes on. Safe from any
-        thread; ``spare`` ones wait until there is nothing else to compile.
+        """Compile for a GPU what tunes of these subjects will try in any case, beside whatever else goes on.
 
-        Of kernels alike one will be searched, and the first that was asked for is taken for it; of the others the
-        default is compiled until then. On a CPU nothing happens: compilers would take the cores away from what is
-        measured.
+        Safe from any thread; ``spare`` ones wait until there is nothing else to compile. Of kernels alike the first is
+        the one that will be searched; of the others only the default is compiled.
         """
         if not self.target.is_gpu:
             return

@@ -41,10 +41,7 @@ class Compilers:
             self._awake().start()
 
     def compile_ahead(self, wanted: Sequence[Compilation]) -> None:
-        """Begin to compile what is not in the cache, in this order; at once returns.
-
-        Workers that would have to start first are worth it for many kernels alone.
-        """
+        """Begin to compile what is not in the cache, in this order; at once returns. Few kernels start no workers."""
         with self._lock, suppress(OSError):
             if self._pool is None:  # running ones see at once what is there
                 wanted = [one for one in wanted if not one[0].is_compiled(*one[1:])]

@@ -22,21 +22,14 @@ from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.kernels.native.overlap import span_bytes
 from fuseplan.search import policy
 from fuseplan.search.errors import OWN_FAULTS
+from fuseplan.search.store.limits import WORST_ERROR
 from fuseplan.search.store.record import Measurement
-from fuseplan.search.timing.contest import (
-    Contest,
-    Rounds,
-    contest,
-    decisive,
-    mean_contest,
-    middle_of_three,
-    screen,
-)
+from fuseplan.search.timing.contest import Contest, Rounds, contest, decisive, mean_contest, middle_of_three, screen
 from fuseplan.search.timing.operands import MEMORY, cache_bytes, memory_read, rotating_operands
 from fuseplan.search.timing.sequence import Parts, SharedOperands, Sides, sequence
 from fuseplan.search.timing.subject import Subject
 from fuseplan.search.timing.timers import Operands, Run, Timer
-from fuseplan.search.timing.verify import CheckResult, Oracle, check_call, check_result, make_oracle
+from fuseplan.search.timing.verify import Oracle, check_call, check_result, make_oracle
 
 #: Name of the unfused chain among the contestants.
 UNFUSED = "unfused"
@@ -67,11 +60,12 @@ class Bench:
 
 @dataclass(frozen=True)
 class Screened:
-    """A checked configuration, and its times when it is right: in the regime, and on the device if asked for."""
+    """A configuration that ran, checked, and timed if it is right: fields of the same names as a trial's."""
 
-    verdict: CheckResult
-    time: Measurement | None
-    device: Measurement | None = None
+    reason: str
+    error: float
+    median_us: float | None = None
+    device_us: float | None = None
 
 
 @dataclass(frozen=True)
@@ -87,8 +81,7 @@ class Entrant:
 class Decision:
     """The decisive run: everyone's samples, compiled facts by name, and entrants that failed on fresh inputs.
 
-    ``device`` holds the kernels' samples on the device alone, hot and cold, where there is more to compare than the
-    regime's times: it decides between kernels.
+    ``device``, where there is one, decides between kernels: their samples on the device alone, hot and cold.
     """
 
     contest: Contest
@@ -103,19 +96,15 @@ class _Desk:
     """One subject's inputs, oracle and operand sets."""
 
     def __init__(self, bench: Bench, subject: Subject) -> None:
-        self.bench = bench
-        self.subject = subject
-        self.device = bench.target.device_type
+        self.bench, self.subject, self.device = bench, subject, bench.target.device_type
+
+    @cached_property
+    def inputs(self) -> Sequence[torch.Tensor]:
+        return self.subject.make_inputs(self.bench.seed, self.device)
 
     @cached_property
     def oracle(self) -> Oracle:
-        return make_oracle(self.subject, self.bench.seed, self.device)
-
-    @property
-    def inputs(self) -> Sequence[torch.Tensor]:
-        """The oracle's inputs; where nothing was checked yet, the same made without an oracle."""
-        made = "oracle" in self.__dict__
-        return self.oracle.inputs if made else self.subject.make_inputs(self.bench.seed, self.device)
+        return make_oracle(self.subject, self.inputs)
 
     @cached_property
     def operands(self) -> Operands:
@@ -199,28 +188,26 @@ def screen_config(
         desk = _desk(bench, subject)
         kernel = backend.load(subject.ir, config, bench.target)
         verdict = check_result(kernel, subject, desk.oracle, desk.device)
+        error = min(verdict.error, WORST_ERROR)
         if not verdict.ok:
-            return Screened(verdict, None)
+            return Screened(f"wrong result: {verdict.reason}", error)
         run = fused_call(kernel, subject.ir)
         alone = bench.timer.of_device() if on_device else None
         # Where times depend much on the configuration, many are screened, and less tells them apart.
         seconds = bench.screen_s if backend.likeness(subject.ir) is None else bench.screen_s / 2
-        device = None if alone is None else screen(alone, run, desk.operands, seconds)
-        return Screened(verdict, screen(bench.timer, run, desk.operands, seconds), device)
+        device_us = None if alone is None else screen(alone, run, desk.operands, seconds).median_us
+        return Screened("", error, screen(bench.timer, run, desk.operands, seconds).median_us, device_us)
 
 
 def decide_finalists(bench: Bench, subject: Subject, entrants: Sequence[Entrant]) -> Decision:
-    """Check every entrant once more on fresh inputs, then time them and the unfused chain in interleaved rounds. A
-    second copy of the first entrant shows the noise.
-    """
+    """Check every entrant on fresh inputs, then time them, the first one twice, and the unfused chain in one run."""
     with torch.no_grad():
         desk = _desk(bench, subject)
-        fresh = make_oracle(subject, bench.seed + 1, desk.device) if entrants else None
+        fresh = make_oracle(subject, subject.make_inputs(bench.seed + 1, desk.device)) if entrants else desk.oracle
         runs: dict[str, Run] = {UNFUSED: desk.subject.eager}
         failed: dict[str, str] = {}
         resources: dict[str, dict[str, int]] = {}
         for entrant in entrants:
-            assert fresh is not None
             kernel = entrant.backend.load(subject.ir, entrant.config, bench.target)
             resources[entrant.name] = resource_facts(kernel.resources)
             verdict = check_result(kernel, subject, fresh, desk.device)
@@ -234,7 +221,7 @@ def decide_finalists(bench: Bench, subject: Subject, entrants: Sequence[Entrant]
         result = decisive(bench.timer, runs, desk.operands, bench.decide_s, UNFUSED, twice, ordered)
         clocks = clocks_mhz(desk.device)
         device = _between_kernels(bench, result, kernels, desk.operands, twice)
-        return Decision(result, failed, resources, min(desk.oracle.eager_error, 1e300), clocks, device)
+        return Decision(result, failed, resources, min(desk.oracle.eager_error, WORST_ERROR), clocks, device)
 
 
 def _between_kernels(
@@ -276,8 +263,7 @@ def decide_sides(bench: Bench, parts: Parts, sides: Sides, kept: Collection[str]
 def _launched_and_alone(bench: Bench, runs: Mapping[str, Run], operands: Operands, incumbent: str) -> Contest:
     """A run in the regime and, where the host launches, one on the device alone; who wins is best in both together.
 
-    A host that is slower than the device hides in launched times what kernels take. A CUDA graph, or a larger input,
-    shows it. What no graph can record is judged as launched.
+    A host that is slower than the device hides what kernels take. What no graph can record is judged as launched.
     """
     launched, alone = decisive(bench.timer, runs, operands, bench.decide_s, incumbent), bench.timer.of_device()
     if alone is None:

@@ -36,22 +36,17 @@ _NICE = 10
 _FATAL = ("CUDA error", "AcceleratorError", "illegal memory access", "unspecified launch failure")
 #: Option of prctl: the signal that a process gets when its parent ends.
 _PR_SET_PDEATHSIG = 1
-#: The measuring lane, and that of jobs that some idle background worker does in its own time; nobody is told what came
-#: of the latter.
+#: The measuring lane, and that of jobs that some idle background worker does, of which nobody hears again.
 MEASURING, BACKGROUND = 0, -1
-#: For how long nothing else may have been measured when a spare job is: between two jobs that somebody waits for there
-#: are only moments.
+#: Seconds of idleness before a spare job is measured: between two jobs that somebody waits for there are moments.
 _PAUSE_S = 0.01
-
-
 #: Seconds between attempts to get the turn on a device that another process is measuring on.
 _TRY_S = 0.005
 
 
 @dataclass(frozen=True)
 class Request:
-    """A job for one lane: a pickled ``(function, args)``, ended after ``limit_s`` seconds without a sign of it
-    (:mod:`fuseplan.search.timing.signs`).
+    """A job for one lane: a pickled ``(function, args)``, ended after ``limit_s`` seconds without a sign of it.
 
     A ``spare`` one of the background waits until no others do, one of the measuring lane until that is idle.
     """
@@ -74,36 +69,30 @@ class _Lane:
 
 
 class Turn:
-    """The right to measure on a device, which one process of this host has at a time.
-
-    ``path`` is a file that all of them lock; where it cannot be opened, and where it is None, nobody waits.
-    """
+    """The right to measure, for one process at a time: a lock of the file ``path``; without a file nobody waits."""
 
     def __init__(self, path: str | None) -> None:
         self._file = -1
-        self.taken = False
         if path is not None:
             with contextlib.suppress(OSError):
                 self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
     def take(self) -> bool:
         """Take the turn, unless another process has it."""
-        if not self.taken and self._file >= 0:
+        if self._file >= 0:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return False
             except OSError:  # a file system without locks
                 pass
-        self.taken = True
         return True
 
     def give(self) -> None:
         """Let another process measure. Said aloud: workers forked meanwhile have the open file, too."""
-        if self.taken and self._file >= 0:
+        if self._file >= 0:
             with contextlib.suppress(OSError):
                 fcntl.flock(self._file, fcntl.LOCK_UN)
-        self.taken = False
 
 
 class Supervisor:

@@ -53,9 +53,7 @@ class Outcome:
         return not self.failure
 
     def checked(self) -> Outcome:
-        """This outcome, where it says something about the job; :class:`MachineFailureError` where it says that the
-        machine fails.
-        """
+        """This outcome, where it is one of the job; :class:`MachineFailureError` where the machine fails."""
         if self.of_machine:
             again = "nothing was decided by that; mend it, and the same command goes on"
             raise MachineFailureError(f"{self.failure}; {again}")
@@ -133,9 +131,7 @@ class WorkerPool:
     def map(
         self, function: Callable[..., Any], arguments: Iterable[tuple[Any, ...]], limit_s: float
     ) -> Iterator[Outcome]:
-        """Run jobs beside each other (compiling). All are sent now; gives outcomes in the order of ``arguments``, each
-        as soon as it is there.
-        """
+        """Run jobs beside each other (compiling), all sent now; outcomes in order, each as soon as it is there."""
         sent: list[_Promise] = []
         with self._closed_if_interrupted():
             for args in arguments:
@@ -223,10 +219,7 @@ class WorkerPool:
     def prefetch(
         self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], limit_s: float, spare: bool = False
     ) -> None:
-        """Run jobs beside whatever else goes on, some time, for what they leave in a cache; at once returns.
-
-        ``spare`` jobs wait until no others of this kind do.
-        """
+        """Run jobs beside all else, for what they leave in a cache, ``spare`` ones last; at once returns."""
         if not arguments:
             return
         with self._sending:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from search_records import HERE, evidence, plan, tuning
 
 from fuseplan.search.errors import RecordError
-from fuseplan.search.store import codec
+from fuseplan.search.store import codec, limits
 from fuseplan.search.store.record import Measurement, PlanRecord, RecordKey, Trial, TuningRecord, Versions
 
 names = st.text("abzAZ09_.+-", max_size=8)
@@ -26,6 +26,11 @@ def test_records_survive_json() -> None:
         text = codec.dumps(record)
         assert codec.loads(cls, text) == record
         assert codec.dumps(codec.loads(cls, text)) == text
+
+
+def test_an_infinite_error_of_eager_mode_is_stored() -> None:
+    record = tuning(eager_error=limits.WORST_ERROR)
+    assert codec.loads(TuningRecord, codec.dumps(record)) == record
 
 
 @settings(max_examples=50, deadline=None)

@@ -34,15 +34,16 @@ class Kernel(CompiledKernel):
 
 def judge(fault: str) -> str:
     kernel = FakeKernel(SUBJECT.ir, 1.0, 0.0, fault)
-    return check_result(kernel, SUBJECT, make_oracle(SUBJECT, 5, "cpu"), "cpu").reason
+    return check_result(kernel, SUBJECT, make_oracle(SUBJECT, SUBJECT.make_inputs(5, "cpu")), "cpu").reason
 
 
 def test_a_right_kernel_passes() -> None:
-    verdict = check_result(FakeKernel(SUBJECT.ir, 1.0, 0.0, ""), SUBJECT, make_oracle(SUBJECT, 5, "cpu"), "cpu")
+    oracle = make_oracle(SUBJECT, SUBJECT.make_inputs(5, "cpu"))
+    verdict = check_result(FakeKernel(SUBJECT.ir, 1.0, 0.0, ""), SUBJECT, oracle, "cpu")
     assert verdict.ok
     assert verdict.reason == ""
     assert 0 < verdict.error < 1e-6
-    assert 0 < verdict.eager_error < 1e-6
+    assert 0 < oracle.eager_error < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -63,15 +64,15 @@ def test_every_fault_is_named(fault: str, reason: str) -> None:
 
 
 def test_inputs_are_fresh_for_each_seed() -> None:
-    one, two = make_oracle(SUBJECT, 1, "cpu"), make_oracle(SUBJECT, 2, "cpu")
+    one, two = (make_oracle(SUBJECT, SUBJECT.make_inputs(seed, "cpu")) for seed in (1, 2))
     assert not torch.equal(one.inputs[0], two.inputs[0])
 
 
 def test_a_broken_chain_or_a_nan_reference_is_the_subjects_fault() -> None:
     with pytest.raises(SubjectError, match=r"muladd 3x127: the unfused chain fails: RuntimeError: the chain does"):
-        make_oracle(replace(SUBJECT, broken="eager"), 0, "cpu")
+        make_oracle(replace(SUBJECT, broken="eager"), SUBJECT.make_inputs(0, "cpu"))
     with pytest.raises(SubjectError, match="output 0 of the float64 reference is NaN"):
-        make_oracle(replace(SUBJECT, broken="nan"), 0, "cpu")
+        make_oracle(replace(SUBJECT, broken="nan"), SUBJECT.make_inputs(0, "cpu"))
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class Custom:
 
 
 def check(subject: Custom, body: Callable[..., None]) -> str:
-    return check_result(Kernel(body), subject, make_oracle(subject, 0, "cpu"), "cpu").reason
+    return check_result(Kernel(body), subject, make_oracle(subject, subject.make_inputs(0, "cpu")), "cpu").reason
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -20,7 +20,7 @@ from search_fakes import FakeBackend, FakeSubject
 
 from fuseplan.kernels.ir.backend import config_key
 from fuseplan.search.errors import SubjectError
-from fuseplan.search.store import maintenance
+from fuseplan.search.store import limits, maintenance
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import TuningRecord
 from fuseplan.search.workers.worker import Outcome, WorkerPool
@@ -85,6 +85,8 @@ def test_no_working_kernel_means_do_not_fuse(db: Database) -> None:
     assert (record.backend, record.fused, record.gain) == ("", None, 0.0)
     assert record.unfused.median_us == pytest.approx(100.0)
     assert "no kernel works: wrong result" in record.evidence.reason
+    assert [trial.error for trial in db.trials(record.key)] == [limits.WORST_ERROR] * 2
+    assert maintenance.verify_database(db) == []
 
 
 def test_a_subject_whose_chain_fails_is_an_error(db: Database) -> None:

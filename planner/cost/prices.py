@@ -39,6 +39,8 @@ class ModelPrices:
         self.table = table
         self.spec = spec
         self.part = part
+        #: Why choices do not work that were measured.
+        self.failures: dict[Choice, str] = {}
         self._shared_cache: SharedCache | None = None
         self._delays_us: dict[Choice, float] = {}
 
@@ -101,6 +103,14 @@ class ModelPrices:
         way = choice.implementation
         return 0.0 if self.spec is None else lower_bound(way.work(self.table, choice.group), self.spec, way.mode)
 
+    def record(self, choice: Choice) -> TuningRecord | None:
+        """The tuning record that a choice rests on, if it has one."""
+        return None
+
+    def plain_us(self, choice: Choice) -> float:
+        """Time of the ops of a choice that was measured, as ATen runs them."""
+        return 0.0
+
 
 class MeasuredPrices(ModelPrices):
     """The same bounds; times are measured, choice by choice: what they cost each other is the model's price.
@@ -116,7 +126,6 @@ class MeasuredPrices(ModelPrices):
         self.minor = minor
         self.learner = learner
         self.records: dict[tuple[str, ...], TuningRecord] = {}
-        self.failures: dict[Choice, str] = {}
         self._screened_s: dict[Choice, float] = {}
         #: What was measured, for reports to judge the model by.
         self.samples: dict[Choice, ChoiceSample] = {}
@@ -169,11 +178,9 @@ class MeasuredPrices(ModelPrices):
         return self.records[group.ops]
 
     def record(self, choice: Choice) -> TuningRecord | None:
-        """The tuning record that a choice rests on, if it has one."""
         return self.records.get(choice.group.ops) if choice.implementation.backends else None
 
     def plain_us(self, choice: Choice) -> float:
-        """Time of the ops of a choice that was measured, as ATen runs them."""
         ops = set(choice.group.ops)
         plain = ((one, time_s) for one, time_s in self._screened_s.items() if one.is_plain)
         return math.fsum(time_s * 1e6 for one, time_s in plain if ops.issuperset(one.group.ops))

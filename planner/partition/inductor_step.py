@@ -14,15 +14,14 @@ from fuseplan.planner.errors import RefusedError
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import Candidate
 from fuseplan.planner.groups.compute_graph import compute_graph_of
-from fuseplan.planner.implementations.choices import in_order
+from fuseplan.planner.implementations.choices import Choice
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import Implementations
 from fuseplan.planner.implementations.inductor import fails_otherwise, whole_candidate
-from fuseplan.planner.partition.whole_region import planned_parts
+from fuseplan.planner.partition.whole_region import planned_parts, play_off, unmeasured_part
 from fuseplan.search import policy
 from fuseplan.search.store.record import INDUCTOR, PlanRecord
 from fuseplan.search.timing.contest import Contest, sum_of_contests
-from fuseplan.search.timing.sequence import Part
 from fuseplan.search.tune.tuner import Tuner
 
 _PLAN = "planned"
@@ -63,7 +62,9 @@ def compare_step(
         once = sum(record.planned_us for _, record in own)
         all_times = {region.key: counts[region.key] * record.planned_us for region, record in own}
         weights.append(sum(all_times.values()) / once)
-        found = _contest(table, own, group, ways, tuner)
+        code = Choice(group, ways.inductor)
+        found = play_off(tuner.play_off, table, {
+            _PLAN: planned_parts(table, own, ways), INDUCTOR: {code: unmeasured_part(table, code)}})
         if found is None:
             return InductorStep(why="its run failed")
         contests.append(found)
@@ -74,19 +75,6 @@ def compare_step(
     is_better = contest.accepts(INDUCTOR, _PLAN) or (len(contest.conditions) > 1 and contest.is_safer(INDUCTOR, _PLAN))
     wins = is_better and may_run_whole(table.graph, table.device_type)
     return InductorStep(ratio, wins, alone)
-
-
-def _contest(
-    table: GroupTable, plans: Sequence[tuple[Region, PlanRecord]], group: Candidate, ways: Implementations,
-    tuner: Tuner
-) -> Contest | None:
-    """The plan of some regions and TorchInductor's code of the same ops; None where the run failed."""
-    planned = planned_parts(table, plans, ways)
-    whole = ways.inductor.part(table, group, *ways.inductor.recorded(table, group, None)[:2])
-    names = {choice: f"part {number}" for number, choice in enumerate(planned)}
-    parts: dict[str, Part] = {names[choice]: part for choice, part in planned.items()} | {INDUCTOR: whole}
-    sides = {_PLAN: [names[choice] for choice in in_order(table.graph, planned)], INDUCTOR: [INDUCTOR]}
-    return tuner.play_off(parts, sides, whole.makes)
 
 
 def step_groups(

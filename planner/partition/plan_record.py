@@ -30,7 +30,6 @@ from fuseplan.search.store.record import (
     GroupChoice,
     PlanRecord,
     RecordKey,
-    TuningRecord,
     Versions,
     now,
 )
@@ -168,11 +167,8 @@ class PlanWriter:
         """Time of the ops unfused, from the same interleaved runs as the groups' own where there are some."""
         found = 0.0
         for priced in result.chosen:
-            tuning = _tuning(priced.choice, prices)
-            if tuning is not None:
-                found += tuning.unfused.median_us
-            elif isinstance(prices, MeasuredPrices):
-                found += prices.plain_us(priced.choice)
+            tuning = prices.record(priced.choice)
+            found += prices.plain_us(priced.choice) if tuning is None else tuning.unfused.median_us
         return found or result.unfused_s * 1e6
 
     def _places(self, ops: Iterable[str]) -> tuple[int, ...]:
@@ -184,7 +180,7 @@ class PlanWriter:
 
     def _group(self, priced: Priced, prices: ModelPrices) -> GroupChoice:
         choice = priced.choice
-        name, config, workload = choice.implementation.recorded(self.table, choice.group, _tuning(choice, prices))
+        name, config, workload = choice.implementation.recorded(self.table, choice.group, prices.record(choice))
         return GroupChoice(
             self._places(choice.group.ops),
             name,
@@ -200,7 +196,7 @@ class PlanWriter:
     def _alternative(self, priced: Priced, prices: ModelPrices) -> Alternative:
         """A measured choice that lost: a group, a library call, or ATen's op."""
         choice = priced.choice
-        tuning = _tuning(choice, prices)
+        tuning = prices.record(choice)
         measured_us = _alone_us(priced, prices) if math.isfinite(priced.cost_s) else None
         if measured_us is not None:
             reason = LOST
@@ -208,9 +204,8 @@ class PlanWriter:
             reason = "not clearly faster than its ops unfused"
             measured_us = tuning.fused.median_us
         else:
-            failures = prices.failures if isinstance(prices, MeasuredPrices) else {}
             why = tuning.rejected[0].reason if tuning is not None and tuning.rejected else ""
-            reason = f"does not work: {why or failures.get(choice, 'reason unknown')}"
+            reason = f"does not work: {why or prices.failures.get(choice, 'reason unknown')}"
         return Alternative(
             self._places(choice.group.ops),
             self._label(choice),
@@ -221,10 +216,6 @@ class PlanWriter:
             tuning.key.workload if tuning is not None else "",
             prices.delay_us(choice),
         )
-
-
-def _tuning(choice: Choice, prices: ModelPrices) -> TuningRecord | None:
-    return prices.record(choice) if isinstance(prices, MeasuredPrices) else None
 
 
 def _alone_us(priced: Priced, prices: ModelPrices) -> float:

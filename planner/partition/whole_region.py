@@ -77,13 +77,13 @@ def last_word(
                 note = f"; TorchInductor's code for it does not work: {screened.reason}"
                 found = Verdict() if is_plain else _verdict(play_off(tuner.play_off, table, sides), ())
                 return replace(found, words=found.words + note)
-        both = {**sides, INDUCTOR: {choice: _unmeasured_part(table, choice) for choice in whole}}
+        both = {**sides, INDUCTOR: {choice: unmeasured_part(table, choice) for choice in whole}}
         return _verdict(play_off(tuner.play_off, table, both), whole)
 
     return beside_inductor
 
 
-def _unmeasured_part(table: GroupTable, choice: Choice) -> Part:
+def unmeasured_part(table: GroupTable, choice: Choice) -> Part:
     """What a choice runs that has no configuration to search."""
     name, config, _ = choice.implementation.recorded(table, choice.group, None)
     return choice.implementation.part(table, choice.group, name, config)

@@ -73,6 +73,13 @@ class Implementation(ABC):
     def screen(self, table: GroupTable, group: Candidate, tuner: Tuner) -> Screening:
         """Time it shortly, checked where it is not ATen itself."""
 
+    def _beside(self, plain: TunableGroup, table: GroupTable, group: Candidate, tuner: Tuner) -> Screening:
+        """A screening of it beside ATen's ops, which are what it is checked against."""
+        found = tuner.contest_calls(plain, {self.name: self.subject(table, group)}, len(group.ops))()
+        if found is None or self.name in found.failed:
+            return Screening(None, "its run failed" if found is None else found.failed[self.name])
+        return Screening(found.contest.time(self.name).median_us)
+
     def subject(self, table: GroupTable, group: Candidate) -> TunableGroup:
         """The group as the search sees it when this runs it."""
         return table.subject(group)

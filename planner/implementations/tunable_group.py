@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
 
@@ -148,7 +148,7 @@ class TunableGroup:
         return reference_results(self.nodes, self.inputs, self.outputs, self._unpacked(inputs), self.device)
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("chain", "_call")}
+        return {one.name: getattr(self, one.name) for one in fields(self)}
 
 
 def _empty(spec: TensorSpec, device: str) -> torch.Tensor:
@@ -306,14 +306,10 @@ def op_subject(graph: DataflowGraph, group: OpGroup, key: str) -> TunableGroup:
         first = layouts[group.inputs[packed[0]]]
         rows = sum(int(group.specs[group.inputs[number]].shape[0]) for number in packed)
         layouts[group.inputs[packed[0]]] = TensorSpec.contiguous((rows, *first.shape[1:]), first.dtype)
-    buffers = [
-        Buffer(name, layouts[name].dtype, layouts[name].shape, layouts[name].strides, is_output)
-        for names, is_output in ((operands, False), (group.outputs, True)) for name in names
-    ]
     return TunableGroup(
         key=key,
         label=group_label(graph, (group.node.name,), group.outputs),
-        ir=KernelIR(tuple(buffers), ()),
+        ir=without_body(layouts, operands, group.outputs),
         work=op_work(graph, group.node.name),
         hot_inputs=hot_inputs(graph, operands),
         nodes=(group.node,),
@@ -324,6 +320,14 @@ def op_subject(graph: DataflowGraph, group: OpGroup, key: str) -> TunableGroup:
         packed=packed,
         only_returned=group.only_returned,
     )
+
+
+def without_body(specs: Mapping[str, TensorSpec], inputs: Iterable[str], outputs: Iterable[str]) -> KernelIR:
+    """The buffers of what no kernel is generated for, as a kernel's description."""
+    named = [*((name, False) for name in inputs), *((name, True) for name in outputs)]
+    return KernelIR(tuple(
+        Buffer(name, specs[name].dtype, specs[name].shape, specs[name].strides, is_output) for name, is_output in named
+    ), ())
 
 
 #: Spellings of long op runs by what they compute; only names for people, never used to decide anything.

@@ -28,11 +28,9 @@ from fuseplan.search.workers.jobs import UNFUSED, Calls
 
 
 class ModelPrices:
-    """Predictions and lower bounds on a probed device, in seconds.
+    """Predictions and lower bounds on a probed device, in seconds; without one every launch costs the same.
 
-    Without a probed device every launch costs the same: the cheapest cover is then the one with the fewest launches.
-    With the part of a region that the choices are of, a price is that of a kernel in it
-    (:mod:`fuseplan.planner.cost.shared_cache`).
+    With the ``part`` of a region a price is that in it (:mod:`fuseplan.planner.cost.shared_cache`).
     """
 
     def __init__(self, table: GroupTable, spec: DeviceSpec | None, part: Region | None = None) -> None:
@@ -138,8 +136,7 @@ class MeasuredPrices(ModelPrices):
     def contest(self, plain: Choice, calls: Sequence[Choice]) -> Callable[[], Contest | None]:
         """ATen's op and the libraries' calls that may run it, by name, in one interleaved run; None when that fails.
 
-        The run is made when the measuring process has nothing else to do, and waited for by what is returned. Their
-        times are measured then; a call that is wrong has none.
+        What is returned waits for the run, and takes the times from it; a call that is wrong has none.
         """
         parts = {one.implementation.name: one.implementation.part(self.table, one.group, "", {}) for one in calls}
         run = self.tuner.contest_calls(
@@ -227,8 +224,7 @@ def _kernel_s(record: TuningRecord, least: float) -> float:
 def part_shares(table: GroupTable, aten: Implementation) -> Mapping[str, float]:
     """By the key of each part of a region, or of a piece: its share of the graph's time, all occurrences together.
 
-    Times are those of ATen's ops on the nominal device, so that two tunes of a model search the same parts. A graph
-    that was cut out of another one has the shares of that.
+    Times are ATen's on the nominal device, so that tunes agree. A graph cut out of another one has the shares of that.
     """
     if table.graph.shares:
         return table.graph.shares

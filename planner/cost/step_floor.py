@@ -21,9 +21,8 @@ from fuseplan.planner.work.library_work import read_bytes
 def floor_us(table: GroupTable, spec: DeviceSpec, mode: Mode) -> float | None:
     """Microseconds that no plan of a static graph can beat; None where a peak that it needs was not measured.
 
-    Each byte of weights, caches and other inputs that is read, and of results that is written, counts once; nothing
-    that is made on the way does. Arithmetic is that of all ops. It is the larger of both times, and one launch. Caches
-    count whole: which of their rows a mask hides is data, and attention that does not read those may be faster.
+    One launch, and the larger of two times: the arithmetic of all ops, and each byte once of weights, caches and other
+    inputs read and of results written. Caches count whole: which of their rows a mask hides is data.
     """
     try:
         return lower_bound(step_work(table), spec, mode)

@@ -1,8 +1,7 @@
 """Candidates: the legal fusion groups of a region.
 
-A group is a set of compute ops that is convex (nothing outside has to run in the middle of it) and connected,
-through data flow or as siblings that read one value. Every connected convex set of n ops contains one of n - 1 ops
-(take away a source or sink that does not disconnect it), so growing sets op by op finds all of them.
+A group is convex (nothing outside has to run in the middle of it) and connected, through data flow or as siblings that
+read one value. Every such set of n ops contains one of n - 1, so growing sets op by op finds all of them.
 """
 
 from __future__ import annotations
@@ -24,13 +23,9 @@ Legal: TypeAlias = Callable[[Sequence[str]], str | None]
 
 @dataclass(frozen=True)
 class CandidateLimits:
-    """Bounds on the enumeration.
+    """Bounds on the enumeration: compute ops in one group, and groups before legality, of which each costs a lowering.
 
-    Attributes:
-        max_ops: Compute ops in one group.
-        max_candidates: Groups enumerated before legality. Past it, the enumeration keeps every single op, groups
-            joined by data flow (of each size those that cut the fewest edges), pairs of mirrored groups, and maximal
-            groups; and says so. Each costs a lowering, a few milliseconds.
+    Past ``max_candidates`` the enumeration keeps a part of them (:func:`connected_sets`), and says so.
     """
 
     max_ops: int = 40
@@ -39,8 +34,7 @@ class CandidateLimits:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A fusion group: its compute ops in the region's canonical order, the source values that it reads (behind views)
-    in first-use order, and the values that are needed outside.
+    """A group: its ops in the region's canonical order, source values that it reads by first use, and what others need.
     """
 
     ops: tuple[str, ...]

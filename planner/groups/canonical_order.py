@@ -9,10 +9,7 @@ from hashlib import blake2b
 
 
 class Colouring:
-    """Vertices with colours (digests) that are refined by their neighbours' colours; vertex names play no part.
-
-    Vertices must be numbered so that every arc leads from a smaller to a larger number.
-    """
+    """Vertices with colours (digests) that are refined by their neighbours'; every arc leads to a larger number."""
 
     def __init__(self, labels: Iterable[str]) -> None:
         self.colour: list[bytes] = [_digest(label.encode()) for label in labels]

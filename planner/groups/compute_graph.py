@@ -22,14 +22,10 @@ class ComputeGraph:
     """Integer form of a :class:`DataflowGraph`; lists are indexed by the position of an op.
 
     Attributes:
-        names, nodes: The ops.
-        kinds: What each op is (:data:`~fuseplan.planner.ops.table.OpKind`).
         preds: Positions each op depends on, by data or by an ordering edge.
-        barriers: Edges between two ops that are not opaque and that no group may cross: ordering edges, those that
-            carry a table to a lookup, which needs all of it, and those that lead from one anchor to another with
-            nothing but views and copies between them.
-        depth: Extern ops and barriers on the longest path that leads to the op. A path that runs through one
-            makes ``depth`` grow, so ops of equal depth are joined by no such path.
+        barriers: Edges between ops that are not opaque and that no group may cross: ordering edges, those that carry a
+            table to a lookup, and those from one anchor to another with nothing but views and copies between them.
+        depth: Opaque ops and barriers on the longest path to the op; none is on a path between ops of equal depth.
         sources: Source values an op reads, in first-use order (for a view: those it is a view of).
         readers: For each source value, the live compute and opaque ops that read it, views looked through.
         escapes: Source values of which the graph returns the value or a view, and written operands.
@@ -205,8 +201,7 @@ _FLOWS: WeakKeyDictionary[DataflowGraph, dict[tuple[bool, int], ComputeGraph]] =
 def compute_graph_of(graph: DataflowGraph, cut_at_anchors: bool = False) -> ComputeGraph:
     """The graph's :class:`ComputeGraph`, remembered until it grows.
 
-    With ``cut_at_anchors`` anchors and foreign ops are taken for opaque ops: what is left between them are the islands
-    of compute ops.
+    With ``cut_at_anchors`` anchors and foreign ops count as opaque; islands of compute ops are left between them.
     """
     made = _FLOWS.setdefault(graph, {})
     key = cut_at_anchors, len(graph)

@@ -60,10 +60,8 @@ class AtenOp(Implementation):
 
 
 def run_unfused(traced: Traced, lowered: Lowered, device_type: str, args: Sequence[Any]) -> tuple[Any, Fused]:
-    """Run the group's ops; the result, and a function of generated code that does so in later calls.
-
-    Results are laid out like the outputs of ``lowered``, the kernel that could not be used; ``args`` are what it would
-    be called with.
+    """Run the group's ops; the result, laid out like the outputs of the kernel ``lowered``, and what does so in later
+    calls.
     """
     module, ir = _chain(traced.graph, lowered, device_type), lowered.ir
     for node in module.graph.nodes:
@@ -79,10 +77,7 @@ def run_unfused(traced: Traced, lowered: Lowered, device_type: str, args: Sequen
 
 
 def run_chain(graph: DataflowGraph, lowered: Lowered, device_type: str, *args: Any) -> Any:
-    """The same in a call where a kernel finds an index outside its table: ATen's op says which.
-
-    It holds no trace, and is made anew in each such call.
-    """
+    """The same where a kernel finds an index outside its table (ATen's op says which); made anew in each such call."""
     return _fitted(lowered.ir, _chain(graph, lowered, device_type)(*args), args)
 
 

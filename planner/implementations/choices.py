@@ -40,9 +40,8 @@ class RegionProblem:
     """The compute ops and anchors of a region, or of a part of one (canonical order), and every way to run them.
 
     ``choices`` holds ATen's ops first, one for each op, then the library calls, then the kernels from small to large:
-    among equally good choices the earlier is preferred. ``edges`` are the dependencies between ops, by their numbers.
-    ``won`` are numbers of choices, each for one op, that have beaten ATen's in a contest of their own: where they work,
-    that op is not left to ATen for the little that it counts in a whole region.
+    among equally good choices the earlier is preferred. ``edges`` are dependencies between the ops' numbers. ``won``
+    are numbers of choices that have beaten ATen's op in a contest: where they work, ATen's op is no choice.
     """
 
     ops: tuple[str, ...]

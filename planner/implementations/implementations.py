@@ -17,11 +17,7 @@ from fuseplan.planner.libraries.library_calls import LIBRARY_CALLS
 
 @dataclass(frozen=True)
 class Implementations:
-    """The ways to run groups on a device.
-
-    ``aten`` runs every single op, ``kernel`` what lowers; ``libraries`` run the groups that they do not refuse.
-    ``inductor`` runs whole regions.
-    """
+    """The ways to run groups on a device: ``aten`` single ops, ``kernel`` what lowers, ``inductor`` whole regions."""
 
     aten: Implementation
     kernel: GeneratedKernel

@@ -1,7 +1,6 @@
 """TorchInductor's code as an implementation: what PyTorch's own compiler makes of a whole region.
 
-It runs whatever PyTorch has an op for, in the order and with the layouts that it decides itself. What it makes is kept
-in PyTorch's own caches; a plan's record says no more than that it runs the region.
+It orders ops and lays out values as it likes. Its code stays in PyTorch's caches; a plan only says that it runs.
 """
 
 from __future__ import annotations
@@ -136,9 +135,7 @@ _SAME_CODE = frozenset({"compile_threads", "fx_graph_cache", "fx_graph_remote_ca
 
 
 def changed_settings() -> list[str]:
-    """Names of TorchInductor's settings that this process has changed. Tunes compile its code in processes of their
-    own, with its defaults.
-    """
+    """TorchInductor's settings that this process has changed: tunes compile in other processes, with its defaults."""
     config = sys.modules.get("torch._inductor.config")  # what nobody imported nobody changed
     entries, is_default = getattr(config, "_config", {}), getattr(config, "_is_default", lambda name: True)
     given = (name for name in entries if name not in _SAME_CODE and not is_default(name))
@@ -147,9 +144,7 @@ def changed_settings() -> list[str]:
 
 @dataclass(frozen=True)
 class InductorCode(Implementation):
-    """TorchInductor's code for several ops of a static graph that write to no operand; ``compiled_for`` is the mode of
-    its that new code is compiled in.
-    """
+    """TorchInductor's code, in mode ``compiled_for``, for several ops of a static graph that write to no operand."""
 
     mode: Mode = "eager"
     name: str = INDUCTOR
@@ -228,11 +223,10 @@ def _mode_of(config: Config) -> InductorMode:
 
 
 def fails_otherwise(graph: DataflowGraph, node: OpNode, device_type: str) -> bool:
-    """Whether an op reads or writes where numbers say, and TorchInductor's code does not fail as eager mode does where
-    they lie outside.
+    """Whether TorchInductor's code of an op does not fail as eager mode does where indices lie outside their table.
 
-    On GPUs both end in a device-side assertion, except for ops whose negative numbers it takes from the end; on CPUs it
-    raises another error, or ends the process.
+    On GPUs both end in a device-side assertion, unless negative numbers count from the end; on CPUs it raises another
+    error, or ends the process.
     """
     op = op_of(node.op)
     if not any(graph.specs[value].dtype in INTEGERS for value in node.inputs):

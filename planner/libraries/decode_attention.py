@@ -52,9 +52,8 @@ class Pages:
 
 @dataclass(frozen=True)
 class Decode:
-    """Attention of one query position as the kernel computes it.
-
-    Keys and values in ``pages`` are as if each sequence had its own: their first stride is that of pages.
+    """Attention of one query position as the kernel computes it; keys and values in ``pages`` have the pages' first
+    stride.
     """
 
     call: Attention
@@ -137,9 +136,8 @@ class SplitAttention(LibraryCall):
         return fixed, pairs * splits * group * (width + 2) if splits > 1 else 1
 
     def _splits(self, pairs: int, length: int, target: Target) -> int:
-        """Splits that fill the device, of at least one block each: a power of two.
-
-        Programs of few blocks mostly wait for memory, so there are twice as many of them.
+        """A power of two of splits, each a block at least, that fills the device; twice that where programs have few
+        blocks.
         """
         wanted = max(1, self.waves * target.cores // pairs)
         blocks = -(-length // self.rows)

@@ -1,7 +1,6 @@
 """``topk`` and ``sort`` of short rows on a GPU by our own kernel: one launch, where ATen's have three.
 
-They choose the experts of each token, and put tokens in the order of their experts: of a decode step with few tokens
-that is much of what is no matmul.
+They choose the experts of each token, and order tokens by expert.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""A region with matmuls inside its groups: the choices there are beside the plans of its parts.
+"""A region with matmuls inside its groups: choices beside the plans of its parts.
 
-Parts are decided first. What they chose, groups around matmuls, and what such groups leave of the kernels that they cut
-make up a problem of the whole region, which is searched as that of a part is.
+What the plans chose, groups around matmuls, and what those leave of kernels that they cut are searched as one problem.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A region's partition by measurement: the guided loop, the tuning of what it uses, and the play-off that decides.
 
-Screenings taken minutes apart rank partitions only roughly. So an incumbent is fixed without any measurement, the
-cheapest cover on the nominal device, and the partition that the loop finds has to beat it in one interleaved run by
-more than a margin. Where measurement cannot tell the two apart, every tune keeps the incumbent.
+Screenings taken minutes apart rank partitions only roughly. So the cheapest cover on the nominal device is the
+incumbent, and what the loop finds has to beat it in one interleaved run, by a margin. Else every tune keeps it.
 """
 
 from __future__ import annotations
@@ -28,10 +27,7 @@ _FAILED = f"{_BY_PRICES} (their interleaved run failed)"
 
 @dataclass(eq=False)
 class MeasuredRegion:
-    """Decides the partition of one region.
-
-    The loop's partition has to gain ``margin`` on an incumbent; ``max_measured`` is the loop's.
-    """
+    """Decides a region's partition: the loop's has to gain ``margin``; ``max_measured`` is the loop's."""
 
     problem: RegionProblem
     prices: MeasuredPrices

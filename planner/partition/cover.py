@@ -1,9 +1,8 @@
 """Exact cover: every op in exactly one chosen group, at the least total cost, with no cycle among the groups.
 
-A 0/1 program solved by HiGHS; of few ops, as most parts of a model have them, by trying, for SciPy takes longer to
-import than such a graph to plan. Cycles are rare, so they are cut off only when a solution has one. Among solutions
-that cost the same (within the measurement's noise) the one with the fewest launches wins, then the one that prefers
-earlier options op by op, so that equal problems have equal answers in every process.
+A 0/1 program solved by HiGHS, with cuts for the cycles that a solution has; of few ops by trying, for SciPy takes
+longer to import. Among equal costs (within the measurement's noise) the fewest launches win, then earlier options op by
+op, so that equal problems have equal answers in every process.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ class Option:
 
 @dataclass(frozen=True)
 class CoverProblem:
-    """Ops ``0 .. num_ops - 1`` to cover by ``options``, of which of equally good ones the earlier is preferred.
-
+    """Ops ``0 .. num_ops - 1`` to cover by ``options``, of which of equally good ones the earlier is preferred;
     ``edges`` are dependencies ``(before, after)`` between ops, those by way of other ops included.
     """
 
@@ -90,10 +88,7 @@ def solve_cover(
 
 
 def best_cover_with(problem: CoverProblem, number: int) -> Cover | None:
-    """The cheapest acyclic cover that uses option ``number``.
-
-    None where the others cannot run what that option leaves, be it that a cycle cannot be avoided.
-    """
+    """The cheapest acyclic cover that uses option ``number``; None where there is none."""
     taken = problem.options[number].mask
     usable = [at for at, one in enumerate(problem.options)
               if at == number or (math.isfinite(one.cost_s) and not one.mask & taken)]

@@ -1,6 +1,4 @@
-"""TorchInductor's code for a region or a graph: where it is worth asking for, and what it should take where nothing was
-timed.
-"""
+"""TorchInductor's code for a region or a graph: where it is worth asking for, and what it should take if not timed."""
 
 from __future__ import annotations
 
@@ -59,9 +57,7 @@ def whole_by_inductor(
 
 
 def predicted_whole_us(table: GroupTable, region: Region, record: PlanRecord, spec: DeviceSpec, mode: Mode) -> float:
-    """What TorchInductor's code for a region should take: its matmuls and attention as planned, and between them
-    kernels that read and write each value once.
-    """
+    """What TorchInductor's code for a region should take: anchors as planned, and kernels that move each value once."""
     flow = compute_graph_of(table.graph)
     members = {flow.position[name] for name in region.ops if flow.is_member(flow.position[name])}
     anchors_us = math.fsum(

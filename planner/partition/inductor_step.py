@@ -31,14 +31,12 @@ _ALIKE = 2
 
 @dataclass(frozen=True)
 class InductorStep:
-    """How TorchInductor's code compares with the plan of a step.
+    """How TorchInductor's code compares with the plan of a step, or ``why`` it was not run.
 
     Attributes:
         ratio: Its time over the plan's; None where it was not run.
-        wins: Whether it is faster beyond doubt, or loses less where the two conditions differ, and may run the whole
-            graph.
+        wins: Whether it is faster beyond doubt, or loses less where two conditions differ, and may run the whole graph.
         alone: As ``ratio``, on a GPU without the host that launches; None where that was not run.
-        why: Why it was not run, in words.
     """
 
     ratio: float | None = None

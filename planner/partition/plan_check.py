@@ -1,10 +1,8 @@
 """Whether a stored plan can be a region's: asked before anything of it runs.
 
-A database may be shared, edited, or damaged in a way that its checksums do not show. What a plan says is taken only
-where a planner could have written it for this very region: its groups cover the region's compute ops, each once; each
-generated kernel's group is convex and lowers; the groups can run in some order; each configuration is in its back end's
-space; and each library call can run its ops.
-The reasons repeat no stored text, for they reach logs and terminals; labels are made anew.
+A database may be shared, edited, or damaged in a way that its checksums do not show. A plan is taken only where a
+planner could have written it for this very region: groups that cover its ops, are convex, lower and can run in some
+order, with configurations and library calls that are possible. The reasons repeat no stored text, for they reach logs.
 """
 
 from __future__ import annotations

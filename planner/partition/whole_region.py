@@ -1,7 +1,6 @@
-"""The last word on a region: its plan against plain ATen and TorchInductor, matmuls and attention and all, in one
-interleaved run.
+"""The last word on a region: its plan against plain ATen and TorchInductor's code, all of it in one interleaved run.
 
-Parts are decided one by one, each by itself. What their plans cost together is only known when they run together.
+What the plans of its parts cost together is only known when they run together.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ class Verdict:
     """Who runs a region, and how it compares, in words.
 
     Attributes:
-        keeps: Whether the plans of its parts stand; otherwise ATen runs all of it, or ``whole``.
-        whole: What runs it instead, in order: TorchInductor's code.
+        keeps: Whether the plans of its parts stand; otherwise ATen runs all of it, or ``whole``, in order.
         gain: What ``whole`` gains on the plans of the parts.
         failed: Whether the run beside plain ATen failed.
     """
@@ -111,9 +109,7 @@ def gain_on_parts(
     table: GroupTable, region: Region, record: PlanRecord, parts: Sequence[tuple[Region, PlanRecord]],
     ways: Implementations, tuner: Tuner
 ) -> float | None:
-    """What a plan of the whole region gains on the plans of its parts, in one interleaved run; None where that fails,
-    0 where it is no more than its noise.
-    """
+    """What a region's plan gains on its parts' in an interleaved run: 0 within noise, None where the run fails."""
     sides = {_PLAIN: planned_parts(table, parts, ways), _PLAN: planned_parts(table, [(region, record)], ways)}
     contest: Contest | None = play_off(tuner.play_off_later, table, sides)()
     if contest is None:

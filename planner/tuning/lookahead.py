@@ -35,10 +35,9 @@ _INTERVAL_S = 0.0002
 
 @dataclass(eq=False)
 class Lookahead:
-    """Prepares regions in order, on a thread of its own. A context manager: leaving it ends the thread.
+    """Prepares regions in order, on a thread that ends with the context, and has ``tuner`` compile their kernels.
 
-    ``search`` is the guided loop over a problem at given prices: rehearsed with predictions, it shows which groups will
-    be measured. Their kernels are compiled ahead by ``tuner``.
+    ``search`` is the guided loop: rehearsed with predictions, it shows which groups will be measured.
     """
 
     make_problem: Callable[[GroupTable, Region], RegionProblem]
@@ -97,16 +96,11 @@ class Lookahead:
             self._pool.submit(self._quietly, self._compile_around_anchors, self.table(graph), region)
 
     def remind(self, region: Region) -> None:
-        """Compile what is best known by now of kernels around a region's matmuls: kernels alike may have been searched
-        since it was sent.
-        """
+        """Compile kernels around a region's matmuls again as they are best known now: others alike may be searched."""
         self.tuner.prefetch(self._wanted.pop(region, ()))
 
     def problem(self, region: Region) -> RegionProblem | None:
-        """The prepared problem of exactly this part, or what its enumeration raised; waits for one under way.
-
-        None where none was sent. Its kernels may still be on their way to the compilers.
-        """
+        """The prepared problem of exactly this part, or what preparing it raised; None where none was sent."""
         future = self._problems.get(region)
         return future.result() if future is not None else None
 

@@ -22,8 +22,6 @@ class Miss:
     """A logged miss.
 
     Attributes:
-        label: What it computes, in a few words.
-        count: How often it was looked up.
         place: Where in the model it is; "" where that is not known.
         first_seen, last_seen: ISO 8601 UTC times; ``last_seen`` is "" where an older version logged it.
         region: Key of the region that is tuned for it; "" without a graph.

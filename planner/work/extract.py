@@ -45,9 +45,7 @@ def region_data(graph: DataflowGraph, region: Region) -> dict[str, Any]:
 
 
 def region_graph(data: Mapping[str, Any], key: str) -> tuple[DataflowGraph, Region]:
-    """The graph of :func:`region_data`, and its region of that key; an error where data has another form, or is of
-    another region, which it says.
-    """
+    """The graph of :func:`region_data` and its region of that key; an error that says why where there is none."""
     graph = graph_from_json(data["graph"])
     graph.fresh = frozenset(map(str, data["fresh"]))
     region = find_region(graph, key)

@@ -1,8 +1,7 @@
 """What a generated kernel does besides moving bytes and arithmetic: the fields of ``Work`` that only predict.
 
-Those of GPUs are counts of a straightforward kernel that holds what it loaded in registers. Those of CPUs are counts of
-the code that :mod:`fuseplan.kernels.cpp.emitter` writes, in units of a vector instruction for one fp32 element; what
-the compiler cannot vectorise takes as long as a whole vector of these.
+On GPUs they count a straightforward kernel that holds its loads in registers; on CPUs the code of
+:mod:`fuseplan.kernels.cpp.emitter`, in vector instructions for one fp32 element (a whole vector where not vectorised).
 """
 
 from __future__ import annotations

@@ -17,14 +17,14 @@ from fuseplan.planner.groups.candidates import Candidate, single_candidates
 from fuseplan.planner.groups.regions import find_regions, region_parts, split_common, unique_regions
 from fuseplan.planner.implementations.choices import Choice
 from fuseplan.planner.implementations.group_table import GroupTable
-from fuseplan.planner.implementations.implementation import Implementation
+from fuseplan.planner.implementations.implementation import Implementation, Screening
 from fuseplan.planner.libraries.few_rows import FEW_ROWS
 from fuseplan.planner.libraries.matmul_calls import PADDED, alignment
 from fuseplan.search import policy
 from fuseplan.search.store.record import TuningRecord
 from fuseplan.search.timing.contest import Contest
 from fuseplan.search.tune.tuner import Tuner
-from fuseplan.search.workers.jobs import UNFUSED, Calls
+from fuseplan.search.workers.jobs import UNFUSED
 
 
 class ModelPrices:
@@ -144,23 +144,17 @@ class MeasuredPrices(ModelPrices):
         )
 
         def result() -> Contest | None:
-            found = run()
-            return None if found is None else self._of_calls(found, plain, calls)
+            if (found := run()) is None:
+                return None
+            contest = found.contest.renamed({UNFUSED: plain.implementation.name})
+            for choice in (plain, *calls):
+                name = choice.implementation.name
+                timed = Screening(contest.time(name).median_us) if name in contest.samples else Screening(
+                    None, found.failed[name])
+                self._screened_s[choice] = self._noted_s(choice, timed)
+            return contest
 
         return result
-
-    def _of_calls(self, found: Calls, plain: Choice, calls: Sequence[Choice]) -> Contest:
-        contest = found.contest.renamed({UNFUSED: plain.implementation.name})
-        for choice in (plain, *calls):
-            name = choice.implementation.name
-            if name in contest.samples:
-                time_us = contest.time(name).median_us
-                self._screened_s[choice] = time_us * 1e-6
-                self._learn(choice, "", time_us)
-            else:
-                self._screened_s[choice] = math.inf
-                self.failures[choice] = found.failed[name]
-        return contest
 
     def untuned(self, choice: Choice) -> bool:
         """Whether there are configurations that were not searched."""
@@ -185,13 +179,14 @@ class MeasuredPrices(ModelPrices):
     def _measure_s(self, choice: Choice) -> float:
         record = self.record(choice)
         if record is None and choice not in self._screened_s:
-            self._screened_s[choice] = self._screen_s(choice)
+            screened = choice.implementation.screen(self.table, choice.group, self.tuner)
+            self._screened_s[choice] = self._noted_s(choice, screened)
         least = policy.ONE_OP_GAIN.on(self.table.device_type) if len(choice.group.ops) == 1 else -math.inf
         alone_s = self._screened_s[choice] if record is None else _kernel_s(record, least)
         return alone_s + self.delay_us(choice) * 1e-6
 
-    def _screen_s(self, choice: Choice) -> float:
-        found = choice.implementation.screen(self.table, choice.group, self.tuner)
+    def _noted_s(self, choice: Choice, found: Screening) -> float:
+        """The time of a screening, once it is learned from; infinite where it failed."""
         if found.time_us is None:
             self.failures[choice] = found.reason
             return math.inf

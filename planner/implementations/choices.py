@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import networkx as nx
@@ -19,7 +19,7 @@ from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementation import Implementation
 from fuseplan.planner.implementations.implementations import Implementations
-from fuseplan.search.store.record import ATEN, PlanRecord
+from fuseplan.search.store.record import ATEN, GroupChoice, PlanRecord
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,12 @@ class RegionProblem:
 
 
 def recorded_choices(
-    graph: DataflowGraph, region: Region, record: PlanRecord, implementations: Implementations
-) -> list[Choice]:
-    """What a plan of a region runs."""
-    groups = placed_candidates(graph, region, [group.ops for group in record.groups])
-    return [
-        Choice(group, implementations.named(one.implementation))
-        for group, one in zip(groups, record.groups, strict=True)
-    ]
+    graph: DataflowGraph, region: Region, record: PlanRecord, ways: Implementations
+) -> dict[Choice, GroupChoice]:
+    """What a plan of a region runs, with what its record says of it."""
+    groups = placed_candidates(graph, region, [one.ops for one in record.groups])
+    return {Choice(group, ways.named(one.implementation)): one
+            for group, one in zip(groups, record.groups, strict=True)}
 
 
 def in_order(graph: DataflowGraph, choices: Iterable[Choice]) -> list[Choice]:
@@ -88,15 +86,22 @@ def in_order(graph: DataflowGraph, choices: Iterable[Choice]) -> list[Choice]:
 
 
 def region_problem(
-    table: GroupTable, region: Region, enumeration: Enumeration, implementations: Implementations
+    table: GroupTable, region: Region, enumeration: Enumeration, ways: Implementations
 ) -> RegionProblem:
     """The choices of a region; ``enumeration`` has the groups that can be kernels."""
-    singles = single_candidates(table.graph, region)
-    choices = (
-        *(Choice(single, implementations.aten) for single in singles),
-        *(Choice(anchor, library) for anchor in singles if table.is_anchor(anchor)
-          for library in implementations.libraries if library.refuse(table, anchor) is None),
-        *(Choice(candidate, implementations.kernel) for candidate in enumeration.candidates),
-    )
-    edges = region_dependencies(table.graph, region).edges()
-    return RegionProblem(tuple(single.ops[0] for single in singles), choices, edges)
+    libraries = [Choice(anchor, library) for anchor in single_candidates(table.graph, region) if table.is_anchor(anchor)
+                 for library in ways.libraries if library.refuse(table, anchor) is None]
+    return problem_of(table.graph, region, ways, libraries, enumeration.candidates)
+
+
+def problem_of(
+    graph: DataflowGraph, region: Region, ways: Implementations, libraries: Sequence[Choice],
+    kernels: Iterable[Candidate], won: bool = False,
+) -> RegionProblem:
+    """The problem of a region with these library calls, which have ``won`` or not, and these kernels."""
+    singles = single_candidates(graph, region)
+    plain, generated = (Choice(one, ways.aten) for one in singles), (Choice(one, ways.kernel) for one in kernels)
+    winners = range(len(singles), len(singles) + len(libraries)) if won else ()
+    return RegionProblem(
+        tuple(single.ops[0] for single in singles), (*plain, *libraries, *generated),
+        region_dependencies(graph, region).edges(), frozenset(winners))

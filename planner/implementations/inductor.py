@@ -260,10 +260,7 @@ def _chain(table: GroupTable, group: Candidate) -> TunableGroup:
 def _work(table: GroupTable, group: Candidate, hot: Sequence[bool]) -> Work:
     sizes = [table.graph.specs[value].nbytes() for value in group.inputs]
     written = sum(table.graph.specs[value].nbytes() for value in group.outputs)
-    flops: dict[str, float] = {}
-    for op in group.ops:
-        for unit, count in table.unfused_work(op).flops.items():
-            flops[unit] = flops.get(unit, 0.0) + count
+    flops = sum(map(table.unfused_work, group.ops), Work()).flops
     cold = sum(size for size, is_hot in zip(sizes, hot, strict=True) if not is_hot)
     return Work(flops, dram_bytes=sum(sizes) + written, launches=1, written_bytes=written, cold_bytes=cold)
 

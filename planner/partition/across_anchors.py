@@ -16,9 +16,9 @@ from weakref import WeakKeyDictionary
 from fuseplan.planner.cost.prices import ModelPrices
 from fuseplan.planner.graph.dataflow import Region
 from fuseplan.planner.groups.anchored import anchored_candidates
-from fuseplan.planner.groups.candidates import Candidate, region_dependencies, single_candidates
+from fuseplan.planner.groups.candidates import Candidate
 from fuseplan.planner.groups.regions import is_anchor, region_parts
-from fuseplan.planner.implementations.choices import Choice, RegionProblem, recorded_choices, region_problem
+from fuseplan.planner.implementations.choices import Choice, RegionProblem, problem_of, recorded_choices, region_problem
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementations import Implementations
 from fuseplan.planner.partition.by_measurement import MeasuredRegion
@@ -57,20 +57,14 @@ class JointProblems:
 
     def _problem(self, table: GroupTable, region: Region, chosen: Sequence[Choice]) -> RegionProblem | None:
         """``chosen`` are those of its parts' plans."""
-        graph, ways, (enumerated, anchored) = table.graph, self._ways, self._groups_around(table, region)
+        enumerated, anchored = self._groups_around(table, region)
         if not anchored:
             return None
         kernels = [one.group for one in chosen if one.implementation.backends]
         libraries = [one for one in chosen if not one.implementation.backends and not one.is_plain]
-        singles = single_candidates(graph, region)
-        wanted = [*kernels, *_left_over(kernels, anchored, enumerated), *anchored]
-        choices = (
-            *(Choice(single, ways.aten) for single in singles), *libraries,
-            *(Choice(group, ways.kernel) for group in sorted(dict.fromkeys(wanted), key=lambda group: len(group.ops))),
-        )
-        edges = region_dependencies(graph, region).edges()
-        won = frozenset(range(len(singles), len(singles) + len(libraries)))
-        return RegionProblem(tuple(single.ops[0] for single in singles), choices, edges, won)
+        wanted = dict.fromkeys((*kernels, *_left_over(kernels, anchored, enumerated), *anchored))
+        by_size = sorted(wanted, key=lambda group: len(group.ops))
+        return problem_of(table.graph, region, self._ways, libraries, by_size, won=True)
 
     def _groups_around(self, table: GroupTable, region: Region) -> _Around:
         mine: Future[_Around] = Future()

@@ -168,7 +168,9 @@ class MeasuredRegion:
             return gain, True, _BY_PRICES
         if gain <= self.margin:
             return gain, False, _BY_PRICES
-        contest = self.play_off(challenger, incumbent)
+        covers = {_INCUMBENT: incumbent, _CHALLENGER: challenger}
+        sides = {side: {choice: self._part(choice) for choice in cover} for side, cover in covers.items()}
+        contest = play_off(self.prices.tuner.play_off, self.prices.table, sides)
         if contest is None:
             return gain, True, _FAILED
         gain = contest.gain(_CHALLENGER, _INCUMBENT)
@@ -178,12 +180,6 @@ class MeasuredRegion:
     def _price_gain(self, challenger: Sequence[Choice], incumbent: Sequence[Choice]) -> float:
         new_s, old_s = (math.fsum(self.prices.measure_s(cover)) for cover in (challenger, incumbent))
         return 1.0 - new_s / old_s
-
-    def play_off(self, challenger: Sequence[Choice], incumbent: Sequence[Choice]) -> Contest | None:
-        """Two covers, each as a whole, in one interleaved run."""
-        covers = {_INCUMBENT: incumbent, _CHALLENGER: challenger}
-        sides = {side: {choice: self._part(choice) for choice in cover} for side, cover in covers.items()}
-        return play_off(self.prices.tuner.play_off, self.prices.table, sides)
 
     def _part(self, choice: Choice) -> Part:
         record = self.prices.tuned(choice.group) if choice.implementation.backends else None

@@ -41,7 +41,7 @@ def whole_by_inductor(
     """
     left_us, count, foreign = 0.0, 0, False
     for part, record in parts:
-        for choice, group in zip(recorded_choices(table.graph, part, record, ways), record.groups, strict=True):
+        for choice, group in recorded_choices(table.graph, part, record, ways).items():
             kind = _kind(table, choice.group)
             if group.is_plain and kind != "anchor":
                 left_us += group.predicted_us if group.measured_us is None else group.measured_us

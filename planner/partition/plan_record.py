@@ -23,16 +23,7 @@ from fuseplan.planner.module_paths import located
 from fuseplan.planner.ops.table import written_value
 from fuseplan.planner.partition.guided_loop import GuidedResult, Priced
 from fuseplan.search import policy
-from fuseplan.search.store.record import (
-    ATEN,
-    Alternative,
-    Evidence,
-    GroupChoice,
-    PlanRecord,
-    RecordKey,
-    Versions,
-    now,
-)
+from fuseplan.search.store.record import ATEN, Alternative, Evidence, GroupChoice, PlanRecord, RecordKey, Versions, now
 
 #: Why most alternatives are none.
 LOST = "measured; the chosen cover costs less"
@@ -75,7 +66,7 @@ class PlanWriter:
         rejected: list[Alternative] = []
         for part, record in parts:
             places = self._places(part.ops)
-            for choice, group in zip(recorded_choices(self.graph, part, record, self.ways), record.groups, strict=True):
+            for choice, group in recorded_choices(self.graph, part, record, self.ways).items():
                 chosen[choice.group] = _moved(group, places)
             rejected += [_moved(one, places) for one in record.rejected]
         rejected.sort(key=lambda one: math.inf if one.measured_us is None else one.measured_us + one.delay_us)

@@ -130,7 +130,7 @@ def planned_parts(
     return {
         choice: choice.implementation.part(table, choice.group, group.implementation, group.config)
         for part, record in parts
-        for choice, group in zip(recorded_choices(table.graph, part, record, ways), record.groups, strict=True)
+        for choice, group in recorded_choices(table.graph, part, record, ways).items()
     }
 
 

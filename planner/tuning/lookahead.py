@@ -66,8 +66,6 @@ class Lookahead:
     def __exit__(self, *exc: object) -> None:
         self._stop.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
-        for problem in self._problems.values():
-            problem.cancel()  # nobody waits for what will not come
         sys.setswitchinterval(self._interval_s)
 
     def table(self, graph: DataflowGraph) -> GroupTable:
@@ -87,8 +85,9 @@ class Lookahead:
         for part in (part for region in regions for part in region_parts(graph, region)):
             if part.key not in self._sent and not is_anchor(graph, part):
                 self._sent.add(part.key)
-                self._problems[part] = Future()
-                self._pool.submit(self._prepare, graph, part, self._problems[part])
+                table = self.table(graph)
+                self._problems[part] = self._pool.submit(self.make_problem, table, part)
+                self._pool.submit(self._quietly, self._compile_ahead, self._problems[part], table, part)
 
     def send_whole(self, graph: DataflowGraph, regions: Iterable[Region]) -> None:
         """Compile kernels around matmuls of these regions, after what was sent before."""
@@ -103,15 +102,6 @@ class Lookahead:
         """The prepared problem of exactly this part, or what preparing it raised; None where none was sent."""
         future = self._problems.get(region)
         return future.result() if future is not None else None
-
-    def _prepare(self, graph: DataflowGraph, region: Region, result: Future[RegionProblem]) -> None:
-        try:
-            problem = self.make_problem(self.table(graph), region)
-        except BaseException as error:
-            result.set_exception(error)
-            return
-        result.set_result(problem)
-        self._quietly(self._compile_ahead, problem, self.table(graph), region)
 
     def _quietly(self, compile_ahead: Callable[..., object], *args: object) -> None:
         """A tune without it is only slower."""
@@ -132,7 +122,10 @@ class Lookahead:
                             key=lambda group: -len(group.ops))
             self.tuner.prefetch_default(map(table.subject, groups))
 
-    def _compile_ahead(self, problem: RegionProblem, table: GroupTable, region: Region) -> None:
+    def _compile_ahead(self, prepared: Future[RegionProblem], table: GroupTable, region: Region) -> None:
+        if prepared.exception() is not None:  # told to who asks for the problem
+            return
+        problem = prepared.result()
         prices, minor = self.make_prices(table, region), self.is_minor(table, region)
         self._compile_cover(problem, table, prices, minor)
         if not minor:  # else nothing is measured beside the cover

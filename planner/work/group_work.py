@@ -19,13 +19,7 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable, group_nodes, lower
 from fuseplan.planner.ops.table import kind_of, mutates, op_of
 from fuseplan.planner.work.aten_overheads import aten_overheads
-from fuseplan.planner.work.kernel_overheads import (
-    kernel_overheads,
-    lanes,
-    reduction_levels,
-    requested_bytes,
-    threads,
-)
+from fuseplan.planner.work.kernel_overheads import kernel_overheads, lanes, reduction_levels, requested_bytes, threads
 from fuseplan.planner.work.library_work import library_work
 
 

@@ -9,7 +9,7 @@ from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.backend import Backend, Target
 from fuseplan.planner.errors import failure_reason
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
-from fuseplan.planner.groups.candidates import Candidate, CandidateLimits, Enumeration, enumerate_candidates, group_key
+from fuseplan.planner.groups.candidates import Candidate, Enumeration, enumerate_candidates, group_key
 from fuseplan.planner.groups.compute_graph import LIBRARY_KINDS, compute_graph_of, lower_group
 from fuseplan.planner.implementations.tunable_group import TunableGroup, group_subject, op_group, op_subject
 from fuseplan.planner.libraries.library_call import OpGroup
@@ -33,16 +33,13 @@ class GroupTable:
         self._works: dict[tuple[str, ...], Work] = {}
         self._subjects: dict[tuple[str, ...], TunableGroup] = {}
         self._backends: dict[tuple[str, ...], Backend | None] = {}
-        self._enumerated: dict[str, tuple[Region, CandidateLimits | None, Enumeration]] = {}
+        self._enumerated: dict[str, tuple[Region, Enumeration]] = {}
 
-    def enumerated(self, part: Region, limits: CandidateLimits | None = None) -> Enumeration:
+    def enumerated(self, part: Region) -> Enumeration:
         """The groups of a region's part that can be kernels; equal parts are enumerated once."""
-        known = self._enumerated.get(part.key)
-        if known is None or known[1] != limits:
-            found = enumerate_candidates(self.graph, part, self.legal, limits)
-            self._enumerated[part.key] = part, limits, found
-            return found
-        first, _, found = known
+        if part.key not in self._enumerated:
+            self._enumerated[part.key] = part, enumerate_candidates(self.graph, part, self.legal)
+        first, found = self._enumerated[part.key]
         return found.moved(self.graph, first, part)
 
     def lowered(self, group: Candidate) -> Lowered:

@@ -22,13 +22,12 @@ class Implementations:
     aten: Implementation
     kernel: GeneratedKernel
     inductor: InductorCode
-    libraries: tuple[Implementation, ...] = ()
+    libraries: tuple[LibraryOp, ...] = ()
 
     @property
-    def by_rule(self) -> tuple[Implementation, ...]:
+    def by_rule(self) -> tuple[LibraryOp, ...]:
         """The libraries' calls that the cost model may choose by itself."""
-        names = {call.name for call in LIBRARY_CALLS if call.by_rule}
-        return tuple(one for one in self.libraries if one.name in names)
+        return tuple(one for one in self.libraries if one.call.by_rule)
 
     def named(self, name: str) -> Implementation:
         """The one that a record names, by a back end's name the kernel of that; KeyError where there is none."""

@@ -7,7 +7,8 @@ order, with configurations and library calls that are possible. The reasons repe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
 from fuseplan.planner.graph.dataflow import Region
@@ -30,7 +31,7 @@ def accepted_plan(table: GroupTable, ways: Implementations, region: Region, reco
     """
     graph, dependencies = table.graph, region_dependencies(table.graph, region)
     members = {at: dependencies.bit[name] for at, name in enumerate(region.ops) if name in dependencies.bit}
-    _refuse_no_cover(record.groups, members)
+    _refuse_no_cover(record.groups, members.keys())
     masks = [sum(1 << members[position] for position in choice.ops) for choice in record.groups]
     if not all(map(dependencies.is_convex, masks)):
         raise RefusedPlanError("another op would have to run in the middle of one of its groups")
@@ -51,17 +52,14 @@ def accepted_plan(table: GroupTable, ways: Implementations, region: Region, reco
     return replace(record, label=region_label(graph, region), groups=tuple(groups), rejected=rejected)
 
 
-def _refuse_no_cover(groups: Sequence[GroupChoice], members: Collection[int]) -> None:
+def _refuse_no_cover(groups: Sequence[GroupChoice], members: Set[int]) -> None:
     """Raise RefusedPlanError where groups do not cover ``members``, positions in the region, each once."""
-    seen: set[int] = set()
-    for choice in groups:
-        if not choice.ops or (choice.is_plain and len(choice.ops) > 1):
-            raise RefusedPlanError("a group has no ops, or several without a kernel")
-        for position in choice.ops:
-            if position in seen:
-                raise RefusedPlanError("an op is in two groups")
-            if position not in members:
-                raise RefusedPlanError("a group has an op that the region does not have")
-            seen.add(position)
-    if len(seen) < len(members):
-        raise RefusedPlanError(f"{len(members) - len(seen)} of {len(members)} ops are in no group")
+    counts = Counter(position for choice in groups for position in choice.ops)
+    if any(not choice.ops or (choice.is_plain and len(choice.ops) > 1) for choice in groups):
+        raise RefusedPlanError("a group has no ops, or several without a kernel")
+    if not counts.keys() <= members:
+        raise RefusedPlanError("a group has an op that the region does not have")
+    if counts.total() > len(counts):
+        raise RefusedPlanError("an op is in two groups")
+    if left := len(members) - len(counts):
+        raise RefusedPlanError(f"{left} of {len(members)} ops are in no group")

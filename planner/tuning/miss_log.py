@@ -43,16 +43,13 @@ def log_missed(
     if not database.logs_misses:
         return
     try:
-        homes: defaultdict[str, list[Region]] = defaultdict(list)
-        for region in regions:
-            for name in region.ops:
-                homes[name].append(region)
+        homes = [(region, frozenset(region.ops)) for region in regions]
         known = {name.removeprefix(MISSED) for name in database.capture_names(MISSED)}
         graphs: dict[str, Mapping[str, Any]] = {}
         misses = []
         for key, part, place in missed:
             found: dict[str, str] = {}
-            around = [one for one in homes[part.ops[0]] if set(part.ops) <= set(one.ops)]
+            around = [home for home, ops in homes if ops.issuperset(part.ops)]
             for region in dict.fromkeys((*around, part)):  # the part alone where its region depends on more
                 if region.key not in known and region.key not in graphs:
                     try:

@@ -33,6 +33,7 @@ from fuseplan.search.timing.contest import Contest, middle_range
 from fuseplan.search.timing.operands import MEMORY, memory_bytes
 from fuseplan.search.timing.sequence import Part
 from fuseplan.search.tune.tuner import Tuner
+from fuseplan.search.workers.worker import Outcome
 
 logger = logging.getLogger(__name__)
 _PREFIX, _UNTIMED = "step", "untimed"
@@ -146,8 +147,7 @@ def measure_again(session: Session, graph: DataflowGraph, plan: GraphPlan, tuner
 
     TorchInductor's time over the plan's becomes the geometric mean of both runs; who runs the step stays as it was.
     """
-    table, ways, (parts, sides, kept) = _asked(session, graph, plan)
-    outcome = tuner.time_sides(parts, sides, kept)
+    table, ways, outcome = _run(session, graph, plan, tuner)
     if not outcome.ok:
         return
     contest: Contest = outcome.value
@@ -180,8 +180,7 @@ def _measured(
         return Untimed(f"it takes about {unfused_us * 1e-6:.2g} s, and steps of more than "
                        f"{policy.LONGEST_STEP_US * 1e-6:g} s are told by the sum of their regions")
     on_start(unfused_us)
-    table, ways, (parts, sides, kept) = _asked(session, graph, plan)
-    outcome = tuner.time_sides(parts, sides, kept)
+    table, ways, outcome = _run(session, graph, plan, tuner)
     if not outcome.ok:
         untimed = Untimed(outcome.failure, tuner.budget.job_limit_s)
         if outcome.timed_out:
@@ -200,14 +199,14 @@ def _measured(
     return found
 
 
-def _asked(
-    session: Session, graph: DataflowGraph, plan: GraphPlan
-) -> tuple[GroupTable, Implementations, tuple[dict[str, Part], dict[str, list[str]], list[str]]]:
-    """The table of a step's groups, the ways to run them, and the two sides that are timed (:func:`_sides`)."""
+def _run(
+    session: Session, graph: DataflowGraph, plan: GraphPlan, tuner: Tuner
+) -> tuple[GroupTable, Implementations, Outcome]:
+    """The table of a step's groups, the ways to run them, and what came of timing both sides: a :class:`Contest`."""
     settings = session.settings
     table = GroupTable(graph, settings.numerics, session.target.device_type)
     ways = implementations_for(settings.regime, session.backends, session.target, settings.inductor)
-    return table, ways, _sides(table, plan, ways)
+    return table, ways, tuner.time_sides(*_sides(table, plan, ways))
 
 
 def _times(session: Session, table: GroupTable, contest: Contest) -> StepTimes:
@@ -229,8 +228,7 @@ def _sides(
 ) -> tuple[dict[str, Part], dict[str, list[str]], list[str]]:
     """Both sides of a step: parts by name, the names that each side runs in order, and values that are returned."""
     graph, flow = table.graph, compute_graph_of(table.graph)
-    members = {flow.position[name] for one in plan.regions for name in one.region.ops}
-    members = {at for at in members if flow.is_member(at)}
+    members = {at for one in plan.regions for name in one.region.ops if flow.is_member(at := flow.position[name])}
     made = {value for at in members for value in flow.nodes[at].outputs}
     parts: dict[str, Part] = {}
     sides: dict[str, list[str]] = {_UNFUSED: [], _PLANNED: []}

@@ -11,7 +11,7 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import (
     Candidate,
     Enumeration,
-    placed_candidates,
+    candidate,
     region_dependencies,
     single_candidates,
 )
@@ -59,9 +59,10 @@ def recorded_choices(
     graph: DataflowGraph, region: Region, record: PlanRecord, ways: Implementations
 ) -> dict[Choice, GroupChoice]:
     """What a plan of a region runs, with what its record says of it."""
-    groups = placed_candidates(graph, region, [one.ops for one in record.groups])
-    return {Choice(group, ways.named(one.implementation)): one
-            for group, one in zip(groups, record.groups, strict=True)}
+    dependencies = region_dependencies(graph, region)
+    masks = (dependencies.mask(region.ops[place] for place in one.ops) for one in record.groups)
+    return {Choice(candidate(dependencies, mask), ways.named(one.implementation)): one
+            for mask, one in zip(masks, record.groups, strict=True)}
 
 
 def in_order(graph: DataflowGraph, choices: Iterable[Choice]) -> list[Choice]:

@@ -18,9 +18,15 @@ from fuseplan.planner.graph.dataflow import Region
 from fuseplan.planner.groups.anchored import anchored_candidates
 from fuseplan.planner.groups.candidates import Candidate
 from fuseplan.planner.groups.regions import is_anchor, region_parts
-from fuseplan.planner.implementations.choices import Choice, RegionProblem, problem_of, recorded_choices, region_problem
+from fuseplan.planner.implementations.choices import (
+    Choice,
+    Implementations,
+    RegionProblem,
+    problem_of,
+    recorded_choices,
+    region_problem,
+)
 from fuseplan.planner.implementations.group_table import GroupTable
-from fuseplan.planner.implementations.implementations import Implementations
 from fuseplan.planner.partition.by_measurement import MeasuredRegion
 from fuseplan.planner.partition.guided_loop import predicted_partition
 from fuseplan.planner.partition.plan_record import PlanWriter

@@ -16,9 +16,8 @@ from fuseplan.planner.groups.anchored import unpacks_weights
 from fuseplan.planner.groups.candidates import Candidate, convex_runs, single_candidates
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import unique_regions
-from fuseplan.planner.implementations.choices import Choice, recorded_choices
+from fuseplan.planner.implementations.choices import Choice, Implementations, recorded_choices
 from fuseplan.planner.implementations.group_table import GroupTable
-from fuseplan.planner.implementations.implementations import Implementations
 from fuseplan.planner.ops.table import OpKind
 from fuseplan.planner.partition.plan_record import PlanWriter
 from fuseplan.search import policy

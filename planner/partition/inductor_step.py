@@ -14,9 +14,8 @@ from fuseplan.planner.errors import RefusedError
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import Candidate
 from fuseplan.planner.groups.compute_graph import compute_graph_of
-from fuseplan.planner.implementations.choices import Choice
+from fuseplan.planner.implementations.choices import Choice, Implementations
 from fuseplan.planner.implementations.group_table import GroupTable
-from fuseplan.planner.implementations.implementations import Implementations
 from fuseplan.planner.implementations.inductor import fails_otherwise, whole_candidate
 from fuseplan.planner.partition.whole_region import planned_parts, play_off, unmeasured_part
 from fuseplan.search import policy

@@ -14,8 +14,8 @@ from dataclasses import replace
 from fuseplan.planner.graph.dataflow import Region
 from fuseplan.planner.groups.candidates import candidate, region_dependencies
 from fuseplan.planner.groups.convex import short_cycles
+from fuseplan.planner.implementations.choices import Implementations
 from fuseplan.planner.implementations.group_table import GroupTable
-from fuseplan.planner.implementations.implementations import Implementations
 from fuseplan.planner.implementations.tunable_group import group_label
 from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.search.store.record import GroupChoice, PlanRecord

@@ -15,9 +15,8 @@ from fuseplan.planner.errors import PlanError
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import Candidate, region_dependencies, single_candidates
 from fuseplan.planner.groups.places import place_of
-from fuseplan.planner.implementations.choices import Choice, recorded_choices
+from fuseplan.planner.implementations.choices import Choice, Implementations, recorded_choices
 from fuseplan.planner.implementations.group_table import GroupTable
-from fuseplan.planner.implementations.implementations import Implementations
 from fuseplan.planner.implementations.tunable_group import group_label
 from fuseplan.planner.module_paths import located
 from fuseplan.planner.ops.table import written_value

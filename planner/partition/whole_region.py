@@ -14,9 +14,8 @@ from fuseplan.planner.graph.dataflow import Region
 from fuseplan.planner.groups.candidates import single_candidates
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import region_parts
-from fuseplan.planner.implementations.choices import Choice, in_order, recorded_choices
+from fuseplan.planner.implementations.choices import Choice, Implementations, in_order, recorded_choices
 from fuseplan.planner.implementations.group_table import GroupTable
-from fuseplan.planner.implementations.implementations import Implementations
 from fuseplan.search import policy
 from fuseplan.search.store.record import INDUCTOR, PlanRecord
 from fuseplan.search.timing.contest import Contest

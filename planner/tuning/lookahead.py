@@ -17,9 +17,8 @@ from fuseplan.planner.cost.prices import ModelPrices
 from fuseplan.planner.errors import RefusedError
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.regions import is_anchor, region_parts
-from fuseplan.planner.implementations.choices import Choice, RegionProblem
+from fuseplan.planner.implementations.choices import Choice, Implementations, RegionProblem
 from fuseplan.planner.implementations.group_table import GroupTable
-from fuseplan.planner.implementations.implementations import Implementations
 from fuseplan.planner.implementations.inductor import compile_ahead, start_compilers
 from fuseplan.planner.implementations.tunable_group import TunableGroup
 from fuseplan.planner.partition.guided_loop import Prices, predicted_partition

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, fields, replace
 from fuseplan.planner.graph.dataflow import Region
 from fuseplan.planner.groups.canonical import has_free_constants
 from fuseplan.planner.groups.regions import exact_form, split_common
+from fuseplan.planner.implementations.choices import Implementations
 from fuseplan.planner.implementations.group_table import GroupTable
-from fuseplan.planner.implementations.implementations import Implementations
 from fuseplan.planner.implementations.tunable_group import TunableGroup, group_subject
 from fuseplan.planner.partition.plan_check import RefusedPlanError, accepted_plan
 from fuseplan.planner.partition.plan_record import region_label

@@ -17,9 +17,8 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import same_values
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import find_regions
-from fuseplan.planner.implementations.choices import in_order
+from fuseplan.planner.implementations.choices import Implementations, implementations_for, in_order
 from fuseplan.planner.implementations.group_table import GroupTable
-from fuseplan.planner.implementations.implementations import Implementations, implementations_for
 from fuseplan.planner.implementations.inductor import InductorMode
 from fuseplan.planner.partition.inductor_step import compare_step
 from fuseplan.planner.partition.whole_region import plain_parts, planned_parts

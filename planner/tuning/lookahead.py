@@ -21,8 +21,8 @@ from fuseplan.planner.implementations.choices import Choice, Implementations, Re
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.inductor import compile_ahead, start_compilers
 from fuseplan.planner.implementations.tunable_group import TunableGroup
+from fuseplan.planner.partition.by_inductor import step_groups
 from fuseplan.planner.partition.guided_loop import Prices, predicted_partition
-from fuseplan.planner.partition.inductor_step import step_groups
 from fuseplan.search.errors import OWN_FAULTS
 from fuseplan.search.tune.tuner import Tuner
 

@@ -20,7 +20,7 @@ from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations.choices import Implementations, implementations_for, in_order
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.inductor import InductorMode
-from fuseplan.planner.partition.inductor_step import compare_step
+from fuseplan.planner.partition.by_inductor import compare_step
 from fuseplan.planner.partition.whole_region import plain_parts, planned_parts
 from fuseplan.planner.tuning.plans import GraphPlan
 from fuseplan.planner.tuning.session import Session

@@ -28,9 +28,8 @@ from fuseplan.search.workers.jobs import UNFUSED
 
 
 class ModelPrices:
-    """Predictions and lower bounds on a probed device, in seconds; without one every launch costs the same.
-
-    With the ``part`` of a region a price is that in it (:mod:`fuseplan.planner.cost.shared_cache`).
+    """Predictions and bounds on a probed device, in seconds, in a ``part`` of a region; else each launch costs the
+    same.
     """
 
     def __init__(self, table: GroupTable, spec: DeviceSpec | None, part: Region | None = None) -> None:

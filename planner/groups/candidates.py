@@ -71,9 +71,8 @@ def same_values(graph: DataflowGraph, first: Region, other: Region) -> dict[str,
 def enumerate_candidates(
     graph: DataflowGraph, region: Region, legal: Legal, max_ops: int = 40, max_candidates: int = 600
 ) -> Enumeration:
-    """Enumerate the fusion groups of ``region``, a region of ``graph``, of at most ``max_ops`` compute ops.
-
-    Of more than ``max_candidates``, each of which costs a lowering, a part is kept (:func:`connected_sets`).
+    """The fusion groups of a region, of ``max_ops`` at most: of over ``max_candidates`` a part
+    (:func:`connected_sets`).
     """
     dependencies = region_dependencies(graph, region)
     ops = [dependencies.flow.nodes[at].op for at in dependencies.members]

@@ -41,10 +41,7 @@ class Colouring:
             colour[vertex] = _digest(colour[vertex] + b"".join(parts))
 
     def topological_order(self, first: int) -> list[int]:
-        """Vertices from number ``first`` on (counted from there), smallest colour first among those that are ready.
-
-        Placing one of several equal vertices gives it a colour of its own and refines the colours that depend on it.
-        """
+        """Vertices from ``first`` on, counted from there: of those that are ready, the one with the smallest colour."""
         waiting = [sum(start >= first for _, start in self.incoming[v]) for v in range(len(self.colour))]
         ready = [(self.colour[v], v) for v in range(first, len(self.colour)) if not waiting[v]]
         heapq.heapify(ready)

@@ -60,9 +60,7 @@ class AtenOp(Implementation):
 
 
 def run_unfused(traced: Traced, lowered: Lowered, device_type: str, args: Sequence[Any]) -> tuple[Any, Fused]:
-    """Run the group's ops; the result, laid out like the outputs of the kernel ``lowered``, and what does so in later
-    calls.
-    """
+    """Run the group's ops; the result, laid out like the kernel ``lowered`` has it, and what does so in later calls."""
     module, ir = _chain(traced.graph, lowered, device_type), lowered.ir
     for node in module.graph.nodes:
         if (value := node.meta.get("value")) is not None:

@@ -104,9 +104,7 @@ def recorded_choices(
 
 
 def in_order(graph: DataflowGraph, choices: Iterable[Choice]) -> list[Choice]:
-    """Choices of one cover as a sequence: each after those that it reads from, else by its last result, where dispatch
-    would like to run it.
-    """
+    """Choices of a cover as they run: after those that they read from, else by their last result, as dispatch does."""
     flow = compute_graph_of(graph)
     choices = list(choices)
     maker = {value: number for number, choice in enumerate(choices) for value in choice.group.outputs}

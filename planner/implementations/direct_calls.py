@@ -43,9 +43,7 @@ def fill_namespace(namespace: dict[str, Any]) -> None:
 
 
 def bind_calls(graph: fx.Graph, traced: fx.Graph) -> None:
-    """Call each ATen op of ``graph`` through its binding; ``meta["traced"]`` names the node of ``traced`` it stands
-    for.
-    """
+    """Call each ATen op of ``graph`` through its binding; ``meta["traced"]`` names its node of ``traced``."""
     values = FakeValues(traced)
     for node in graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
@@ -149,9 +147,7 @@ def _is_eligible(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Map
 
 
 def _trace(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-    """What a call dispatches and returns, as text (1, 1.0 and True are different scalars); None where it cannot be
-    tried.
-    """
+    """What a call dispatches and returns, as text (1, 1.0 and True differ); None where it cannot be tried."""
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 

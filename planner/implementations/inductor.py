@@ -1,7 +1,4 @@
-"""TorchInductor's code as an implementation: what PyTorch's own compiler makes of a whole region.
-
-It orders ops and lays out values as it likes. Its code stays in PyTorch's caches; a plan only says that it runs.
-"""
+"""TorchInductor's code for a whole region as an implementation. PyTorch's caches keep it; a plan says that it runs."""
 
 from __future__ import annotations
 

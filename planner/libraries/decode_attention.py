@@ -39,8 +39,7 @@ _STRIDES = (
 
 @dataclass(frozen=True)
 class Pages:
-    """How many pages there are, of how many keys each; type and strides of the block table, ``[batch, blocks]``, and
-    whether its negative numbers count from the end.
+    """How many pages of how many keys; type, strides and wrapping of negative numbers of the table ``[batch, blocks]``.
     """
 
     count: int
@@ -52,8 +51,7 @@ class Pages:
 
 @dataclass(frozen=True)
 class Decode:
-    """Attention of one query position as the kernel computes it; keys and values in ``pages`` have the pages' first
-    stride.
+    """Attention of one query position as the kernel computes it; with ``pages``, keys' first stride is that of pages.
     """
 
     call: Attention
@@ -136,9 +134,7 @@ class SplitAttention(LibraryCall):
         return fixed, pairs * splits * group * (width + 2) if splits > 1 else 1
 
     def _splits(self, pairs: int, length: int, target: Target) -> int:
-        """A power of two of splits, each a block at least, that fills the device; twice that where programs have few
-        blocks.
-        """
+        """A power of two of splits that fills the device, each of a block at least; more where each would have few."""
         wanted = max(1, self.waves * target.cores // pairs)
         blocks = -(-length // self.rows)
         splits = next_power_of_2(min(wanted, blocks) // 2 + 1)

@@ -40,9 +40,8 @@ _TYPES = ("float16", "bfloat16", "float32")
 
 @dataclass(frozen=True)
 class Matmul:
-    """A matmul with static sizes: ``[..., rows, k]`` times ``[..., k, n]``, or a linear's weight ``[n, k]``.
-
-    ``at`` are the numbers of left, right and bias (None without one) among the group's inputs.
+    """A static ``[..., rows, k]`` times ``[..., k, n]``, or a linear's ``[n, k]``; ``at``: left, right, bias in the
+    inputs.
     """
 
     op: str

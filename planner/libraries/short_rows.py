@@ -1,6 +1,5 @@
-"""``topk`` and ``sort`` of short rows on a GPU by our own kernel: one launch, where ATen's have three.
-
-They choose the experts of each token, and order tokens by expert.
+"""``topk`` and ``sort`` of short rows, as of a token's experts, by our own GPU kernel: one launch, where ATen has
+three.
 """
 
 from __future__ import annotations

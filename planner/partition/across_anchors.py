@@ -112,9 +112,7 @@ def plan_across_anchors(
 def predicted_across_anchors(
     problem: RegionProblem, record: PlanRecord, writer: PlanWriter, prices: ModelPrices, margin: float
 ) -> PlanRecord:
-    """The record of a region by the cost model; or one whose groups make the weights of matmuls in their kernels, where
-    that spares half of what the device would take at best.
-    """
+    """The record by the cost model, with matmuls that unpack their weights where that spares half of the bound."""
     table = prices.table
     alone = {one.group.ops[0]: one for one in problem.plain}
 

@@ -101,9 +101,7 @@ def _islands_us(table: GroupTable, members: Set[int], spec: DeviceSpec, mode: Mo
 def predicted_by_inductor(
     record: PlanRecord, parts: Sequence[tuple[Region, PlanRecord]], writer: PlanWriter, prices: ModelPrices
 ) -> PlanRecord:
-    """The record of a region by the cost model, ``parts`` together; or one in which TorchInductor runs it, where that
-    should spare much of what ATen's ops would move.
-    """
+    """The record by the cost model; TorchInductor's code instead where it should spare much of what ATen would move."""
     if prices.spec is None:
         return record
     table, region = writer.table, writer.region

@@ -52,9 +52,7 @@ class CoverProblem:
 
 @dataclass(frozen=True)
 class Cover:
-    """Numbers of the chosen options, by the first op they run, and their total cost; no cover costs less than
-    ``bound_s``.
-    """
+    """Numbers of the chosen options by the first op they run, and their cost; no cover costs less than ``bound_s``."""
 
     chosen: tuple[int, ...]
     cost_s: float

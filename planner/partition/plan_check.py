@@ -26,8 +26,7 @@ class RefusedPlanError(Exception):
 
 
 def accepted_plan(table: GroupTable, ways: Implementations, region: Region, record: PlanRecord) -> PlanRecord:
-    """The plan of a region of a static graph with labels of its own, and without alternatives of ops that the region
-    does not have; RefusedPlanError says why it cannot be this region's.
+    """The plan with labels of its own and possible alternatives; RefusedPlanError says why it cannot be the region's.
     """
     graph, dependencies = table.graph, region_dependencies(table.graph, region)
     members = {at: dependencies.bit[name] for at, name in enumerate(region.ops) if name in dependencies.bit}

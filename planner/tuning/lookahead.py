@@ -1,7 +1,4 @@
-"""Looks ahead of a tune: enumerates the coming regions, and has the kernels of their nominal covers compiled.
-
-Measuring waits for the device, not for this process, so the enumeration costs no time beside it.
-"""
+"""Looks ahead of a tune, while that waits for the device: enumerates coming regions, and has their kernels compiled."""
 
 from __future__ import annotations
 

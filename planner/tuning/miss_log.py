@@ -36,9 +36,8 @@ def log_missed(
     database: Database, graph: DataflowGraph, regions: Iterable[Region],
     missed: Sequence[tuple[RecordKey, Region, str]],
 ) -> None:
-    """Count misses of a static graph, each with its key and place, and keep the graphs of those among all ``regions``.
-
-    Never raises: a model runs whether or not its misses are known.
+    """Count misses of a static graph by key and place, and keep their regions' graphs. Never raises: a model runs
+    without.
     """
     if not database.logs_misses:
         return

@@ -138,9 +138,8 @@ class Session:
         )
 
     def recalibrated(self) -> Session:
-        """The device with each back end's calibration fitted again to all its current records.
-
-        One that a tune fitted to more kernels than that (those it measured and did not choose) stays.
+        """The device with its back ends' calibrations fitted to their records, where these are more than a tune's
+        kernels.
         """
         if self.spec is None:
             return self

@@ -92,8 +92,7 @@ def _shape(graph: DataflowGraph, value: str) -> tuple[int, ...]:
 
 
 def _fold_turns(outputs: int, reduced: int) -> float:
-    """Turns of the loop in which one thread of a reduction folds its share of a row, as ``setReduceConfig`` of ATen's
-    ``Reduce.cuh`` shapes its blocks.
+    """Turns in which a thread folds its share of a row, as ``setReduceConfig`` of ATen's ``Reduce.cuh`` shapes blocks.
     """
     height = min(_floor_power_of_2(outputs), _BLOCK // min(_floor_power_of_2(reduced), _WARP))
     width = min(_floor_power_of_2(reduced), _BLOCK // height)

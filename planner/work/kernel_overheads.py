@@ -87,8 +87,7 @@ def _segment_effort(ir: KernelIR, segment: Segment) -> Work:
 
 
 def _issued(ir: KernelIR, segment: Segment, per_row: Sequence[bool], block_rows: int) -> tuple[Work, float]:
-    """What all threads of a segment issue, with the bytes that they load and store for one row; and how many more
-    instructions there would be if each thread computed for itself what rows of a block share.
+    """What threads of a segment issue, and load and store for a row; and what more if rows of a block shared nothing.
     """
     sizes, column = segment.extents(), segment.col_axis
     rows, cols = math.prod(sizes[:-1]), sizes[-1]

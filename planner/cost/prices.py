@@ -28,7 +28,7 @@ from fuseplan.search.workers.jobs import UNFUSED
 
 
 class ModelPrices:
-    """Predictions and bounds in seconds, in a ``part`` of a region; a launch costs 1 where the device was not probed."""
+    """Predictions and bounds in seconds, in a ``part`` of a region; each launch costs 1 where nothing was probed."""
 
     def __init__(self, table: GroupTable, spec: DeviceSpec | None, part: Region | None = None) -> None:
         self.table = table

@@ -73,7 +73,7 @@ def _outside(graph: DataflowGraph, moved: Mapping[str, float]) -> dict[str, floa
     flow, found = compute_graph_of(graph), dict[str, float]()
     for value, nbytes in moved.items():
         root = _root(graph, value)
-        at = flow.producer(root)
+        at = flow.producer.get(root)
         if at is None or not flow.is_member(at) or root in flow.escapes:
             found[root] = max(nbytes, found.get(root, 0.0))
     return found
@@ -82,7 +82,7 @@ def _outside(graph: DataflowGraph, moved: Mapping[str, float]) -> dict[str, floa
 def _root(graph: DataflowGraph, value: str) -> str:
     """The value whose memory an op wrote to, where one did."""
     flow = compute_graph_of(graph)
-    while (at := flow.producer(value)) is not None and (written := written_value(flow.nodes[at])) is not None:
+    while (at := flow.producer.get(value)) is not None and (written := written_value(flow.nodes[at])) is not None:
         sources = flow.sources_of(written)
         if len(sources) != 1:
             break

@@ -112,13 +112,9 @@ def _wider(dependencies: Dependencies, edges: Sequence[int], layer: _Layer, limi
 def _maximal(dependencies: Dependencies, edges: Sequence[int], max_ops: int) -> list[int]:
     """Greedily grown sets, started from each member that no earlier one covers."""
     sets: list[int] = []
-    covered = 0
     for bit in range(len(dependencies)):
-        if covered >> bit & 1:
-            continue
-        mask = _grow_greedily(dependencies, edges, 1 << bit, max_ops)
-        covered |= mask
-        sets.append(mask)
+        if not union(sets) >> bit & 1:
+            sets.append(_grow_greedily(dependencies, edges, 1 << bit, max_ops))
     return sets
 
 

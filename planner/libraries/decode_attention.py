@@ -81,15 +81,13 @@ class SplitAttention(LibraryCall):
 
     def _built(self, group: OpGroup, found: Decode) -> Call:
         names = _operands(group)
-        at = [None if name is None else group.inputs.index(name) for name in names]
+        # An address that is not read is the query's. Behind the inputs: numbers, counters and the output.
+        query, key, value, table, mask = (group.inputs.index(name or names[0]) for name in names)
         result = group.specs[group.outputs[0]]
         shape, strides = result.shape, result.strides
         target = local_target(kind) if is_gpu(kind := local_kind()) else SM90
         fixed, numbers = self.kernel(found, (strides[0], strides[1]), target)
         inputs, pairs = len(group.inputs), found.call.sizes[0] * found.call.key.shape[1]
-        # An address that is not read is the query's. Behind the inputs: numbers, counters and the output.
-        query, key, value, table, mask = (at[0] if one is None else one for one in at)
-        assert query is not None and key is not None and value is not None and table is not None and mask is not None
         places = (query, key, value, mask, inputs + 2, inputs, inputs + 1, table)
         layout = shape, strides, torch_dtype(result.dtype)
         return fixed.call(places, inputs, [layout], target, (numbers, pairs))
@@ -145,14 +143,15 @@ def decode_of(group: OpGroup) -> Decode:
     """What the kernel is to compute for a group; RefusedError where that is nothing of its own."""
     if group.node.op != _OP:
         return Decode(parsed(group))
-    query, key, value, table, mask = (None if name is None else group.specs[name] for name in _operands(group))
-    assert query is not None and key is not None and value is not None
+    *names, listed, masked = _operands(group)
+    (query, key, value), mask = (group.specs[name] for name in names), group.specs[masked] if masked else None
     kwargs = bind_call(group.node, group.node.inputs)[1]
     scale, cap = kwargs.get("scale"), kwargs.get("cap")
     if not all(one is None or 0 < one < math.inf for one in (scale, cap)):
         raise RefusedError("its scale or cap is not positive")
     pages = None
-    if table is not None:
+    if listed is not None:
+        table = group.specs[listed]
         if table.dtype not in ("int32", "int64") or key.shape != value.shape or len(key.shape) != 4:
             raise RefusedError("its pages are not listed by integers, or differ in shape")
         (batch, blocks), strides = table.shape, table.strides
@@ -167,7 +166,7 @@ def decode_of(group: OpGroup) -> Decode:
     return Decode(call, pages, cap)
 
 
-def _operands(group: OpGroup) -> tuple[str | None, str | None, str | None, str | None, str | None]:
+def _operands(group: OpGroup) -> tuple[str, str, str, str | None, str | None]:
     """Names of query, keys, values, block table and mask."""
     args = bind_call(group.node, group.node.inputs)[0]
     query, key, value, table, mask = args if group.node.op == _OP else (*args[:3], None, args[3])

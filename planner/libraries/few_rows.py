@@ -30,9 +30,8 @@ class FewRowsMatmul(LibraryCall):
 
     def surpasses(self, group: OpGroup) -> bool:
         """As measured for four rows and large weights with AVX-512 (results/amd-epyc-family-26-model-2/few-rows.md)."""
-        if not is_cpu(group.device_type) or torch.backends.cpu.get_cpu_capability() != "AVX512":
-            return False
-        if self.refuse(group) is not None:
+        is_known = is_cpu(group.device_type) and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        if not is_known or self.refuse(group) is not None:
             return False
         found = read_matmul(group)
         return (found.left.dtype in ("bfloat16", "float32") and math.prod(found.left.shape[:-1]) <= _SURELY_FEW

@@ -63,10 +63,7 @@ class MatmulCall(LibraryCall):
     form: Callable[[Matmul], _Compute]
     #: Whether its rows may be longer in memory than they look.
     pads: bool = False
-
-    @property
-    def by_rule(self) -> bool:  # type: ignore[override]
-        return self.pads
+    by_rule: bool = False
 
     def overhead(self, group: OpGroup) -> Work:
         return _padding(group) if self.pads else Work()
@@ -241,7 +238,7 @@ def _padded(found: Matmul) -> _Compute:
     return compute
 
 
-PADDED = MatmulCall("matmul.padded", _padded, pads=True)
+PADDED = MatmulCall("matmul.padded", _padded, pads=True, by_rule=True)
 MATMUL_CALLS = (
     MatmulCall("matmul.cublas", partial(_preferred, "Cublas")),
     MatmulCall("matmul.cublaslt", partial(_preferred, "Cublaslt")),

@@ -101,8 +101,6 @@ class Lookahead:
 
     def _quietly(self, compile_ahead: Callable[..., object], *args: object) -> None:
         """A tune without it is only slower."""
-        if self._stop.is_set():
-            return
         try:
             compile_ahead(*args)
         except Exception as error:

@@ -34,8 +34,11 @@ _Attend: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.T
 class AttentionCall(LibraryCall):
     """Attention by one of ``BACKENDS``."""
 
-    name: str
     backend: str
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return f"sdpa.{self.backend}"
 
     def plan(self, group: OpGroup) -> Callable[[], Call]:
         if self.backend in ("efficient", "cudnn") and not is_gpu(group.device_type):
@@ -155,4 +158,4 @@ _BUILDERS: dict[str, Callable[[Attention], _Attend]] = {
     "flash": _build_flash, "efficient": _build_efficient, "cudnn": _build_cudnn, "math": _build_math,
 }
 
-ATTENTION_CALLS = tuple(AttentionCall(f"sdpa.{backend}", backend) for backend in BACKENDS)
+ATTENTION_CALLS = tuple(map(AttentionCall, BACKENDS))

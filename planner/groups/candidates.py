@@ -92,9 +92,7 @@ def enumerate_candidates(
     return Enumeration(tuple(candidates), tuple(refusals), grown.truncated)
 
 
-def enumerate_parts(
-    graph: DataflowGraph, region: Region, groups: Iterable[Sequence[str]], legal: Legal
-) -> Enumeration:
+def enumerate_parts(graph: DataflowGraph, region: Region, groups: Iterable[Sequence[str]], legal: Legal) -> Enumeration:
     """Single ops of a region, its ``groups`` where they are legal, and legal parts that cover those that are not."""
     dependencies = region_dependencies(graph, region)
     refused = cache(lambda mask: legal(dependencies.names(mask)))

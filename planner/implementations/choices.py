@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import networkx as nx
 
@@ -20,6 +21,9 @@ from fuseplan.planner.implementations.inductor import InductorAsked, InductorCod
 from fuseplan.planner.implementations.library_op import LibraryOp
 from fuseplan.planner.libraries.library_calls import LIBRARY_CALLS
 from fuseplan.search.store.record import ATEN, GroupChoice, PlanRecord
+
+#: The plans of regions, or of the parts of one, in order.
+Plans: TypeAlias = Sequence[tuple[Region, PlanRecord]]
 
 
 @dataclass(frozen=True)
@@ -122,9 +126,7 @@ def in_order(graph: DataflowGraph, choices: Iterable[Choice]) -> list[Choice]:
     return [choices[number] for number in nx.lexicographical_topological_sort(order, last_result)]
 
 
-def region_problem(
-    table: GroupTable, region: Region, enumeration: Enumeration, ways: Implementations
-) -> RegionProblem:
+def region_problem(table: GroupTable, region: Region, enumeration: Enumeration, ways: Implementations) -> RegionProblem:
     """The choices of a region; ``enumeration`` has the groups that can be kernels."""
     libraries = [Choice(anchor, library) for anchor in single_candidates(table.graph, region) if table.is_anchor(anchor)
                  for library in ways.libraries if library.refuse(table, anchor) is None]

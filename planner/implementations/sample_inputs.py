@@ -97,9 +97,7 @@ def start_bags(nodes: Sequence[OpNode], specs: Mapping[str, TensorSpec], inputs:
             starts.copy_(torch.arange(starts.numel(), device=starts.device) * size)
 
 
-def _paged(
-    nodes: Sequence[OpNode], buffers: Mapping[str, Buffer]
-) -> tuple[dict[str, int], dict[str, int], set[str]]:
+def _paged(nodes: Sequence[OpNode], buffers: Mapping[str, Buffer]) -> tuple[dict[str, int], dict[str, int], set[str]]:
     """Of caches in pages, and of the tables that list these: how many pages are read at most. And what masks them."""
     pages, tables, masks = dict[str, int](), dict[str, int](), set[str]()
     for node in nodes:

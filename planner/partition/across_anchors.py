@@ -21,6 +21,7 @@ from fuseplan.planner.groups.regions import is_anchor, region_parts
 from fuseplan.planner.implementations.choices import (
     Choice,
     Implementations,
+    Plans,
     RegionProblem,
     problem_of,
     recorded_choices,
@@ -45,9 +46,7 @@ class JointProblems:
         self._ways = ways
         self._around: WeakKeyDictionary[GroupTable, dict[Region, Future[_Around]]] = WeakKeyDictionary()
 
-    def planned(
-        self, table: GroupTable, region: Region, plans: Sequence[tuple[Region, PlanRecord]]
-    ) -> RegionProblem | None:
+    def planned(self, table: GroupTable, region: Region, plans: Plans) -> RegionProblem | None:
         """The choices of a region whose parts have plans; None where no kernel can hold a matmul."""
         chosen = (recorded_choices(table.graph, part, record, self._ways) for part, record in plans)
         return self._problem(table, region, list(chain.from_iterable(chosen)))
@@ -93,7 +92,7 @@ def groups_around_anchors(table: GroupTable, region: Region, ways: Implementatio
 
 
 def plan_across_anchors(
-    joint: MeasuredRegion, plans: Sequence[tuple[Region, PlanRecord]], ways: Implementations, writer: PlanWriter
+    joint: MeasuredRegion, plans: Plans, ways: Implementations, writer: PlanWriter
 ) -> PlanRecord | None:
     """The plan of a joint problem, where it holds matmuls in its groups and is faster than the plans of the parts."""
     began, prices = time.monotonic(), joint.prices

@@ -24,7 +24,7 @@ from fuseplan.planner.groups.anchored import unpacks_weights
 from fuseplan.planner.groups.candidates import Candidate, convex_runs, single_candidates
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import unique_regions
-from fuseplan.planner.implementations.choices import Choice, Implementations, recorded_choices
+from fuseplan.planner.implementations.choices import Choice, Implementations, Plans, recorded_choices
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.inductor import fails_otherwise, whole_candidate
 from fuseplan.planner.ops.table import OpKind
@@ -46,9 +46,7 @@ def _kind(table: GroupTable, group: Candidate) -> OpKind:
     return flow.kinds[flow.position[group.ops[0]]]
 
 
-def whole_by_inductor(
-    table: GroupTable, region: Region, parts: Sequence[tuple[Region, PlanRecord]], ways: Implementations
-) -> tuple[Choice, ...]:
+def whole_by_inductor(table: GroupTable, region: Region, parts: Plans, ways: Implementations) -> tuple[Choice, ...]:
     """TorchInductor's code for a region whose plan leaves ops that move memory to ATen; () where that is little: a
     foreign op, or two others, that take a share of its time.
 
@@ -98,9 +96,7 @@ def _islands_us(table: GroupTable, members: Set[int], spec: DeviceSpec, mode: Mo
     return total_us
 
 
-def predicted_by_inductor(
-    record: PlanRecord, parts: Sequence[tuple[Region, PlanRecord]], writer: PlanWriter, prices: ModelPrices
-) -> PlanRecord:
+def predicted_by_inductor(record: PlanRecord, parts: Plans, writer: PlanWriter, prices: ModelPrices) -> PlanRecord:
     """The record by the cost model; TorchInductor's code instead where it should spare much of what ATen would move."""
     if prices.spec is None:
         return record
@@ -158,9 +154,7 @@ class InductorStep:
     why: str = ""
 
 
-def compare_step(
-    table: GroupTable, plans: Sequence[tuple[Region, PlanRecord]], ways: Implementations, tuner: Tuner
-) -> InductorStep:
+def compare_step(table: GroupTable, plans: Plans, ways: Implementations, tuner: Tuner) -> InductorStep:
     """Time both, interleaved. ``plans`` are those of all regions of a step, in order."""
     try:
         groups = step_groups(table, [region for region, _ in plans], ways)

@@ -15,7 +15,7 @@ from fuseplan.planner.errors import PlanError
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import Candidate, region_dependencies, single_candidates
 from fuseplan.planner.groups.places import place_of
-from fuseplan.planner.implementations.choices import Choice, Implementations, recorded_choices
+from fuseplan.planner.implementations.choices import Choice, Implementations, Plans, recorded_choices
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.tunable_group import group_label
 from fuseplan.planner.module_paths import located
@@ -58,7 +58,7 @@ class PlanWriter:
             enumerated=result.enumerated, measured=result.measured, gap=result.gap, undecided=result.undecided,
         )
 
-    def joined(self, parts: Sequence[tuple[Region, PlanRecord]], elapsed_s: float, reason: str) -> PlanRecord:
+    def joined(self, parts: Plans, elapsed_s: float, reason: str) -> PlanRecord:
         """The record of a region out of those of its parts."""
         records = [record for _, record in parts]
         chosen: dict[Candidate, GroupChoice] = {}

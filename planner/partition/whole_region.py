@@ -14,7 +14,7 @@ from fuseplan.planner.graph.dataflow import Region
 from fuseplan.planner.groups.candidates import single_candidates
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import region_parts
-from fuseplan.planner.implementations.choices import Choice, Implementations, in_order, recorded_choices
+from fuseplan.planner.implementations.choices import Choice, Implementations, Plans, in_order, recorded_choices
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.search import policy
 from fuseplan.search.store.record import INDUCTOR, PlanRecord
@@ -44,7 +44,7 @@ class Verdict:
 
 
 def last_word(
-    table: GroupTable, region: Region, parts: Sequence[tuple[Region, PlanRecord]], ways: Implementations, tuner: Tuner,
+    table: GroupTable, region: Region, parts: Plans, ways: Implementations, tuner: Tuner,
     whole: tuple[Choice, ...] = (), decided: bool = True, longest_s: float = policy.LONG_REGION_S
 ) -> Callable[[], Verdict]:
     """Who runs a region: the plans of its parts, plain ATen or, where these leave much to ATen, TorchInductor's code.
@@ -105,7 +105,7 @@ def _verdict(contest: Contest | None, whole: tuple[Choice, ...]) -> Verdict:
 
 
 def gain_on_parts(
-    table: GroupTable, region: Region, record: PlanRecord, parts: Sequence[tuple[Region, PlanRecord]],
+    table: GroupTable, region: Region, record: PlanRecord, parts: Plans,
     ways: Implementations, tuner: Tuner
 ) -> float | None:
     """What a region's plan gains on its parts' in an interleaved run: 0 within noise, None where the run fails."""
@@ -122,9 +122,7 @@ def plain_parts(table: GroupTable, regions: Iterable[Region], ways: Implementati
     return {Choice(one, ways.aten): ways.aten.part(table, one, "", {}) for one in singles}
 
 
-def planned_parts(
-    table: GroupTable, parts: Sequence[tuple[Region, PlanRecord]], ways: Implementations
-) -> dict[Choice, Part]:
+def planned_parts(table: GroupTable, parts: Plans, ways: Implementations) -> dict[Choice, Part]:
     """What the plans of regions, or of their parts, run."""
     return {
         choice: choice.implementation.part(table, choice.group, group.implementation, group.config)

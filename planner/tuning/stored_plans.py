@@ -80,9 +80,7 @@ class StoredPlans:
         whole = {one for one, each in pieces.items() if not anew and each[-1].key not in found}
         return [piece for one in regions for piece in ((one,) if one in whole else pieces.get(one, (one,)))], found
 
-    def _exactly(
-        self, table: GroupTable, regions: Iterable[Region]
-    ) -> Iterator[tuple[str, Lookup[PlanRecord]]]:
+    def _exactly(self, table: GroupTable, regions: Iterable[Region]) -> Iterator[tuple[str, Lookup[PlanRecord]]]:
         """What earlier versions stored, whose keys depend on every constant, with the keys that regions have now."""
         changed = (one for one in regions if has_free_constants(table.graph, one.ops))
         exact = {self.key((old := exact_form(table.graph, one)).key): (old, one) for one in changed}

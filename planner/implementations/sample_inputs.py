@@ -19,8 +19,7 @@ from fuseplan.planner.graph.execute import bind_call
 MOST_TABLE_ROWS = 8192
 _INTEGERS_BELOW = 8
 
-#: Random numbers of a tensor; a larger one repeats them, which takes a sixth of the time. It is a prime: no two rows of
-#: it begin alike.
+#: Random numbers that larger tensors repeat, in a sixth of the time: a prime, so that no two rows begin alike.
 _PERIOD = 1_048_573
 
 #: Ops undefined below zero, ops never negative, and ops as non-negative as their operands.

@@ -21,11 +21,9 @@ class Prices(Protocol):
 
     def bound_s(self, choice: Choice) -> float:
         """No measurement of the choice comes out lower. Infinite for one that must not be chosen."""
-        ...
 
     def measure_s(self, choices: Sequence[Choice]) -> Sequence[float]:
         """Measured times, in order; infinite for a choice that fails (it is then never chosen)."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,11 @@ class Priced:
     measured: bool = True
 
 
+def gap(cost: float, bound: float) -> float:
+    """Share of the cost that a better partition might save at most."""
+    return max(0.0, 1.0 - bound / cost) if cost > 0 else 0.0
+
+
 @dataclass(frozen=True)
 class GuidedResult:
     """A region's partition and what is known about it.
@@ -71,8 +76,7 @@ class GuidedResult:
 
     @property
     def gap(self) -> float:
-        """Share of the cost that a better partition might save at most."""
-        return max(0.0, 1.0 - self.bound_s / self.cost_s) if self.cost_s > 0 else 0.0
+        return gap(self.cost_s, self.bound_s)
 
 
 def cover_problem(problem: RegionProblem, costs_s: Sequence[float]) -> CoverProblem:

@@ -31,7 +31,7 @@ class SharedCache:
         self._graph = table.graph
         flow, found = compute_graph_of(table.graph), dict[str, Lowered]()  # compute ops, each as a kernel of its own
         for one in single_candidates(table.graph, part):
-            if flow.kinds[flow.position[one.ops[0]]] == "compute" and (kernel := table.kernel(one)) is not None:
+            if table.kind(one.ops[0]) == "compute" and (kernel := table.kernel(one)) is not None:
                 found[one.ops[0]] = kernel
         self._made = {value for name in found for value in table.graph.op(name).outputs}
         self._results = frozenset(flow.outputs_of(found))

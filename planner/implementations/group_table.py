@@ -14,6 +14,7 @@ from fuseplan.planner.groups.compute_graph import LIBRARY_KINDS, compute_graph_o
 from fuseplan.planner.implementations.tunable_group import TunableGroup, group_subject, op_group, op_subject
 from fuseplan.planner.libraries.library_call import OpGroup
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable
+from fuseplan.planner.ops.table import OpKind
 from fuseplan.planner.work.group_work import hot_inputs, kernel_work, op_work
 
 
@@ -58,7 +59,7 @@ class GroupTable:
     def legal(self, ops: Sequence[str]) -> str | None:
         """Why ``ops`` cannot be one kernel, None when they can (the legality of the enumeration)."""
         names = tuple(ops)
-        if self._holds_only_an_anchor(names):
+        if self.is_anchor(Candidate(names, (), ())):
             return f"{self.graph.op(names[0]).op} by itself is a library's"
         try:
             self._lowered[names] = lower_group(self.graph, names, self.numerics)
@@ -86,11 +87,12 @@ class GroupTable:
 
     def is_anchor(self, group: Candidate) -> bool:
         """Whether the group is a matmul, attention or a foreign op by itself: only library calls run it."""
-        return self._holds_only_an_anchor(group.ops)
+        return len(group.ops) == 1 and self.kind(group.ops[0]) in LIBRARY_KINDS
 
-    def _holds_only_an_anchor(self, ops: Sequence[str]) -> bool:
+    def kind(self, op: str) -> OpKind:
+        """What an op of the graph is."""
         flow = compute_graph_of(self.graph)
-        return len(ops) == 1 and flow.kinds[flow.position[ops[0]]] in LIBRARY_KINDS
+        return flow.kinds[flow.position[op]]
 
     def subject(self, group: Candidate) -> TunableGroup:
         """The group as the search sees it."""

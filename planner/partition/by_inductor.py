@@ -27,7 +27,6 @@ from fuseplan.planner.groups.regions import unique_regions
 from fuseplan.planner.implementations.choices import Choice, Implementations, Plans, recorded_choices
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.inductor import fails_otherwise, whole_candidate
-from fuseplan.planner.ops.table import OpKind
 from fuseplan.planner.partition.plan_record import PlanWriter
 from fuseplan.planner.partition.whole_region import planned_parts, play_off, unmeasured_part
 from fuseplan.search import policy
@@ -40,12 +39,6 @@ _PLAN = "planned"
 _ALIKE = 2
 
 
-def _kind(table: GroupTable, group: Candidate) -> OpKind:
-    """The kind of a group's first op: of its only one, where it is no kernel."""
-    flow = compute_graph_of(table.graph)
-    return flow.kinds[flow.position[group.ops[0]]]
-
-
 def whole_by_inductor(table: GroupTable, region: Region, parts: Plans, ways: Implementations) -> tuple[Choice, ...]:
     """TorchInductor's code for a region whose plan leaves ops that move memory to ATen; () where that is little: a
     foreign op, or two others, that take a share of its time.
@@ -55,7 +48,7 @@ def whole_by_inductor(table: GroupTable, region: Region, parts: Plans, ways: Imp
     left_us, count, foreign = 0.0, 0, False
     for part, record in parts:
         for choice, group in recorded_choices(table.graph, part, record, ways).items():
-            kind = _kind(table, choice.group)
+            kind = table.kind(choice.group.ops[0])
             if group.is_plain and kind != "anchor":
                 left_us += group.predicted_us if group.measured_us is None else group.measured_us
                 foreign |= kind == "foreign"
@@ -75,7 +68,7 @@ def predicted_whole_us(table: GroupTable, region: Region, record: PlanRecord, sp
     members = {flow.position[name] for name in region.ops if flow.is_member(flow.position[name])}
     anchors_us = math.fsum(
         group.predicted_us for group in record.groups
-        if any(flow.kinds[flow.position[region.ops[place]]] == "anchor" for place in group.ops))
+        if any(table.kind(region.ops[place]) == "anchor" for place in group.ops))
     return anchors_us + _islands_us(table, members, spec, mode)
 
 
@@ -120,7 +113,7 @@ def decided_whole(
     """
 
     def counts(one: Candidate) -> bool:
-        kind = _kind(table, one)
+        kind = table.kind(one.ops[0])
         if kind == "anchor":
             return any(library.surpasses(table, one) for library in ways.libraries)
         return kind == "foreign" and is_probed

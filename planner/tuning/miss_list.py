@@ -12,9 +12,7 @@ from fuseplan.search.store.record import RecordKey
 from fuseplan.search.store.rows import DROPPED, MISSED, dropped_misses
 
 TUNED_SINCE = "tuned since then"
-MISS_COLUMNS = (
-    "label", "count", "place", "tunable", "first_seen", "last_seen", "regime", "numerics", "key",
-)
+MISS_COLUMNS = ("label", "count", "place", "tunable", "first_seen", "last_seen", "regime", "numerics", "key")
 
 
 @dataclass(frozen=True)

@@ -69,9 +69,7 @@ class Session:
     @property
     def store(self) -> LayeredDatabase:
         """The user's records over those that ship with the package."""
-        return LayeredDatabase(
-            self.database, shipped_files(self.device) if self.shipped else (), run=self.run
-        )
+        return LayeredDatabase(self.database, shipped_files(self.device) if self.shipped else (), run=self.run)
 
     def unusable(self) -> str | None:
         """Why no kernel can be built here by any back end, None where one can."""

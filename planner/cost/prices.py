@@ -17,28 +17,25 @@ from fuseplan.planner.groups.candidates import Candidate, single_candidates
 from fuseplan.planner.groups.regions import find_regions, region_parts, split_common, unique_regions
 from fuseplan.planner.implementations.choices import Choice
 from fuseplan.planner.implementations.group_table import GroupTable
-from fuseplan.planner.implementations.implementation import Implementation
+from fuseplan.planner.implementations.implementation import Implementation, Screening
 from fuseplan.planner.libraries.few_rows import FEW_ROWS
 from fuseplan.planner.libraries.matmul_calls import PADDED, alignment
 from fuseplan.search import policy
 from fuseplan.search.store.record import TuningRecord
 from fuseplan.search.timing.contest import Contest
 from fuseplan.search.tune.tuner import Tuner
-from fuseplan.search.workers.jobs import UNFUSED, Calls
+from fuseplan.search.workers.jobs import UNFUSED
 
 
 class ModelPrices:
-    """Predictions and lower bounds on a probed device, in seconds.
-
-    Without a probed device every launch costs the same: the cheapest cover is then the one with the fewest launches.
-    With the part of a region that the choices are of, a price is that of a kernel in it
-    (:mod:`fuseplan.planner.cost.shared_cache`).
-    """
+    """Predictions and bounds in seconds, in a ``part`` of a region; each launch costs 1 where nothing was probed."""
 
     def __init__(self, table: GroupTable, spec: DeviceSpec | None, part: Region | None = None) -> None:
         self.table = table
         self.spec = spec
         self.part = part
+        #: Why choices do not work that were measured.
+        self.failures: dict[Choice, str] = {}
         self._shared_cache: SharedCache | None = None
         self._delays_us: dict[Choice, float] = {}
 
@@ -101,6 +98,14 @@ class ModelPrices:
         way = choice.implementation
         return 0.0 if self.spec is None else lower_bound(way.work(self.table, choice.group), self.spec, way.mode)
 
+    def record(self, choice: Choice) -> TuningRecord | None:
+        """The tuning record that a choice rests on, if it has one."""
+        return None
+
+    def plain_us(self, choice: Choice) -> float:
+        """Time of the ops of a choice that was measured, as ATen runs them."""
+        return 0.0
+
 
 class MeasuredPrices(ModelPrices):
     """The same bounds; times are measured, choice by choice: what they cost each other is the model's price.
@@ -116,7 +121,6 @@ class MeasuredPrices(ModelPrices):
         self.minor = minor
         self.learner = learner
         self.records: dict[tuple[str, ...], TuningRecord] = {}
-        self.failures: dict[Choice, str] = {}
         self._screened_s: dict[Choice, float] = {}
         #: What was measured, for reports to judge the model by.
         self.samples: dict[Choice, ChoiceSample] = {}
@@ -129,8 +133,7 @@ class MeasuredPrices(ModelPrices):
     def contest(self, plain: Choice, calls: Sequence[Choice]) -> Callable[[], Contest | None]:
         """ATen's op and the libraries' calls that may run it, by name, in one interleaved run; None when that fails.
 
-        The run is made when the measuring process has nothing else to do, and waited for by what is returned. Their
-        times are measured then; a call that is wrong has none.
+        What is returned waits for the run, and takes the times from it; a call that is wrong has none.
         """
         parts = {one.implementation.name: one.implementation.part(self.table, one.group, "", {}) for one in calls}
         run = self.tuner.contest_calls(
@@ -138,23 +141,17 @@ class MeasuredPrices(ModelPrices):
         )
 
         def result() -> Contest | None:
-            found = run()
-            return None if found is None else self._of_calls(found, plain, calls)
+            if (found := run()) is None:
+                return None
+            contest = found.contest.renamed({UNFUSED: plain.implementation.name})
+            for choice in (plain, *calls):
+                name = choice.implementation.name
+                timed = Screening(contest.time(name).median_us) if name in contest.samples else Screening(
+                    None, found.failed[name])
+                self._screened_s[choice] = self._noted_s(choice, timed)
+            return contest
 
         return result
-
-    def _of_calls(self, found: Calls, plain: Choice, calls: Sequence[Choice]) -> Contest:
-        contest = found.contest.renamed({UNFUSED: plain.implementation.name})
-        for choice in (plain, *calls):
-            name = choice.implementation.name
-            if name in contest.samples:
-                time_us = contest.time(name).median_us
-                self._screened_s[choice] = time_us * 1e-6
-                self._learn(choice, "", time_us)
-            else:
-                self._screened_s[choice] = math.inf
-                self.failures[choice] = found.failed[name]
-        return contest
 
     def untuned(self, choice: Choice) -> bool:
         """Whether there are configurations that were not searched."""
@@ -169,11 +166,9 @@ class MeasuredPrices(ModelPrices):
         return self.records[group.ops]
 
     def record(self, choice: Choice) -> TuningRecord | None:
-        """The tuning record that a choice rests on, if it has one."""
         return self.records.get(choice.group.ops) if choice.implementation.backends else None
 
     def plain_us(self, choice: Choice) -> float:
-        """Time of the ops of a choice that was measured, as ATen runs them."""
         ops = set(choice.group.ops)
         plain = ((one, time_s) for one, time_s in self._screened_s.items() if one.is_plain)
         return math.fsum(time_s * 1e6 for one, time_s in plain if ops.issuperset(one.group.ops))
@@ -181,13 +176,14 @@ class MeasuredPrices(ModelPrices):
     def _measure_s(self, choice: Choice) -> float:
         record = self.record(choice)
         if record is None and choice not in self._screened_s:
-            self._screened_s[choice] = self._screen_s(choice)
+            screened = choice.implementation.screen(self.table, choice.group, self.tuner)
+            self._screened_s[choice] = self._noted_s(choice, screened)
         least = policy.ONE_OP_GAIN.on(self.table.device_type) if len(choice.group.ops) == 1 else -math.inf
         alone_s = self._screened_s[choice] if record is None else _kernel_s(record, least)
         return alone_s + self.delay_us(choice) * 1e-6
 
-    def _screen_s(self, choice: Choice) -> float:
-        found = choice.implementation.screen(self.table, choice.group, self.tuner)
+    def _noted_s(self, choice: Choice, found: Screening) -> float:
+        """The time of a screening, once it is learned from; infinite where it failed."""
         if found.time_us is None:
             self.failures[choice] = found.reason
             return math.inf
@@ -220,8 +216,7 @@ def _kernel_s(record: TuningRecord, least: float) -> float:
 def part_shares(table: GroupTable, aten: Implementation) -> Mapping[str, float]:
     """By the key of each part of a region, or of a piece: its share of the graph's time, all occurrences together.
 
-    Times are those of ATen's ops on the nominal device, so that two tunes of a model search the same parts. A graph
-    that was cut out of another one has the shares of that.
+    Times are ATen's on the nominal device, so that tunes agree. A graph cut out of another one has the shares of that.
     """
     if table.graph.shares:
         return table.graph.shares

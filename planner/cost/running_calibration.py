@@ -10,12 +10,9 @@ _FIRST_FIT = 8
 
 
 class RunningCalibration:
-    """A device spec whose calibrations follow the measurements of the running tune.
+    """A device ``spec`` whose calibrations follow the measurements of the running tune.
 
     A stored calibration that rests on more of them stays: of a model that was tuned before, a tune measures little.
-
-    Attributes:
-        spec: The device, calibrated with the samples seen so far.
     """
 
     def __init__(self, spec: DeviceSpec | None) -> None:
@@ -25,10 +22,7 @@ class RunningCalibration:
         self._grown: set[str] = set()
 
     def add(self, name: str, choice: str, sample: Sample) -> None:
-        """Take in one measured kernel of the back end ``name`` (or of another way to run a group).
-
-        A ``choice`` that several regions share is measured once, and counts once.
-        """
+        """Take in one measured kernel of the back end ``name``; a ``choice`` that regions share counts once."""
         if sample.work.launches and sample.measured_us > 0:
             self._samples.setdefault(name, {})[choice] = sample
             self._grown.add(name)

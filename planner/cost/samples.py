@@ -30,11 +30,8 @@ class ChoiceSample:
         ops: Positions among the region's ops.
         implementation: Name of the way to run them; a kernel is in its default configuration.
         name: Calibration that predicts it: the kernel's back end, the library call, or ``"unfused"``.
-        label: For people.
         family: What it computes, whatever the shape.
         group: Workload key, and the name of a library call; equal ones are the same kernel.
-        mode: How it was launched.
-        work: What it does.
         measured_us: Its time in the screening, by itself.
         delay_us: How much longer it takes in its region, by the model (:mod:`fuseplan.planner.cost.shared_cache`).
     """
@@ -53,10 +50,7 @@ class ChoiceSample:
 
 @dataclass(frozen=True)
 class RegionSamples:
-    """What was measured of the region whose plan has this key, of ``enumerated`` choices that there are.
-
-    ``edges`` say which op must run before which, by position, those by way of views included.
-    """
+    """What was measured of a plan's region, of ``enumerated`` choices; ``edges`` are dependencies, views included."""
 
     key: RecordKey
     label: str

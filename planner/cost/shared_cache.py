@@ -1,9 +1,8 @@
 """What the kernels of a region cost each other in a GPU's cache.
 
-A kernel that is timed, or priced, by itself finds in the cache whatever fits there beside its own data. In a model the
-rest of its region runs before the same memory is used again, so two kernels of 25 MB each are no better off in a cache
-of 40 MB than one of 50: priced one by one they would always look better. What is missing is what the cost model says of
-moving the same bytes at the bandwidth of the region's footprint instead of the kernel's own.
+A kernel that is timed, or priced, by itself finds its data in the cache. In a model the rest of its region runs before,
+so two kernels of 25 MB are no better off in a cache of 40 MB than one of 50. The difference is what the cost model says
+of moving the same bytes at the bandwidth of the region's footprint instead of the kernel's own.
 """
 
 from __future__ import annotations
@@ -22,19 +21,17 @@ from fuseplan.planner.work.group_work import hot_inputs, moved_bytes
 
 
 class SharedCache:
-    """The data that go into and come out of a region, and share the cache while it runs.
+    """What goes into and comes out of ``part``, a region of a static graph or a part of one, and shares the cache.
 
-    What one op of the region makes for another is not among them: that is read right after it was written. Weights
-    are, for they pass through the cache; but they come from memory in any case, so their bytes are not delayed.
-
-    ``part`` is a region of a static graph, or a part of one.
+    What one op makes for another is read right after it was written, and does not count. Weights do, for they pass
+    through the cache; but they come from memory in any case, so their bytes are not delayed.
     """
 
     def __init__(self, table: GroupTable, part: Region) -> None:
         self._graph = table.graph
         flow, found = compute_graph_of(table.graph), dict[str, Lowered]()  # compute ops, each as a kernel of its own
         for one in single_candidates(table.graph, part):
-            if flow.kinds[flow.position[one.ops[0]]] == "compute" and (kernel := table.kernel(one)) is not None:
+            if table.kind(one.ops[0]) == "compute" and (kernel := table.kernel(one)) is not None:
                 found[one.ops[0]] = kernel
         self._made = {value for name in found for value in table.graph.op(name).outputs}
         self._results = frozenset(flow.outputs_of(found))

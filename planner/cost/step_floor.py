@@ -21,9 +21,8 @@ from fuseplan.planner.work.library_work import read_bytes
 def floor_us(table: GroupTable, spec: DeviceSpec, mode: Mode) -> float | None:
     """Microseconds that no plan of a static graph can beat; None where a peak that it needs was not measured.
 
-    Each byte of weights, caches and other inputs that is read, and of results that is written, counts once; nothing
-    that is made on the way does. Arithmetic is that of all ops. It is the larger of both times, and one launch. Caches
-    count whole: which of their rows a mask hides is data, and attention that does not read those may be faster.
+    One launch, and the larger of two times: the arithmetic of all ops, and each byte once of weights, caches and other
+    inputs read and of results written. Caches count whole: which of their rows a mask hides is data.
     """
     try:
         return lower_bound(step_work(table), spec, mode)
@@ -74,7 +73,7 @@ def _outside(graph: DataflowGraph, moved: Mapping[str, float]) -> dict[str, floa
     flow, found = compute_graph_of(graph), dict[str, float]()
     for value, nbytes in moved.items():
         root = _root(graph, value)
-        at = flow.producer(root)
+        at = flow.producer.get(root)
         if at is None or not flow.is_member(at) or root in flow.escapes:
             found[root] = max(nbytes, found.get(root, 0.0))
     return found
@@ -83,7 +82,7 @@ def _outside(graph: DataflowGraph, moved: Mapping[str, float]) -> dict[str, floa
 def _root(graph: DataflowGraph, value: str) -> str:
     """The value whose memory an op wrote to, where one did."""
     flow = compute_graph_of(graph)
-    while (at := flow.producer(value)) is not None and (written := written_value(flow.nodes[at])) is not None:
+    while (at := flow.producer.get(value)) is not None and (written := written_value(flow.nodes[at])) is not None:
         sources = flow.sources_of(written)
         if len(sources) != 1:
             break

@@ -1,9 +1,8 @@
-"""Candidates with a matmul inside: what comes before it and after it, taken from the groups of the islands around it.
+"""Candidates with a matmul inside, with groups of the islands around it as its prologue and its epilogue.
 
-Which sets of an island's ops hang together is known. So a candidate is one matmul, or all that read one value, with one
-such set that feeds nothing else, or none, and one that reads its result, or none: those that leave the fewest bytes to
-pass between kernels. Sets that make weights of what is stored hang together only through the matmuls: all of them come
-before.
+A candidate is one matmul, or all that read one value, with at most one group before it that feeds nothing else and one
+behind it that reads its result: those that leave the fewest bytes to pass between kernels. Groups that unpack stored
+weights hang together only through the matmuls, so a candidate has all of them.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ _TRIES, _KEPT = 48, 2
 
 
 def unpacks_weights(graph: DataflowGraph, region: Region) -> bool:
-    """Whether a region makes what one of its matmuls reads out of two thirds of the bytes or fewer: of weights in 8
-    bits, say.
+    """Whether a matmul of a region reads what the region makes out of at most two thirds of its bytes, such as weights.
     """
     flow = compute_graph_of(graph)
     maker = {value: name for name in region.ops for value in graph.op(name).outputs}

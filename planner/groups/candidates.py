@@ -1,8 +1,7 @@
 """Candidates: the legal fusion groups of a region.
 
-A group is a set of compute ops that is convex (nothing outside has to run in the middle of it) and connected,
-through data flow or as siblings that read one value. Every connected convex set of n ops contains one of n - 1 ops
-(take away a source or sink that does not disconnect it), so growing sets op by op finds all of them.
+A group is convex (nothing outside has to run in the middle of it) and connected, through data flow or as siblings that
+read one value. Every such set of n ops contains one of n - 1, so growing sets op by op finds all of them.
 """
 
 from __future__ import annotations
@@ -23,24 +22,8 @@ Legal: TypeAlias = Callable[[Sequence[str]], str | None]
 
 
 @dataclass(frozen=True)
-class CandidateLimits:
-    """Bounds on the enumeration.
-
-    Attributes:
-        max_ops: Compute ops in one group.
-        max_candidates: Groups enumerated before legality. Past it, the enumeration keeps every single op, groups
-            joined by data flow (of each size those that cut the fewest edges), pairs of mirrored groups, and maximal
-            groups; and says so. Each costs a lowering, a few milliseconds.
-    """
-
-    max_ops: int = 40
-    max_candidates: int = 600
-
-
-@dataclass(frozen=True)
 class Candidate:
-    """A fusion group: its compute ops in the region's canonical order, the source values that it reads (behind views)
-    in first-use order, and the values that are needed outside.
+    """A group: its ops in the region's canonical order, source values that it reads by first use, and what others need.
     """
 
     ops: tuple[str, ...]
@@ -86,17 +69,19 @@ def same_values(graph: DataflowGraph, first: Region, other: Region) -> dict[str,
 
 
 def enumerate_candidates(
-    graph: DataflowGraph, region: Region, legal: Legal, limits: CandidateLimits | None = None
+    graph: DataflowGraph, region: Region, legal: Legal, max_ops: int = 40, max_candidates: int = 600
 ) -> Enumeration:
-    """Enumerate the fusion groups of ``region``, a region of ``graph``."""
-    dependencies, limits = region_dependencies(graph, region), limits or CandidateLimits()
+    """The fusion groups of a region, of ``max_ops`` at most: of over ``max_candidates`` a part
+    (:func:`connected_sets`).
+    """
+    dependencies = region_dependencies(graph, region)
     ops = [dependencies.flow.nodes[at].op for at in dependencies.members]
-    grown = connected_sets(dependencies, limits.max_ops, limits.max_candidates, ops)
-    refused = _reasons(dependencies, legal)
+    grown = connected_sets(dependencies, max_ops, max_candidates, ops)
+    refused = cache(lambda mask: legal(dependencies.names(mask)))
     masks = grown.masks
     if not grown.complete:  # what was kept may be illegal around some ops: legal groups cover them all
         everything = (1 << len(ops)) - 1
-        masks += tuple(parts(dependencies, everything, limits.max_ops, lambda mask: refused(mask) is None))
+        masks += tuple(parts(dependencies, everything, max_ops, lambda mask: refused(mask) is None))
     candidates: list[Candidate] = []
     refusals = _separated_pairs(dependencies)
     for mask in dict.fromkeys(masks):
@@ -107,12 +92,10 @@ def enumerate_candidates(
     return Enumeration(tuple(candidates), tuple(refusals), grown.truncated)
 
 
-def enumerate_parts(
-    graph: DataflowGraph, region: Region, groups: Iterable[Sequence[str]], legal: Legal
-) -> Enumeration:
+def enumerate_parts(graph: DataflowGraph, region: Region, groups: Iterable[Sequence[str]], legal: Legal) -> Enumeration:
     """Single ops of a region, its ``groups`` where they are legal, and legal parts that cover those that are not."""
     dependencies = region_dependencies(graph, region)
-    refused = _reasons(dependencies, legal)
+    refused = cache(lambda mask: legal(dependencies.names(mask)))
     masks = [1 << bit for bit in range(len(dependencies))]
     for group in map(dependencies.mask, groups):
         if refused(group) is None:
@@ -123,22 +106,11 @@ def enumerate_parts(
     return Enumeration(tuple(found), ())
 
 
-def _reasons(dependencies: Dependencies, legal: Legal) -> Callable[[int], str | None]:
-    """``legal`` of masks of members, asked once each."""
-    return cache(lambda mask: legal(dependencies.names(mask)))
-
-
 def region_dependencies(graph: DataflowGraph, region: Region) -> Dependencies:
     """How the region's compute ops and anchors depend on each other (bit ``i``: the ``i``-th in canonical order)."""
     flow = compute_graph_of(graph)
     positions = (flow.position[name] for name in region.ops)
     return Dependencies.of(flow, [at for at in positions if flow.is_member(at)])
-
-
-def placed_candidates(graph: DataflowGraph, region: Region, places: Iterable[Iterable[int]]) -> list[Candidate]:
-    """The candidates whose ops are at ``places`` of ``region.ops``, as records name them."""
-    dependencies = region_dependencies(graph, region)
-    return [candidate(dependencies, dependencies.mask(region.ops[place] for place in group)) for group in places]
 
 
 def convex_runs(graph: DataflowGraph, region: Region) -> list[Candidate]:

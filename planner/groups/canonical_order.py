@@ -9,10 +9,7 @@ from hashlib import blake2b
 
 
 class Colouring:
-    """Vertices with colours (digests) that are refined by their neighbours' colours; vertex names play no part.
-
-    Vertices must be numbered so that every arc leads from a smaller to a larger number.
-    """
+    """Vertices with colours (digests) that are refined by their neighbours'; every arc leads to a larger number."""
 
     def __init__(self, labels: Iterable[str]) -> None:
         self.colour: list[bytes] = [_digest(label.encode()) for label in labels]
@@ -44,10 +41,7 @@ class Colouring:
             colour[vertex] = _digest(colour[vertex] + b"".join(parts))
 
     def topological_order(self, first: int) -> list[int]:
-        """Vertices from number ``first`` on (counted from there), smallest colour first among those that are ready.
-
-        Placing one of several equal vertices gives it a colour of its own and refines the colours that depend on it.
-        """
+        """Vertices from ``first`` on, counted from there: of those that are ready, the one with the smallest colour."""
         waiting = [sum(start >= first for _, start in self.incoming[v]) for v in range(len(self.colour))]
         ready = [(self.colour[v], v) for v in range(first, len(self.colour)) if not waiting[v]]
         heapq.heapify(ready)

@@ -22,14 +22,11 @@ class ComputeGraph:
     """Integer form of a :class:`DataflowGraph`; lists are indexed by the position of an op.
 
     Attributes:
-        names, nodes: The ops.
-        kinds: What each op is (:data:`~fuseplan.planner.ops.table.OpKind`).
         preds: Positions each op depends on, by data or by an ordering edge.
-        barriers: Edges between two ops that are not opaque and that no group may cross: ordering edges, those that
-            carry a table to a lookup, which needs all of it, and those that lead from one anchor to another with
-            nothing but views and copies between them.
-        depth: Extern ops and barriers on the longest path that leads to the op. A path that runs through one
-            makes ``depth`` grow, so ops of equal depth are joined by no such path.
+        barriers: Edges between ops that are not opaque and that no group may cross: ordering edges, those that carry a
+            table to a lookup, and those from one anchor to another with nothing but views and copies between them.
+        depth: Opaque ops and barriers on the longest path to the op; none is on a path between ops of equal depth.
+        producer: Position of the op that makes a source value; a graph input has none.
         sources: Source values an op reads, in first-use order (for a view: those it is a view of).
         readers: For each source value, the live compute and opaque ops that read it, views looked through.
         escapes: Source values of which the graph returns the value or a view, and written operands.
@@ -43,11 +40,11 @@ class ComputeGraph:
         self.kinds: list[OpKind] = [kind_of(node, graph.specs) for node in self.nodes]
         if cut_at_anchors:
             self.kinds = ["opaque" if kind in LIBRARY_KINDS else kind for kind in self.kinds]
-        self._producer: dict[str, int] = {}
+        self.producer: dict[str, int] = {}
         self._view_of: dict[str, int] = {}
         self.sources: list[tuple[str, ...]] = []
         for at, node in enumerate(self.nodes):
-            made = self._view_of if self.kinds[at] == "view" else self._producer
+            made = self._view_of if self.kinds[at] == "view" else self.producer
             made.update(dict.fromkeys(node.outputs, at))
             found = dict.fromkeys(source for value in node.inputs for source in self.sources_of(value))
             self.sources.append(tuple(found))
@@ -91,7 +88,7 @@ class ComputeGraph:
         node = self.nodes[at]
         if op_of(node.op).family != "lookup" or self.kinds[at] != "compute" or node.inputs[0] not in values:
             return False
-        makers = (self._producer.get(source) for source in self.sources_of(node.inputs[0]))
+        makers = (self.producer.get(source) for source in self.sources_of(node.inputs[0]))
         return any(maker is not None and self.kinds[maker] == "compute" for maker in makers)
 
     def _depths(self) -> list[int]:
@@ -128,10 +125,6 @@ class ComputeGraph:
         """Whether the op is in a region: a compute op, an anchor or a foreign op."""
         return self.kinds[at] in ("compute", *LIBRARY_KINDS)
 
-    def producer(self, source: str) -> int | None:
-        """Position of the compute or opaque op that produces a source value; None for a graph input."""
-        return self._producer.get(source)
-
     def sources_of(self, value: str) -> tuple[str, ...]:
         """The source values behind ``value``: itself unless a view op produces it."""
         view = self._view_of.get(value)
@@ -139,7 +132,7 @@ class ComputeGraph:
 
     def compute_preds(self, at: int) -> Iterator[int]:
         """Compute ops and anchors whose values op ``at`` reads, views looked through; each once."""
-        for producer in dict.fromkeys(map(self._producer.get, self.sources[at])):
+        for producer in dict.fromkeys(map(self.producer.get, self.sources[at])):
             if producer is not None and self.is_member(producer):
                 yield producer
 
@@ -205,8 +198,7 @@ _FLOWS: WeakKeyDictionary[DataflowGraph, dict[tuple[bool, int], ComputeGraph]] =
 def compute_graph_of(graph: DataflowGraph, cut_at_anchors: bool = False) -> ComputeGraph:
     """The graph's :class:`ComputeGraph`, remembered until it grows.
 
-    With ``cut_at_anchors`` anchors and foreign ops are taken for opaque ops: what is left between them are the islands
-    of compute ops.
+    With ``cut_at_anchors`` anchors and foreign ops count as opaque; islands of compute ops are left between them.
     """
     made = _FLOWS.setdefault(graph, {})
     key = cut_at_anchors, len(graph)

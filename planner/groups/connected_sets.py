@@ -11,9 +11,7 @@ from fuseplan.planner.groups.convex import Dependencies, bits, union
 
 @dataclass(frozen=True)
 class ConnectedSets:
-    """Sets of members as masks, by size and then by their members' order. ``complete`` tells whether these are all sets
-    within the size limit; ``truncated`` says in words what is not among them.
-    """
+    """Sets of members as masks, smallest first; whether these are all, and in words what is not among them."""
 
     masks: tuple[int, ...]
     complete: bool
@@ -21,12 +19,11 @@ class ConnectedSets:
 
 
 def connected_sets(dependencies: Dependencies, max_ops: int, max_sets: int, ops: Sequence[str]) -> ConnectedSets:
-    """Sets of at most ``max_ops`` members, connected and convex.
+    """Connected convex sets of at most ``max_ops`` members.
 
-    Past ``max_sets`` of them: every single member, sets joined by data flow (where these are more than three quarters
-    of the limit, of each size those that cut the fewest data-flow edges), mirrored pairs of them (equal multisets of
-    ``ops`` reading one value), and maximal sets. Single members and maximal sets are kept beyond the limit, so that
-    every member is covered.
+    Past ``max_sets`` of them: every single member, sets joined by data flow (of each size those that cut the fewest
+    edges, up to three quarters of the limit), mirrored pairs of these (equal ``ops`` that read one value), and maximal
+    sets. Single members and maximal sets are kept beyond the limit, so that every member is covered.
     """
     found = _closure(dependencies, dependencies.neighbours, max_ops, max_sets)
     if found is not None:
@@ -115,13 +112,9 @@ def _wider(dependencies: Dependencies, edges: Sequence[int], layer: _Layer, limi
 def _maximal(dependencies: Dependencies, edges: Sequence[int], max_ops: int) -> list[int]:
     """Greedily grown sets, started from each member that no earlier one covers."""
     sets: list[int] = []
-    covered = 0
     for bit in range(len(dependencies)):
-        if covered >> bit & 1:
-            continue
-        mask = _grow_greedily(dependencies, edges, 1 << bit, max_ops)
-        covered |= mask
-        sets.append(mask)
+        if not union(sets) >> bit & 1:
+            sets.append(_grow_greedily(dependencies, edges, 1 << bit, max_ops))
     return sets
 
 
@@ -140,10 +133,7 @@ def _grow_greedily(dependencies: Dependencies, edges: Sequence[int], mask: int, 
 
 
 def parts(dependencies: Dependencies, within: int, max_ops: int, allowed: Callable[[int], bool]) -> list[int]:
-    """Disjoint connected convex sets that cover ``within``: grown in it member by member, as far as allowed.
-
-    A member that was refused once is not tried again, so that about as many sets are asked about as there are members.
-    """
+    """Disjoint connected convex sets that cover ``within``, grown as far as allowed; a refused member is asked once."""
     sets: list[int] = []
     rest = within
     while rest:

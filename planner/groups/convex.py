@@ -1,5 +1,4 @@
-"""Dependencies among the compute ops of a region as bit masks: what is convex, what is connected, and cycles among
-groups, for two that are each convex may still wait for each other.
+"""Dependencies among the compute ops of a region as bit masks: what is convex or connected, and cycles among groups.
 
 Bit ``i`` stands for the region's ``i``-th compute op in canonical order. A *detour* ``u -> v`` is a path on which
 something outside the region runs between the two (an opaque op, an ordering edge): no group may hold both ends.
@@ -32,14 +31,10 @@ def union(masks: Iterable[int]) -> int:
 
 @dataclass(frozen=True)
 class Dependencies:
-    """How the members of a region depend on each other.
+    """How the members of a region, ``members`` of ``flow``, depend on each other.
 
-    Attributes:
-        flow: The graph that they are of.
-        members: Positions of the compute ops in the flow; bit ``i`` is ``members[i]``.
-        reads: For each member, the members whose values it reads (views looked through).
-        detours: For each member, the members that reach it by a detour.
-        siblings: For each member, the members that read a source value it reads too.
+    For each member: the members whose values it ``reads`` (views looked through), those that reach it by a detour, and
+    its ``siblings``, which read a source value that it reads.
     """
 
     flow: ComputeGraph

@@ -10,10 +10,7 @@ from fuseplan.planner.ops.table import kind_of
 
 
 def place_of(graph: DataflowGraph, ops: Iterable[str]) -> str:
-    """The place of one group in words, such as ``model.layers.0: input_layernorm -> self_attn.q_proj, k_proj``.
-
-    ``""`` where the graph knows no modules: it was built by hand, or stored by an older version.
-    """
+    """Where a group is in words (``model.layers.0: input_layernorm -> self_attn.q_proj, k_proj``), "" if not known."""
     return place([paths_of(graph, ops)])
 
 

@@ -14,14 +14,13 @@ from fuseplan.costmodel.device import Mode
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.planner.capture.normalise import Traced
-from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
 from fuseplan.planner.graph.layouts import laid_out, layout_of
 from fuseplan.planner.groups.candidates import Candidate
 from fuseplan.planner.implementations.direct_calls import bind_calls, fill_namespace
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementation import Implementation, Screening
 from fuseplan.planner.implementations.tunable_group import Fused, chain_module
-from fuseplan.planner.libraries.library_call import OpGroup
 from fuseplan.planner.lowering.lower import Lowered, group_nodes
 from fuseplan.planner.ops.table import op_of
 from fuseplan.search.store.record import ATEN
@@ -61,22 +60,22 @@ class AtenOp(Implementation):
 
 
 def run_unfused(traced: Traced, lowered: Lowered, device_type: str, args: Sequence[Any]) -> tuple[Any, Fused]:
-    """Run the group's ops; the result, and a function of generated code that does so in later calls.
-
-    Results are laid out like the outputs of ``lowered``, the kernel that could not be used; ``args`` are what it would
-    be called with.
-    """
-    plain, ir = _generated(traced, lowered, device_type), lowered.ir
+    """Run the group's ops; the result, laid out like the kernel ``lowered`` has it, and what does so in later calls."""
+    module, ir = _chain(traced.graph, lowered, device_type), lowered.ir
+    for node in module.graph.nodes:
+        if (value := node.meta.get("value")) is not None:
+            node.meta["traced"] = traced.node_of[value].name
+    bind_calls(module.graph, traced.module.graph)
+    module.recompile()
+    fill_namespace(module.forward.__globals__)
+    plain: Fused = module.forward
     results = plain(*args)
     fitted = _fitted(ir, results, args)
     return fitted, plain if fitted is results else lambda *args: _fitted(ir, plain(*args), args)
 
 
 def run_chain(graph: DataflowGraph, lowered: Lowered, device_type: str, *args: Any) -> Any:
-    """The same in a call where a kernel finds an index outside its table: ATen's op says which.
-
-    It holds no trace, and is made anew in each such call.
-    """
+    """The same where a kernel finds an index outside its table (ATen's op says which); made anew in each such call."""
     return _fitted(lowered.ir, _chain(graph, lowered, device_type)(*args), args)
 
 
@@ -95,19 +94,9 @@ def _fitted(ir: KernelIR, results: Any, args: Sequence[Any]) -> Any:
     return fitted[0] if isinstance(results, torch.Tensor) else tuple(fitted)
 
 
-def run_op(op: OpGroup, args: Sequence[Any]) -> tuple[Any, Fused]:
-    """Run the op that a library's call stands for; the result, and what does so in later calls."""
-    chain: Fused = chain_module([op.node], op.inputs, op.outputs, op.device_type, as_kernel=True).forward
+def run_ops(
+    nodes: Sequence[OpNode], inputs: Sequence[str], outputs: Sequence[str], device: str, args: Sequence[Any]
+) -> tuple[Any, Fused]:
+    """Run the ops that a call stands for, one by one; the result, and what does so in later calls."""
+    chain: Fused = chain_module(nodes, inputs, outputs, device, as_kernel=True).forward
     return chain(*args), chain
-
-
-def _generated(traced: Traced, lowered: Lowered, device_type: str) -> Fused:
-    module = _chain(traced.graph, lowered, device_type)
-    for node in module.graph.nodes:
-        if (value := node.meta.get("value")) is not None:
-            node.meta["traced"] = traced.node_of[value].name
-    bind_calls(module.graph, traced.module.graph)
-    module.recompile()
-    fill_namespace(module.forward.__globals__)
-    forward: Fused = module.forward
-    return forward

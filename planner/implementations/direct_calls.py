@@ -1,10 +1,9 @@
 """ATen calls through the bindings that PyTorch itself uses: a method or function in place of the operator object.
 
-``torch.ops.aten.view.default(x, shape)`` finds its kernel through a boxed call that converts each argument by schema;
-``Tensor.view`` is generated C++ for the same operator and takes half the time or less. Which overload a binding picks
-depends on the kinds of its arguments, so every use is tried out: binding and operator are traced with operands of the
-same kind on the meta device, and the binding is taken only when it dispatches and returns the very same. Operators that
-fail this in any way are called as before.
+``torch.ops.aten.view.default(x, shape)`` converts each argument by schema; ``Tensor.view`` is generated C++ for the
+same operator and takes half the time or less. Which overload a binding picks depends on its arguments, so each use is
+tried out: both are traced with operands of the same kind on the meta device, and the binding is taken only where it
+dispatches and returns the very same.
 """
 
 from __future__ import annotations
@@ -44,10 +43,7 @@ def fill_namespace(namespace: dict[str, Any]) -> None:
 
 
 def bind_calls(graph: fx.Graph, traced: fx.Graph) -> None:
-    """Call each ATen op of ``graph`` through the binding that :func:`find_binding` knows for it.
-
-    Its nodes name the node of ``traced`` that they stand for (``meta["traced"]``), which has its fake value.
-    """
+    """Call each ATen op of ``graph`` through its binding; ``meta["traced"]`` names its node of ``traced``."""
     values = FakeValues(traced)
     for node in graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
@@ -119,9 +115,7 @@ _STANDINS: dict[tuple[str, str], Direct] = {}
 
 
 def find_binding(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Direct | None:
-    """A function that does exactly what ``target`` does when called with arguments of this kind, None without one.
-
-    Tensors among the arguments are on the meta device; an operator that only reads does not touch them.
+    """A function that does what ``target`` does with arguments of this kind (tensors on the meta device); None without.
     """
     if not _is_eligible(target, args, kwargs):
         return None
@@ -153,10 +147,7 @@ def _is_eligible(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Map
 
 
 def _trace(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-    """What a call dispatches, each with its arguments, and returns, as text: 1, 1.0 and True are different scalars.
-
-    None where it dispatches nothing, or cannot be tried: no such overload, or no way to run it without data.
-    """
+    """What a call dispatches and returns, as text (1, 1.0 and True differ); None where it cannot be tried."""
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 

@@ -21,10 +21,9 @@ from fuseplan.search.workers.compilers import Compilation
 
 @dataclass(eq=False)
 class GroupCall:
-    """Stands for the call of a group of ops in an FX graph: ``call(*inputs, *symbols)``.
+    """Stands for ``call(*inputs, *symbols)`` of a group of ops in an FX graph; ``symbols`` are dynamic sizes.
 
-    ``symbols`` are the dynamic sizes that it takes. ``buffers`` say how the results lie, ``reuse_options``
-    which inputs' memory they could take, if nothing needs these.
+    ``buffers`` say how the results lie, ``reuse_options`` which inputs' memory they may take.
     """
 
     name: str
@@ -51,11 +50,9 @@ Calling: TypeAlias = Callable[[tuple[tuple[int, int], ...]], Fused]
 class FirstCall(GroupCall):
     """Runs a kernel or a library's call for the first time, then takes itself out of the way.
 
-    Outputs are allocated in this call, whatever later ones do: the ATen ops need the inputs when it fails. Generated
-    code finds it by its name in its namespace.
+    Outputs are allocated in this call, whatever later ones do: the ATen ops need the inputs when it fails.
 
     Attributes:
-        label: For people.
         build: Makes the call; whether outputs may be written over inputs is given.
         key: Equal for calls that one build serves: those of repeated layers.
         unfused: Runs the ATen ops on given arguments: the result, and what does so in later calls.
@@ -85,9 +82,7 @@ class FirstCall(GroupCall):
         self.__post_init__()
 
     def bind(self, namespace: dict[str, Any], place: str, reuse: Reuse, give_up: Callable[[str], None]) -> None:
-        """Take the name ``place`` in ``namespace``. Later calls write outputs over inputs as ``reuse`` says.
-
-        ``give_up`` is told why the first call failed.
+        """Take the name ``place`` in ``namespace``, to write over inputs as ``reuse`` says; ``give_up`` gets failures.
         """
         self.namespace, self.place, self.give_up = namespace, place, give_up
         self.call, self.later = self.calling(()), self.calling(tuple(reuse.items()))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
@@ -112,13 +113,9 @@ class GeneratedKernel(Implementation):
         if table.legal(ops) is not None:
             return False
         ir = table.lowered(Candidate(ops, (), ())).ir
-        for backend in self.backends:
-            if backend.unavailable() is None and backend.refuse(ir, self.target) is None:
-                given = config if backend is self.backends[0] else backend.default_config(ir, self.target)
-                try:
-                    backend.source(ir, given)
-                except BuildError:
-                    continue
+        for backend, given in self._expressible(ir, config):
+            with suppress(BuildError):
+                backend.source(ir, given)
                 return True
         return False
 
@@ -135,7 +132,10 @@ class GeneratedKernel(Implementation):
         ir = lowered.ir
         if any(extent == 0 for buffer in ir.outputs for extent in buffer.shape):
             raise RefusedError("a result of the group is empty")
-        backend, config = self._expressible(ir, group.config)
+        able = next(self._expressible(ir, group.config), None)
+        if able is None:
+            raise RefusedError(f"{self.backends[0].name}: {self.backends[0].refuse(ir, self.target)}")
+        backend, config = able
         fails = backend.raises_outside and may_fail(ir)
         return FirstCall(
             group.label, group.ops, lowered.inputs, lowered.outputs, ir.symbols, ir.outputs, label=group.label, ir=ir,
@@ -145,17 +145,12 @@ class GeneratedKernel(Implementation):
             outside=partial(run_chain, traced.graph, lowered, device_type) if fails else None,
         )
 
-    def _expressible(self, ir: KernelIR, config: Config) -> tuple[Backend, Config]:
-        """The first back end with ``config``; where it cannot express the kernel another one with its default, and
-        RefusedError where none can.
-        """
-        first, *others = self.backends
-        if (refusal := first.refuse(ir, self.target)) is None:
-            return first, config
-        for other in others:
-            if other.unavailable() is None and other.refuse(ir, self.target) is None:
-                return other, other.default_config(ir, self.target)
-        raise RefusedError(f"{first.name}: {refusal}")
+    def _expressible(self, ir: KernelIR, config: Config) -> Iterator[tuple[Backend, Config]]:
+        """Back ends that can express a kernel: the first of all with ``config``, others with their defaults."""
+        for backend in self.backends:
+            if backend.unavailable() is None and backend.refuse(ir, self.target) is None:
+                is_first = backend is self.backends[0]
+                yield backend, config if is_first else backend.default_config(ir, self.target)
 
 
 def _build(

@@ -9,19 +9,17 @@ from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.backend import Backend, Target
 from fuseplan.planner.errors import failure_reason
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
-from fuseplan.planner.groups.candidates import Candidate, CandidateLimits, Enumeration, enumerate_candidates, group_key
+from fuseplan.planner.groups.candidates import Candidate, Enumeration, enumerate_candidates, group_key
 from fuseplan.planner.groups.compute_graph import LIBRARY_KINDS, compute_graph_of, lower_group
 from fuseplan.planner.implementations.tunable_group import TunableGroup, group_subject, op_group, op_subject
 from fuseplan.planner.libraries.library_call import OpGroup
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable
+from fuseplan.planner.ops.table import OpKind
 from fuseplan.planner.work.group_work import hot_inputs, kernel_work, op_work
 
 
 class GroupTable:
-    """What is known of a graph's groups.
-
-    ``dynamic`` is the same graph with dynamic sizes, where a legal group has to be a kernel, too.
-    """
+    """What is known of a graph's groups; with ``dynamic`` sizes, too, a legal group has to be a kernel."""
 
     def __init__(
         self, graph: DataflowGraph, numerics: str, device_type: str, dynamic: DataflowGraph | None = None
@@ -36,16 +34,13 @@ class GroupTable:
         self._works: dict[tuple[str, ...], Work] = {}
         self._subjects: dict[tuple[str, ...], TunableGroup] = {}
         self._backends: dict[tuple[str, ...], Backend | None] = {}
-        self._enumerated: dict[str, tuple[Region, CandidateLimits | None, Enumeration]] = {}
+        self._enumerated: dict[str, tuple[Region, Enumeration]] = {}
 
-    def enumerated(self, part: Region, limits: CandidateLimits | None = None) -> Enumeration:
+    def enumerated(self, part: Region) -> Enumeration:
         """The groups of a region's part that can be kernels; equal parts are enumerated once."""
-        known = self._enumerated.get(part.key)
-        if known is None or known[1] != limits:
-            found = enumerate_candidates(self.graph, part, self.legal, limits)
-            self._enumerated[part.key] = part, limits, found
-            return found
-        first, _, found = known
+        if part.key not in self._enumerated:
+            self._enumerated[part.key] = part, enumerate_candidates(self.graph, part, self.legal)
+        first, found = self._enumerated[part.key]
         return found.moved(self.graph, first, part)
 
     def lowered(self, group: Candidate) -> Lowered:
@@ -64,7 +59,7 @@ class GroupTable:
     def legal(self, ops: Sequence[str]) -> str | None:
         """Why ``ops`` cannot be one kernel, None when they can (the legality of the enumeration)."""
         names = tuple(ops)
-        if self._holds_only_an_anchor(names):
+        if self.is_anchor(Candidate(names, (), ())):
             return f"{self.graph.op(names[0]).op} by itself is a library's"
         try:
             self._lowered[names] = lower_group(self.graph, names, self.numerics)
@@ -92,11 +87,12 @@ class GroupTable:
 
     def is_anchor(self, group: Candidate) -> bool:
         """Whether the group is a matmul, attention or a foreign op by itself: only library calls run it."""
-        return self._holds_only_an_anchor(group.ops)
+        return len(group.ops) == 1 and self.kind(group.ops[0]) in LIBRARY_KINDS
 
-    def _holds_only_an_anchor(self, ops: Sequence[str]) -> bool:
+    def kind(self, op: str) -> OpKind:
+        """What an op of the graph is."""
         flow = compute_graph_of(self.graph)
-        return len(ops) == 1 and flow.kinds[flow.position[ops[0]]] in LIBRARY_KINDS
+        return flow.kinds[flow.position[op]]
 
     def subject(self, group: Candidate) -> TunableGroup:
         """The group as the search sees it."""

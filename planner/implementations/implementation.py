@@ -1,7 +1,4 @@
-"""The base class of implementations: its methods answer when a plan is made and when it runs.
-
-An implementation is one class in one file. The partition, the prices, contests, records and dispatch ask it the
-questions of :class:`Implementation`, and never which kind it is.
+"""The base class of implementations, each one class in one file: what is asked of them, and never which kind they are.
 """
 
 from __future__ import annotations
@@ -30,9 +27,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Screening:
-    """A short timing of an implementation by itself: microseconds of a call; None where it failed, with the reason.
-
-    ``backend`` names the calibration that it is a sample of, where the back end is one of several.
+    """A short timing by itself, None where it failed, with the reason; ``backend`` names the calibration, if several
+    could.
     """
 
     time_us: float | None
@@ -41,11 +37,10 @@ class Screening:
 
 
 class Implementation(ABC):
-    """A way to run groups of a graph on this device, in this regime.
+    """A way to run groups on this device, in this regime.
 
     Attributes:
         name: Unique among the implementations of a session: ``"aten"``, ``"kernel"``, ``"sdpa.cudnn"``.
-        mode: How its calls are launched.
         backends: Whose configurations there are to search; () where there is one way to call it.
     """
 
@@ -72,6 +67,13 @@ class Implementation(ABC):
     @abstractmethod
     def screen(self, table: GroupTable, group: Candidate, tuner: Tuner) -> Screening:
         """Time it shortly, checked where it is not ATen itself."""
+
+    def _beside(self, plain: TunableGroup, table: GroupTable, group: Candidate, tuner: Tuner) -> Screening:
+        """A screening of it beside ATen's ops, which are what it is checked against."""
+        found = tuner.contest_calls(plain, {self.name: self.subject(table, group)}, len(group.ops))()
+        if found is None or self.name in found.failed:
+            return Screening(None, "its run failed" if found is None else found.failed[self.name])
+        return Screening(found.contest.time(self.name).median_us)
 
     def subject(self, table: GroupTable, group: Candidate) -> TunableGroup:
         """The group as the search sees it when this runs it."""
@@ -110,10 +112,7 @@ class Implementation(ABC):
         return True
 
     def prepare(self, table: GroupTable, traced: Traced, group: PlannedGroup) -> FirstCall | None:
-        """The call of a group of ``traced``, whose groups are those of ``table``; None leaves its ops as they are.
-
-        Whatever it raises is the reason why the group runs unfused.
-        """
+        """The call of a group of ``traced``, None to leave its ops as they are; what it raises says why not."""
         return None
 
     def count(self, group: PlannedGroup, tally: Tally) -> None:
@@ -133,16 +132,12 @@ class Implementation(ABC):
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """A group of a plan, to run in a graph.
+    """A group of a plan, to run in a graph, with the paths of its modules.
 
     Attributes:
         ops: Names of its ops in the dataflow graph, views left out.
-        implementation: What runs it; of its back ends the first one compiles it. A plan tuned for fixed sizes also
-            serves dynamic ones, which not every back end can express: then one of the others does.
-        config: With which configuration.
+        implementation: What runs it, by its first back end; where sizes are dynamic and that one cannot, by another.
         source: Where the decision came from.
-        label: Short name for people.
-        paths: Of the modules that its ops are of.
     """
 
     ops: tuple[str, ...]

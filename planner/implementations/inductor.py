@@ -1,8 +1,4 @@
-"""TorchInductor's code as an implementation: what PyTorch's own compiler makes of a whole region.
-
-It runs whatever PyTorch has an op for, in the order and with the layouts that it decides itself. What it makes is kept
-in PyTorch's own caches; a plan's record says no more than that it runs the region.
-"""
+"""TorchInductor's code for a whole region as an implementation. PyTorch's caches keep it; a plan says that it runs."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import fx
@@ -23,18 +19,17 @@ from fuseplan.costmodel.devices import is_cpu, is_gpu
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.backend import Config
 from fuseplan.kernels.ir.in_place import ReuseOptions
-from fuseplan.kernels.ir.ir import Buffer, KernelIR
 from fuseplan.kernels.ir.ops import torch_dtype
 from fuseplan.planner.capture.normalise import Traced
 from fuseplan.planner.errors import RefusedError
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.groups.candidates import Candidate, candidate_at, group_key
 from fuseplan.planner.groups.compute_graph import compute_graph_of
-from fuseplan.planner.implementations.aten import UNFUSED
+from fuseplan.planner.implementations.aten import UNFUSED, run_ops
 from fuseplan.planner.implementations.first_call import Calling, FirstCall
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementation import Implementation, PlannedGroup, Screening
-from fuseplan.planner.implementations.tunable_group import Fused, TunableGroup, chain_module, group_label
+from fuseplan.planner.implementations.tunable_group import Fused, TunableGroup, group_label, without_body
 from fuseplan.planner.ops.op import INTEGERS
 from fuseplan.planner.ops.table import kind_of, mutates, op_of
 from fuseplan.planner.work.group_work import hot_inputs
@@ -50,7 +45,6 @@ InductorMode: TypeAlias = Literal["default", "max-autotune"]
 InductorAsked: TypeAlias = Literal["default", "max-autotune", "off"]
 #: TorchInductor keeps what it is compiling in globals.
 _ONE_AT_A_TIME = threading.Lock()
-_Kind = TypeVar("_Kind", bound=TunableGroup)
 
 
 @dataclass(frozen=True)
@@ -78,9 +72,6 @@ class CompiledGroup(TunableGroup):
 
     def eager(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
         return list(self._compiled(*inputs))
-
-    def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in super().__getstate__().items() if name != "_compiled"}
 
 
 def start_compilers() -> None:
@@ -141,9 +132,7 @@ _SAME_CODE = frozenset({"compile_threads", "fx_graph_cache", "fx_graph_remote_ca
 
 
 def changed_settings() -> list[str]:
-    """Names of TorchInductor's settings that this process has changed. Tunes compile its code in processes of their
-    own, with its defaults.
-    """
+    """TorchInductor's settings that this process has changed: tunes compile in other processes, with its defaults."""
     config = sys.modules.get("torch._inductor.config")  # what nobody imported nobody changed
     entries, is_default = getattr(config, "_config", {}), getattr(config, "_is_default", lambda name: True)
     given = (name for name in entries if name not in _SAME_CODE and not is_default(name))
@@ -152,9 +141,7 @@ def changed_settings() -> list[str]:
 
 @dataclass(frozen=True)
 class InductorCode(Implementation):
-    """TorchInductor's code for several ops of a static graph that write to no operand; ``compiled_for`` is the mode of
-    its that new code is compiled in.
-    """
+    """TorchInductor's code, in mode ``compiled_for``, for several ops of a static graph that write to no operand."""
 
     mode: Mode = "eager"
     name: str = INDUCTOR
@@ -193,26 +180,18 @@ class InductorCode(Implementation):
         return UNFUSED
 
     def subject(self, table: GroupTable, group: Candidate) -> CompiledGroup:
-        return self._subject(table, group, self.compiled_for)
-
-    @staticmethod
-    def _subject(table: GroupTable, group: Candidate, mode: InductorMode) -> CompiledGroup:
-        return replace(_chain(table, group, CompiledGroup), compiled_for=mode)
+        return CompiledGroup(**vars(_chain(table, group)), compiled_for=self.compiled_for)
 
     def part(self, table: GroupTable, group: Candidate, backend: str, config: Config) -> Part:
-        subject = self._subject(table, group, _mode_of(config))
-        return Part(subject, reads=subject.operands, makes=subject.outputs)
+        recorded = replace(self, compiled_for=_mode_of(config))
+        return Implementation.part(recorded, table, group, backend, config)
 
     def recorded(self, table: GroupTable, group: Candidate, tuning: TuningRecord | None) -> tuple[str, Config, str]:
         return self.name, {} if self.compiled_for == "default" else {"mode": self.compiled_for}, ""
 
     def screen(self, table: GroupTable, group: Candidate, tuner: Tuner) -> Screening:
         """Checked, and timed beside its ops one by one."""
-        plain = _chain(table, group, TunableGroup)
-        found = tuner.contest_calls(plain, {self.name: self.subject(table, group)}, len(group.ops))()
-        if found is None or self.name in found.failed:
-            return Screening(None, "its run failed" if found is None else found.failed[self.name])
-        return Screening(found.contest.time(self.name).median_us)
+        return self._beside(_chain(table, group), table, group, tuner)
 
     def refuse_record(self, table: GroupTable, group: Candidate, config: Config) -> str | None:
         if config not in ({}, {"mode": "max-autotune"}):
@@ -226,11 +205,12 @@ class InductorCode(Implementation):
         candidate = whole_candidate(table.graph, group.ops)
         if (reason := self.refuse(table, candidate)) is not None:
             raise RefusedError(reason)
-        subject = _chain(table, candidate, TunableGroup)
+        subject = _chain(table, candidate)
+        run = partial(run_ops, subject.nodes, subject.inputs, subject.outputs, subject.device)
         return FirstCall(
             f"{self.name} {group.label}", group.ops, subject.inputs, subject.outputs, buffers=subject.ir.outputs,
             label=group.label, build=partial(_build, subject, _mode_of(group.config)),
-            unfused=partial(_run_chain, subject), key=(self.name, *group.config.values(), subject.key),
+            unfused=run, key=(self.name, *group.config.values(), subject.key),
         )
 
 
@@ -240,11 +220,10 @@ def _mode_of(config: Config) -> InductorMode:
 
 
 def fails_otherwise(graph: DataflowGraph, node: OpNode, device_type: str) -> bool:
-    """Whether an op reads or writes where numbers say, and TorchInductor's code does not fail as eager mode does where
-    they lie outside.
+    """Whether TorchInductor's code of an op does not fail as eager mode does where indices lie outside their table.
 
-    On GPUs both end in a device-side assertion, except for ops whose negative numbers it takes from the end; on CPUs it
-    raises another error, or ends the process.
+    On GPUs both end in a device-side assertion, unless negative numbers count from the end; on CPUs it raises another
+    error, or ends the process.
     """
     op = op_of(node.op)
     if not any(graph.specs[value].dtype in INTEGERS for value in node.inputs):
@@ -260,21 +239,17 @@ def whole_candidate(graph: DataflowGraph, ops: Collection[str]) -> Candidate:
     return candidate_at(flow, sorted(flow.position[op] for op in ops))
 
 
-def _chain(table: GroupTable, group: Candidate, kind: type[_Kind]) -> _Kind:
+def _chain(table: GroupTable, group: Candidate) -> TunableGroup:
     """The group as a chain of ATen's ops, with the views between them."""
     graph, flow = table.graph, compute_graph_of(table.graph)
     members = [flow.position[op] for op in group.ops]
     nodes = tuple(flow.nodes[at] for at in sorted({*members, *flow.views_behind(members)}))
     values = {*group.inputs, *(value for node in nodes for value in (*node.inputs, *node.outputs))}
     specs = {value: graph.specs[value] for value in values}
-    buffers = [
-        Buffer(name, specs[name].dtype, specs[name].shape, specs[name].strides, is_output)
-        for names, is_output in ((group.inputs, False), (group.outputs, True)) for name in names
-    ]
     hot = hot_inputs(graph, group.inputs)
-    return kind(
+    return TunableGroup(
         key=group_key(graph, group.ops, group.outputs), label=group_label(graph, group.ops, group.outputs),
-        ir=KernelIR(tuple(buffers), ()), work=_work(table, group, hot), hot_inputs=hot, nodes=nodes,
+        ir=without_body(specs, group.inputs, group.outputs), work=_work(table, group, hot), hot_inputs=hot, nodes=nodes,
         inputs=group.inputs, outputs=group.outputs, specs=specs, device=table.device_type,
     )
 
@@ -282,22 +257,9 @@ def _chain(table: GroupTable, group: Candidate, kind: type[_Kind]) -> _Kind:
 def _work(table: GroupTable, group: Candidate, hot: Sequence[bool]) -> Work:
     sizes = [table.graph.specs[value].nbytes() for value in group.inputs]
     written = sum(table.graph.specs[value].nbytes() for value in group.outputs)
-    flops: dict[str, float] = {}
-    for op in group.ops:
-        for unit, count in table.unfused_work(op).flops.items():
-            flops[unit] = flops.get(unit, 0.0) + count
+    flops = sum(map(table.unfused_work, group.ops), Work()).flops
     cold = sum(size for size, is_hot in zip(sizes, hot, strict=True) if not is_hot)
     return Work(flops, dram_bytes=sum(sizes) + written, launches=1, written_bytes=written, cold_bytes=cold)
-
-
-def _module(subject: TunableGroup) -> fx.GraphModule:
-    return chain_module(subject.nodes, subject.inputs, subject.outputs, subject.device, as_kernel=True)
-
-
-def _run_chain(subject: TunableGroup, args: Sequence[Any]) -> tuple[Any, Fused]:
-    """Run its ops one by one; the result, and what does so in later calls."""
-    chain: Fused = _module(subject).forward
-    return chain(*args), chain
 
 
 def _build(subject: TunableGroup, mode: InductorMode, in_place: bool) -> tuple[Calling, ReuseOptions]:

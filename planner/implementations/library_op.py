@@ -9,17 +9,16 @@ from functools import partial
 from fuseplan.costmodel.device import Mode
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.ir.in_place import ReuseOptions
-from fuseplan.kernels.ir.ir import Buffer
 from fuseplan.planner.capture.normalise import Traced
 from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import RefusedError
 from fuseplan.planner.groups.candidates import Candidate
 from fuseplan.planner.groups.compute_graph import compute_graph_of
-from fuseplan.planner.implementations.aten import anchor_calibration, run_op
+from fuseplan.planner.implementations.aten import anchor_calibration, run_ops
 from fuseplan.planner.implementations.first_call import Calling, FirstCall
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementation import Implementation, PlannedGroup, Screening
-from fuseplan.planner.implementations.tunable_group import TunableGroup
+from fuseplan.planner.implementations.tunable_group import TunableGroup, without_body
 from fuseplan.planner.libraries.library_call import LibraryCall
 from fuseplan.planner.work.group_work import hot_inputs
 from fuseplan.planner.work.library_work import library_work
@@ -62,17 +61,13 @@ class LibraryOp(Implementation):
         return replace(table.subject(group), library=self.call)
 
     def screen(self, table: GroupTable, group: Candidate, tuner: Tuner) -> Screening:
-        found = tuner.contest_calls(table.subject(group), {self.name: self.subject(table, group)})()
-        if found is None or self.name in found.failed:
-            return Screening(None, "its run failed" if found is None else found.failed[self.name])
-        return Screening(found.contest.time(self.name).median_us)
+        return self._beside(table.subject(group), table, group, tuner)
 
     def prepare(self, table: GroupTable, traced: Traced, group: PlannedGroup) -> FirstCall:
         candidate = Candidate(group.ops, (), compute_graph_of(table.graph).outputs_of(group.ops))
         if (reason := self.refuse(table, candidate)) is not None:
             raise RefusedError(reason)
         op = table.op_group(candidate)
-        outputs = [(value, op.specs[value]) for value in op.outputs]
 
         def build(in_place: bool) -> tuple[Calling, ReuseOptions]:
             call = self.call.build(op)
@@ -80,8 +75,8 @@ class LibraryOp(Implementation):
 
         return FirstCall(
             f"{self.name} {group.label}", group.ops, op.inputs, op.outputs,
-            buffers=[Buffer(value, one.dtype, one.shape, one.strides, is_output=True) for value, one in outputs],
-            label=group.label, build=build, unfused=partial(run_op, op), key=(self.name, group.ops),
+            buffers=without_body(op.specs, op.inputs, op.outputs).outputs, label=group.label, build=build,
+            unfused=partial(run_ops, [op.node], op.inputs, op.outputs, op.device_type), key=(self.name, group.ops),
         )
 
     def count(self, group: PlannedGroup, tally: Tally) -> None:

@@ -1,7 +1,6 @@
 """Ranges of profilers around the calls of a compiled graph: ``fuseplan::silu+mul (layers.*.mlp  x32)``.
 
-They are there while ``torch.profiler`` or ``torch.autograd.profiler.emit_nvtx`` is on. Off, a compiled graph reads one
-flag in each call, and its groups are called as if there were no profilers.
+They are there while ``torch.profiler`` or ``emit_nvtx`` is on. Off, a compiled graph reads one flag in each call.
 """
 
 from __future__ import annotations
@@ -29,10 +28,7 @@ def ask_for_profilers(graph: fx.Graph) -> None:
 
 
 def add_ranges(module: fx.GraphModule, names: Mapping[str, str]) -> None:
-    """``names`` are those of ranges, by the global name that a call has in the generated code.
-
-    What is called may change later, as after a first call.
-    """
+    """``names`` are those of ranges, by the global name of a call in the generated code; what is called may change."""
     code, namespace = module.forward.__code__, module.forward.__globals__
 
     def ranged(*args: Any) -> Any:

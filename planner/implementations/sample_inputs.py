@@ -19,8 +19,7 @@ from fuseplan.planner.graph.execute import bind_call
 MOST_TABLE_ROWS = 8192
 _INTEGERS_BELOW = 8
 
-#: Random numbers of a tensor; a larger one repeats them, which takes a sixth of the time. It is a prime: no two rows of
-#: it begin alike.
+#: Random numbers that larger tensors repeat, in a sixth of the time: a prime, so that no two rows begin alike.
 _PERIOD = 1_048_573
 
 #: Ops undefined below zero, ops never negative, and ops as non-negative as their operands.
@@ -50,7 +49,7 @@ _INDEX_TYPES = (torch.int32, torch.int64)
 def sample_inputs(
     ir: KernelIR, nodes: Sequence[OpNode], names: Sequence[str], generator: torch.Generator, most: int | None = None
 ) -> list[torch.Tensor]:
-    """One tensor for each input of a static kernel, in the layout it expects.
+    """One tensor for each input of a static kernel, in the layout it expects, on the generator's device.
 
     Floats are N(0, 1); |N(0, 1)| + 0.1 where something is divided by them, and everywhere if the chain takes a root or
     logarithm of something that could be negative. Integers are 0 to 7, or what a lookup by them can find; words that
@@ -59,8 +58,7 @@ def sample_inputs(
     has at most ``MOST_TABLE_ROWS`` rows; of the pages of a cache there are as many as are read, each once, in no order.
     Integers are below ``most``, too; where that is 1, floats are equal as well.
 
-    ``nodes`` are the chain of ops that the kernel stands for, ``names`` its inputs in order. Tensors are made on the
-    generator's device.
+    ``nodes`` are the chain of ops that the kernel stands for, ``names`` its inputs in order.
     """
     positive = needs_positive_inputs(nodes)
     divisors, packed, places, masks = (_flowing_into(nodes, one) for one in (_DIVISORS, _PACKED, _PLACES, _MASKS))
@@ -98,9 +96,7 @@ def start_bags(nodes: Sequence[OpNode], specs: Mapping[str, TensorSpec], inputs:
             starts.copy_(torch.arange(starts.numel(), device=starts.device) * size)
 
 
-def _paged(
-    nodes: Sequence[OpNode], buffers: Mapping[str, Buffer]
-) -> tuple[dict[str, int], dict[str, int], set[str]]:
+def _paged(nodes: Sequence[OpNode], buffers: Mapping[str, Buffer]) -> tuple[dict[str, int], dict[str, int], set[str]]:
     """Of caches in pages, and of the tables that list these: how many pages are read at most. And what masks them."""
     pages, tables, masks = dict[str, int](), dict[str, int](), set[str]()
     for node in nodes:
@@ -164,10 +160,9 @@ def random_tensor(
     spec: TensorSpec | Buffer, generator: torch.Generator, positive: bool = False, below: int | None = _INTEGERS_BELOW,
     spread: float = 1.0,
 ) -> torch.Tensor:
-    """A random tensor with exactly this layout, on the generator's device (elements at one address are equal).
+    """A random tensor with this layout on the generator's device: spread * N(0, 1), or its absolute value + 0.1.
 
-    Floats are spread * N(0, 1), or spread * |N(0, 1)| + 0.1 if ``positive``. Integers are at least 0 and less than
-    ``below``; None stands for all of their type's numbers (as bytes always are).
+    Integers are at least 0 and less than ``below``; None, and bytes always, have all numbers of their type.
     """
     span = 1 + sum((extent - 1) * stride for extent, stride in zip(spec.shape, spec.strides, strict=True))
     dtype, limits = torch_dtype(spec.dtype), (0, below or 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
 
@@ -38,13 +38,11 @@ class TunableGroup:
     """A fusion group with concrete sizes (implements :class:`fuseplan.search.timing.subject.Subject`).
 
     Attributes:
-        key: Canonical workload key.
         ir: The fused kernel, static; only its buffers where no kernel can be generated (a library's op).
         work: Bytes, flops and launches of the fused kernel.
         hot_inputs: Per input, True for an activation just produced, False for a weight.
         nodes: The ops of the unfused chain with the views between them, topological.
         inputs, outputs: Value names of the kernel's inputs and outputs; ``specs`` has their layouts.
-        device: Device type the unfused chain creates tensors on.
         library: What runs the ops in ATen's place; None for ATen.
         packed: Numbers of the inputs that lie one after another in one buffer, which is one operand.
         only_returned: As of :class:`~fuseplan.planner.libraries.library_call.OpGroup`.
@@ -70,10 +68,7 @@ class TunableGroup:
         return tuple(name for number, name in enumerate(self.inputs) if number not in self.packed[1:])
 
     def make_inputs(self, seed: int, device: str) -> list[torch.Tensor]:
-        """Fresh random tensors in the layout the kernel expects (:func:`sample_inputs`).
-
-        Where the chain computes what it looks up, the numbers are made smaller until all of that exists.
-        """
+        """Fresh random tensors (:func:`sample_inputs`), smaller until all that the chain looks up exists."""
         def made(most: int | None) -> list[torch.Tensor]:
             generator = torch.Generator(device).manual_seed(seed)
             found = sample_inputs(self.ir, self.nodes, self.operands, generator, most)
@@ -148,7 +143,7 @@ class TunableGroup:
         return reference_results(self.nodes, self.inputs, self.outputs, self._unpacked(inputs), self.device)
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("chain", "_call")}
+        return {one.name: getattr(self, one.name) for one in fields(self)}
 
 
 def _empty(spec: TensorSpec, device: str) -> torch.Tensor:
@@ -182,10 +177,7 @@ def _widened(node: OpNode) -> OpNode:
 def reference_results(
     nodes: Iterable[OpNode], names: Sequence[str], outputs: Sequence[str], inputs: Sequence[torch.Tensor], device: str
 ) -> list[torch.Tensor]:
-    """What a chain of ops gives with every float in float64.
-
-    ``names`` are those of the chain's ``inputs``. Without any it is computed on ``device``, else where they are.
-    """
+    """A chain's outputs with every float in float64, where its ``inputs``, named ``names``, are; else on ``device``."""
     wide = [tensor.double() if tensor.is_floating_point() else tensor for tensor in inputs]
     where = inputs[0].device.type if inputs else device
     return list(chain_module([_widened(node) for node in nodes], names, outputs, where)(*wide))
@@ -197,12 +189,9 @@ def chain_module(
 ) -> fx.GraphModule:
     """A module that runs ``nodes`` one ATen call at a time: ``module(*inputs, *sizes) -> tuple of outputs``.
 
-    ``as_kernel`` gives a single output as it is.
-
-    ``inputs`` and ``outputs`` are names of values, ``symbols`` of the dynamic sizes that follow the inputs, as a kernel
-    takes them; the sizes are of the graph ``source``. Ops without operands create their result on ``device``.
-
-    A node of the graph that computes one value has its name as ``meta["value"]``.
+    ``inputs`` and ``outputs`` are names of values, ``symbols`` of dynamic sizes of the graph ``source``. Ops without
+    operands create their result on ``device``. With ``as_kernel`` a single output is no tuple. A node of the graph that
+    computes one value has its name as ``meta["value"]``.
     """
     graph = fx.Graph()
     values: dict[str, fx.Node] = {name: graph.placeholder(f"arg{number}") for number, name in enumerate(inputs)}
@@ -251,9 +240,7 @@ def group_subject(
     graph: DataflowGraph, ops: Sequence[str], key: str, numerics: str = "fp32", device: str = "cpu",
     outputs: Sequence[str] | None = None,
 ) -> TunableGroup:
-    """The subject for the group ``ops`` of a static graph; NotLowerable says why it cannot be one kernel. ``outputs``
-    puts what is needed outside in another order.
-    """
+    """The subject for a group of a static graph, with ``outputs`` in this order; NotLowerable where it is no kernel."""
     lowered = lower_group(graph, ops, numerics) if outputs is None else lower(graph, ops, numerics, outputs)
     nodes = group_nodes(graph, lowered)
     values = {*lowered.inputs, *(value for node in nodes for value in (*node.inputs, *node.outputs))}
@@ -306,14 +293,10 @@ def op_subject(graph: DataflowGraph, group: OpGroup, key: str) -> TunableGroup:
         first = layouts[group.inputs[packed[0]]]
         rows = sum(int(group.specs[group.inputs[number]].shape[0]) for number in packed)
         layouts[group.inputs[packed[0]]] = TensorSpec.contiguous((rows, *first.shape[1:]), first.dtype)
-    buffers = [
-        Buffer(name, layouts[name].dtype, layouts[name].shape, layouts[name].strides, is_output)
-        for names, is_output in ((operands, False), (group.outputs, True)) for name in names
-    ]
     return TunableGroup(
         key=key,
         label=group_label(graph, (group.node.name,), group.outputs),
-        ir=KernelIR(tuple(buffers), ()),
+        ir=without_body(layouts, operands, group.outputs),
         work=op_work(graph, group.node.name),
         hot_inputs=hot_inputs(graph, operands),
         nodes=(group.node,),
@@ -324,6 +307,14 @@ def op_subject(graph: DataflowGraph, group: OpGroup, key: str) -> TunableGroup:
         packed=packed,
         only_returned=group.only_returned,
     )
+
+
+def without_body(specs: Mapping[str, TensorSpec], inputs: Iterable[str], outputs: Iterable[str]) -> KernelIR:
+    """The buffers of what no kernel is generated for, as a kernel's description."""
+    named = [*((name, False) for name in inputs), *((name, True) for name in outputs)]
+    return KernelIR(tuple(
+        Buffer(name, specs[name].dtype, specs[name].shape, specs[name].strides, is_output) for name, is_output in named
+    ), ())
 
 
 #: Spellings of long op runs by what they compute; only names for people, never used to decide anything.

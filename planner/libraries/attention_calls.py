@@ -1,10 +1,8 @@
 """PyTorch's attention, one back end at a time: each is a library call that a plan may choose.
 
-The op of one back end is called directly: a switch such as ``torch.nn.attention.sdpa_kernel`` would be the whole
-process's. What ``scaled_dot_product_attention`` does before it calls a back end
-(``aten/src/ATen/native/transformers/attention.cpp``) is done here, too: heads are padded to a multiple of 8 for flash,
-boolean masks become numbers, masks get the strides that the efficient kernel wants, and keys are repeated for back ends
-that cannot share them.
+Its op is called directly: ``torch.nn.attention.sdpa_kernel`` would switch the whole process. So what
+``aten/src/ATen/native/transformers/attention.cpp`` does before is done here: heads are padded to a multiple of 8 for
+flash, boolean masks become numbers, masks get the efficient kernel's strides, and keys are repeated where not shared.
 """
 
 from __future__ import annotations

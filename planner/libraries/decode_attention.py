@@ -39,8 +39,7 @@ _STRIDES = (
 
 @dataclass(frozen=True)
 class Pages:
-    """How many pages there are, of how many keys each; type and strides of the block table, ``[batch, blocks]``, and
-    whether its negative numbers count from the end.
+    """How many pages of how many keys; type, strides and wrapping of negative numbers of the table ``[batch, blocks]``.
     """
 
     count: int
@@ -52,9 +51,7 @@ class Pages:
 
 @dataclass(frozen=True)
 class Decode:
-    """Attention of one query position as the kernel computes it.
-
-    Keys and values in ``pages`` are as if each sequence had its own: their first stride is that of pages.
+    """Attention of one query position as the kernel computes it; with ``pages``, keys' first stride is that of pages.
     """
 
     call: Attention
@@ -84,15 +81,13 @@ class SplitAttention(LibraryCall):
 
     def _built(self, group: OpGroup, found: Decode) -> Call:
         names = _operands(group)
-        at = [None if name is None else group.inputs.index(name) for name in names]
+        # An address that is not read is the query's. Behind the inputs: numbers, counters and the output.
+        query, key, value, table, mask = (group.inputs.index(name or names[0]) for name in names)
         result = group.specs[group.outputs[0]]
         shape, strides = result.shape, result.strides
         target = local_target(kind) if is_gpu(kind := local_kind()) else SM90
         fixed, numbers = self.kernel(found, (strides[0], strides[1]), target)
         inputs, pairs = len(group.inputs), found.call.sizes[0] * found.call.key.shape[1]
-        # An address that is not read is the query's. Behind the inputs: numbers, counters and the output.
-        query, key, value, table, mask = (at[0] if one is None else one for one in at)
-        assert query is not None and key is not None and value is not None and table is not None and mask is not None
         places = (query, key, value, mask, inputs + 2, inputs, inputs + 1, table)
         layout = shape, strides, torch_dtype(result.dtype)
         return fixed.call(places, inputs, [layout], target, (numbers, pairs))
@@ -137,10 +132,7 @@ class SplitAttention(LibraryCall):
         return fixed, pairs * splits * group * (width + 2) if splits > 1 else 1
 
     def _splits(self, pairs: int, length: int, target: Target) -> int:
-        """Splits that fill the device, of at least one block each: a power of two.
-
-        Programs of few blocks mostly wait for memory, so there are twice as many of them.
-        """
+        """A power of two of splits that fills the device, each of a block at least; more where each would have few."""
         wanted = max(1, self.waves * target.cores // pairs)
         blocks = -(-length // self.rows)
         splits = next_power_of_2(min(wanted, blocks) // 2 + 1)
@@ -151,14 +143,15 @@ def decode_of(group: OpGroup) -> Decode:
     """What the kernel is to compute for a group; RefusedError where that is nothing of its own."""
     if group.node.op != _OP:
         return Decode(parsed(group))
-    query, key, value, table, mask = (None if name is None else group.specs[name] for name in _operands(group))
-    assert query is not None and key is not None and value is not None
+    *names, listed, masked = _operands(group)
+    (query, key, value), mask = (group.specs[name] for name in names), group.specs[masked] if masked else None
     kwargs = bind_call(group.node, group.node.inputs)[1]
     scale, cap = kwargs.get("scale"), kwargs.get("cap")
     if not all(one is None or 0 < one < math.inf for one in (scale, cap)):
         raise RefusedError("its scale or cap is not positive")
     pages = None
-    if table is not None:
+    if listed is not None:
+        table = group.specs[listed]
         if table.dtype not in ("int32", "int64") or key.shape != value.shape or len(key.shape) != 4:
             raise RefusedError("its pages are not listed by integers, or differ in shape")
         (batch, blocks), strides = table.shape, table.strides
@@ -173,7 +166,7 @@ def decode_of(group: OpGroup) -> Decode:
     return Decode(call, pages, cap)
 
 
-def _operands(group: OpGroup) -> tuple[str | None, str | None, str | None, str | None, str | None]:
+def _operands(group: OpGroup) -> tuple[str, str, str, str | None, str | None]:
     """Names of query, keys, values, block table and mask."""
     args = bind_call(group.node, group.node.inputs)[0]
     query, key, value, table, mask = args if group.node.op == _OP else (*args[:3], None, args[3])

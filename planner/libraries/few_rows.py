@@ -29,12 +29,9 @@ class FewRowsMatmul(LibraryCall):
     by_rule: bool = True
 
     def surpasses(self, group: OpGroup) -> bool:
-        """As it was for up to four rows, and weights of which a cache holds few, on processors with AVX-512
-        (results/amd-epyc-family-26-model-2/few-rows.md).
-        """
-        if not is_cpu(group.device_type) or torch.backends.cpu.get_cpu_capability() != "AVX512":
-            return False
-        if self.refuse(group) is not None:
+        """As measured for four rows and large weights with AVX-512 (results/amd-epyc-family-26-model-2/few-rows.md)."""
+        is_known = is_cpu(group.device_type) and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        if not is_known or self.refuse(group) is not None:
             return False
         found = read_matmul(group)
         return (found.left.dtype in ("bfloat16", "float32") and math.prod(found.left.shape[:-1]) <= _SURELY_FEW

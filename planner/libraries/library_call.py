@@ -71,8 +71,7 @@ class LibraryCall(ABC):
         return self.by_rule and self.refuse(group) is None
 
     def overhead(self, group: OpGroup) -> Work:
-        """What it copies (``l2_bytes``: what it has just read or written) and launches besides the op itself, of a
-        group that it can run.
+        """What it copies (``l2_bytes``: just read or written) and launches besides the op, of a group that it can run.
         """
         return Work()
 

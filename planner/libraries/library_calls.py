@@ -1,7 +1,4 @@
-"""Every library call there is, always in the same order.
-
-A new one is a class in a file of its own, and a row here.
-"""
+"""Every library call there is, always in the same order: a new one is a class in a file of its own, and a row here."""
 
 from __future__ import annotations
 

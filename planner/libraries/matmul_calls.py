@@ -2,16 +2,12 @@
 
 * ``matmul.cublas`` and ``matmul.cublaslt`` run the same op with the other of NVIDIA's two libraries.
 * ``matmul.onednn`` is oneDNN's linear op, on CPUs in float32; half as wide types PyTorch gives to oneDNN itself.
-* ``matmul.addmm`` adds a linear's bias inside the matmul where PyTorch adds it to the product.
+* ``matmul.addmm`` adds a linear's bias before the product is rounded.
 * ``matmul.unbatched`` is one product for a batch that reads one matrix. PyTorch reads it for every part of the batch.
 * ``matmul.gemv`` is a matrix times a vector.
-* ``matmul.padded`` pads a linear's weight with zeros up to sizes at which a GPU's tensor cores can be fed: vocabularies
-  of 50257 or 30522 are none.
-
-What is added inside a matmul is added before the product is rounded to its type.
-
-* ``merged.one`` and ``merged.apart`` run linear ops that read one value, merged
-  (:mod:`~fuseplan.planner.graph.merged_linear`), as one product or as several, which may be faster for many rows.
+* ``matmul.padded`` pads a linear's weight to sizes that a GPU's tensor cores can take; vocabularies of 50257 are none.
+* ``merged.one`` and ``merged.apart`` run linear ops that read one value (:mod:`~fuseplan.planner.graph.merged_linear`)
+  as one product or as several, which may be faster for many rows.
 """
 
 from __future__ import annotations
@@ -44,10 +40,8 @@ _TYPES = ("float16", "bfloat16", "float32")
 
 @dataclass(frozen=True)
 class Matmul:
-    """A matmul with static sizes.
-
-    The left operand is ``[..., rows, k]``, the right one ``[..., k, n]`` or a linear's weight ``[n, k]``. ``at`` are
-    the numbers of left, right and bias among the group's inputs; None without a bias.
+    """A static ``[..., rows, k]`` times ``[..., k, n]``, or a linear's ``[n, k]``; ``at``: left, right, bias in the
+    inputs.
     """
 
     op: str
@@ -69,10 +63,7 @@ class MatmulCall(LibraryCall):
     form: Callable[[Matmul], _Compute]
     #: Whether its rows may be longer in memory than they look.
     pads: bool = False
-
-    @property
-    def by_rule(self) -> bool:  # type: ignore[override]
-        return self.pads
+    by_rule: bool = False
 
     def overhead(self, group: OpGroup) -> Work:
         return _padding(group) if self.pads else Work()
@@ -133,9 +124,8 @@ _PREFERENCE = threading.Lock()
 def _preferred(library: str, found: Matmul) -> _Compute:
     """The op itself, with one of NVIDIA's libraries.
 
-    PyTorch keeps its preference for all threads. It is set just around the call, which only launches kernels, and put
-    back. Calls of this kind wait for each other. A matmul that another thread launches meanwhile may get this library,
-    too: its result is as right, its speed and its last bits may be the other's.
+    PyTorch keeps its preference for all threads, so it is set just around the call, under a lock. A matmul that another
+    thread launches meanwhile may get this library too: its result is as right.
     """
     if not is_gpu(found.device_type):
         raise RefusedError("it runs on CUDA devices only")
@@ -248,7 +238,7 @@ def _padded(found: Matmul) -> _Compute:
     return compute
 
 
-PADDED = MatmulCall("matmul.padded", _padded, pads=True)
+PADDED = MatmulCall("matmul.padded", _padded, pads=True, by_rule=True)
 MATMUL_CALLS = (
     MatmulCall("matmul.cublas", partial(_preferred, "Cublas")),
     MatmulCall("matmul.cublaslt", partial(_preferred, "Cublaslt")),

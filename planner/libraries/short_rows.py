@@ -1,7 +1,5 @@
-"""``topk`` and ``sort`` of short rows on a GPU by our own kernel: one launch, where ATen's have three.
-
-They choose the experts of each token, and put tokens in the order of their experts: of a decode step with few tokens
-that is much of what is no matmul.
+"""``topk`` and ``sort`` of short rows, as of a token's experts, by our own GPU kernel: one launch, where ATen has
+three.
 """
 
 from __future__ import annotations

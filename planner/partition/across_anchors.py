@@ -1,7 +1,6 @@
-"""A region with matmuls inside its groups: the choices there are beside the plans of its parts.
+"""A region with matmuls inside its groups: choices beside the plans of its parts.
 
-Parts are decided first. What they chose, groups around matmuls, and what such groups leave of the kernels that they cut
-make up a problem of the whole region, which is searched as that of a part is.
+What the plans chose, groups around matmuls, and what those leave of kernels that they cut are searched as one problem.
 """
 
 from __future__ import annotations
@@ -17,11 +16,18 @@ from weakref import WeakKeyDictionary
 from fuseplan.planner.cost.prices import ModelPrices
 from fuseplan.planner.graph.dataflow import Region
 from fuseplan.planner.groups.anchored import anchored_candidates
-from fuseplan.planner.groups.candidates import Candidate, region_dependencies, single_candidates
+from fuseplan.planner.groups.candidates import Candidate
 from fuseplan.planner.groups.regions import is_anchor, region_parts
-from fuseplan.planner.implementations.choices import Choice, RegionProblem, recorded_choices, region_problem
+from fuseplan.planner.implementations.choices import (
+    Choice,
+    Implementations,
+    Plans,
+    RegionProblem,
+    problem_of,
+    recorded_choices,
+    region_problem,
+)
 from fuseplan.planner.implementations.group_table import GroupTable
-from fuseplan.planner.implementations.implementations import Implementations
 from fuseplan.planner.partition.by_measurement import MeasuredRegion
 from fuseplan.planner.partition.guided_loop import predicted_partition
 from fuseplan.planner.partition.plan_record import PlanWriter
@@ -40,9 +46,7 @@ class JointProblems:
         self._ways = ways
         self._around: WeakKeyDictionary[GroupTable, dict[Region, Future[_Around]]] = WeakKeyDictionary()
 
-    def planned(
-        self, table: GroupTable, region: Region, plans: Sequence[tuple[Region, PlanRecord]]
-    ) -> RegionProblem | None:
+    def planned(self, table: GroupTable, region: Region, plans: Plans) -> RegionProblem | None:
         """The choices of a region whose parts have plans; None where no kernel can hold a matmul."""
         chosen = (recorded_choices(table.graph, part, record, self._ways) for part, record in plans)
         return self._problem(table, region, list(chain.from_iterable(chosen)))
@@ -58,20 +62,14 @@ class JointProblems:
 
     def _problem(self, table: GroupTable, region: Region, chosen: Sequence[Choice]) -> RegionProblem | None:
         """``chosen`` are those of its parts' plans."""
-        graph, ways, (enumerated, anchored) = table.graph, self._ways, self._groups_around(table, region)
+        enumerated, anchored = self._groups_around(table, region)
         if not anchored:
             return None
         kernels = [one.group for one in chosen if one.implementation.backends]
         libraries = [one for one in chosen if not one.implementation.backends and not one.is_plain]
-        singles = single_candidates(graph, region)
-        wanted = [*kernels, *_left_over(kernels, anchored, enumerated), *anchored]
-        choices = (
-            *(Choice(single, ways.aten) for single in singles), *libraries,
-            *(Choice(group, ways.kernel) for group in sorted(dict.fromkeys(wanted), key=lambda group: len(group.ops))),
-        )
-        edges = region_dependencies(graph, region).edges()
-        won = frozenset(range(len(singles), len(singles) + len(libraries)))
-        return RegionProblem(tuple(single.ops[0] for single in singles), choices, edges, won)
+        wanted = dict.fromkeys((*kernels, *_left_over(kernels, anchored, enumerated), *anchored))
+        by_size = sorted(wanted, key=lambda group: len(group.ops))
+        return problem_of(table.graph, region, self._ways, libraries, by_size, won=True)
 
     def _groups_around(self, table: GroupTable, region: Region) -> _Around:
         mine: Future[_Around] = Future()
@@ -94,7 +92,7 @@ def groups_around_anchors(table: GroupTable, region: Region, ways: Implementatio
 
 
 def plan_across_anchors(
-    joint: MeasuredRegion, plans: Sequence[tuple[Region, PlanRecord]], ways: Implementations, writer: PlanWriter
+    joint: MeasuredRegion, plans: Plans, ways: Implementations, writer: PlanWriter
 ) -> PlanRecord | None:
     """The plan of a joint problem, where it holds matmuls in its groups and is faster than the plans of the parts."""
     began, prices = time.monotonic(), joint.prices
@@ -113,9 +111,7 @@ def plan_across_anchors(
 def predicted_across_anchors(
     problem: RegionProblem, record: PlanRecord, writer: PlanWriter, prices: ModelPrices, margin: float
 ) -> PlanRecord:
-    """The record of a region by the cost model; or one whose groups make the weights of matmuls in their kernels, where
-    that spares half of what the device would take at best.
-    """
+    """The record by the cost model, with matmuls that unpack their weights where that spares half of the bound."""
     table = prices.table
     alone = {one.group.ops[0]: one for one in problem.plain}
 

@@ -1,8 +1,7 @@
 """A region's partition by measurement: the guided loop, the tuning of what it uses, and the play-off that decides.
 
-Screenings taken minutes apart rank partitions only roughly. So an incumbent is fixed without any measurement, the
-cheapest cover on the nominal device, and the partition that the loop finds has to beat it in one interleaved run by
-more than a margin. Where measurement cannot tell the two apart, every tune keeps the incumbent.
+Screenings taken minutes apart rank partitions only roughly. So the cheapest cover on the nominal device is the
+incumbent, and what the loop finds has to beat it in one interleaved run, by a margin. Else every tune keeps it.
 """
 
 from __future__ import annotations
@@ -28,10 +27,7 @@ _FAILED = f"{_BY_PRICES} (their interleaved run failed)"
 
 @dataclass(eq=False)
 class MeasuredRegion:
-    """Decides the partition of one region.
-
-    The loop's partition has to gain ``margin`` on an incumbent; ``max_measured`` is the loop's.
-    """
+    """Decides a region's partition: the loop's has to gain ``margin``; ``max_measured`` is the loop's."""
 
     problem: RegionProblem
     prices: MeasuredPrices
@@ -172,7 +168,9 @@ class MeasuredRegion:
             return gain, True, _BY_PRICES
         if gain <= self.margin:
             return gain, False, _BY_PRICES
-        contest = self.play_off(challenger, incumbent)
+        covers = {_INCUMBENT: incumbent, _CHALLENGER: challenger}
+        sides = {side: {choice: self._part(choice) for choice in cover} for side, cover in covers.items()}
+        contest = play_off(self.prices.tuner.play_off, self.prices.table, sides)
         if contest is None:
             return gain, True, _FAILED
         gain = contest.gain(_CHALLENGER, _INCUMBENT)
@@ -182,12 +180,6 @@ class MeasuredRegion:
     def _price_gain(self, challenger: Sequence[Choice], incumbent: Sequence[Choice]) -> float:
         new_s, old_s = (math.fsum(self.prices.measure_s(cover)) for cover in (challenger, incumbent))
         return 1.0 - new_s / old_s
-
-    def play_off(self, challenger: Sequence[Choice], incumbent: Sequence[Choice]) -> Contest | None:
-        """Two covers, each as a whole, in one interleaved run."""
-        covers = {_INCUMBENT: incumbent, _CHALLENGER: challenger}
-        sides = {side: {choice: self._part(choice) for choice in cover} for side, cover in covers.items()}
-        return play_off(self.prices.tuner.play_off, self.prices.table, sides)
 
     def _part(self, choice: Choice) -> Part:
         record = self.prices.tuned(choice.group) if choice.implementation.backends else None

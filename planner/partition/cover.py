@@ -1,16 +1,15 @@
 """Exact cover: every op in exactly one chosen group, at the least total cost, with no cycle among the groups.
 
-A 0/1 program solved by HiGHS; of few ops, as most parts of a model have them, by trying, for SciPy takes longer to
-import than such a graph to plan. Cycles are rare, so they are cut off only when a solution has one. Among solutions
-that cost the same (within the measurement's noise) the one with the fewest launches wins, then the one that prefers
-earlier options op by op, so that equal problems have equal answers in every process.
+A 0/1 program solved by HiGHS, with cuts for the cycles that a solution has; of few ops by trying, for SciPy takes
+longer to import. Among equal costs (within the measurement's noise) the fewest launches win, then earlier options op by
+op, so that equal problems have equal answers in every process.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -37,8 +36,7 @@ class Option:
 
 @dataclass(frozen=True)
 class CoverProblem:
-    """Ops ``0 .. num_ops - 1`` to cover by ``options``, of which of equally good ones the earlier is preferred.
-
+    """Ops ``0 .. num_ops - 1`` to cover by ``options``, of which of equally good ones the earlier is preferred;
     ``edges`` are dependencies ``(before, after)`` between ops, those by way of other ops included.
     """
 
@@ -46,12 +44,15 @@ class CoverProblem:
     options: tuple[Option, ...]
     edges: tuple[tuple[int, int], ...] = ()
 
+    def cycles(self, chosen: Mapping[int, int]) -> list[list[Hop]]:
+        """Some of the cycles among the groups of a cover, whose masks ``chosen`` has by number."""
+        group_of = {op: at for at, mask in chosen.items() for op in bits(mask)}
+        return short_cycles([group_of[op] for op in range(self.num_ops)], self.edges)
+
 
 @dataclass(frozen=True)
 class Cover:
-    """Numbers of the chosen options, by the first op they run, and their total cost; no cover costs less than
-    ``bound_s``.
-    """
+    """Numbers of the chosen options by the first op they run, and their cost; no cover costs less than ``bound_s``."""
 
     chosen: tuple[int, ...]
     cost_s: float
@@ -85,10 +86,7 @@ def solve_cover(
 
 
 def best_cover_with(problem: CoverProblem, number: int) -> Cover | None:
-    """The cheapest acyclic cover that uses option ``number``.
-
-    None where the others cannot run what that option leaves, be it that a cycle cannot be avoided.
-    """
+    """The cheapest acyclic cover that uses option ``number``; None where there is none."""
     taken = problem.options[number].mask
     usable = [at for at, one in enumerate(problem.options)
               if at == number or (math.isfinite(one.cost_s) and not one.mask & taken)]
@@ -102,15 +100,6 @@ def _cover(chosen: Sequence[int], problem: CoverProblem, bound_s: float = 0.0) -
     return Cover(tuple(by_first_op), math.fsum(options[at].cost_s for at in chosen), bound_s)
 
 
-@dataclass
-class _Program:
-    """Rows besides the cover itself, and variables that are fixed."""
-
-    keep: NDArray[np.bool_]
-    rows: list[tuple[NDArray[np.float64], float]] = field(default_factory=list)
-    fixed: set[int] = field(default_factory=set)
-
-
 def _narrow(matrix: Any) -> Any:
     """A sparse matrix with indices of 32 bits: older releases of SciPy hand HiGHS no others."""
     matrix.indices, matrix.indptr = matrix.indices.astype(np.int32), matrix.indptr.astype(np.int32)
@@ -118,54 +107,51 @@ def _narrow(matrix: Any) -> Any:
 
 
 class _Solver:
-    """Options are those that may be chosen."""
+    """By HiGHS. ``options`` are those that may be chosen; :meth:`preferred` narrows them for good."""
 
     def __init__(self, problem: CoverProblem, options: Sequence[Option]) -> None:
         self.problem, self.options = problem, options
-        self.costs = np.array([option.cost_s for option in self.options])
-        typical = float(np.median(self.costs))
+        costs = np.array([option.cost_s for option in options])
+        typical = float(np.median(costs))
         self.unit = _SCALE / typical if typical > 0 else 1.0
-        self.scaled = self.costs * self.unit
-        columns = [(op, at) for at, option in enumerate(self.options) for op in bits(option.mask)]
+        self.scaled = costs * self.unit
+        columns = [(op, at) for at, option in enumerate(options) for op in bits(option.mask)]
         rows, cols = zip(*columns, strict=True)
-        shape = (problem.num_ops, len(self.options))
+        shape = (problem.num_ops, len(options))
         self.matrix: Any = _narrow(scipy.sparse.csr_array((np.ones(len(columns)), (rows, cols)), shape=shape))
-        self.cuts: list[tuple[NDArray[np.float64], float]] = []
+        #: For each option whether it has to be, and may be, chosen.
+        self.lower, self.upper = np.zeros(len(options)), np.ones(len(options))
+        #: Sums over options, and what they are at most.
+        self.rows: list[tuple[NDArray[np.float64], float]] = []
 
     def cheapest(self) -> list[int] | None:
         """The cheapest acyclic cover, by numbers of options; None without any."""
-        return self.minimise(self.scaled, _Program(np.ones(len(self.options), dtype=bool)))
+        return self.minimise(self.scaled)
 
     def preferred(self, best: list[int], limit_s: float) -> list[int]:
         """Of the covers that cost at most ``limit_s``: fewest launches, then earlier options from op 0 on."""
-        program = _Program(self._affordable(limit_s))
-        program.keep[best] = True
-        if int(program.keep.sum()) == len(best):
+        self.upper[~self._affordable(limit_s)] = 0.0
+        self.upper[best] = 1.0
+        if int(self.upper.sum()) == len(best):
             return best
-        program.rows.append((self.scaled, limit_s * self.unit))
+        self.rows.append((self.scaled, limit_s * self.unit))
         launches = np.ones(len(self.options))
         if len(best) > 1:
-            best = self.minimise(launches, program) or best
-        program.rows.append((launches, len(best) + 0.5))
+            best = self.minimise(launches) or best
+        self.rows.append((launches, len(best) + 0.5))
         left = (1 << self.problem.num_ops) - 1
         while left:
-            best = self._prefer(left & -left, left, best, program)
-            taken = next(at for at in best if self.options[at].mask & left & -left)
-            program.fixed.add(taken)
+            op = left & -left
+            contenders = [at for at, option in enumerate(self.options)
+                          if self.upper[at] and option.mask & op and not option.mask & ~left]
+            if contenders[0] not in best:
+                rank = np.zeros(len(self.options))
+                rank[contenders] = np.arange(len(contenders))
+                best = self.minimise(rank) or best
+            taken = next(at for at in best if self.options[at].mask & op)
+            self.lower[taken] = 1.0
             left &= ~self.options[taken].mask
         return best
-
-    def _prefer(self, op: int, left: int, best: list[int], program: _Program) -> list[int]:
-        """A cover like ``best`` that runs ``op`` by the earliest possible option."""
-        contenders = [
-            at for at, option in enumerate(self.options)
-            if program.keep[at] and option.mask & op and not option.mask & ~left
-        ]
-        if contenders[0] in best:
-            return best
-        rank = np.zeros(len(self.options))
-        rank[contenders] = np.arange(len(contenders))
-        return self.minimise(rank, program) or best
 
     def _affordable(self, limit_s: float) -> NDArray[np.bool_]:
         """Options that some cover within ``limit_s`` may use, by their reduced cost in the linear relaxation."""
@@ -178,17 +164,14 @@ class _Solver:
         affordable: NDArray[np.bool_] = reduced <= limit_s - relaxed + 1e-6 * max(limit_s, 1e-300)
         return affordable
 
-    def minimise(self, objective: NDArray[np.float64], program: _Program) -> list[int] | None:
+    def minimise(self, objective: NDArray[np.float64]) -> list[int] | None:
         """Minimise over acyclic covers, cutting off cycles as they appear; None where there is no cover."""
-        lower = np.zeros(len(self.options))
-        lower[list(program.fixed)] = 1.0
-        bounds = scipy.optimize.Bounds(lower, program.keep.astype(float))
+        bounds = scipy.optimize.Bounds(self.lower, self.upper)
         while True:
             constraints = [scipy.optimize.LinearConstraint(self.matrix, 1.0, 1.0)]
-            rows = [*program.rows, *self.cuts]
-            if rows:
-                limits = [limit for _, limit in rows]
-                cuts = _narrow(scipy.sparse.csr_array(np.stack([row for row, _ in rows])))
+            if self.rows:
+                limits = [limit for _, limit in self.rows]
+                cuts = _narrow(scipy.sparse.csr_array(np.stack([row for row, _ in self.rows])))
                 constraints.append(scipy.optimize.LinearConstraint(cuts, -np.inf, limits))
             # Of most covers the relaxation has whole numbers: then it is the answer, a tenth of the time sooner.
             for is_whole in (0, 1):
@@ -202,11 +185,10 @@ class _Solver:
                 if np.allclose(shares, np.round(shares), rtol=0.0, atol=_WHOLE):
                     break
             chosen = [int(at) for at in np.flatnonzero(shares > 0.5)]
-            group_of = {op: at for at in chosen for op in bits(self.options[at].mask)}
-            cycles = short_cycles([group_of[op] for op in range(self.problem.num_ops)], self.problem.edges)
+            cycles = self.problem.cycles({at: self.options[at].mask for at in chosen})
             if not cycles:
                 return chosen
-            self.cuts += map(self._cut, cycles)
+            self.rows += map(self._cut, cycles)
 
     def _cut(self, cycle: Sequence[Hop]) -> tuple[NDArray[np.float64], float]:
         """Any group that holds a hop's entry and leave closes the same cycle: at most all but one of the hops."""
@@ -225,9 +207,10 @@ class _SmallSolver:
     """The same by trying, and the same answers."""
 
     def __init__(self, problem: CoverProblem, options: Sequence[Option]) -> None:
+        self._problem = problem
         self._masks, self._costs_s = [one.mask for one in options], [one.cost_s for one in options]
-        self._edges, self._ops = problem.edges, problem.num_ops
-        self._running = [[at for at, mask in enumerate(self._masks) if mask >> op & 1] for op in range(self._ops)]
+        self._everything = (1 << problem.num_ops) - 1
+        self._running = [[at for at, mask in enumerate(self._masks) if mask >> op & 1] for op in range(problem.num_ops)]
         #: By the set of ops that is left: the least cost, and the fewest launches, cycles or not.
         self._least: dict[int, tuple[float, int]] = {0: (0.0, 0)}
 
@@ -247,12 +230,10 @@ class _SmallSolver:
                 if bound_s < best_s:
                     search(left & ~self._masks[at], spent_s + self._costs_s[at], [*taken, at])
 
-        search((1 << self._ops) - 1, 0.0, [])
+        search(self._everything, 0.0, [])
         return best
 
     def preferred(self, best: Sequence[int], limit_s: float) -> list[int]:
-        everything = (1 << self._ops) - 1
-
         def search(left: int, spent_s: float, launches: int, taken: list[int]) -> list[int] | None:
             if not left:
                 return taken if self._is_acyclic(taken) else None
@@ -265,7 +246,8 @@ class _SmallSolver:
                     return found
             return None
 
-        found = (search(everything, 0.0, launches, []) for launches in range(self._of(everything)[1], len(best) + 1))
+        fewest = self._of(self._everything)[1]
+        found = (search(self._everything, 0.0, launches, []) for launches in range(fewest, len(best) + 1))
         return next((one for one in found if one is not None), list(best))
 
     def _fitting(self, left: int) -> list[int]:
@@ -273,17 +255,14 @@ class _SmallSolver:
         return [at for at in self._running[(left & -left).bit_length() - 1] if not self._masks[at] & ~left]
 
     def _of(self, left: int) -> tuple[float, int]:
-        known = self._least.get(left)
-        if known is None:
+        if left not in self._least:
             ways = [(self._costs_s[at], *self._of(left & ~self._masks[at])) for at in self._fitting(left)]
             least_s = min((cost_s + rest_s for cost_s, rest_s, _ in ways), default=math.inf)
-            known = least_s, 1 + min((launches for *_, launches in ways), default=0)
-            self._least[left] = known
-        return known
+            self._least[left] = least_s, 1 + min((launches for *_, launches in ways), default=0)
+        return self._least[left]
 
     def _is_acyclic(self, chosen: Sequence[int]) -> bool:
-        group_of = {op: at for at in chosen for op in bits(self._masks[at])}
-        return not short_cycles([group_of[op] for op in range(self._ops)], self._edges)
+        return not self._problem.cycles({at: self._masks[at] for at in chosen})
 
 
 def _solver(problem: CoverProblem, options: Sequence[Option]) -> _Solver | _SmallSolver:

@@ -1,8 +1,7 @@
 """The partition of a region: which groups run its ops, found by measuring as few groups as possible.
 
-Every unmeasured way to run some ops counts with its lower bound, so the cost of the cheapest cover is a lower bound
-of the true optimum. Only what such a cover uses is worth measuring; measuring raises its cost, and another cover may
-become the cheapest. When the cheapest cover is all measured it is optimal, though most groups were never compiled.
+What is unmeasured counts with its lower bound, so the cheapest cover's cost is a lower bound of the optimum. Only what
+such a cover uses is measured, which raises its cost, until the cheapest cover is all measured: then it is optimal.
 """
 
 from __future__ import annotations
@@ -22,11 +21,9 @@ class Prices(Protocol):
 
     def bound_s(self, choice: Choice) -> float:
         """No measurement of the choice comes out lower. Infinite for one that must not be chosen."""
-        ...
 
     def measure_s(self, choices: Sequence[Choice]) -> Sequence[float]:
         """Measured times, in order; infinite for a choice that fails (it is then never chosen)."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -38,6 +35,11 @@ class Priced:
     measured: bool = True
 
 
+def gap(cost: float, bound: float) -> float:
+    """Share of the cost that a better partition might save at most."""
+    return max(0.0, 1.0 - bound / cost) if cost > 0 else 0.0
+
+
 @dataclass(frozen=True)
 class GuidedResult:
     """A region's partition and what is known about it.
@@ -47,10 +49,8 @@ class GuidedResult:
         rejected: Measured choices that were not chosen.
         bound_s: No partition into the enumerated groups costs less (by the prices given).
         optimal: True when all costs of the last cover were measured.
-        enumerated: How many choices there are.
         iterations: Covers solved on the way.
         unfused_s: Cost of running every op by itself, unfused.
-        reason: In words, how it was decided.
         undecided: Whether noise hid an answer that it rests on.
     """
 
@@ -76,8 +76,7 @@ class GuidedResult:
 
     @property
     def gap(self) -> float:
-        """Share of the cost that a better partition might save at most."""
-        return max(0.0, 1.0 - self.bound_s / self.cost_s) if self.cost_s > 0 else 0.0
+        return gap(self.cost_s, self.bound_s)
 
 
 def cover_problem(problem: RegionProblem, costs_s: Sequence[float]) -> CoverProblem:
@@ -106,19 +105,12 @@ def guided_partition(
     problem: RegionProblem, prices: Prices, tolerance: float = policy.GAP_TOLERANCE, margin: float = 0.0,
     max_measured: int | None = None, start: Collection[Choice] = (),
 ) -> GuidedResult:
-    """Find a partition whose measured cost is within ``tolerance`` of the least possible.
+    """Find a partition whose measured cost is within ``tolerance`` of the least possible. ValueError without unfused
+    times.
 
-    Args:
-        problem: The region.
-        prices: Lower bounds, and the measurement. Every op is measured unfused first.
-        tolerance: Relative distance from the lower bound at which to stop.
-        margin: Partitions within ``(1 + margin)`` of the best measured one count as equally good (the noise of the
-            measurements); of those the one with the fewest launches is taken, but none slower than unfused.
-        max_measured: Choices to measure at most; the gap that is left then is in the result.
-        start: Choices to measure before the first cover is solved; good ones let the loop stop sooner.
-
-    Raises:
-        ValueError: An op could not be measured unfused.
+    Every op is measured unfused first, and ``start``; of all choices at most ``max_measured``. Of partitions within
+    ``(1 + margin)`` of the best, which is the measurements' noise, the one with the fewest launches is taken, but none
+    slower than unfused.
     """
     choices, ops = problem.choices, len(problem.ops)
     bounds = [prices.bound_s(choice) for choice in choices]

@@ -1,22 +1,21 @@
 """Whether a stored plan can be a region's: asked before anything of it runs.
 
-A database may be shared, edited, or damaged in a way that its checksums do not show. What a plan says is taken only
-where a planner could have written it for this very region: its groups cover the region's compute ops, each once; each
-generated kernel's group is convex and lowers; the groups can run in some order; each configuration is in its back end's
-space; and each library call can run its ops.
-The reasons repeat no stored text, for they reach logs and terminals; labels are made anew.
+A database may be shared, edited, or damaged in a way that its checksums do not show. A plan is taken only where a
+planner could have written it for this very region: groups that cover its ops, are convex, lower and can run in some
+order, with configurations and library calls that are possible. The reasons repeat no stored text, for they reach logs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
 from fuseplan.planner.graph.dataflow import Region
 from fuseplan.planner.groups.candidates import candidate, region_dependencies
 from fuseplan.planner.groups.convex import short_cycles
+from fuseplan.planner.implementations.choices import Implementations
 from fuseplan.planner.implementations.group_table import GroupTable
-from fuseplan.planner.implementations.implementations import Implementations
 from fuseplan.planner.implementations.tunable_group import group_label
 from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.search.store.record import GroupChoice, PlanRecord
@@ -27,12 +26,11 @@ class RefusedPlanError(Exception):
 
 
 def accepted_plan(table: GroupTable, ways: Implementations, region: Region, record: PlanRecord) -> PlanRecord:
-    """The plan of a region of a static graph with labels of its own, and without alternatives of ops that the region
-    does not have; RefusedPlanError says why it cannot be this region's.
+    """The plan with labels of its own and possible alternatives; RefusedPlanError says why it cannot be the region's.
     """
     graph, dependencies = table.graph, region_dependencies(table.graph, region)
     members = {at: dependencies.bit[name] for at, name in enumerate(region.ops) if name in dependencies.bit}
-    _refuse_no_cover(record.groups, members)
+    _refuse_no_cover(record.groups, members.keys())
     masks = [sum(1 << members[position] for position in choice.ops) for choice in record.groups]
     if not all(map(dependencies.is_convex, masks)):
         raise RefusedPlanError("another op would have to run in the middle of one of its groups")
@@ -53,17 +51,14 @@ def accepted_plan(table: GroupTable, ways: Implementations, region: Region, reco
     return replace(record, label=region_label(graph, region), groups=tuple(groups), rejected=rejected)
 
 
-def _refuse_no_cover(groups: Sequence[GroupChoice], members: Collection[int]) -> None:
+def _refuse_no_cover(groups: Sequence[GroupChoice], members: Set[int]) -> None:
     """Raise RefusedPlanError where groups do not cover ``members``, positions in the region, each once."""
-    seen: set[int] = set()
-    for choice in groups:
-        if not choice.ops or (choice.is_plain and len(choice.ops) > 1):
-            raise RefusedPlanError("a group has no ops, or several without a kernel")
-        for position in choice.ops:
-            if position in seen:
-                raise RefusedPlanError("an op is in two groups")
-            if position not in members:
-                raise RefusedPlanError("a group has an op that the region does not have")
-            seen.add(position)
-    if len(seen) < len(members):
-        raise RefusedPlanError(f"{len(members) - len(seen)} of {len(members)} ops are in no group")
+    counts = Counter(position for choice in groups for position in choice.ops)
+    if any(not choice.ops or (choice.is_plain and len(choice.ops) > 1) for choice in groups):
+        raise RefusedPlanError("a group has no ops, or several without a kernel")
+    if not counts.keys() <= members:
+        raise RefusedPlanError("a group has an op that the region does not have")
+    if counts.total() > len(counts):
+        raise RefusedPlanError("an op is in two groups")
+    if left := len(members) - len(counts):
+        raise RefusedPlanError(f"{left} of {len(members)} ops are in no group")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import networkx as nx
@@ -15,25 +15,14 @@ from fuseplan.planner.errors import PlanError
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import Candidate, region_dependencies, single_candidates
 from fuseplan.planner.groups.places import place_of
-from fuseplan.planner.implementations.choices import Choice, recorded_choices
+from fuseplan.planner.implementations.choices import Choice, Implementations, Plans, recorded_choices
 from fuseplan.planner.implementations.group_table import GroupTable
-from fuseplan.planner.implementations.implementations import Implementations
 from fuseplan.planner.implementations.tunable_group import group_label
 from fuseplan.planner.module_paths import located
 from fuseplan.planner.ops.table import written_value
-from fuseplan.planner.partition.guided_loop import GuidedResult, Priced
+from fuseplan.planner.partition.guided_loop import GuidedResult, Priced, gap
 from fuseplan.search import policy
-from fuseplan.search.store.record import (
-    ATEN,
-    Alternative,
-    Evidence,
-    GroupChoice,
-    PlanRecord,
-    RecordKey,
-    TuningRecord,
-    Versions,
-    now,
-)
+from fuseplan.search.store.record import ATEN, Alternative, Evidence, GroupChoice, PlanRecord, RecordKey, Versions, now
 
 #: Why most alternatives are none.
 LOST = "measured; the chosen cover costs less"
@@ -59,7 +48,10 @@ class PlanWriter:
         """The record of a partition; PlanError where a group of it has no time."""
         # Times that are stored are of choices by themselves, as those of ATen's ops are.
         planned_us = sum(_alone_us(priced, prices) for priced in result.chosen)
-        unfused_us = self._unfused_us(prices, result)
+        # Those of its ops unfused are of the same interleaved runs, where there are some.
+        tunings = ((one.choice, prices.record(one.choice)) for one in result.chosen)
+        unfused_us = sum(prices.plain_us(choice) if tuning is None else tuning.unfused.median_us
+                         for choice, tuning in tunings) or result.unfused_s * 1e6
         if not math.isfinite(planned_us + unfused_us):
             raise PlanError(f"{region_label(self.graph, self.region)}: a group of the partition has no measured time")
         lost = sorted(result.rejected, key=lambda priced: priced.cost_s)
@@ -69,14 +61,14 @@ class PlanWriter:
             enumerated=result.enumerated, measured=result.measured, gap=result.gap, undecided=result.undecided,
         )
 
-    def joined(self, parts: Sequence[tuple[Region, PlanRecord]], elapsed_s: float, reason: str) -> PlanRecord:
+    def joined(self, parts: Plans, elapsed_s: float, reason: str) -> PlanRecord:
         """The record of a region out of those of its parts."""
         records = [record for _, record in parts]
         chosen: dict[Candidate, GroupChoice] = {}
         rejected: list[Alternative] = []
         for part, record in parts:
             places = self._places(part.ops)
-            for choice, group in zip(recorded_choices(self.graph, part, record, self.ways), record.groups, strict=True):
+            for choice, group in recorded_choices(self.graph, part, record, self.ways).items():
                 chosen[choice.group] = _moved(group, places)
             rejected += [_moved(one, places) for one in record.rejected]
         rejected.sort(key=lambda one: math.inf if one.measured_us is None else one.measured_us + one.delay_us)
@@ -86,7 +78,7 @@ class PlanWriter:
             planned_us=math.fsum(one.planned_us for one in records),
             unfused_us=math.fsum(one.unfused_us for one in records),
             enumerated=sum(one.enumerated for one in records), measured=sum(one.measured for one in records),
-            gap=_gap(math.fsum(map(_cost_us, records)), bound_us), undecided=any(one.undecided for one in records),
+            gap=gap(math.fsum(map(_cost_us, records)), bound_us), undecided=any(one.undecided for one in records),
         )
 
     def plain(self, record: PlanRecord, prices: ModelPrices) -> PlanRecord:
@@ -102,7 +94,7 @@ class PlanWriter:
             record, groups=tuple(replace(group, measured_us=times_us.get(group.ops)) for group in groups),
             planned_us=record.unfused_us, rejected=tuple(lost),
         )
-        return replace(found, gap=_gap(_cost_us(found), _cost_us(record) * (1.0 - record.gap)))
+        return replace(found, gap=gap(_cost_us(found), _cost_us(record) * (1.0 - record.gap)))
 
     def whole(
         self, record: PlanRecord, choices: Sequence[Choice], gain: float, prices: ModelPrices, elapsed_s: float,
@@ -126,7 +118,7 @@ class PlanWriter:
         return self._written(
             chosen, elapsed_s, reason, planned_us=planned_us, unfused_us=record.unfused_us,
             rejected=[*lost, *record.rejected], enumerated=record.enumerated + 1,
-            measured=record.measured + measured, gap=_gap(planned_us, bound_us), undecided=record.undecided,
+            measured=record.measured + measured, gap=gap(planned_us, bound_us), undecided=record.undecided,
         )
 
     def _written(
@@ -163,32 +155,17 @@ class PlanWriter:
             **known,
         )
 
-    @staticmethod
-    def _unfused_us(prices: ModelPrices, result: GuidedResult) -> float:
-        """Time of the ops unfused, from the same interleaved runs as the groups' own where there are some."""
-        found = 0.0
-        for priced in result.chosen:
-            tuning = _tuning(priced.choice, prices)
-            if tuning is not None:
-                found += tuning.unfused.median_us
-            elif isinstance(prices, MeasuredPrices):
-                found += prices.plain_us(priced.choice)
-        return found or result.unfused_s * 1e6
-
     def _places(self, ops: Iterable[str]) -> tuple[int, ...]:
         place = {name: at for at, name in enumerate(self.region.ops)}
         return tuple(place[name] for name in ops)
 
-    def _label(self, choice: Choice) -> str:
-        return group_label(self.graph, choice.group.ops, choice.group.outputs)
-
     def _group(self, priced: Priced, prices: ModelPrices) -> GroupChoice:
         choice = priced.choice
-        name, config, workload = choice.implementation.recorded(self.table, choice.group, _tuning(choice, prices))
+        name, config, workload = choice.implementation.recorded(self.table, choice.group, prices.record(choice))
         return GroupChoice(
             self._places(choice.group.ops),
             name,
-            label=self._label(choice),
+            label=group_label(self.graph, choice.group.ops, choice.group.outputs),
             workload=workload,
             config=config,
             predicted_us=_predicted_us(choice, prices),
@@ -200,7 +177,7 @@ class PlanWriter:
     def _alternative(self, priced: Priced, prices: ModelPrices) -> Alternative:
         """A measured choice that lost: a group, a library call, or ATen's op."""
         choice = priced.choice
-        tuning = _tuning(choice, prices)
+        tuning = prices.record(choice)
         measured_us = _alone_us(priced, prices) if math.isfinite(priced.cost_s) else None
         if measured_us is not None:
             reason = LOST
@@ -208,12 +185,11 @@ class PlanWriter:
             reason = "not clearly faster than its ops unfused"
             measured_us = tuning.fused.median_us
         else:
-            failures = prices.failures if isinstance(prices, MeasuredPrices) else {}
             why = tuning.rejected[0].reason if tuning is not None and tuning.rejected else ""
-            reason = f"does not work: {why or failures.get(choice, 'reason unknown')}"
+            reason = f"does not work: {why or prices.failures.get(choice, 'reason unknown')}"
         return Alternative(
             self._places(choice.group.ops),
-            self._label(choice),
+            group_label(self.graph, choice.group.ops, choice.group.outputs),
             reason,
             _predicted_us(choice, prices) if prices.spec is not None else None,
             measured_us,
@@ -223,18 +199,14 @@ class PlanWriter:
         )
 
 
-def _tuning(choice: Choice, prices: ModelPrices) -> TuningRecord | None:
-    return prices.record(choice) if isinstance(prices, MeasuredPrices) else None
-
-
 def _alone_us(priced: Priced, prices: ModelPrices) -> float:
     return priced.cost_s * 1e6 - prices.delay_us(priced.choice)
 
 
 def _lost(one: GroupChoice, reason: str) -> Alternative:
     """A group of a plan that another one takes the place of."""
-    known = {name.name: getattr(one, name.name) for name in fields(Alternative) if name.name != "reason"}
-    return Alternative(reason=reason, **known)
+    return Alternative(one.ops, one.label, reason, one.predicted_us, one.measured_us, one.implementation, one.workload,
+                       one.delay_us)
 
 
 def _moved(one: _Placed, places: Sequence[int]) -> _Placed:
@@ -246,10 +218,6 @@ def _cost_us(record: PlanRecord) -> float:
     """What the partition was chosen by."""
     times = ((one.predicted_us if one.measured_us is None else one.measured_us, one) for one in record.groups)
     return math.fsum(time_us + one.delay_us for time_us, one in times)
-
-
-def _gap(cost_us: float, bound_us: float) -> float:
-    return max(0.0, 1.0 - bound_us / cost_us) if cost_us > 0 else 0.0
 
 
 def _predicted_us(choice: Choice, prices: ModelPrices) -> float:
@@ -278,10 +246,7 @@ def peak_bytes(
     values that the groups produce count as inputs that die: of others it is not known here who else needs them. What an
     op writes to an operand takes none.
     """
-    last_use: dict[str, int] = {}
-    for step, group in enumerate(groups):
-        for value in group.inputs:
-            last_use[value] = step
+    last_use = {value: step for step, group in enumerate(groups) for value in group.inputs}
     kept = set(escaping)
     alive: dict[str, int] = {}
     peak = 0

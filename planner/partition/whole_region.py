@@ -1,7 +1,6 @@
-"""The last word on a region: its plan against plain ATen and TorchInductor, matmuls and attention and all, in one
-interleaved run.
+"""The last word on a region: its plan against plain ATen and TorchInductor's code, all of it in one interleaved run.
 
-Parts are decided one by one, each by itself. What their plans cost together is only known when they run together.
+What the plans of its parts cost together is only known when they run together.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ from fuseplan.planner.graph.dataflow import Region
 from fuseplan.planner.groups.candidates import single_candidates
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import region_parts
-from fuseplan.planner.implementations.choices import Choice, in_order, recorded_choices
+from fuseplan.planner.implementations.choices import Choice, Implementations, Plans, in_order, recorded_choices
 from fuseplan.planner.implementations.group_table import GroupTable
-from fuseplan.planner.implementations.implementations import Implementations
 from fuseplan.search import policy
 from fuseplan.search.store.record import INDUCTOR, PlanRecord
 from fuseplan.search.timing.contest import Contest
@@ -33,8 +31,7 @@ class Verdict:
     """Who runs a region, and how it compares, in words.
 
     Attributes:
-        keeps: Whether the plans of its parts stand; otherwise ATen runs all of it, or ``whole``.
-        whole: What runs it instead, in order: TorchInductor's code.
+        keeps: Whether the plans of its parts stand; otherwise ATen runs all of it, or ``whole``, in order.
         gain: What ``whole`` gains on the plans of the parts.
         failed: Whether the run beside plain ATen failed.
     """
@@ -47,7 +44,7 @@ class Verdict:
 
 
 def last_word(
-    table: GroupTable, region: Region, parts: Sequence[tuple[Region, PlanRecord]], ways: Implementations, tuner: Tuner,
+    table: GroupTable, region: Region, parts: Plans, ways: Implementations, tuner: Tuner,
     whole: tuple[Choice, ...] = (), decided: bool = True, longest_s: float = policy.LONG_REGION_S
 ) -> Callable[[], Verdict]:
     """Who runs a region: the plans of its parts, plain ATen or, where these leave much to ATen, TorchInductor's code.
@@ -77,13 +74,13 @@ def last_word(
                 note = f"; TorchInductor's code for it does not work: {screened.reason}"
                 found = Verdict() if is_plain else _verdict(play_off(tuner.play_off, table, sides), ())
                 return replace(found, words=found.words + note)
-        both = {**sides, INDUCTOR: {choice: _unmeasured_part(table, choice) for choice in whole}}
+        both = {**sides, INDUCTOR: {choice: unmeasured_part(table, choice) for choice in whole}}
         return _verdict(play_off(tuner.play_off, table, both), whole)
 
     return beside_inductor
 
 
-def _unmeasured_part(table: GroupTable, choice: Choice) -> Part:
+def unmeasured_part(table: GroupTable, choice: Choice) -> Part:
     """What a choice runs that has no configuration to search."""
     name, config, _ = choice.implementation.recorded(table, choice.group, None)
     return choice.implementation.part(table, choice.group, name, config)
@@ -108,12 +105,10 @@ def _verdict(contest: Contest | None, whole: tuple[Choice, ...]) -> Verdict:
 
 
 def gain_on_parts(
-    table: GroupTable, region: Region, record: PlanRecord, parts: Sequence[tuple[Region, PlanRecord]],
+    table: GroupTable, region: Region, record: PlanRecord, parts: Plans,
     ways: Implementations, tuner: Tuner
 ) -> float | None:
-    """What a plan of the whole region gains on the plans of its parts, in one interleaved run; None where that fails,
-    0 where it is no more than its noise.
-    """
+    """What a region's plan gains on its parts' in an interleaved run: 0 within noise, None where the run fails."""
     sides = {_PLAIN: planned_parts(table, parts, ways), _PLAN: planned_parts(table, [(region, record)], ways)}
     contest: Contest | None = play_off(tuner.play_off_later, table, sides)()
     if contest is None:
@@ -127,14 +122,12 @@ def plain_parts(table: GroupTable, regions: Iterable[Region], ways: Implementati
     return {Choice(one, ways.aten): ways.aten.part(table, one, "", {}) for one in singles}
 
 
-def planned_parts(
-    table: GroupTable, parts: Sequence[tuple[Region, PlanRecord]], ways: Implementations
-) -> dict[Choice, Part]:
+def planned_parts(table: GroupTable, parts: Plans, ways: Implementations) -> dict[Choice, Part]:
     """What the plans of regions, or of their parts, run."""
     return {
         choice: choice.implementation.part(table, choice.group, group.implementation, group.config)
         for part, record in parts
-        for choice, group in zip(recorded_choices(table.graph, part, record, ways), record.groups, strict=True)
+        for choice, group in recorded_choices(table.graph, part, record, ways).items()
     }
 
 

@@ -12,8 +12,8 @@ from fuseplan.planner.errors import failure_reason
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import Candidate, Refusal, enumerate_candidates
 from fuseplan.planner.groups.regions import find_boundaries, region_parts
+from fuseplan.planner.implementations.choices import kernel_mode
 from fuseplan.planner.implementations.group_table import GroupTable
-from fuseplan.planner.implementations.implementations import kernel_mode
 from fuseplan.planner.ops.table import kind_of, why_opaque
 from fuseplan.planner.partition.plan_record import located_label
 from fuseplan.planner.reports.drawing import group_name, reads

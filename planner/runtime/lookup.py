@@ -24,8 +24,7 @@ from fuseplan.planner.implementations.implementation import PlannedGroup
 from fuseplan.planner.implementations.inductor import InductorMode
 from fuseplan.planner.module_paths import located, place
 from fuseplan.planner.ops.table import kind_of
-from fuseplan.planner.partition.inductor_region import decided_whole
-from fuseplan.planner.partition.inductor_step import may_run_whole
+from fuseplan.planner.partition.by_inductor import decided_whole, may_run_whole
 from fuseplan.planner.partition.plan_record import located_label, region_label
 from fuseplan.planner.runtime.dynamic_sizes import neighbouring_plans, with_configs
 from fuseplan.planner.runtime.logs import warn_once

@@ -1,7 +1,4 @@
-"""Looks ahead of a tune: enumerates the coming regions, and has the kernels of their nominal covers compiled.
-
-Measuring waits for the device, not for this process, so the enumeration costs no time beside it.
-"""
+"""Looks ahead of a tune, while that waits for the device: enumerates coming regions, and has their kernels compiled."""
 
 from __future__ import annotations
 
@@ -17,13 +14,12 @@ from fuseplan.planner.cost.prices import ModelPrices
 from fuseplan.planner.errors import RefusedError
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.regions import is_anchor, region_parts
-from fuseplan.planner.implementations.choices import Choice, RegionProblem
+from fuseplan.planner.implementations.choices import Choice, Implementations, RegionProblem
 from fuseplan.planner.implementations.group_table import GroupTable
-from fuseplan.planner.implementations.implementations import Implementations
 from fuseplan.planner.implementations.inductor import compile_ahead, start_compilers
 from fuseplan.planner.implementations.tunable_group import TunableGroup
+from fuseplan.planner.partition.by_inductor import step_groups
 from fuseplan.planner.partition.guided_loop import Prices, predicted_partition
-from fuseplan.planner.partition.inductor_step import step_groups
 from fuseplan.search.errors import OWN_FAULTS
 from fuseplan.search.tune.tuner import Tuner
 
@@ -35,10 +31,9 @@ _INTERVAL_S = 0.0002
 
 @dataclass(eq=False)
 class Lookahead:
-    """Prepares regions in order, on a thread of its own. A context manager: leaving it ends the thread.
+    """Prepares regions in order, on a thread that ends with the context, and has ``tuner`` compile their kernels.
 
-    ``search`` is the guided loop over a problem at given prices: rehearsed with predictions, it shows which groups will
-    be measured. Their kernels are compiled ahead by ``tuner``.
+    ``search`` is the guided loop: rehearsed with predictions, it shows which groups will be measured.
     """
 
     make_problem: Callable[[GroupTable, Region], RegionProblem]
@@ -67,8 +62,6 @@ class Lookahead:
     def __exit__(self, *exc: object) -> None:
         self._stop.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
-        for problem in self._problems.values():
-            problem.cancel()  # nobody waits for what will not come
         sys.setswitchinterval(self._interval_s)
 
     def table(self, graph: DataflowGraph) -> GroupTable:
@@ -88,8 +81,9 @@ class Lookahead:
         for part in (part for region in regions for part in region_parts(graph, region)):
             if part.key not in self._sent and not is_anchor(graph, part):
                 self._sent.add(part.key)
-                self._problems[part] = Future()
-                self._pool.submit(self._prepare, graph, part, self._problems[part])
+                table = self.table(graph)
+                self._problems[part] = self._pool.submit(self.make_problem, table, part)
+                self._pool.submit(self._quietly, self._compile_ahead, self._problems[part], table, part)
 
     def send_whole(self, graph: DataflowGraph, regions: Iterable[Region]) -> None:
         """Compile kernels around matmuls of these regions, after what was sent before."""
@@ -97,32 +91,16 @@ class Lookahead:
             self._pool.submit(self._quietly, self._compile_around_anchors, self.table(graph), region)
 
     def remind(self, region: Region) -> None:
-        """Compile what is best known by now of kernels around a region's matmuls: kernels alike may have been searched
-        since it was sent.
-        """
+        """Compile kernels around a region's matmuls again as they are best known now: others alike may be searched."""
         self.tuner.prefetch(self._wanted.pop(region, ()))
 
     def problem(self, region: Region) -> RegionProblem | None:
-        """The prepared problem of exactly this part, or what its enumeration raised; waits for one under way.
-
-        None where none was sent. Its kernels may still be on their way to the compilers.
-        """
+        """The prepared problem of exactly this part, or what preparing it raised; None where none was sent."""
         future = self._problems.get(region)
         return future.result() if future is not None else None
 
-    def _prepare(self, graph: DataflowGraph, region: Region, result: Future[RegionProblem]) -> None:
-        try:
-            problem = self.make_problem(self.table(graph), region)
-        except BaseException as error:
-            result.set_exception(error)
-            return
-        result.set_result(problem)
-        self._quietly(self._compile_ahead, problem, self.table(graph), region)
-
     def _quietly(self, compile_ahead: Callable[..., object], *args: object) -> None:
         """A tune without it is only slower."""
-        if self._stop.is_set():
-            return
         try:
             compile_ahead(*args)
         except Exception as error:
@@ -138,7 +116,10 @@ class Lookahead:
                             key=lambda group: -len(group.ops))
             self.tuner.prefetch_default(map(table.subject, groups))
 
-    def _compile_ahead(self, problem: RegionProblem, table: GroupTable, region: Region) -> None:
+    def _compile_ahead(self, prepared: Future[RegionProblem], table: GroupTable, region: Region) -> None:
+        if prepared.exception() is not None:  # told to who asks for the problem
+            return
+        problem = prepared.result()
         prices, minor = self.make_prices(table, region), self.is_minor(table, region)
         self._compile_cover(problem, table, prices, minor)
         if not minor:  # else nothing is measured beside the cover

@@ -12,9 +12,7 @@ from fuseplan.search.store.record import RecordKey
 from fuseplan.search.store.rows import DROPPED, MISSED, dropped_misses
 
 TUNED_SINCE = "tuned since then"
-MISS_COLUMNS = (
-    "label", "count", "place", "tunable", "first_seen", "last_seen", "regime", "numerics", "key",
-)
+MISS_COLUMNS = ("label", "count", "place", "tunable", "first_seen", "last_seen", "regime", "numerics", "key")
 
 
 @dataclass(frozen=True)
@@ -22,8 +20,6 @@ class Miss:
     """A logged miss.
 
     Attributes:
-        label: What it computes, in a few words.
-        count: How often it was looked up.
         place: Where in the model it is; "" where that is not known.
         first_seen, last_seen: ISO 8601 UTC times; ``last_seen`` is "" where an older version logged it.
         region: Key of the region that is tuned for it; "" without a graph.

@@ -1,8 +1,7 @@
 """What dispatch missed: written down with its graph, listed, and tuned from that.
 
-A miss is a region, or a part of one, without a tuned plan. Beside it the graph of its whole region is kept, in
-few bytes and for few regions, so that ``plan tune --misses`` needs no model. Dispatch waits for none of this: what
-cannot be written is not tunable, and what an older version wrote is listed without a graph.
+A miss is a region, or a part of one, without a tuned plan. The graph of its region is kept, in few bytes and for few
+regions, so that ``plan tune --misses`` needs no model. Dispatch waits for none of this.
 """
 
 from __future__ import annotations
@@ -37,24 +36,19 @@ def log_missed(
     database: Database, graph: DataflowGraph, regions: Iterable[Region],
     missed: Sequence[tuple[RecordKey, Region, str]],
 ) -> None:
-    """Count misses of a static graph, each with its key and its place, and keep the graphs of their regions, which are
-    among all ``regions`` that were looked up.
-
-    Never raises: a model runs whether or not its misses are known.
+    """Count misses of a static graph by key and place, and keep their regions' graphs. Never raises: a model runs
+    without.
     """
     if not database.logs_misses:
         return
     try:
-        homes: defaultdict[str, list[Region]] = defaultdict(list)
-        for region in regions:
-            for name in region.ops:
-                homes[name].append(region)
+        homes = [(region, frozenset(region.ops)) for region in regions]
         known = {name.removeprefix(MISSED) for name in database.capture_names(MISSED)}
         graphs: dict[str, Mapping[str, Any]] = {}
         misses = []
         for key, part, place in missed:
             found: dict[str, str] = {}
-            around = [one for one in homes[part.ops[0]] if set(part.ops) <= set(one.ops)]
+            around = [home for home, ops in homes if ops.issuperset(part.ops)]
             for region in dict.fromkeys((*around, part)):  # the part alone where its region depends on more
                 if region.key not in known and region.key not in graphs:
                     try:
@@ -126,12 +120,7 @@ def missed_regions(misses: Iterable[Miss]) -> list[MissedRegion]:
 
 
 def missed_graph(database: Database, missed: MissedRegion) -> DataflowGraph:
-    """The graph of a missed region as dispatch wrote it down.
-
-    Raises:
-        PlanError: It is damaged: it is none, or not that of the region. It is deleted, and written anew when the model
-            misses the region again.
-    """
+    """The stored graph of a missed region. PlanError where it is damaged; the model's next miss writes it anew."""
     name = f"{MISSED}{missed.region}"
     data = database.captures(name).get(name)
     try:
@@ -145,9 +134,7 @@ def missed_graph(database: Database, missed: MissedRegion) -> DataflowGraph:
 
 
 def to_tune(session: Session, missed: MissedRegion, graph: DataflowGraph) -> list[Region]:
-    """What to plan of a missed region's graph: all of it, or the missed parts where it has a plan as a whole.
-
-    A plan of the whole has groups that are no kernels where sizes are dynamic; parts are then looked up.
+    """What to plan of a missed region's graph: all, or missed parts where it has a plan that dynamic sizes cannot use.
     """
     planner = session.planner()
     whole = find_region(graph, missed.region)

@@ -19,13 +19,12 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.anchored import unpacks_weights
 from fuseplan.planner.groups.candidates import enumerate_parts
 from fuseplan.planner.groups.regions import find_regions, is_anchor, parts_to_plan, region_parts, unique_regions
-from fuseplan.planner.implementations.choices import RegionProblem, region_problem
+from fuseplan.planner.implementations.choices import Implementations, RegionProblem, implementations_for, region_problem
 from fuseplan.planner.implementations.group_table import GroupTable
-from fuseplan.planner.implementations.implementations import Implementations, implementations_for
 from fuseplan.planner.partition.across_anchors import JointProblems, plan_across_anchors, predicted_across_anchors
+from fuseplan.planner.partition.by_inductor import predicted_by_inductor, whole_by_inductor
 from fuseplan.planner.partition.by_measurement import MeasuredRegion
 from fuseplan.planner.partition.guided_loop import Prices, guided_partition, predicted_partition
-from fuseplan.planner.partition.inductor_region import predicted_by_inductor, whole_by_inductor
 from fuseplan.planner.partition.plan_record import PlanWriter, region_label
 from fuseplan.planner.partition.whole_region import Verdict, last_word
 from fuseplan.planner.tuning.lookahead import Lookahead

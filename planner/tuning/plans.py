@@ -35,9 +35,7 @@ class PlanSettings:
 
 @dataclass(frozen=True)
 class RegionPlan:
-    """The plan of one occurrence of a region, and whether it comes with the package.
-
-    ``decided`` are plans of the parts that were measured for it; other parts had plans already.
+    """The plan of one occurrence of a region; whether it is ``shipped``; ``decided``, its parts' plans measured for it.
     """
 
     region: Region

@@ -1,7 +1,6 @@
-"""Whether the times that come with fuseplan hold on this machine: a few of their kernels are measured again.
+"""Whether shipped times hold on this machine: the first tune measures the longest of their kernels again.
 
-Shipped records were measured on another machine with the same device. Its processor, its power limit or what else it
-ran may differ, so the first tune here measures the longest of the kernels it takes over, and says how they compare.
+They were measured on another machine with the same device, whose processor, power limit or other load may differ.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ _PREFIX = "recheck"
 
 @dataclass(frozen=True)
 class Rechecked:
-    """One shipped kernel, measured here: ``measured_us`` is None where it failed, ``failure`` says why.
-
-    ``created`` is an ISO 8601 UTC time.
-    """
+    """One shipped kernel, measured here at ``created`` (ISO 8601 UTC); ``failure`` says why ``measured_us`` is None."""
 
     key: RecordKey
     label: str

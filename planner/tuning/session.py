@@ -45,7 +45,6 @@ class Session:
     """One device, one database.
 
     Attributes:
-        database: The user's database, open for writing.
         device: Identity key of the device.
         spec: What was measured on it; None until it is probed. Opened for reading, the spec that ships with the
             package for such a device stands in.
@@ -70,9 +69,7 @@ class Session:
     @property
     def store(self) -> LayeredDatabase:
         """The user's records over those that ship with the package."""
-        return LayeredDatabase(
-            self.database, shipped_files(self.device) if self.shipped else (), run=self.run
-        )
+        return LayeredDatabase(self.database, shipped_files(self.device) if self.shipped else (), run=self.run)
 
     def unusable(self) -> str | None:
         """Why no kernel can be built here by any back end, None where one can."""
@@ -100,9 +97,8 @@ class Session:
         return self.with_spec(self.measure_device(progress=progress))
 
     def measure_device(self, quick: bool = True, progress: ProbeProgress | None = None) -> DeviceSpec:
-        """What a probe finds; one with doubtful numbers is repeated once, and the less doubtful of the two counts.
-
-        It is not repeated where it took so long that the machine must be busy with something else for good.
+        """What a probe finds: the less doubtful of two, unless the first was clear, or so slow that the machine is
+        busy.
         """
         call, began = tiny_kernel(self.backends, self.target), time.monotonic()
         first = probe(self.target.device_type, quick, progress, call)
@@ -117,9 +113,7 @@ class Session:
             self.store, self.spec, self.device, self.target, self.backends, self.settings, tuner, learner)
 
     def dispatcher(self) -> Planner:
-        """A planner that measures nothing, and takes plans of other versions of the software where there are none of
-        these: they are better than a guess.
-        """
+        """A planner that measures nothing, and takes plans of other software versions: they are better than a guess."""
         planner = self.planner()
         planner.stored.any_version = True
         return planner
@@ -128,12 +122,9 @@ class Session:
         self, budget: Budget, seed: int = 0, progress: Callable[[ProgressEvent], None] | None = None,
         account: TimeAccount | None = None, executor: WorkerPool | None = None,
     ) -> Tuner:
-        """A tuner for this device; close it when done.
+        """A tuner for this device; close it when done. CompilerMissingError where no kernel back end can be used.
 
         ``executor`` is where its jobs run, left open; by default worker processes of its own.
-
-        Raises:
-            CompilerMissingError: No kernel back end can be used here.
         """
         if (reason := self.unusable()) is not None:
             raise CompilerMissingError(reason)
@@ -145,9 +136,8 @@ class Session:
         )
 
     def recalibrated(self) -> Session:
-        """The device with each back end's calibration fitted again to all its current records.
-
-        One that a tune fitted to more kernels than that (those it measured and did not choose) stays.
+        """The device with its back ends' calibrations fitted to their records, where these are more than a tune's
+        kernels.
         """
         if self.spec is None:
             return self

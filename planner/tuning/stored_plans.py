@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, fields, replace
 from fuseplan.planner.graph.dataflow import Region
 from fuseplan.planner.groups.canonical import has_free_constants
 from fuseplan.planner.groups.regions import exact_form, split_common
+from fuseplan.planner.implementations.choices import Implementations
 from fuseplan.planner.implementations.group_table import GroupTable
-from fuseplan.planner.implementations.implementations import Implementations
 from fuseplan.planner.implementations.tunable_group import TunableGroup, group_subject
 from fuseplan.planner.partition.plan_check import RefusedPlanError, accepted_plan
 from fuseplan.planner.partition.plan_record import region_label
@@ -32,10 +32,9 @@ _AGAIN = "; timed again"
 class StoredPlans:
     """Looks plans up in ``store``, and checks that a hit can be the region's plan here.
 
-    ``context`` is a key whose device, regime and numerics are those of all. ``keep`` stores a plan of an earlier
-    version by the key that its region has now. With ``any_version`` a plan that was measured with other versions of the
-    software is a hit. Why plans are not used although they were found is in ``refused``; which versions differ from
-    those that plans were measured with is in ``outdated``: both by region key.
+    ``context`` is a key with the device, regime and numerics of all. ``keep`` stores an earlier version's plan by the
+    region's key of now. With ``any_version`` other versions of the software are no miss. By region key: ``refused``
+    says why found plans are not used, ``outdated`` which versions differ.
     """
 
     store: Database | LayeredDatabase
@@ -81,9 +80,7 @@ class StoredPlans:
         whole = {one for one, each in pieces.items() if not anew and each[-1].key not in found}
         return [piece for one in regions for piece in ((one,) if one in whole else pieces.get(one, (one,)))], found
 
-    def _exactly(
-        self, table: GroupTable, regions: Iterable[Region]
-    ) -> Iterator[tuple[str, Lookup[PlanRecord]]]:
+    def _exactly(self, table: GroupTable, regions: Iterable[Region]) -> Iterator[tuple[str, Lookup[PlanRecord]]]:
         """What earlier versions stored, whose keys depend on every constant, with the keys that regions have now."""
         changed = (one for one in regions if has_free_constants(table.graph, one.ops))
         exact = {self.key((old := exact_form(table.graph, one)).key): (old, one) for one in changed}
@@ -96,9 +93,7 @@ class StoredPlans:
                 yield region.key, lookup
 
     def just_written(self, table: GroupTable, regions: Iterable[Region]) -> dict[str, Lookup[PlanRecord]]:
-        """Plans that another process has just stored with the same software, checked like any hit.
-
-        Those that noise hides the answer of are among them. Whoever asks says why one is refused.
+        """Plans, undecided ones too, that another process has just stored with the same software, checked like any hit.
         """
         by_key = {self.key(region.key): region for region in regions}
         return {
@@ -143,12 +138,11 @@ def _moved(record: PlanRecord, old: Region, region: Region) -> PlanRecord:
 
 @dataclass(eq=False)
 class Renewal:
-    """Renews plans that were measured with other versions of torch, triton, the driver or fuseplan: they are timed
-    again, and not searched.
+    """Times plans of other versions of torch, triton, the driver or fuseplan again; they are not searched.
 
     Each kernel is compiled, checked against float64 and timed shortly; then the region runs beside plain ATen. Where
-    the kernels are right, about as fast as they were, and no slower than ATen's ops, the plan stands, with the versions
-    of now. ``renewed`` has these plans by region key.
+    kernels are right and about as fast as before, and ATen's ops no faster, the plan is stored with the versions of
+    now.
     """
 
     stored: StoredPlans

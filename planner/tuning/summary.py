@@ -1,7 +1,6 @@
 """What a tune covered: a model's workloads and their regions, kept so that a report need not trace the model again.
 
-The plans themselves are records of the database; a summary only says which regions a workload has, how often, and how
-their ops hang together.
+The plans themselves are records of the database.
 """
 
 from __future__ import annotations
@@ -82,9 +81,6 @@ class WorkloadSummary:
     Attributes:
         model: Model name as the user gave it.
         workload: Name of the regime (``decode b1 kv1024``).
-        device: Identity of the device.
-        regime: ``"eager"`` or ``"graph"``.
-        numerics: ``"fp32"`` or ``"eager"``.
         ops: Ops of the graph, views included.
         views: How many of them are views.
         externs: How many are library calls, or ops no kernel can express.
@@ -141,13 +137,7 @@ class WorkloadSummary:
 def summarise(
     model: str, workload: str, graph: DataflowGraph, planned: Iterable[tuple[Region, PlanRecord]]
 ) -> WorkloadSummary:
-    """The summary of a planned graph.
-
-    ``planned`` is every region of the graph, repeats included, with its plan.
-
-    Raises:
-        ValueError: There is no region.
-    """
+    """The summary of a graph of which ``planned`` are all regions, repeats included; ValueError without any."""
     from fuseplan.planner.groups.compute_graph import compute_graph_of
 
     pairs = list(planned)

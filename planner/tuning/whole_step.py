@@ -1,8 +1,7 @@
 """A whole step of a model, end to end: all its regions one after another, as ATen runs them and as planned.
 
-Repeated layers share their weights and caches, so that a step fits where the model would not. Each layer's weights are
-larger than a cache, and are read from memory as if they were its own. Ops that only ATen runs are in no region, and so
-on neither side.
+Repeated layers share weights and caches, so that a step fits where the model would not; each layer's are larger than a
+cache, and read from memory as if they were its own. Ops that only ATen runs are on neither side.
 """
 
 from __future__ import annotations
@@ -18,11 +17,10 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import same_values
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import find_regions
-from fuseplan.planner.implementations.choices import in_order
+from fuseplan.planner.implementations.choices import Implementations, implementations_for, in_order
 from fuseplan.planner.implementations.group_table import GroupTable
-from fuseplan.planner.implementations.implementations import Implementations, implementations_for
 from fuseplan.planner.implementations.inductor import InductorMode
-from fuseplan.planner.partition.inductor_step import compare_step
+from fuseplan.planner.partition.by_inductor import compare_step
 from fuseplan.planner.partition.whole_region import plain_parts, planned_parts
 from fuseplan.planner.tuning.plans import GraphPlan
 from fuseplan.planner.tuning.session import Session
@@ -34,6 +32,7 @@ from fuseplan.search.timing.contest import Contest, middle_range
 from fuseplan.search.timing.operands import MEMORY, memory_bytes
 from fuseplan.search.timing.sequence import Part
 from fuseplan.search.tune.tuner import Tuner
+from fuseplan.search.workers.worker import Outcome
 
 logger = logging.getLogger(__name__)
 _PREFIX, _UNTIMED = "step", "untimed"
@@ -42,24 +41,22 @@ _UNFUSED, _PLANNED = "unfused", "planned"
 
 @dataclass(frozen=True)
 class StepTimes:
-    """A whole step, measured end to end in one interleaved run.
+    """A whole step, measured end to end in one interleaved run; what older versions did not store is None or empty.
 
     Attributes:
         unfused_us: Every op by ATen.
         planned_us: By the plan.
         noise: Relative difference of two runs of the same.
-        gain_low, gain_high: The range of what the plan gained in each of so many ``rounds``, unfused over planned time,
-            without the tenth of them with the least and the tenth with the most; None where older versions stored it.
+        gain_low, gain_high: The range of unfused over planned time in each of so many ``rounds``, without the tenth of
+            them with the least and the tenth with the most.
         floor_us: What memory and arithmetic alone take; None where a peak is not known.
         inductor_us: By TorchInductor's code, as plain ``torch.compile`` runs it; None where it was not timed.
         inductor_mode: Which mode of ``torch.compile`` that was.
         by_inductor: Whether that is faster beyond doubt, so that dispatch leaves the whole graph to it.
         alone: Its time over the plan's on a GPU, in a CUDA graph; None where that was not timed apart.
         created: ISO 8601 UTC time.
-        device: Identity of the device; "" where older versions stored it.
-        samples: Microseconds of each round by side; empty where older versions stored it.
-        read_low, read_high: The range of the speed, in GB/s, at which the CPU read memory meanwhile; None where that
-            was not measured.
+        samples: Microseconds of each round by side.
+        read_low, read_high: The range of the speed, in GB/s, at which the CPU read memory meanwhile.
     """
 
     unfused_us: Amount
@@ -89,8 +86,7 @@ class StepTimes:
 class Untimed:
     """A step that is not timed, and ``why``; "" where there is nothing to say.
 
-    Kept where the run timed out: the next one with this ``job_limit_s`` or less would take as long for nothing. What
-    else a run failed at, such as memory that others used, may be gone by then.
+    Kept where the run timed out: the next one with this ``job_limit_s`` or less would, too. Other failures may pass.
     """
 
     why: str = ""
@@ -128,12 +124,10 @@ def measure_step(
     session: Session, graph: DataflowGraph, plan: GraphPlan, tuner: Tuner,
     on_start: Callable[[float], None] = lambda unfused_us: None
 ) -> StepTimes | Untimed:
-    """The step's times, measured and stored unless they are stored. What another tuner is timing is waited for.
+    """The step's times, stored or measured and stored now; what another tuner is timing is waited for.
 
-    :func:`measure_again` adds rounds to them.
-
-    Not timed is a step that takes too long, one with a region that has no plan, and one whose run fails (for want of
-    memory, or within the tuner's limit of a job). ``on_start`` is told what the sum of its regions takes unfused.
+    Not timed is a step that takes too long, has a region without a plan, or fails (for want of memory, or of time).
+    ``on_start`` is told what the sum of its regions takes unfused.
     """
     key = step_key(counted(plan))
     lease = RecordKey(key, session.device, session.settings.regime, session.settings.numerics)
@@ -148,14 +142,11 @@ def measure_step(
 
 
 def measure_again(session: Session, graph: DataflowGraph, plan: GraphPlan, tuner: Tuner, first: StepTimes) -> None:
-    """Add more rounds to a step's times, where they can be run. A machine's speed changes from minute to minute: two
-    virtual processors may share a path to memory for a while, and then not.
+    """Add rounds to a step's times: a machine's speed changes from minute to minute, as others use its memory.
 
-    TorchInductor's code is run again, too: its time over the plan's is the geometric mean of both. Which of them
-    dispatch runs stays as it was.
+    TorchInductor's time over the plan's becomes the geometric mean of both runs; who runs the step stays as it was.
     """
-    table, ways, (parts, sides, kept) = _asked(session, graph, plan)
-    outcome = tuner.time_sides(parts, sides, kept)
+    table, ways, outcome = _run(session, graph, plan, tuner)
     if not outcome.ok:
         return
     contest: Contest = outcome.value
@@ -188,8 +179,7 @@ def _measured(
         return Untimed(f"it takes about {unfused_us * 1e-6:.2g} s, and steps of more than "
                        f"{policy.LONGEST_STEP_US * 1e-6:g} s are told by the sum of their regions")
     on_start(unfused_us)
-    table, ways, (parts, sides, kept) = _asked(session, graph, plan)
-    outcome = tuner.time_sides(parts, sides, kept)
+    table, ways, outcome = _run(session, graph, plan, tuner)
     if not outcome.ok:
         untimed = Untimed(outcome.failure, tuner.budget.job_limit_s)
         if outcome.timed_out:
@@ -208,14 +198,14 @@ def _measured(
     return found
 
 
-def _asked(
-    session: Session, graph: DataflowGraph, plan: GraphPlan
-) -> tuple[GroupTable, Implementations, tuple[dict[str, Part], dict[str, list[str]], list[str]]]:
-    """The table of a step's groups, the ways to run them, and the two sides that are timed (:func:`_sides`)."""
+def _run(
+    session: Session, graph: DataflowGraph, plan: GraphPlan, tuner: Tuner
+) -> tuple[GroupTable, Implementations, Outcome]:
+    """The table of a step's groups, the ways to run them, and what came of timing both sides: a :class:`Contest`."""
     settings = session.settings
     table = GroupTable(graph, settings.numerics, session.target.device_type)
     ways = implementations_for(settings.regime, session.backends, session.target, settings.inductor)
-    return table, ways, _sides(table, plan, ways)
+    return table, ways, tuner.time_sides(*_sides(table, plan, ways))
 
 
 def _times(session: Session, table: GroupTable, contest: Contest) -> StepTimes:
@@ -237,8 +227,7 @@ def _sides(
 ) -> tuple[dict[str, Part], dict[str, list[str]], list[str]]:
     """Both sides of a step: parts by name, the names that each side runs in order, and values that are returned."""
     graph, flow = table.graph, compute_graph_of(table.graph)
-    members = {flow.position[name] for one in plan.regions for name in one.region.ops}
-    members = {at for at in members if flow.is_member(at)}
+    members = {at for one in plan.regions for name in one.region.ops if flow.is_member(at := flow.position[name])}
     made = {value for at in members for value in flow.nodes[at].outputs}
     parts: dict[str, Part] = {}
     sides: dict[str, list[str]] = {_UNFUSED: [], _PLANNED: []}

@@ -17,8 +17,7 @@ from fuseplan.planner.ops.table import op_of, written_value
 
 #: Dependent instructions of the other kinds, beyond those of a contiguous elementwise kernel.
 _GATHER_STEPS, _FOLD_STEPS, _WHOLE_ROW_STEPS = 8.0, 20.0, 60.0
-#: Those of one element in a thread of a strided kernel, which divides its address, loads, computes and stores before it
-#: goes on to the next; and its instructions.
+#: Those of one element in a strided kernel's thread, which divides its address first; and its instructions.
 _ELEMENT_STEPS, _STRIDED_INSTRUCTIONS = 5.0, 40.0
 #: Elements of such a thread: half as many where a result has four bytes or more. Threads of its block.
 _THREAD_ELEMENTS, _STRIDED_BLOCK = 4, 128
@@ -92,8 +91,7 @@ def _shape(graph: DataflowGraph, value: str) -> tuple[int, ...]:
 
 
 def _fold_turns(outputs: int, reduced: int) -> float:
-    """Turns of the loop in which one thread of a reduction folds its share of a row, as ``setReduceConfig`` of ATen's
-    ``Reduce.cuh`` shapes its blocks.
+    """Turns in which a thread folds its share of a row, as ``setReduceConfig`` of ATen's ``Reduce.cuh`` shapes blocks.
     """
     height = min(_floor_power_of_2(outputs), _BLOCK // min(_floor_power_of_2(reduced), _WARP))
     width = min(_floor_power_of_2(reduced), _BLOCK // height)

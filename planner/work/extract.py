@@ -37,17 +37,13 @@ def find_region(graph: DataflowGraph, key: str) -> Region | None:
 
 
 def region_data(graph: DataflowGraph, region: Region) -> dict[str, Any]:
-    """A region of a static graph by itself, as data that JSON has, with what planning it takes from its surroundings;
-    ValueError where it depends on more of the graph, or an attribute cannot be written.
-    """
+    """A region of a static graph as data for JSON; ValueError where it depends on more, or cannot be written."""
     alone = extract(graph, region)
     return {"graph": graph_to_json(alone), "fresh": [value for value in alone.inputs if value in alone.fresh]}
 
 
 def region_graph(data: Mapping[str, Any], key: str) -> tuple[DataflowGraph, Region]:
-    """The graph of :func:`region_data`, and its region of that key; an error where data has another form, or is of
-    another region, which it says.
-    """
+    """The graph of :func:`region_data` and its region of that key; an error that says why where there is none."""
     graph = graph_from_json(data["graph"])
     graph.fresh = frozenset(map(str, data["fresh"]))
     region = find_region(graph, key)

@@ -19,13 +19,7 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable, group_nodes, lower
 from fuseplan.planner.ops.table import kind_of, mutates, op_of
 from fuseplan.planner.work.aten_overheads import aten_overheads
-from fuseplan.planner.work.kernel_overheads import (
-    kernel_overheads,
-    lanes,
-    reduction_levels,
-    requested_bytes,
-    threads,
-)
+from fuseplan.planner.work.kernel_overheads import kernel_overheads, lanes, reduction_levels, requested_bytes, threads
 from fuseplan.planner.work.library_work import library_work
 
 
@@ -186,9 +180,7 @@ def _aten_work(graph: DataflowGraph, node: OpNode) -> Work:
 
 
 def call_name(graph: DataflowGraph, node: OpNode) -> str:
-    """``Work.call`` of an ATen op: its name and the type that it reads; then ``.number`` where an operand is a Python
-    number, or ``.one`` where an operand is a tensor of one element.
-    """
+    """``Work.call``: op and type read; ``.number`` with a Python number, ``.one`` with a tensor of one element."""
     specs = [graph.specs[value] for value in node.inputs or node.outputs]
     number = len(node.inputs) == 1 and isinstance(node.attrs.get("other"), int | float)
     one = len(specs) > 1 and any(spec.numel == 1 for spec in specs)

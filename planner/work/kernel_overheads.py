@@ -1,8 +1,7 @@
 """What a generated kernel does besides moving bytes and arithmetic: the fields of ``Work`` that only predict.
 
-Those of GPUs are counts of a straightforward kernel that holds what it loaded in registers. Those of CPUs are counts of
-the code that :mod:`fuseplan.kernels.cpp.emitter` writes, in units of a vector instruction for one fp32 element; what
-the compiler cannot vectorise takes as long as a whole vector of these.
+On GPUs they count a straightforward kernel that holds its loads in registers; on CPUs the code of
+:mod:`fuseplan.kernels.cpp.emitter`, in vector instructions for one fp32 element (a whole vector where not vectorised).
 """
 
 from __future__ import annotations
@@ -27,15 +26,13 @@ from fuseplan.kernels.triton.config import DEFAULT_PERSISTENT_COLS, full_tile, l
 _FOLD_STEPS = 4.0
 #: The same where an address is data, which is loaded before what lies there: a way to memory and back.
 _GATHER_STEPS = 5.0
-#: Instructions that a warp issues, one a cycle, in a step: a tenth of what an elementwise kernel takes, 0.026 us or 50
-#: cycles.
+#: Instructions that a warp issues, one a cycle, in a step of 0.026 us: a tenth of what an elementwise kernel takes.
 _STEP_INSTRUCTIONS = 50.0
 #: Elements that one thread has to do: those of a small pointwise tile, and of a row at most that is held in registers.
 _TILE_SHARE, _ROW_SHARE = 4.0, 32.0
 #: Columns of a row that a multiprocessor's four schedulers take at once, at so many to a thread.
 _ROW_COLS = 4 * 32 * _ROW_SHARE
-#: Dependent instructions of one round in which the threads of a block exchange 16 bytes each by way of shared memory: a
-#: store, a barrier and a load.
+#: Dependent instructions of an exchange of 16 bytes a thread by way of shared memory: a store, a barrier and a load.
 _EXCHANGE_STEPS, _ROUND_BYTES = 1.0, 16.0
 #: Where a kernel has no more elements than this, its tiles are the smallest: of twice as many elements there would not
 #: be two for each of an H200's 132 multiprocessors. Each thread has four of them.
@@ -88,8 +85,7 @@ def _segment_effort(ir: KernelIR, segment: Segment) -> Work:
 
 
 def _issued(ir: KernelIR, segment: Segment, per_row: Sequence[bool], block_rows: int) -> tuple[Work, float]:
-    """What all threads of a segment issue, with the bytes that they load and store for one row; and how many more
-    instructions there would be if each thread computed for itself what rows of a block share.
+    """What threads of a segment issue, and load and store for a row; and what more if rows of a block shared nothing.
     """
     sizes, column = segment.extents(), segment.col_axis
     rows, cols = math.prod(sizes[:-1]), sizes[-1]
@@ -196,8 +192,7 @@ def _special(instr: Instr) -> float:
 _LANES = 16.0
 #: A bool is loaded by itself, compared and widened.
 _BOOL_LOAD = 3 * _LANES
-#: Loading or storing a type that is converted, loading under a mask, and integers and floats of eight bytes: two
-#: instructions for one.
+#: Two instructions for one: of a type that is converted, a load under a mask, and numbers of eight bytes.
 _TWO = 2.0
 #: The polynomial of a special function, for each operation that the op table counts.
 _POLYNOMIAL = 10.0

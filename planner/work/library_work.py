@@ -1,7 +1,4 @@
-"""The work of matmuls, convolutions, attention and cache writes, whoever runs them: ATen, or a library's call.
-
-Products count two operations for each pair of numbers. Every byte counts once, where heads share keys, too.
-"""
+"""The work of matmuls, convolutions, attention and cache writes, whoever runs them. Each byte counts once."""
 
 from __future__ import annotations
 
@@ -24,9 +21,8 @@ def library_work(
     node: OpNode, inputs: Sequence[str], outputs: Sequence[str], specs: Mapping[str, TensorSpec], call: str,
     cold: Collection[str] = (),
 ) -> Work:
-    """Work of one call that runs an op: values that it reads, results that are needed, and static layouts of all these.
-
-    ``call`` is ``Work.call``; ``cold`` are those of ``inputs`` that nothing has touched recently: weights, caches.
+    """Work of a call that reads ``inputs``, of which ``cold`` ones lie in memory, for ``outputs``; ``specs`` are
+    static.
     """
     writes_rows = op_of(node.op).family == "write"
     read = {value: read_bytes(value, node, specs) for value in inputs if not writes_rows or value != node.inputs[0]}
@@ -59,9 +55,7 @@ def _flops(node: OpNode, specs: Mapping[str, TensorSpec]) -> dict[str, float]:
 
 
 def _winograd(node: OpNode, weight: Sequence[int], unit: str) -> float:
-    """How many times fewer products a library may need: four, of windows of 3x3 that move by one, in float32
-    (Winograd's F(4x4, 3x3); Lavin and Gray, 2015).
-    """
+    """How many times fewer products Winograd's F(4x4, 3x3) needs (Lavin and Gray, 2015), if a library may use it."""
     steps = (node.attrs.get(name, 1) for name in ("stride", "dilation"))
     by_one = all(step == 1 for given in steps for step in (given if isinstance(given, list | tuple) else (given,)))
     return 4.0 if by_one and tuple(weight[2:]) == (3, 3) and unit == "fp32_matmul" else 1.0

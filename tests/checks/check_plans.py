@@ -18,7 +18,7 @@ partition uses is tuned, until it is all tuned. So no partition is better than t
 more than ``--optimism`` on the default kernel of some group (what it gained is printed). The two are then run against
 each other in one interleaved run of the whole region, and the difference is printed.
 
-Not covered: groups that were not enumerated (those that cannot be one kernel, and what ``CandidateLimits`` cut,
+Not covered: groups that were not enumerated (those that cannot be one kernel, and what was past its limits,
 which is said), kernels outside the back ends' configurations, and what the kernels of a partition cost each other
 beyond the model's price of the cache they share: only the last two are run whole.
 """

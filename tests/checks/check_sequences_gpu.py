@@ -21,10 +21,10 @@ from fuseplan.planner.cost.shared_cache import SharedCache
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.groups.regions import find_regions
+from fuseplan.planner.implementations.choices import kernel_mode
 from fuseplan.planner.implementations.generated_kernel import GeneratedKernel
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementation import PlannedGroup
-from fuseplan.planner.implementations.implementations import kernel_mode
 from fuseplan.planner.lowering.lower import Lowered
 from fuseplan.planner.ops.table import kind_of
 from fuseplan.planner.patterns.cells import Cell

@@ -25,7 +25,7 @@ from fuseplan.kernels.ninetoothed.backend import NinetoothedBackend
 from fuseplan.kernels.triton.backend import TritonBackend
 from fuseplan.planner.capture.trace import record
 from fuseplan.planner.graph.dataflow import DataflowGraph, bind_graph
-from fuseplan.planner.groups.candidates import CandidateLimits
+from fuseplan.planner.groups.candidates import enumerate_candidates
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.groups.regions import find_regions, is_anchor, region_parts, unique_regions
 from fuseplan.planner.implementations.group_table import GroupTable
@@ -106,7 +106,7 @@ def group_kernels(graph: DataflowGraph) -> Iterator[KernelIR]:
         for part in region_parts(bound, regions[0]):
             if is_anchor(bound, part):
                 continue
-            for group in table.enumerated(part, CandidateLimits(40, 20)).candidates:
+            for group in enumerate_candidates(bound, part, table.legal, 40, 20).candidates:
                 yield table.lowered(group).ir
                 if graph.symbols:
                     try:

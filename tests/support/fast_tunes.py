@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuseplan.costmodel.devices import ByDevice
 from fuseplan.costmodel.probe import probe
-from fuseplan.planner.groups.candidates import CandidateLimits
+from fuseplan.planner.groups.candidates import enumerate_candidates
 from fuseplan.search import policy
 from fuseplan.search.timing.timers import CpuTimer, Operands, Run, Sampler
 from fuseplan.search.tune import tuner
@@ -25,7 +25,7 @@ GROUPS = (40, 8)
 
 def look_at_few_groups(patch: pytest.MonkeyPatch) -> None:
     """From now on planning takes a tenth of its time; a region's single ops and its largest groups remain."""
-    patch.setattr(CandidateLimits.__init__, "__defaults__", GROUPS)
+    patch.setattr(enumerate_candidates, "__defaults__", GROUPS)
 
 
 def counted(self: CpuTimer, run: Run, operands: Operands) -> Sampler:

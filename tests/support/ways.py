@@ -5,8 +5,8 @@ from __future__ import annotations
 from reference_backend import ReferenceBackend
 
 from fuseplan.planner.implementations.aten import AtenOp
+from fuseplan.planner.implementations.choices import Implementations
 from fuseplan.planner.implementations.generated_kernel import GeneratedKernel
-from fuseplan.planner.implementations.implementations import Implementations
 from fuseplan.planner.implementations.inductor import InductorCode
 
 WAYS = Implementations(AtenOp(), GeneratedKernel((ReferenceBackend(),)), InductorCode())

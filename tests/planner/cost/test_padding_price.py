@@ -11,9 +11,8 @@ from fuseplan.planner.cost.prices import ModelPrices
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.candidates import single_candidates
 from fuseplan.planner.groups.regions import find_regions
-from fuseplan.planner.implementations.choices import Choice
+from fuseplan.planner.implementations.choices import Choice, implementations_for
 from fuseplan.planner.implementations.group_table import GroupTable
-from fuseplan.planner.implementations.implementations import implementations_for
 from fuseplan.planner.tuning.plans import PlanSettings
 from fuseplan.planner.tuning.session import session_on
 from fuseplan.search.store.database import Database

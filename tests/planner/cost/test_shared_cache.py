@@ -29,11 +29,10 @@ from fuseplan.planner.groups import compute_graph
 from fuseplan.planner.groups.candidates import enumerate_candidates
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.groups.regions import find_regions
-from fuseplan.planner.implementations.choices import Choice, RegionProblem, region_problem
+from fuseplan.planner.implementations.choices import Choice, RegionProblem, implementations_for, region_problem
 from fuseplan.planner.implementations.generated_kernel import GeneratedKernel
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementation import PlannedGroup
-from fuseplan.planner.implementations.implementations import implementations_for
 from fuseplan.planner.lowering.lower import Lowered, lower
 from fuseplan.planner.ops.table import kind_of
 from fuseplan.planner.partition.guided_loop import predicted_partition

@@ -17,7 +17,6 @@ from synthetic_decoders import transformer_graph
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import (
-    CandidateLimits,
     Enumeration,
     convex_runs,
     enumerate_candidates,
@@ -35,8 +34,8 @@ from fuseplan.planner.ops.table import kind_of
 ALL = 2**15
 
 
-def enumerated(graph: DataflowGraph, region: Region, limits: CandidateLimits | None = None) -> Enumeration:
-    return enumerate_candidates(graph, region, anything, limits or CandidateLimits())
+def enumerated(graph: DataflowGraph, region: Region, *limits: int, **named: int) -> Enumeration:
+    return enumerate_candidates(graph, region, anything, *limits, **named)
 
 
 def sets(found: Enumeration) -> set[frozenset[str]]:
@@ -50,7 +49,7 @@ def test_candidates_are_exactly_the_legal_groups(seed: int, size: int, order: in
     graph = random_graph(seed, size, order=order)
     oracle = Oracle(graph)
     for region in find_regions(graph):
-        found = enumerated(graph, region, CandidateLimits(max_candidates=ALL))
+        found = enumerated(graph, region, max_candidates=ALL)
         assert found.truncated is None
         assert len(sets(found)) == len(found.candidates), "no duplicates"
         assert sets(found) == oracle.groups(region.ops)
@@ -75,7 +74,7 @@ def test_size_limit_is_complete_below_it(seed: int, size: int, max_ops: int) -> 
     graph = random_graph(seed, size, opaque=0.1)
     oracle = Oracle(graph)
     for region in find_regions(graph):
-        found = enumerated(graph, region, CandidateLimits(max_ops, ALL))
+        found = enumerated(graph, region, max_ops, ALL)
         assert sets(found) == oracle.groups(region.ops, max_ops)
 
 
@@ -86,7 +85,7 @@ def test_truncated_enumerations_are_legal_and_cover_everything(seed: int, size: 
     oracle = Oracle(graph)
     for region in find_regions(graph):
         all_groups = oracle.groups(region.ops)
-        found = enumerated(graph, region, CandidateLimits(max_candidates=limit))
+        found = enumerated(graph, region, max_candidates=limit)
         assert sets(found) <= all_groups
         assert {frozenset({name}) for group in all_groups for name in group} <= sets(found)
         assert (found.truncated is None) == (sets(found) == all_groups) or len(all_groups) > limit
@@ -154,12 +153,12 @@ def test_truncation_keeps_mirrored_halves() -> None:
     graph = make(*rows, outputs=("q7", "k7"))
     (region,) = find_regions(graph)
     assert len(enumerated(graph, region).candidates) == 8 * 8 + 2 * 36  # prefix pairs, and runs of each chain
-    found = enumerated(graph, region, CandidateLimits(max_candidates=100))
+    found = enumerated(graph, region, max_candidates=100)
     assert found.truncated is not None
     assert "more than 100 groups" in found.truncated
     for length in range(1, 9):
         assert frozenset(f"{side}{n}" for side in "qk" for n in range(length)) in sets(found)
-    assert enumerated(graph, region, CandidateLimits(max_ops=3)).truncated == (
+    assert enumerated(graph, region, max_ops=3).truncated == (
         "groups of more than 3 ops were not enumerated"
     )
 
@@ -172,7 +171,7 @@ def test_truncation_leaves_no_op_without_its_legal_groups(seed: int, size: int, 
     for region in find_regions(graph):
         found = enumerate_candidates(
             graph, region, lambda ops: None if len(ops) <= largest else "too large",
-            CandidateLimits(max_candidates=limit),
+            max_candidates=limit,
         )
         groups = sets(found)
         if found.truncated is None:
@@ -261,10 +260,10 @@ def test_a_wide_region_stays_within_the_limits() -> None:
     rows = [(f"a{n}", "exp.default" if n % 2 else "neg.default", ("x",)) for n in range(60)]
     graph = make(*rows, outputs=tuple(f"a{n}" for n in range(60)))
     (region,) = find_regions(graph)
-    found = enumerated(graph, region, CandidateLimits(max_ops=16, max_candidates=300))
+    found = enumerated(graph, region, max_ops=16, max_candidates=300)
     assert len(found.candidates) <= 300 + 60 + 4
     assert max(len(candidate.ops) for candidate in found.candidates) == 16
-    assert enumerated(graph, region, CandidateLimits(16, 300)) == found
+    assert enumerated(graph, region, 16, 300) == found
 
 
 def test_bits_and_masks() -> None:

@@ -16,8 +16,8 @@ from fuseplan.planner.cost.prices import part_shares
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import find_regions, region_parts, split_common
+from fuseplan.planner.implementations.choices import implementations_for
 from fuseplan.planner.implementations.group_table import GroupTable
-from fuseplan.planner.implementations.implementations import implementations_for
 from fuseplan.planner.tuning.planner import Planner
 from fuseplan.planner.work.extract import find_region, region_data, region_graph
 from fuseplan.search.store.database import Database

@@ -11,7 +11,7 @@ from graphs import Builder
 
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups import regions
-from fuseplan.planner.groups.candidates import CandidateLimits, enumerate_candidates, region_dependencies
+from fuseplan.planner.groups.candidates import enumerate_candidates, region_dependencies
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import find_regions, region_parts, unique_regions
 from fuseplan.planner.implementations.group_table import GroupTable
@@ -110,6 +110,6 @@ def test_equal_parts_have_equal_groups_whatever_region_they_are_in() -> None:
     assert len({part.key for part in parts}) < len(parts)
     for part in parts:
         own = enumerate_candidates(graph, part, GroupTable(graph, "fp32", "cpu").legal)
-        found = table.enumerated(part, CandidateLimits())
+        found = table.enumerated(part)
         assert found.candidates == own.candidates
         assert [refusal.ops for refusal in found.refusals] == [refusal.ops for refusal in own.refusals]

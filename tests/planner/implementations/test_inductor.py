@@ -24,9 +24,9 @@ from fuseplan.planner.groups.candidates import Candidate
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations import inductor
+from fuseplan.planner.implementations.choices import implementations_for
 from fuseplan.planner.implementations.group_table import GroupTable
-from fuseplan.planner.implementations.implementations import implementations_for
-from fuseplan.planner.partition.inductor_step import may_run_whole, step_groups
+from fuseplan.planner.partition.by_inductor import may_run_whole, step_groups
 from fuseplan.planner.tuning.session import open_session
 from fuseplan.search import policy
 from fuseplan.search.store.database import Database

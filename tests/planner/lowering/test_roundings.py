@@ -20,7 +20,7 @@ from fuseplan.planner.capture.normalise import normalise
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.graph.execute import run_node
 from fuseplan.planner.graph.serialize import graph_from_json, graph_to_json
-from fuseplan.planner.groups.candidates import Candidate, CandidateLimits
+from fuseplan.planner.groups.candidates import Candidate, enumerate_candidates
 from fuseplan.planner.groups.regions import find_regions, is_anchor, region_parts
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.work.extract import extract
@@ -164,7 +164,7 @@ def test_each_group_rounds_as_eager_does(program: Program, half: torch.dtype) ->
     table = GroupTable(graph, "fp32", "cpu")
     groups = [
         group for region in find_regions(graph) for part in region_parts(graph, region) if not is_anchor(graph, part)
-        for group in table.enumerated(part, CandidateLimits(12, 400)).candidates
+        for group in enumerate_candidates(graph, part, table.legal, 12, 400).candidates
     ]
     assert groups
     for group in groups:
@@ -208,9 +208,10 @@ def shared_angles(x: torch.Tensor, weight: torch.Tensor) -> Any:
 def test_what_nobody_can_tell_keeps_its_bits(program: Callable[..., Any], half: torch.dtype) -> None:
     graph = traced(program, torch.randn(3, 64).to(half), torch.randn(64).to(half))
     (region,) = find_regions(graph)
-    group = max(GroupTable(graph, "fp32", "cpu").enumerated(region, CandidateLimits(20, 400)).candidates,
-                key=lambda one: len(one.ops))
-    body = [instr for one in GroupTable(graph, "fp32", "cpu").lowered(group).ir.segments for instr in one.body]
+    table = GroupTable(graph, "fp32", "cpu")
+    found = enumerate_candidates(graph, region, table.legal, 20, 400)
+    group = max(found.candidates, key=lambda one: len(one.ops))
+    body = [instr for one in table.lowered(group).ir.segments for instr in one.body]
     assert len(group.ops) > 5 and not any(isinstance(instr, Round) for instr in body)
 
 

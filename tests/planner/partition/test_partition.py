@@ -16,7 +16,7 @@ from random_graphs import random_graph
 from ways import WAYS
 
 from fuseplan.planner.graph.dataflow import DataflowGraph
-from fuseplan.planner.groups.candidates import CandidateLimits, enumerate_candidates
+from fuseplan.planner.groups.candidates import enumerate_candidates
 from fuseplan.planner.groups.convex import bits, short_cycles
 from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations.choices import Choice, RegionProblem, region_problem
@@ -170,7 +170,7 @@ def region_problems(seed: int, size: int, order: int = 0) -> list[RegionProblem]
     graph = random_graph(seed, size, opaque=0.15, order=order)
     return [
         region_problem(GroupTable(graph, "fp32", "cpu"), region, enumerate_candidates(
-            graph, region, anything, CandidateLimits(max_candidates=60)), WAYS)
+            graph, region, anything, max_candidates=60), WAYS)
         for region in find_regions(graph)
     ]
 

@@ -23,7 +23,7 @@ from fuseplan.planner.dispatch_stats import Tally
 from fuseplan.planner.errors import RefusedError, failure_reason
 from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.groups.compute_graph import lower_group
-from fuseplan.planner.implementations.aten import run_op
+from fuseplan.planner.implementations.aten import run_ops
 from fuseplan.planner.implementations.first_call import FirstCall, check_layouts
 from fuseplan.planner.implementations.generated_kernel import GeneratedKernel
 from fuseplan.planner.implementations.implementation import PlannedGroup
@@ -169,7 +169,7 @@ def test_atens_op_takes_over_from_a_library_call_that_fails() -> None:
     group = PlannedGroup(("y",), LibraryOp(MergedCall("merged.one", True), "merged.one"))
     call = FirstCall(
         "call", group.ops, made.group.inputs, made.group.outputs, label="", build=lambda in_place: (calling, {}),
-        unfused=partial(run_op, made.group), key="y",
+        unfused=partial(run_ops, [made.group.node], made.group.inputs, made.group.outputs, "cpu"), key="y",
     )
     call.calling, call.reuse_options = call.build(True)
     call.bind(namespace, "call", {}, partial(group.implementation.give_up, group, tally))

@@ -27,8 +27,8 @@ from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.anchored import anchored_candidates
 from fuseplan.planner.groups.candidates import Candidate
 from fuseplan.planner.groups.regions import find_regions, is_anchor, region_parts
+from fuseplan.planner.implementations.choices import implementations_for
 from fuseplan.planner.implementations.group_table import GroupTable
-from fuseplan.planner.implementations.implementations import implementations_for
 from fuseplan.planner.ops.table import op_of
 from fuseplan.planner.partition import across_anchors
 from fuseplan.planner.partition.across_anchors import groups_around_anchors

@@ -60,7 +60,7 @@ CALLS: list[str] = []
 def library(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Doubled:
     """The only library call there is."""
     call = Doubled(broken=getattr(request, "param", False))
-    monkeypatch.setattr("fuseplan.planner.implementations.implementations.LIBRARY_CALLS", (call,))
+    monkeypatch.setattr("fuseplan.planner.implementations.choices.LIBRARY_CALLS", (call,))
     CALLS.clear()
     return call
 
@@ -176,7 +176,7 @@ def test_calls_of_one_op_are_checked_and_timed_beside_it(library: Doubled) -> No
 
 def test_a_plan_whose_library_call_is_gone_is_refused(tmp_path: Path, library: Doubled, monkeypatch: Any) -> None:
     _, _, planner = planned(tmp_path, library_us={library.name: 1.0})
-    monkeypatch.setattr("fuseplan.planner.implementations.implementations.LIBRARY_CALLS", ())
+    monkeypatch.setattr("fuseplan.planner.implementations.choices.LIBRARY_CALLS", ())
     later = Planner(planner.store, None, "dev", TARGET, (ReferenceBackend(),), PlanSettings())
     plans = later.plan_graph(gated()).regions  # its islands have plans of their own, which still serve
     assert [(plan.source, *(group.implementation for group in plan.record.groups)) for plan in plans] == [

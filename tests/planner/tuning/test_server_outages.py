@@ -22,7 +22,7 @@ KILLS = 10
 def test_a_tune_whose_server_is_killed_ten_times(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fuseplan.planner.implementations.implementations.LIBRARY_CALLS", ())
+    monkeypatch.setattr("fuseplan.planner.implementations.choices.LIBRARY_CALLS", ())
     monkeypatch.setattr(connections, "_AWAITED", set())
     pairs = list(itertools.combinations(OPS, 2))
     graph = graph_of(*zip(pairs[:7], pairs[7:14], strict=True))

@@ -42,7 +42,7 @@ BEFORE, AFTER, OTHER = ("exp", "tanh", "neg"), ("sigmoid", "sin"), ("cos", "abs"
 @pytest.fixture(autouse=True)
 def no_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matmuls are ATen's."""
-    monkeypatch.setattr("fuseplan.planner.implementations.implementations.LIBRARY_CALLS", ())
+    monkeypatch.setattr("fuseplan.planner.implementations.choices.LIBRARY_CALLS", ())
 
 
 def block(b: Builder, value: str, *islands: tuple[str, ...]) -> str:

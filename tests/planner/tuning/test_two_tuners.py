@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("any_gain")
 @pytest.fixture(autouse=True)
 def no_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matmuls are ATen's."""
-    monkeypatch.setattr("fuseplan.planner.implementations.implementations.LIBRARY_CALLS", ())
+    monkeypatch.setattr("fuseplan.planner.implementations.choices.LIBRARY_CALLS", ())
 
 
 def test_what_another_is_at_work_on_comes_last(tmp_path: Path) -> None:

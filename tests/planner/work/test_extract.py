@@ -13,7 +13,6 @@ from random_graphs import random_graph
 
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.graph.serialize import graph_from_json, graph_to_json
-from fuseplan.planner.groups.candidates import CandidateLimits
 from fuseplan.planner.groups.regions import find_regions, region_parts
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.work.extract import extract
@@ -48,7 +47,7 @@ def test_a_region_by_itself_has_its_key_and_computes_the_same(seed: int, size: i
 
 
 def legal_groups(graph: DataflowGraph, part: Region) -> set[frozenset[str]]:
-    found = GroupTable(graph, "fp32", "cpu").enumerated(part, CandidateLimits())
+    found = GroupTable(graph, "fp32", "cpu").enumerated(part)
     return {frozenset(one.ops) for one in found.candidates}
 
 

@@ -11,10 +11,10 @@ import sympy
 from fuseplan.kernels.ir.index import Size, product
 from fuseplan.kernels.ir.ir import RegisterType, register_type
 from fuseplan.planner.graph.dataflow import OpNode
-from fuseplan.planner.ops.builder import BodyBuilder
+from fuseplan.planner.ops.builder import BodyBuilder, Value
 from fuseplan.planner.ops.positions import Position, Specs, reshape_position
 
-Build: TypeAlias = Callable[[BodyBuilder, OpNode, Position], int]
+Build: TypeAlias = Callable[[BodyBuilder, OpNode, Position], Value]
 #: The reason when an op cannot be lowered as it is (an unsupported attribute), else None.
 Refuse: TypeAlias = Callable[[OpNode, Specs], str | None]
 #: From the position of a row, and one in it, to that of the element in the operand.
@@ -175,23 +175,23 @@ def is_float(value: Any) -> bool:
     return isinstance(value, float) or (isinstance(value, sympy.Expr) and not value.is_integer)
 
 
-def argument(p: BodyBuilder, node: OpNode, name: str, number: int, position: Position, dtype: RegisterType) -> int:
+def argument(p: BodyBuilder, node: OpNode, name: str, number: int, position: Position, dtype: RegisterType) -> Value:
     """Operand ``number``, or the scalar attribute ``name`` where a number stands in its place."""
     return p.const(node.attrs[name], dtype) if name in node.attrs else p.operand(node, number, position, dtype)
 
 
-def of_one(compute: Callable[[BodyBuilder, OpNode, int], int]) -> Build:
+def of_one(compute: Callable[[Value], Value]) -> Build:
     """A recipe of one operand, in the type of the result."""
-    return lambda p, node, position: compute(p, node, p.operand(node, 0, position, result_type(p, node)))
+    return lambda p, node, position: compute(p.operand(node, 0, position, result_type(p, node)))
 
 
 def of_two(
-    compute: Callable[[BodyBuilder, OpNode, int, int], int],
+    compute: Callable[[BodyBuilder, OpNode, Value, Value], Value],
     meet: Callable[[BodyBuilder, OpNode], RegisterType] = result_type,
 ) -> Build:
     """A recipe of two operands, either of which may be a number, in the type in which they ``meet``."""
 
-    def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
+    def build(p: BodyBuilder, node: OpNode, position: Position) -> Value:
         dtype = meet(p, node)
         a = argument(p, node, "self", 0, position, dtype)
         return compute(p, node, a, argument(p, node, "other", len(node.inputs) - 1, position, dtype))

@@ -1,14 +1,11 @@
 """Layouts that fake tensors get wrong: a trace must lie in memory as eager's tensors will.
 
-PyTorch's fake ``x[i]`` lies as ``x`` does. Eager's goes by the index too where ``x`` tells nothing about the order of
-dimensions: those that it replaces have stride 0 for it (``restride_src`` in ATen's ``TensorAdvancedIndexing.cpp``).
-
-PyTorch's fake results of upsampling have channels first on CUDA where there are few: eager computes them so, and then
-lays them out as its operand does (``UpSampleBilinear2d.cu``).
-
-PyTorch's fake ``zeros_like`` and its kin forget the strides of single elements, and its fake ``reshape`` and ``view``
-have others than eager's. They address nothing, but are part of what a compiled graph is called with, and where there is
-one picture they say whether its channels come last: the op that reads it lays its result out by that.
+* Fake ``x[i]`` lies as ``x``. Eager's goes by the index too where ``x`` tells nothing about the order of dimensions:
+  those that it replaces have stride 0 for it (``restride_src`` in ATen's ``TensorAdvancedIndexing.cpp``).
+* Fake upsampled pictures of few channels have them first on CUDA. Eager lays its result out as its operand
+  (``UpSampleBilinear2d.cu``).
+* Fake ``zeros_like``, ``reshape`` and ``view`` have other strides of single elements. They address nothing, but a
+  compiled graph is called with them, and they say whether channels come last.
 """
 
 from __future__ import annotations
@@ -38,8 +35,8 @@ _INDEX = _ATEN.index.Tensor
 def correct_layouts(module: fx.GraphModule) -> None:
     """Give what fake tensors get wrong in a pre-dispatch trace, and all that reads it, the layout that eager makes.
 
-    A trace that could not run with it stays as it is: eager fails there. ValueError where not even the shape of a fake
-    value is eager's.
+    A trace that cannot run with it stays: eager fails there. ValueError where a fake value has another shape than
+    eager's.
     """
     mode: Any = torch._guards.detect_fake_mode([value_of(node) for node in module.graph.nodes])
     for node in module.graph.nodes:
@@ -55,10 +52,7 @@ def correct_layouts(module: fx.GraphModule) -> None:
 
 
 def laid_out(run: Callable[..., Any], trace: fx.GraphModule) -> Callable[..., Any]:
-    """A graph whose fake results have the strides that its corrected trace says: the next graph is called with them.
-
-    ``run`` runs the graph on fake tensors; ``trace`` has gone through :func:`correct_layouts`.
-    """
+    """``run``, whose fake results get the strides of its corrected ``trace``: the next graph is called with them."""
     expected = [value_of(leaf) for leaf in pytree.tree_leaves(trace.graph.output_node().args)]
 
     def corrected(*args: Any) -> Any:

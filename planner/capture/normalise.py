@@ -1,8 +1,7 @@
 """From a pre-dispatch ATen ``fx.GraphModule`` to a :class:`DataflowGraph`: the one path of planning and dispatch.
 
-Both the offline capture and the ``torch.compile`` back end come through :func:`normalise`, so a plan that was keyed
-offline is found at run time. Names and devices play no part in the result's meaning: arguments are bound by schema,
-no-op calls vanish, synonyms get one spelling, and dynamic sizes are renamed in order of first use.
+Names and devices play no part in the result's meaning: arguments are bound by schema, no-op calls vanish, synonyms get
+one spelling, and dynamic sizes are renamed in order of first use.
 """
 
 from __future__ import annotations
@@ -63,9 +62,7 @@ class Traced:
 
 
 def normalise(module: fx.GraphModule) -> Traced:
-    """Build the dataflow graph of a pre-dispatch ATen trace whose nodes carry fake values in ``meta["val"]``.
-
-    A :class:`CaptureError` names a node that has no place in a dataflow graph.
+    """The dataflow graph of a pre-dispatch trace with fake values in ``meta["val"]``; CaptureError names an unfit node.
     """
     builder = _Builder(module)
     builder.walk()
@@ -216,9 +213,7 @@ class _Builder:
         return value
 
     def _may_be_functional(self, node: fx.Node, twin: torch._ops.OpOverload, written: TracedTensor) -> bool:
-        """Whether nobody can tell that the in-place call ``node`` wrote to an operand: it may be fused as ``twin``.
-
-        The operand is an intermediate, and nothing reads it later, nor another tensor in its memory.
+        """Whether nobody can tell that an in-place call wrote to an intermediate: nothing in its memory is read later.
         """
         storage = self.storages.of(written)
         sharing = [(one, tensor.name) for one, value in self.values.items() for tensor in tensors_in(value)

@@ -1,7 +1,4 @@
-"""Graphs of models whose layers are alike: three layers are traced, and the middle of the model is made of them.
-
-A model has dozens of layers, and each workload traces all of them anew.
-"""
+"""Graphs of models whose layers are alike: three layers are traced, and the middle of the model is made of them."""
 
 from __future__ import annotations
 
@@ -29,9 +26,7 @@ _VALUES = (bool, int, float, str, type(None), tuple, torch.dtype)
 
 @functools.lru_cache(maxsize=8)
 def traced_source(source: ModelSource) -> tuple[ModelSource, int] | None:
-    """The source of a model with the first layers alone, and how many there are in all; None where the others are not
-    all like the second, as far as their modules and the config say.
-    """
+    """The source of the first layers alone, and how many there are; None where the others are not known to be alike."""
     if source.kind == "module":
         return None
     text = hf_config(source).get_text_config(decoder=True)
@@ -84,7 +79,7 @@ def _alike(one: nn.Module, number: int, other: nn.Module, its_number: int, witho
 def with_layers(graph: DataflowGraph, count: int) -> DataflowGraph | None:
     """A graph of :data:`TRACED` layers as one of ``count``; None where its ops do not show how layers go on.
 
-    Names differ from those of a trace of all layers, and graph inputs have another order.
+    Names, and the order of graph inputs, differ from those of a trace of all layers.
     """
     try:
         return _Repeat(graph).repeated(count)

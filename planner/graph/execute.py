@@ -37,11 +37,10 @@ def resolve_op(name: str) -> torch._ops.OpOverload:
 def bind_call(
     node: OpNode, values: Sequence[Any], device: torch.device | str | None = None
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Positional and keyword arguments of the ATen call ``node`` stands for.
+    """Positional and keyword arguments of the ATen call ``node`` stands for, ``values`` being its inputs (or proxies).
 
-    ``values`` stand for ``node.inputs``: tensors, or proxies such as ``fx.Node``. ``device`` is given to ops that
-    create a tensor from nothing (``arange``); the attribute ``device`` wins. ShapeError where an argument without a
-    default is missing, or operands are left over.
+    ``device`` is given to ops that create a tensor from nothing (``arange``) unless an attribute says it. ShapeError
+    where an argument without a default is missing, or operands are left over.
     """
     referenced = {ref.position for ref in _refs(node.attrs.values())}
     remaining = iter([value for position, value in enumerate(values) if position not in referenced])

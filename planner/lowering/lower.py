@@ -1,8 +1,7 @@
 """Pull-based lowering: a fusion group of the dataflow graph becomes one :class:`KernelIR`.
 
 Each group output is asked for its value at an index; the answer asks its operands, and so on to the group's inputs.
-View ops only change the index, a reduction becomes a fold over the columns, ``cat`` a choice between operands. What
-cannot be expressed raises :class:`NotLowerable`, which is how the planner tells a legal group from an illegal one.
+What cannot be expressed raises :class:`NotLowerable`: so a legal group is told from an illegal one.
 """
 
 from __future__ import annotations
@@ -80,9 +79,7 @@ class _Plan:
 
 
 class _Lowering:
-    """One attempt at a group, with so many spaces of each value ``passed`` over; ``storing`` is the output that it was
-    asking for when it stopped.
-    """
+    """One attempt at a group: it passes over some spaces of each value; ``storing`` is the output being asked for."""
 
     def __init__(self, graph: DataflowGraph, members: frozenset[str], numerics: str, passed: Mapping[str, int]) -> None:
         self.graph = graph
@@ -147,8 +144,9 @@ class _Lowering:
         return plans | ordered
 
     def spaces(self, value: str) -> list[_Plan]:
-        """The iteration spaces of an output, of which the first is taken in which no reduction is asked for across the
-        columns: a size that is the folded one may be a coincidence (``x.sum(-1)`` of a square x).
+        """The iteration spaces to try for an output, in order.
+
+        A size that equals the folded one may be a coincidence (``x.sum(-1)`` of a square x).
         """
         spec = stored_spec(self.group, value)
         reduced = self._reduced_size(value)

@@ -102,9 +102,7 @@ def _bases(group: Group, value: str) -> frozenset[str]:
 
 
 def looks_through(group: Group, node: OpNode) -> bool:
-    """Whether the group's kernel reads what lies behind an op: a view, or a ``reshape`` that may have to copy what
-    the group itself computes (symbols do not always tell that it is a view).
-    """
+    """Whether the kernel reads what lies behind an op: a view, or a ``reshape`` of what the group computes."""
     graph = group.graph
     if is_address_map(node, graph.specs):
         return True

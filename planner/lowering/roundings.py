@@ -1,7 +1,6 @@
 """Roundings to half precision that a program can see: kernels make them under ``numerics="fp32"`` too.
 
-Elsewhere a kernel keeps the bits that a cast in the middle of it would drop. It must not where the program asks what
-the cast dropped (``x - x.to(bfloat16).float()``): the answer would be zero.
+Where the program asks what a cast dropped (``x - x.to(bfloat16).float()``), an unrounded value would give zero.
 """
 
 from __future__ import annotations

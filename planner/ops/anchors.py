@@ -1,8 +1,4 @@
-"""Ops that libraries run: matmuls, convolutions, attention, orders; how a kernel computes a matmul.
-
-Asked for its value at an index, a matmul makes a product of the segment and reads its sum there: the kernel is built
-around it.
-"""
+"""Ops that libraries run: matmuls, convolutions, attention, orders; and how a kernel is built around a matmul."""
 
 from __future__ import annotations
 

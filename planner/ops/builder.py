@@ -259,9 +259,7 @@ class BodyBuilder(ABC):
         return space.emit(ir.Reduce(total.dtype, kind, total.id))
 
     def inside(self, ids: Mapping[int, Value], extents: Mapping[int, Size]) -> Value | None:
-        """A check that numbers are positions of their dimensions, where the mask in force does not excuse them; None
-        where they are known to be.
-        """
+        """A check that numbers are positions of their dimensions, or masked out; None where they are known to be."""
         checks = [self._is_inside(at, extents[dim]) for dim, at in ids.items() if not self._exists(at, extents[dim])]
         if not checks:
             return None

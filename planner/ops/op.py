@@ -156,9 +156,9 @@ Rows: TypeAlias = dict[str, Op]
 
 
 def rows(family: Family, names: str, build: Build | None = None, **also: Any) -> Rows:
-    """The same row for several ops; ``also`` are further fields of :class:`Op`.
+    """The same row for several ops, such as ``"add.Tensor exp conv2d.*"``; ``also`` are further fields of :class:`Op`.
 
-    ``"add.Tensor exp conv2d.*"`` names an overload, a default one, and all that have no row of their own.
+    A bare name is the default overload, ``name.*`` all overloads that have no row of their own.
     """
     op = Op(family, build, **also)
     full = (name if "." in name else f"{name}.default" for name in names.split())

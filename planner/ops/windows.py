@@ -1,8 +1,6 @@
-"""Ops whose elements each come from a window of one channel: pooling, upsampling between neighbours, and convolutions
-that sum over no channels (depthwise ones).
+"""Ops whose elements each come from a window of one channel: pooling, bilinear upsampling, depthwise convolutions.
 
-These are no matrix products: a kernel that computes them reads its operand a few times, and holds what comes before and
-after as any other kernel does.
+None is a matrix product: a kernel reads its operand a few times, and holds what comes before and after.
 """
 
 from __future__ import annotations
@@ -71,9 +69,7 @@ def _bilinear(p: BodyBuilder, node: OpNode, position: Position) -> Value:
 def _around(
     p: BodyBuilder, index: Index, factor: Size, extent: Size, dtype: RegisterType
 ) -> tuple[tuple[Index, Value], ...]:
-    """The two neighbours along one dimension that grows ``factor`` times, with a margin of one before it, and their
-    shares; at an edge one of them is in the margin, and has none.
-    """
+    """The two neighbours along a dimension that grows ``factor`` times, which has a margin of one, and their shares."""
     one, zero, half = p.const(1.0, dtype), p.const(0.0, dtype), factor // 2
     if factor == 1:
         return ((index + 1, one),)
@@ -134,9 +130,7 @@ def _refuse_pool(node: OpNode, specs: Specs) -> str | None:
 
 
 def _refuse(node: OpNode, specs: Specs, window: tuple[int, int]) -> str | None:
-    """Refuses pictures whose channels do not follow one another in memory: their rows are short, and libraries are
-    faster.
-    """
+    """Refuses pictures without channels last: their rows are short, and libraries are faster."""
     picture, result = specs[node.inputs[0]], specs[node.outputs[0]]
     if len(picture.shape) != 4 or not picture.is_static or picture.dtype not in FLOATS:
         return "of dynamic sizes, or of no pictures"

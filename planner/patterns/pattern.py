@@ -1,8 +1,4 @@
-"""What a named pattern is, a PyTorch function and its inputs; and the patterns without reductions.
-
-Those are gated activations, soft-cap, and the chains of pointwise ops that fusers are shown with. The table of all is
-:mod:`fuseplan.planner.patterns.table`.
-"""
+"""What a named pattern is, a PyTorch function and its inputs; and the patterns without reductions."""
 
 from __future__ import annotations
 
@@ -29,8 +25,8 @@ class Pattern:
 
     Attributes:
         compute: The function, on tensors in the order of ``inputs``; one tensor or several.
-        given: Layout of its arguments for a shape and dtype; where the shape does not fit, a :class:`ShapeError` that
-            goes on after the pattern's name. None: weights and biases as long as a row, all others of the shape.
+        given: Layout of its arguments for a shape and dtype; else :func:`usual_inputs`. A :class:`ShapeError` of it
+            goes on after the pattern's name.
         dtype: The one that it is built in unless another is given.
         typed: ``compute`` also takes the ``dtype``, which none of its tensors has.
     """

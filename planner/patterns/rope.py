@@ -13,9 +13,7 @@ from fuseplan.planner.patterns.pattern import InputSpecs, Pattern, Shape, dense
 
 
 def _turned(x: Tensor, pairs: bool) -> Tensor:
-    """The last dimension with each pair (a, b) replaced by (-b, a).
-
-    ``pairs``: GPT-J's ``rotate_every_two``, of neighbours; else Hugging Face's ``rotate_half``, half a head apart.
+    """The last dimension with pairs (a, b) replaced by (-b, a): of neighbours (``pairs``, GPT-J), or half a head apart.
     """
     width = x.shape[-1]
     if pairs:
@@ -24,9 +22,8 @@ def _turned(x: Tensor, pairs: bool) -> Tensor:
 
 
 def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, share: int = 1, pairs: bool = False) -> tuple[Tensor, ...]:
-    """``x cos + turned(x) sin`` of the first ``1 / share`` of each head; the rest passes.
-
-    With ``pairs``, as GPT-J, GLM and Cohere have it, the tables [B, S, D] have each angle once.
+    """``x cos + turned(x) sin`` of the first ``1 / share`` of each head; tables [B, S, D] of ``pairs`` have angles
+    once.
     """
     if pairs:
         cos, sin = (table.repeat_interleave(2, -1) for table in (cos, sin))

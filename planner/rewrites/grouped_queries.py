@@ -1,13 +1,8 @@
 """Attention over keys and values that query heads share, without a copy for every query head.
 
-Models whose query heads share keys and values either repeat those for attention, or ask for ``enable_gqa``, of which
-few kernels make use.
-
-* On GPUs ``enable_gqa`` reads shared keys and values as they are, for any number of tokens, where PyTorch has a fused
-  back end that can. Which back end runs the call is chosen later, by measurement.
-* On CPUs, with a single query position the query heads of a group are as good as positions of one head:
-  ``[batch, kv * group, 1, width]`` becomes ``[batch, kv, group, width]``. Only the order in which a kernel adds numbers
-  up may be another. On GPUs kernels that share keys are faster.
+* On GPUs ``enable_gqa`` reads shared keys and values as they are, where PyTorch has a fused back end that can.
+* On CPUs, with one query position, the heads of a group become positions of one head: ``[batch, kv * group, 1, width]``
+  is ``[batch, kv, group, width]``. Only the order in which numbers are added up may differ.
 """
 
 from __future__ import annotations

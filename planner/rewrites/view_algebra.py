@@ -27,8 +27,7 @@ def coordinates(shape: Sequence[Size]) -> Position:
 
 
 def source_position(node: fx.Node, position: Position) -> Position | None:
-    """Where the element at ``position`` of a call's result is in its first operand; None where the call reads another
-    operand, or may do more than move elements.
+    """The position in a call's first operand of an element of its result; None where it may not merely move elements.
     """
     tensors = [one for one in node.all_input_nodes if value_of(one) is not None]
     if node.op != "call_function" or not is_pure(node.target) or tensors != list(node.args[:1]):
@@ -62,8 +61,9 @@ def _looks_alike(one: object, other: object) -> bool:
 
 
 def moved_from(node: fx.Node, starts: Callable[[fx.Node], bool]) -> tuple[list[fx.Node], Position] | None:
-    """The calls by which a tensor becomes ``node``, from one that ``starts`` on, each of which moves what the one
-    before it gives, and where in the first one's result each element is; None where there is no such call.
+    """The calls that move a result to ``node``, from one that ``starts`` on, and where in that result each element is.
+
+    None where there is no such call.
     """
     path, position = [node], coordinates(sizes_of(node) or ())
     while not starts(path[-1]):

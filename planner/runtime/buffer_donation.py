@@ -29,9 +29,7 @@ _LARGEST_KEPT = (32 << 20) - (64 << 10)
 
 
 def overwrite_operands(graph: fx.Graph, traced: Traced, memory: Memory) -> int:
-    """Let ATen's pointwise ops write over operands that nobody needs after them, as :func:`plan_reuse` does for groups;
-    how many do.
-    """
+    """Let ATen's pointwise ops write over operands that nobody needs after them; how many do."""
     values, count = FakeValues(traced.module.graph), 0
     for node in graph.nodes:
         target = _in_place(node.target)

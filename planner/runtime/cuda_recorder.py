@@ -51,8 +51,9 @@ class CudaRecorder:
         return self._turn
 
     def record(self, function: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Callable[[], None]]:
-        """Call ``function(*args)`` without running its kernels: what it returned (memory that each replay overwrites),
-        and what replays its kernels. NotRecordable where it did something that cannot be recorded.
+        """What ``function(*args)`` returned (memory that each replay overwrites), and what replays its kernels.
+
+        NotRecordable where it did something that cannot be recorded.
         """
         torch.cuda.synchronize(self._device)  # no work in flight may end, and free memory, while recording
         pool = self._pool() or self._new_pool()

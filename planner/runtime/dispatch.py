@@ -70,8 +70,8 @@ def fuseplan(
 def compile_graph(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: DispatchOptions, tally: Tally
 ) -> Callable[..., Any]:
-    """Trace, normalise, plan and rewrite one graph; RefusedError where it must run unfused, FuseplanError where it
-    cannot be traced, or the device not be used.
+    """Trace, plan and rewrite one graph; RefusedError where it must run unfused, other errors where it cannot be
+    traced.
     """
     _check_no_gradients(gm, example_inputs)
     apart = take_apart(gm, example_inputs)

@@ -1,12 +1,9 @@
 """What dispatch shows of itself, in the way of PyTorch's own components: log artifacts and structured traces.
 
-``TORCH_LOGS="fuseplan_plans"`` shows each graph's plan with its reasons and times, and
-``TORCH_LOGS="fuseplan_kernels"`` the source of its kernels. PyTorch reads that variable while it is imported, before it
-can know a name of ours; it takes an unknown one for a module's, and that module for a logger. So there are modules of
-these two names, which hold nothing. ``TORCH_LOGS="fuseplan"`` and ``"+fuseplan"`` set the level of everything else.
-
-With ``TORCH_TRACE`` set both are written to its log, where tlparse finds them. The option ``debug`` shows plans without
-any set-up of logging.
+``TORCH_LOGS="fuseplan_plans"`` shows each graph's plan, ``TORCH_LOGS="fuseplan_kernels"`` the source of its kernels.
+PyTorch takes an unknown name for a module's, so there are empty modules of these two names. ``TORCH_LOGS="fuseplan"``
+and ``"+fuseplan"`` set the level of everything else. With ``TORCH_TRACE`` set both are written to its log, where
+tlparse finds them. The option ``debug`` shows plans without any set-up of logging.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Chains of views as one call: where each view begins in its root, and its strides, are known when a graph is compiled.
 
-A call of a view op costs the host one to five microseconds; a transformer layer has a dozen of them, in chains. Each
-view whose root certainly has the strides of its fake tensor becomes one reinterpretation of the root's memory, as in
-TorchInductor's code. Certain are graph inputs, whose strides Dynamo guards; results of fused kernels, which allocate as
-their IR says; and matrix products. A library's other results may have other strides than their fake tensors, and
-PyTorch 2.11 does not notice that a parameter's ``data`` was replaced: their views stay.
+A view costs the host one to five microseconds; a transformer layer has a dozen, in chains. Each whose root certainly
+has its fake tensor's strides reinterprets the root's memory, as in TorchInductor's code. Certain are graph inputs,
+whose strides Dynamo guards, and results of fused kernels and matrix products; no library's other results, and no
+parameter's ``data``, whose replacement PyTorch 2.11 does not notice.
 
-So do views of what the graph returns or writes to, whose version counters and ``_base`` must be eager mode's; and views
-with a dynamic size.
+Views of what the graph returns or writes to stay (eager mode's version counters and ``_base``), and those with a
+dynamic size.
 """
 
 from __future__ import annotations

@@ -17,19 +17,14 @@ from fuseplan.planner.capture.subgraph import SubGraph, trace_function, trace_su
 from fuseplan.planner.errors import ShapeError, UnknownPatternError
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.models.workload import read_size
+from fuseplan.planner.patterns.functions import FUNCTIONS, InputSpecs, Pattern, Shape
 from fuseplan.planner.patterns.listing import LISTING
-from fuseplan.planner.patterns.norm import NORM_PATTERNS
-from fuseplan.planner.patterns.pattern import POINTWISE_PATTERNS, InputSpecs, Pattern, Shape
 from fuseplan.planner.patterns.quantisation import quantisation_patterns
-from fuseplan.planner.patterns.rope import ROPE_PATTERNS
-from fuseplan.planner.patterns.softmax import SOFTMAX_PATTERNS
 
 #: What activations may be.
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 #: Every named pattern.
-PATTERNS: Mapping[str, Pattern] = MappingProxyType({
-    **POINTWISE_PATTERNS, **NORM_PATTERNS, **ROPE_PATTERNS, **SOFTMAX_PATTERNS, **quantisation_patterns(),
-})
+PATTERNS: Mapping[str, Pattern] = MappingProxyType({**FUNCTIONS, **quantisation_patterns()})
 
 
 def parse_shape(text: str, example: str = "32x4096") -> Shape:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -58,22 +59,20 @@ def _alike(one: nn.Module, number: int, other: nn.Module, its_number: int, witho
     """Whether two modules' code depends on the same, but for ``number`` (a place, or how many layers there are) in the
     one for ``its_number`` in the other; ``without`` the module of that name.
     """
-    ours, theirs = (
-        [(name, module) for name, module in root.named_modules()
-         if not without or not f"{name}.".startswith(f"{without}.")] for root in (one, other))
-    if [(name, type(module)) for name, module in ours] != [(name, type(module)) for name, module in theirs]:
-        return False
-    for (_, mine), (_, its) in zip(ours, theirs, strict=True):
-        values, others = (
-            {key: value for key, value in vars(module).items() if isinstance(value, _VALUES)} for module in (mine, its))
-        tensors, its_tensors = (
-            [(key, tensor.shape, tensor.dtype) for key, tensor in module.named_parameters(recurse=False)]
-            for module in (mine, its))
-        if values.keys() != others.keys() or tensors != its_tensors or not all(
-            value == others[key] or (value, others[key]) == (number, its_number) for key, value in values.items()
-        ):
-            return False
-    return True
+    ours, theirs = (list(_facts(root, without)) for root in (one, other))
+    return len(ours) == len(theirs) and all(
+        mine == its or (mine == (*its[:-1], number) and its[-1] == its_number)
+        for mine, its in zip(ours, theirs, strict=True))
+
+
+def _facts(root: nn.Module, without: str) -> Iterator[tuple[Any, ...]]:
+    """The modules of one, with their attributes and parameters: the last item of each is its value."""
+    for name, module in root.named_modules():
+        if without and f"{name}.".startswith(f"{without}."):
+            continue
+        yield name, type(module)
+        yield from ((name, key, value) for key, value in sorted(vars(module).items()) if isinstance(value, _VALUES))
+        yield from ((name, key, (tensor.shape, tensor.dtype)) for key, tensor in module.named_parameters(recurse=False))
 
 
 def with_layers(graph: DataflowGraph, count: int) -> DataflowGraph | None:

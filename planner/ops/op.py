@@ -205,4 +205,4 @@ def float_result(node: OpNode, specs: Specs) -> str | None:
 
 
 def no_booleans(node: OpNode, specs: Specs) -> str | None:
-    return "of booleans" if specs[node.inputs[0]].dtype == "bool" else None
+    return "of booleans" if any(specs[value].dtype == "bool" for value in node.inputs) else None

@@ -141,11 +141,6 @@ def _floor_divide_refuse(node: OpNode, specs: Specs) -> str | None:
     return None if isinstance(divisor, int) and divisor else "the divisor is no number other than zero"
 
 
-def _taken_away_refuse(node: OpNode, specs: Specs) -> str | None:
-    """ATen raises for a difference of booleans, or with one."""
-    return "of booleans" if any(specs[value].dtype == "bool" for value in node.inputs) else None
-
-
 #: Exponents that are another op.
 _ROOTS = {0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
 
@@ -266,12 +261,6 @@ def _bounds(node: OpNode) -> tuple[str, ...]:
     return (kind,) if kind else tuple(name for name in ("min", "max") if name not in node.attrs)
 
 
-def _remainder_refuse(node: OpNode, specs: Specs) -> str | None:
-    """Integers by a number that is known: ATen raises where a divisor is zero."""
-    divisor, dtype = node.attrs.get("other"), specs[node.outputs[0]].dtype
-    return None if isinstance(divisor, int) and divisor and dtype in INTEGERS else "of no integers, or by no number"
-
-
 def _each(make: Callable[[str], Build], names: str, **also: Any) -> Rows:
     """A row for each of several ops; ``make`` is given what the name and its scalar op have in common."""
     return {name: op for full in names.split() for name, op in _row(full, make(full.split(".")[0]), **also).items()}
@@ -295,10 +284,10 @@ POINTWISE = {
     **_row("square", of_one(lambda x: x * x)),
     **_row("add.Tensor", _binary("add"), adds=1),
     **_row("add.Scalar", _binary("add")),
-    **_row("sub.Tensor", _binary("sub"), refuse=_taken_away_refuse, adds=-1),
-    **_row("sub.Scalar", _binary("sub"), refuse=_taken_away_refuse),
-    **_row("rsub.Tensor", _binary("sub", swapped=True), refuse=_taken_away_refuse, adds=-1),
-    **_row("rsub.Scalar", _binary("sub", swapped=True), refuse=_taken_away_refuse),
+    **_row("sub.Tensor", _binary("sub"), refuse=no_booleans, adds=-1),
+    **_row("sub.Scalar", _binary("sub"), refuse=no_booleans),
+    **_row("rsub.Tensor", _binary("sub", swapped=True), refuse=no_booleans, adds=-1),
+    **_row("rsub.Scalar", _binary("sub", swapped=True), refuse=no_booleans),
     **_row("mul.Tensor mul.Scalar", _binary("mul")),
     **_row("div.Tensor div.Scalar true_divide.Tensor true_divide.Scalar", _div, refuse=float_result),
     **_row("floor_divide floor_divide.Scalar div.Scalar_mode div.Tensor_mode", _binary("int_floordiv"),
@@ -336,7 +325,7 @@ POINTWISE = {
     **_row("addcmul", _added("mul"), refuse=_floats_alone),
     **_row("addcdiv", _added("div"), refuse=_floats_alone),
     **_row("clamp.Tensor clamp_min.Tensor clamp_max.Tensor", _clamp_by_tensors, refuse=no_booleans),
-    **_row("remainder.Scalar", _binary("int_remainder"), refuse=_remainder_refuse),
+    **_row("remainder.Scalar", _binary("int_remainder"), refuse=_floor_divide_refuse),
     **_row("where.self where.ScalarSelf where.ScalarOther", _where, rearranges=True),
     **_row("where.Scalar", _where),
     **_row("masked_fill.Scalar masked_fill.Tensor", _masked_fill, refuse=_filled_refuse, rearranges=True),

@@ -22,7 +22,7 @@ from fuseplan.planner.rewrites.attention_call import (
     fake_arguments,
     masked_number,
 )
-from fuseplan.planner.rewrites.view_algebra import coordinates, source_position
+from fuseplan.planner.rewrites.view_algebra import coordinates, origins
 
 _aten = torch.ops.aten
 #: Kinds of device on which query heads as positions have been measured to pay.
@@ -141,10 +141,8 @@ def shared_heads(node: Any) -> SharedHeads | None:
     sizes = edit.sizes_of(node)
     if sizes is None or len(sizes) != 4:
         return None
-    base, position = node, coordinates(sizes)
-    batch, head, *rest = position
-    while (moved := source_position(base, position)) is not None:
-        base, position = base.all_input_nodes[0], moved
+    batch, head, *rest = coordinates(sizes)
+    for base, position in origins(node):
         short = edit.sizes_of(base)
         if short is None or len(short) != 4 or (short[0], *short[2:]) != (sizes[0], *sizes[2:]):
             continue

@@ -20,7 +20,7 @@ from torch import fx
 from fuseplan.kernels.ir.index import Index, flatten, row_major_strides
 from fuseplan.planner.ops.table import op_of
 from fuseplan.planner.rewrites import trace_edit as edit
-from fuseplan.planner.rewrites.view_algebra import coordinates, moved_from
+from fuseplan.planner.rewrites.view_algebra import coordinates, origins
 from fuseplan.search.errors import OWN_FAULTS
 
 _aten = torch.ops.aten
@@ -53,13 +53,14 @@ def gathered_pages(node: Any, reader: fx.Node) -> GatheredPages | None:
     sizes = edit.static_sizes(node)
     if sizes is None or len(sizes) != 4 or 0 in sizes:
         return None
-    moved = moved_from(node, lambda one: op_of(str(one.target)).rows_by is not None)
-    if moved is None:
+    moved = list(origins(node))
+    gathers = [number for number, (one, _) in enumerate(moved) if op_of(str(one.target)).rows_by is not None]
+    if not gathers:
         return None
-    path, position = moved
+    path, (gather, position) = [one for one, _ in moved[: gathers[0] + 1]], moved[gathers[0]]
     if any(set(one.users) - {*path, reader} for one in path):
         return None  # others read the copy, too: it has to be made anyhow
-    found, whole = _lookup(path[0]), edit.static_sizes(path[0])
+    found, whole = _lookup(gather), edit.static_sizes(gather)
     if found is None or whole is None:
         return None
     pages, table = found
@@ -69,7 +70,7 @@ def gathered_pages(node: Any, reader: fx.Node) -> GatheredPages | None:
     order = _order(flatten(position, row_major_strides(whole)), sizes, shape[1:], listed)
     if order is None:
         return None
-    return GatheredPages(pages, table, tuple(path), *order, path[0].target is _aten.index.Tensor)
+    return GatheredPages(pages, table, tuple(path[::-1]), *order, gather.target is _aten.index.Tensor)
 
 
 def _lookup(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:

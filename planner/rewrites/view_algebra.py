@@ -6,7 +6,7 @@ that is one index expression for each dimension, whichever ops they were.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -60,16 +60,10 @@ def _looks_alike(one: object, other: object) -> bool:
     return before is not None and after is not None and (before.dtype, before.device) == (after.dtype, after.device)
 
 
-def moved_from(node: fx.Node, starts: Callable[[fx.Node], bool]) -> tuple[list[fx.Node], Position] | None:
-    """The calls that move a result to ``node``, from one that ``starts`` on, and where in that result each element is.
-
-    None where there is no such call.
-    """
-    path, position = [node], coordinates(sizes_of(node) or ())
-    while not starts(path[-1]):
-        moved = source_position(path[-1], position)
-        if moved is None:
-            return None
-        position = moved
-        path.append(path[-1].all_input_nodes[0])
-    return path[::-1], position
+def origins(node: fx.Node) -> Iterator[tuple[fx.Node, Position]]:
+    """A node, and each that it is made of by calls that move elements: where an element of ``node`` is in it."""
+    position: Position | None = coordinates(sizes_of(node) or ())
+    while position is not None:
+        yield node, position
+        position = source_position(node, position)
+        node = next(iter(node.all_input_nodes), node)

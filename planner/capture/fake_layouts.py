@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fuseplan.planner.ops.table import op_of
-from fuseplan.planner.rewrites.trace_edit import follow, set_values, value_of
+from fuseplan.planner.rewrites.trace_edit import follow, is_static, set_values, value_of
 
 _ATEN = torch.ops.aten
 _INDEX = _ATEN.index.Tensor
@@ -66,8 +66,7 @@ def _restrided(result: Any, expected: torch.Tensor | None) -> Any:
     """A fake tensor with the strides of another one of its shape, where both are plain numbers."""
     if not isinstance(result, torch.Tensor) or expected is None or result.stride() == expected.stride():
         return result
-    numbers = all(isinstance(size, int) for one in (result, expected) for size in (*one.shape, *one.stride()))
-    return result.as_strided(expected.shape, expected.stride()) if numbers else result
+    return result.as_strided(expected.shape, expected.stride()) if is_static(result, expected) else result
 
 
 def _strides(node: fx.Node, mode: Any) -> Sequence[Any] | None:
@@ -85,9 +84,7 @@ def _strides(node: fx.Node, mode: Any) -> Sequence[Any] | None:
 def _grown(node: fx.Node) -> Sequence[Any] | None:
     """Strides of a picture that was upsampled: channels come last where they did."""
     source, result = value_of(node.args[0]), value_of(node)
-    if source is None or result is None or result.dim() != 4:
-        return None
-    if not all(isinstance(size, int) for one in (source, result) for size in (*one.shape, *one.stride())):
+    if source is None or result is None or result.dim() != 4 or not is_static(source, result):
         return None  # some versions of PyTorch tie a graph to sizes that are compared
     last = suggest_memory_format(source) == torch.channels_last
     return make_channels_last_strides_for(result.shape) if last else None

@@ -10,26 +10,10 @@ from operator import add, mul
 
 import torch
 
+from fuseplan.kernels.ir import ir
 from fuseplan.kernels.ir.contraction import factored
 from fuseplan.kernels.ir.index import Coord, Index, Size, flatten
-from fuseplan.kernels.ir.ir import (
-    ITEMSIZE,
-    NARROW,
-    Apply,
-    Cast,
-    Dot,
-    Gather,
-    Instr,
-    Load,
-    Product,
-    Round,
-    RowValue,
-    Segment,
-    Store,
-    ancestors,
-    register_type,
-    renamed,
-)
+from fuseplan.kernels.ir.ir import ITEMSIZE, NARROW, Apply, Instr, Load, Product, Round, Segment, register_type
 from fuseplan.kernels.ir.ops import torch_dtype
 from fuseplan.kernels.ir.rewrite import needed
 from fuseplan.planner.errors import NotLowerable
@@ -129,18 +113,18 @@ class Puller(BodyBuilder):
             return self.pull(value, position).to(register_type(dtype))
         return self._computed(node, value, position).to(register_type(dtype))
 
-    def store(self, buffer: int, value: str, position: Position) -> Store:
+    def store(self, buffer: int, value: str, position: Position) -> ir.Store:
         """A store of ``value`` at a position of its :func:`stored_spec`."""
         stored, strides, node = self.stored(value, position), self.specs[value].strides, self._member(value)
         dim = written_dim(node, self.specs) if node is not None else None
         if node is None or dim is None:
-            return Store(buffer, flatten(position, strides), stored.id)
+            return ir.Store(buffer, flatten(position, strides), stored.id)
         at = self.pull(node.inputs[1], (position[dim],)).to("int64")
         if not self.is_per_row(at):
             raise NotLowerable(f"{node.op} ({node.name}) places the columns of the group one by one")
         rest, extent = flatten(along(position, dim, Index(0)), strides), self.specs[value].shape[dim]
         check = self.inside({dim: at}, {dim: extent})
-        return Store(buffer, rest, stored.id, Gather(at.id, strides[dim], extent, check and check.id))
+        return ir.Store(buffer, rest, stored.id, ir.Gather(at.id, strides[dim], extent, check and check.id))
 
     def _produce(self, value: str, position: Position) -> Value:
         graph = self._group.graph
@@ -226,15 +210,15 @@ class Puller(BodyBuilder):
         if product not in space.products:
             space.products.append(product)
         number, wide = space.products.index(product), register_type(result.dtype)
-        total = space.emit(Dot(wide, number, column))
-        factors = [space.emit(RowValue(wide, number, factor)) for factor in ones]
+        total = space.emit(ir.Dot(wide, number, column))
+        factors = [space.emit(ir.RowValue(wide, number, factor)) for factor in ones]
         factors += [self._brought(other, factor, column) for factor in others]
         return fold(mul, factors, total)
 
     def _is_byte(self, body: Sequence[Instr], value: int) -> bool:
         """Whether a value is stored in one byte: any half holds it."""
         instr = body[value]
-        while isinstance(instr, Cast):
+        while isinstance(instr, ir.Cast):
             instr = body[instr.arg]
         return isinstance(instr, Load) and ITEMSIZE[self.specs[self._group.inputs[instr.buffer]].dtype] == 1
 
@@ -242,8 +226,8 @@ class Puller(BodyBuilder):
         """A number that row ``row`` of a side has, as a value of this space."""
         moved = side.with_indices(lambda index: index.substitute({0: row}))
         places: dict[int, int] = {}
-        for one in ancestors(side.body, [value]):
-            places[one] = self._space.emit(renamed(moved.body[one], places.__getitem__)).id
+        for one in ir.ancestors(side.body, [value]):
+            places[one] = self._space.emit(ir.renamed(moved.body[one], places.__getitem__)).id
         return Value(self._space, places[value])
 
     def row_shape(self, node: OpNode) -> tuple[Size, ...]:
@@ -290,11 +274,11 @@ class Puller(BodyBuilder):
         rest = index.substitute({axis: Index(0) for axis in axes.values()})
         return self._space.emit(Load(dtype, self._group.input_buffer(value), rest, mask and mask.id, missing, gather))
 
-    def _gather(self, ids: Mapping[int, Value], strides: Mapping[int, Size], extents: Mapping[int, Size]) -> Gather:
+    def _gather(self, ids: Mapping[int, Value], strides: Mapping[int, Size], extents: Mapping[int, Size]) -> ir.Gather:
         """One term of an address for all coordinates that are data: their distance from the first element."""
         first = next(iter(ids))
         if len(ids) == 1:
-            return Gather(ids[first].id, strides[first], extents[first])
+            return ir.Gather(ids[first].id, strides[first], extents[first])
         total = fold(add, [at * self.iota(Index(strides[dim])) for dim, at in ids.items()])
         known = [extent for extent in extents.values() if isinstance(extent, int)]
-        return Gather(total.id, 1, min(known, default=extents[first]))
+        return ir.Gather(total.id, 1, min(known, default=extents[first]))

@@ -9,7 +9,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fuseplan.planner.graph.execute import parameters_of
-from fuseplan.planner.rewrites.trace_edit import arguments_of, change_arguments
+from fuseplan.planner.rewrites.trace_edit import arguments_of, change_arguments, is_static
 from fuseplan.search.errors import OWN_FAULTS
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
@@ -32,8 +32,7 @@ def change_call(node: fx.Node, **changes: Any) -> bool:
     args, kwargs = _split(arguments_of(node) | changes)
     before, after = fake_arguments(node), fake_arguments(node, **changes)
     tensors = [one for one in after.values() if isinstance(one, FakeTensor)]
-    is_dynamic = any(isinstance(size, torch.SymInt) for one in tensors for size in (*one.shape, *one.stride()))
-    if is_dynamic and (layout := _layout_as_seen(after)) and layout == _layout_as_seen(before):
+    if not is_static(*tensors) and (layout := _layout_as_seen(after)) and layout == _layout_as_seen(before):
         node.args, node.kwargs = args, kwargs
         return True
     return change_arguments(node, args, kwargs)

@@ -54,6 +54,11 @@ def sizes_of(node: Any) -> tuple[Any, ...] | None:
     return tuple(size.node.expr if isinstance(size, torch.SymInt) else size for size in value.shape)
 
 
+def is_static(*tensors: torch.Tensor) -> bool:
+    """Whether all sizes and strides of fake tensors are plain numbers."""
+    return all(isinstance(size, int) for one in tensors for size in (*one.shape, *one.stride()))
+
+
 def trace_device(node: fx.Node) -> str:
     """Kind of device of a node's tensor, ``""`` where there is none."""
     value = value_of(node)

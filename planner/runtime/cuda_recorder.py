@@ -40,7 +40,7 @@ class CudaRecorder:
         self._device = device
         self._turn = _Turn(device)
         self._capture_stream = torch.cuda.Stream(device)
-        self._pool: Callable[[], _Pool | None] = _no_pool
+        self._pool: Callable[[], _Pool | None] = lambda: None
 
     def busy(self) -> bool:
         """True when the caller records already, or works on another device: then calls must be plain."""
@@ -100,13 +100,9 @@ class CudaRecorder:
         if end is not None:
             with suppress(RuntimeError):  # it was ended after all
                 end(self._device, pool)
-        self._pool = _no_pool
+        self._pool = lambda: None
         with suppress(RuntimeError):
             _revive(torch.cuda.default_generators[self._device], torch.device("cuda", self._device))
-
-
-def _no_pool() -> None:
-    return None
 
 
 def _replay(graph: torch.cuda.CUDAGraph, pool: _Pool) -> None:

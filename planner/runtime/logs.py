@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -38,14 +38,20 @@ def debug_logger() -> logging.Logger:
     return _DEBUG
 
 
-#: What :func:`warn_once` said in this process.
-_SAID: set[str] = set()
+#: Keys of what this process has said once: it compiles many graphs.
+SAID: set[Hashable] = set()
+
+
+def is_news(key: Hashable) -> bool:
+    """Whether this is the first time that anybody asks for a ``key`` in this process."""
+    known = key in SAID
+    SAID.add(key)
+    return not known
 
 
 def warn_once(key: str, message: str, *args: object) -> None:
-    """A warning, the first time that something with this ``key`` happens in this process: it compiles many graphs."""
-    if key not in _SAID:
-        _SAID.add(key)
+    """A warning, the first time that something with this ``key`` happens in this process."""
+    if is_news(key):
         logger.warning(f"{message} (said once)", *args)
 
 

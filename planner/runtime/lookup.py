@@ -28,7 +28,7 @@ from fuseplan.planner.partition.inductor_region import decided_whole
 from fuseplan.planner.partition.inductor_step import may_run_whole
 from fuseplan.planner.partition.plan_record import located_label, region_label
 from fuseplan.planner.runtime.dynamic_sizes import neighbouring_plans, with_configs
-from fuseplan.planner.runtime.logs import warn_once
+from fuseplan.planner.runtime.logs import is_news, warn_once
 from fuseplan.planner.tuning.miss_log import log_missed
 from fuseplan.planner.tuning.plans import GraphPlan, RegionPlan
 from fuseplan.planner.tuning.session import Session
@@ -43,8 +43,6 @@ from fuseplan.search.workers.compilers import COMPILERS
 OnMiss = Literal["model", "measure", "unfused", "tune"]
 
 logger = logging.getLogger(__name__)
-_LOGGED: set[tuple[str, str]] = set()
-_WARNED: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -84,8 +82,7 @@ def look_up(session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tall
         tally.refuse(reason)
         message = f"fuseplan fuses nothing here: {reason}"
         logger.info(message)
-        if message not in _WARNED:  # a process compiles hundreds of graphs
-            _WARNED.add(message)
+        if is_news(message):
             warnings.warn(message, stacklevel=2)
         return GraphLookup()
     start = time.perf_counter()
@@ -194,8 +191,7 @@ class _Passes:
             where = place([paths_of(self.static, one.ops) for one in (region, *others)])
             key = planner.key(region.key)
             missed.append((key, region, where))
-            if (key.workload, key.device) not in _LOGGED:
-                _LOGGED.add((key.workload, key.device))
+            if is_news((key.workload, key.device)):
                 named = located(region_label(self.static, region), where)
                 logger.info("no tuned plan for %s; `plan tune --misses` stores one", named)
         if not missed:

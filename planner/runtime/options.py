@@ -104,21 +104,19 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) ->
     if mode not in MODES:
         raise ConfigError(f"unknown mode {mode!r} of backend 'fuseplan'; known: {', '.join(MODES)}")
     given = {**MODES[mode], **(options or {})}
-    known = [field.name for field in fields(DispatchOptions)]
+    known = {field.name: field.type for field in fields(DispatchOptions)}
     for name, value in given.items():
         if name not in known:
             raise ConfigError(f"unknown option {name!r} of backend 'fuseplan'; {_advice(name, known)}")
         choices = _CHOICES.get(name)
         if choices is not None and value not in choices:
             raise ConfigError(f"option {name!r} cannot be {value!r}; {_advice(str(value), choices)}")
+        if known[name] == "bool" and not isinstance(value, bool):
+            raise ConfigError(f"option {name!r} cannot be {value!r}; it is True or False")
+        if known[name] == "bool | None" and value not in (None, True, False):
+            raise ConfigError(f"option {name!r} cannot be {value!r}; it is True, False or None")
     if given.get("db") is not None:
         given["db"] = str(given["db"])
-    for name in (field.name for field in fields(DispatchOptions) if field.type == "bool"):
-        if not isinstance(given.get(name, False), bool):
-            raise ConfigError(f"option {name!r} cannot be {given[name]!r}; it is True or False")
-    for name in ("grouped_queries", "decode_attention"):
-        if given.get(name) not in (None, True, False):
-            raise ConfigError(f"option {name!r} cannot be {given[name]!r}; it is True, False or None")
     return DispatchOptions(**given)
 
 

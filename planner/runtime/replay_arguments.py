@@ -17,7 +17,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fuseplan.kernels.native.overlap import span_bytes
-from fuseplan.planner.rewrites.trace_edit import fake_tensors
+from fuseplan.planner.rewrites.trace_edit import fake_tensors, is_static
 
 #: Makes one result for the caller from the arguments of the call and the copies of what it computed.
 _Result: TypeAlias = Callable[[Sequence[Any], Sequence[torch.Tensor]], Any]
@@ -60,7 +60,7 @@ class Roles:
             if not isinstance(fake, torch.Tensor):
                 sizes.append(position)
                 continue
-            if any(not isinstance(extent, int) for extent in (*fake.shape, *fake.stride())):
+            if not is_static(fake):
                 shaped.append(position)
             if position in stationary:
                 kept.append(position)

@@ -22,7 +22,7 @@ from fuseplan.planner.capture.normalise import Traced
 from fuseplan.planner.implementations.direct_calls import Direct, FakeValues
 from fuseplan.planner.implementations.first_call import FirstCall, GroupCall
 from fuseplan.planner.ops.table import op_of
-from fuseplan.planner.rewrites.trace_edit import written_operands
+from fuseplan.planner.rewrites.trace_edit import is_static, written_operands
 from fuseplan.planner.runtime.buffer_donation import HARMLESS, Memory
 
 #: ``(tensor, shape, strides, offset from the tensor's own)``; None where this PyTorch has no such function.
@@ -40,7 +40,7 @@ def shorten_views(graph: fx.Graph, traced: Traced, memory: Memory, unguarded: Co
     if _REINTERPRET is None or any(torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in source.nodes):
         return  # a tensor's sizes are changed under way
     values = FakeValues(source)
-    exposed = {one for node in graph.nodes for read in _exposed_by(node) for one in memory.storages(read)}
+    exposed = {one for node in graph.nodes for read in _exposed_by(node) for one in memory.storages[read]}
     unknown = {node for at, node in enumerate(graph.find_nodes(op="placeholder")) if at in unguarded}
     #: What each view is a view of; a certain tensor is its own root. The storage's number does not tell: an op that
     #: writes is fused as one that makes new memory, though its fake tensor is in that of its operand.
@@ -50,10 +50,10 @@ def shorten_views(graph: fx.Graph, traced: Traced, memory: Memory, unguarded: Co
     like: dict[fx.Node, Any] = {}
     made: dict[tuple[Any, ...], fx.Node] = {}
     for node in list(graph.nodes):
-        storage = memory.storages(node)
+        storage = memory.storages[node]
         if len(storage) != 1 or not exposed.isdisjoint(storage):
             continue
-        if node.op == "placeholder" or memory.is_new(node):
+        if node.op == "placeholder" or node in memory.new:
             value = values[node]
             if node not in unknown and _is_plain(value) and _is_certain(node, value, traced):
                 roots[node] = node
@@ -62,7 +62,7 @@ def shorten_views(graph: fx.Graph, traced: Traced, memory: Memory, unguarded: Co
         operand = node.args[0] if node.args else None
         root = roots.get(operand) if isinstance(operand, fx.Node) else None
         is_view = isinstance(values[node], torch.Tensor | list | tuple)  # not a number that is read from its memory
-        if root is None or memory.storages(root) != storage or not is_view:
+        if root is None or memory.storages[root] != storage or not is_view:
             continue
         roots[node] = root
         value, whole = _result_like(node, like), like[root]
@@ -94,7 +94,7 @@ def _is_plain(value: Any) -> bool:
     return (
         isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized
         and not value.dtype.is_complex and not value.is_neg()
-        and all(isinstance(one, int) for one in (*value.shape, *value.stride(), value.storage_offset()))
+        and is_static(value) and isinstance(value.storage_offset(), int)
     )
 
 

@@ -57,9 +57,7 @@ class Bound:
 
 
 def bind_arguments(op: str, args: Sequence[Any], kwargs: Mapping[str, Any], names: SizeNames) -> Bound:
-    """Bind by schema, tensors being :class:`TracedTensor`; what is a default, or only says where to allocate, is left
-    out.
-    """
+    """Bind :class:`TracedTensor` and others by schema, without defaults and what only says where to allocate."""
     operands: list[TracedTensor] = []
     attrs: dict[str, Any] = {}
     written: list[TracedTensor] = []

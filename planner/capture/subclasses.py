@@ -1,8 +1,7 @@
 """Graphs whose arguments are tensor subclasses (quantised or distributed weights), as graphs of the tensors inside.
 
 A graph is given the tensors inside, makes the subclasses (by ``__tensor_unflatten__``), and runs as it did: its trace
-holds the ops that ``__torch_dispatch__`` calls. Dynamo guards the tensors inside, and what else a class knows of
-itself.
+holds the ops that ``__torch_dispatch__`` calls. Dynamo guards what a class is made of.
 """
 
 from __future__ import annotations

@@ -113,8 +113,7 @@ def capture(source: ModelSource, workload: Workload, device_type: str, pack_weig
 
     Without a GPU, ``"cuda"`` is captured on the meta device: the same ops, but attention's output layout may differ.
     With ``pack_weights`` linear ops that read one value are one op. Forgets all compiled graphs of this process.
-    CaptureError where the model cannot be traced without data, ConfigError where it cannot be built or has no such
-    regime.
+    CaptureError where the model cannot be traced without data, ConfigError where it cannot be built or run so.
     """
     device = traced_on(device_type)
     mode = FakeTensorMode(allow_non_fake_inputs=True)

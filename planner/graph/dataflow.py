@@ -176,9 +176,7 @@ class Region:
 
 
 def bind_graph(graph: DataflowGraph, sizes: Mapping[str, int] | None = None) -> DataflowGraph:
-    """The same graph with every symbol replaced by ``sizes`` (its capture-time hints where not given).
-
-    Op and value names are kept, so that a plan of the bound graph names groups of the dynamic one.
+    """The graph with every symbol replaced by ``sizes`` (by default hints); names stay, so plans of it name its groups.
     """
     if not graph.symbols:
         return graph

@@ -32,9 +32,9 @@ def is_rounding_cast(graph: DataflowGraph, value: str) -> bool:
 class Roundings:
     """Values of half precision that kernels round before they compute with them.
 
-    A cast is one where the graph returns its result, or an op reads that beside wider numbers (it converts it, adds it
-    to float32, compares it), or what the cast was made from is used unrounded as well. So is a sum ``a + b`` from which
-    ``a`` or ``b`` is taken away again: what is left is what its rounding dropped.
+    A cast is one where it is returned, or read beside wider numbers, or what it was made from is used unrounded as
+    well. So is a sum ``a + b`` from which ``a`` or ``b`` is taken away again: what is left is what its rounding
+    dropped.
     """
 
     def __init__(self, graph: DataflowGraph) -> None:

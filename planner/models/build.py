@@ -139,9 +139,7 @@ class Model:
 
 
 def cache_name(names: Collection[str]) -> str | None:
-    """The name of the cache among a model's arguments or results, whose name changed in transformers 5.24; None without
-    one.
-    """
+    """The name of the cache among those of arguments or results (it changed in transformers 5.24); None without one."""
     return next((name for name in _CACHES if name in names), None)
 
 

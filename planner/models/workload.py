@@ -132,9 +132,7 @@ LARGEST = 2**31 - 1
 
 
 def read_size(text: str, where: str, example: str) -> int:
-    """A size from 1 to :data:`LARGEST`, in ASCII digits; else a ShapeError with ``where`` it is given and an
-    ``example``.
-    """
+    """A size up to :data:`LARGEST` in ASCII digits; else a ShapeError with ``where`` it is given and an ``example``."""
     if not re.fullmatch(r"0*[1-9][0-9]*", text):
         raise ShapeError("{}: {!r} is no positive size; write it like {}", where, text, example)
     return fits(int(text) if len(text) < 20 else LARGEST + 1, where, text)

@@ -36,9 +36,9 @@ _FLOAT8_TIE = 464.0
 
 
 def _convert(p: BodyBuilder, node: OpNode, position: Position) -> Value:
-    """to, _to_copy, type_as, clone, contiguous, dropout at inference: the value itself, converted.
+    """The value itself, converted: to, type_as, clone, contiguous, dropout at inference.
 
-    A float outside the range of an integer type has no defined conversion in C or ATen; here it wraps.
+    A float outside the range of an integer type, whose conversion C and ATen leave undefined, wraps.
     """
     value = p.operand(node, 0, position)
     target = p.specs[node.outputs[0]].dtype

@@ -144,9 +144,7 @@ def _turned(x: Tensor, pairs: bool) -> Tensor:
 
 
 def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, share: int = 1, pairs: bool = False) -> tuple[Tensor, ...]:
-    """``x cos + turned(x) sin`` of the first ``1 / share`` of each head; tables [B, S, D] of ``pairs`` have angles
-    once.
-    """
+    """``x cos + turned(x) sin`` of the first ``1 / share`` of each head; of ``pairs``, tables have each angle once."""
     if pairs:
         cos, sin = (table.repeat_interleave(2, -1) for table in (cos, sin))
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)

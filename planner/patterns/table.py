@@ -62,9 +62,7 @@ def inputs_of(name: str, shape: str | Sequence[int], dtype: str | None = None) -
 
 
 def pattern(name: str, shape: str | Sequence[int], dtype: str | None = None) -> tuple[SubGraph, InputSpecs]:
-    """A named pattern at one shape: the graph, and the layout of each of its inputs; raises what :func:`inputs_of`
-    does.
-    """
+    """A named pattern at one shape: the graph, and the layouts of its inputs; raises what :func:`inputs_of` does."""
     _, dtype, specs = inputs_of(name, shape, dtype)
     found = PATTERNS[name]
     compute = partial(found.compute, dtype=torch_dtype(dtype)) if found.typed else found.compute

@@ -45,8 +45,7 @@ class AttentionRewrites:
 
     ``grouped_queries`` read shared keys and values without copies, ``dropped_masks`` had a constant mask,
     ``added_masks`` take a boolean mask as numbers, ``copied_masks`` a copy that fused kernels read, and
-    ``uncopied_operands`` no copies. ``paged_attention`` reads the pages of a cache; ``capped_attention`` was a chain of
-    ops.
+    ``uncopied_operands`` no copies. ``paged_attention`` reads the pages of a cache; ``capped_attention`` was a chain.
     """
 
     grouped_queries: int = 0

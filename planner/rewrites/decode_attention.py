@@ -72,11 +72,9 @@ class _Cache:
 
 
 def rewrite_decoding(module: fx.GraphModule, wanted: bool | None = None) -> tuple[int, int]:
-    """Let attention of one query position read pages in the place of gathered copies, and make one op of every chain
-    of such attention with capped scores; how many there were of both.
+    """Make attention of one query position one op, where it reads pages by a copy, or is a chain that caps scores.
 
-    Every node of the trace carries its fake value in ``meta["val"]``. ``wanted`` is None where it is done on devices
-    for which there is a kernel.
+    The trace has fake values; ``wanted`` is None where a device has a kernel for it. How many there were of both.
     """
     paged, capped = (
         sum(
@@ -202,10 +200,7 @@ def _is_unchanged(decode: _Decode, key: _Cache, value: _Cache) -> bool:
 
 
 def _put(decode: _Decode, key: _Cache, value: _Cache, sizes: tuple[int, int]) -> bool:
-    """Replace the call by one of :data:`DECODE_ATTENTION`; False where an operand cannot be had so.
-
-    ``sizes``: sequences, and keys of each.
-    """
+    """Replace the call by one of :data:`DECODE_ATTENTION`; False where an operand cannot be had so."""
     last, numbers = decode.nodes[-1], dict[str, Any](decode.numbers)
     graph, unread, made = last.graph, last.all_input_nodes, None
     given: list[fx.Node | None] = [key.held, value.held]

@@ -37,9 +37,9 @@ class SharedHeads(NamedTuple):
 
 
 def fold_grouped_queries(module: fx.GraphModule, wanted: bool | None = None) -> int:
-    """Rewrite attention over shared keys and values in a pre-dispatch trace; how many calls there were.
+    """Rewrite attention over shared keys and values in a trace with fake values; how many calls there were.
 
-    Every node carries its fake value in ``meta["val"]``. ``wanted`` is None where it is done if measured to pay.
+    ``wanted`` is None where it is done if measured to pay.
     """
     if wanted is False:
         return 0
@@ -134,10 +134,7 @@ def _is_merely_read(node: fx.Node) -> bool:
 
 
 def shared_heads(node: Any) -> SharedHeads | None:
-    """The tensor whose heads a key or value repeats, None where it repeats none.
-
-    The ops that repeat them do not matter: ``repeat_interleave``, or a new dimension that is expanded and merged.
-    """
+    """The tensor whose heads a key or value repeats, by whatever ops; None where it repeats none."""
     sizes = edit.sizes_of(node)
     if sizes is None or len(sizes) != 4:
         return None

@@ -1,8 +1,6 @@
 """Keys and values that attention reads as a copy of pages: the pages, and the table that lists them.
 
-What lies between the gather and attention may be any ops that only move elements: where each element of the keys comes
-from is worked out, and compared with where it should come from
-(:mod:`~fuseplan.planner.rewrites.view_algebra`).
+Between the gather and attention may be any ops that only move elements (``view_algebra.py``).
 """
 
 from __future__ import annotations
@@ -88,10 +86,9 @@ def _lookup(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 def _order(
     where: Index, sizes: Sequence[int], page: Sequence[int], listed: int
 ) -> tuple[tuple[int, int, int], tuple[int, ...]] | None:
-    """Heads, rows and width of a page, and where they lie in it, so that each key lies ``where`` it is in ``listed``
-    pages one after another.
+    """Heads, rows and width of a page, and where they lie in it, if each key lies ``where`` it should.
 
-    ``sizes`` are those of the keys, ``page`` the shape of a page.
+    ``sizes`` are those of the keys, ``page`` the shape of one of ``listed`` pages.
     """
     (_, heads, length, width), elements = sizes, math.prod(page)
     rows, rest = divmod(sizes[0] * length, listed)
@@ -140,10 +137,7 @@ def viewed(graph: fx.Graph, node: fx.Node, shape: Sequence[int]) -> fx.Node | No
 
 
 def has_same_table(key: GatheredPages, value: GatheredPages) -> bool:
-    """Whether keys and values are in pages of one size, and one block table says which.
-
-    Models convert a table twice. The two are equal if nothing writes to what they are made of.
-    """
+    """Whether keys and values are in pages of one size, and one block table says which, perhaps converted twice."""
     if (key.sizes, key.wraps) != (value.sizes, value.wraps) or not _is_same(key.table, value.table):
         return False
     made = edit.ancestors(key.table) if key.table is not value.table else []

@@ -1,8 +1,4 @@
-"""Which element of a tensor each element of another one is, through ops that only move elements: views and copies.
-
-The table of ops says of a view where an element of its result lies in what it views. Of several ops one after the other
-that is one index expression for each dimension, whichever ops they were.
-"""
+"""Which element of a tensor each element of another one is, through ops that only move elements: views and copies."""
 
 from __future__ import annotations
 

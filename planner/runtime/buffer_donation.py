@@ -1,8 +1,7 @@
 """Which operands nobody needs after a call: a result may then take their memory.
 
-Read off the graph that will run, in its order, with the aliases that the trace's fake tensors show. Whatever is in
-doubt keeps its memory: graph inputs, parameters and constants; results of the graph; everything that shares a storage
-with one of these; and what an op without a schema touches.
+It is read off the graph that will run, with the aliases that the trace's fake tensors show. Graph inputs, constants,
+results and whatever may share memory with one of these keep theirs; so does what an op without a schema touches.
 """
 
 from __future__ import annotations
@@ -74,9 +73,8 @@ def plan_reuse(graph: fx.Graph, memory: Memory) -> dict[GroupCall, Reuse]:
 def keep_freed(size: int) -> None:
     """Have glibc keep what a call of so many bytes frees, for the next call.
 
-    It gives free memory at the end of the heap back to the system where that is over twice the largest block that it
-    ever took from elsewhere, and the system clears it anew, page by page: 21 of 87 ms in a ConvNeXt-T. So it gets such
-    a block, which nobody touches. Other allocators, and a glibc that was told what to keep, take no notice.
+    It gives free memory over twice the largest block that it ever took back to the system, which clears it anew page by
+    page: 21 of 87 ms in a ConvNeXt-T. So it gets such a block, which nobody touches.
     """
     torch.empty(min(size, _LARGEST_KEPT), dtype=torch.uint8, device="cpu")
 

@@ -22,11 +22,9 @@ _FAILED: list[torch.cuda.CUDAGraph] = []
 
 @dataclass(frozen=True, eq=False)
 class _Pool:
-    """Memory that recordings share.
+    """Memory that recordings share, and an empty graph that keeps it alive for whoever can name it.
 
-    The allocator refuses to record into a pool that no CUDA graph holds any more, whoever dropped the last one and
-    when. So each recording holds this, and this holds an empty graph: while anybody can name the pool, it is alive.
-    With the last recording the pool goes, its memory can be used for other things, and the next one gets a new pool.
+    The allocator refuses to record into a pool that no CUDA graph holds. The pool goes with the last recording.
     """
 
     handle: Any

@@ -58,9 +58,7 @@ def warn_once(key: str, message: str, *args: object) -> None:
 def show_plans(
     regions: Sequence[RegionPlan], tally: Tally, debug: bool = False, graph: DataflowGraph | None = None
 ) -> None:
-    """The plans of one compiled graph, once for all occurrences of a region, and what does not run as planned.
-
-    With the ``graph`` groups are told with their places in the model.
+    """The plans of one compiled graph, once for equal regions, with places in the ``graph``, and what does not run so.
     """
     occurrences: dict[str, list[RegionPlan]] = {}
     for plan in regions:
@@ -118,8 +116,8 @@ def describe(
 ) -> Iterable[str]:
     """Lines for people: every region, its groups with their configuration and times, what was not chosen, and why.
 
-    Regions of one op with one way to run it are left out. ``instead`` says how a group is run where the plan is not
-    followed, ``counts`` how often a region occurs, by its key, and ``place`` where in the model a group is.
+    ``instead`` says how a group runs where the plan is not followed, ``counts`` how often a region occurs, by its key,
+    and ``place`` where in the model a group is.
     """
     for plan in plans:
         record = plan.record

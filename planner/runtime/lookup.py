@@ -206,9 +206,7 @@ class _Passes:
                       advice)
 
     def whole_again(self, apart: Sequence[Region], of_parts: Sequence[RegionLookup]) -> list[RegionLookup]:
-        """Look-ups of parts, but of a static region itself where no part is stored and the cost model decides more of
-        it.
-        """
+        """Look-ups of parts, but of a static region where no part is stored and the cost model decides more of it."""
         is_probed = self.session.spec is not None
         if self.graph.symbols or self.on_miss != "model" or (self.session.target.is_gpu and not is_probed):
             return list(of_parts)

@@ -5,8 +5,7 @@ has its fake tensor's strides reinterprets the root's memory, as in TorchInducto
 whose strides Dynamo guards, and results of fused kernels and matrix products; no library's other results, and no
 parameter's ``data``, whose replacement PyTorch 2.11 does not notice.
 
-Views of what the graph returns or writes to stay (eager mode's version counters and ``_base``), and those with a
-dynamic size.
+Views of dynamic sizes stay, and of what the graph returns or writes to (eager mode's version counters and ``_base``).
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ _REINTERPRET = None if _FUNCTION is None else Direct(_FUNCTION, "reinterpret")
 def shorten_views(graph: fx.Graph, traced: Traced, memory: Memory, unguarded: Collection[int]) -> None:
     """Make each chain of views one call, share equal ones, and drop what nobody reads then.
 
-    ``graph`` has groups placed (:func:`fuseplan.planner.runtime.placement.fused_graph`) and was made of ``traced``.
-    ``unguarded`` are positions of graph inputs whose strides may change from call to call.
+    ``graph`` is :func:`~fuseplan.planner.runtime.placement.fused_graph` of ``traced``. Strides of graph inputs at
+    ``unguarded`` positions may change from call to call.
     """
     source = traced.module.graph
     if _REINTERPRET is None or any(torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in source.nodes):

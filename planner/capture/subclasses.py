@@ -69,7 +69,13 @@ def take_apart(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Apart:
     def whole(call: Callable[..., Any]) -> Callable[..., Any]:
         if not any(isinstance(how, int | _Form) for how in results):
             return lambda *args: call(*read(*args))
-        return lambda *args: _remade(results, args, iter(call(*read(*args))))
+
+        def remade(*args: Any) -> tuple[Any, ...]:
+            parts = iter(call(*read(*args)))
+            return tuple(next(parts) if how is None else args[how] if isinstance(how, int) else how.make(parts)
+                         for how in results)
+
+        return remade
 
     inputs = [one for inside in parts for one in inside]
     inner = frozenset(at for at, pair in enumerate(zip(inputs, owners, strict=True)) if pair[0] is not pair[1])
@@ -143,11 +149,6 @@ def _flatten_results(before: fx.Graph, graph: fx.Graph, returned: Sequence[Any])
             flat += form.nodes(leaf)
     graph.output(tuple(flat))
     return results
-
-
-def _remade(results: Sequence[_Result], args: Sequence[Any], parts: Iterator[Any]) -> tuple[Any, ...]:
-    return tuple(
-        next(parts) if how is None else args[how] if isinstance(how, int) else how.make(parts) for how in results)
 
 
 class _Calls(torch.nn.Module):

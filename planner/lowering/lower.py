@@ -168,7 +168,9 @@ class _Lowering:
                 last = [plan for plan in found if plan.axes[-1] == rank - 1]
                 found = [*last, _Plan(viewed[:-1], reduced, tuple(range(len(viewed))), viewed, walker),
                          *(plan for plan in found if plan not in last)]
-        if any(_repeats(shape, spec) for node, shape in folds if op_of(node.op).walk_of(node, specs) is not None):
+        # A walk of its own folds a row again for each element of a value that has more of them than there are rows.
+        if any(not known_less_equal(product(spec.shape), product(shape[:-1])) for node, shape in folds
+               if op_of(node.op).walk_of(node, specs) is not None):
             if not found:
                 raise NotLowerable(f"{value} would fold a row again for each of its elements")
             return found
@@ -298,11 +300,6 @@ def _along(shape: tuple[Size, ...], dim: int) -> _Plan:
     """The space of a value whose dimension ``dim`` is the columns."""
     axes = (*range(dim), len(shape) - 1, *range(dim, len(shape) - 1))
     return _Plan((*shape[:dim], *shape[dim + 1 :]), shape[dim], axes)
-
-
-def _repeats(rows: tuple[Size, ...], spec: TensorSpec) -> bool:
-    """Whether a value has more elements than there are rows (the last of ``rows`` are their columns)."""
-    return not known_less_equal(product(spec.shape), product(rows[:-1]))
 
 
 def _viewed_as_rows(shape: tuple[Size, ...], length: Size) -> tuple[Size, ...] | None:

@@ -21,14 +21,7 @@ from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
 from fuseplan.planner.ops.builder import BodyBuilder, Group, IterationSpace, Value
 from fuseplan.planner.ops.op import HALVES
 from fuseplan.planner.ops.positions import Position, along, reshape_position
-from fuseplan.planner.ops.table import (
-    is_address_map,
-    kind_of,
-    op_of,
-    why_refused,
-    written_dim,
-    written_value,
-)
+from fuseplan.planner.ops.table import is_address_map, kind_of, op_of, why_refused, written_dim, written_value
 
 #: Stands for the first coordinate that data gives, while an address is made; further ones count down from it.
 _DATA_AXIS = -1

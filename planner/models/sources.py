@@ -101,12 +101,13 @@ def find_source(
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError("{} {!r} is not one of bfloat16, float16, float32", Argument("dtype"), dtype)
     name = DTYPES[dtype] if dtype else None
-    if module is None:
-        _check_transformers()
     if module is not None:
         if layers is not None:
             raise ConfigError("{} needs a config; {} brings its own layers", Argument("layers"), Argument("module"))
         return ModelSource("module", module, dtype=name)
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError("presets and configs are models of Hugging Face's transformers, which is not installed; pip "
+                          "install 'fuseplan[models]'")
     if config is not None:
         path = Path(config) / "config.json" if Path(config).is_dir() else Path(config)
         return source_of(parsed_file(path, "config", "JSON", json.loads), str(config), name, layers)
@@ -114,12 +115,6 @@ def find_source(
     if preset not in PRESETS:
         raise UnknownModelError(preset, [*PRESETS, *ALIASES])
     return ModelSource("preset", preset, json.dumps(PRESETS[preset], sort_keys=True), name or "bfloat16", layers)
-
-
-def _check_transformers() -> None:
-    if importlib.util.find_spec("transformers") is None:
-        raise ConfigError("presets and configs are models of Hugging Face's transformers, which is not installed; pip "
-                          "install 'fuseplan[models]'")
 
 
 def source_of(entries: Any, name: str, dtype: str | None = None, layers: int | None = None) -> ModelSource:

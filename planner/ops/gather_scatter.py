@@ -12,13 +12,6 @@ from fuseplan.planner.ops.builder import BodyBuilder, Value
 from fuseplan.planner.ops.op import FLOATS, INTEGERS, result_type, rows
 from fuseplan.planner.ops.positions import Position, Specs, normalise_dim
 
-
-def _embedding(p: BodyBuilder, node: OpNode, position: Position) -> Value:
-    """Rows of a table."""
-    row = p.operand(node, 1, position[:-1])
-    return p.lookup(node, node.inputs[0], (Index(0), position[-1]), {0: row})
-
-
 #: Rows of a bag at most: a kernel reads one after another.
 MOST_IN_A_BAG = 16
 
@@ -136,7 +129,9 @@ _row = partial(_lookup, rearranges=True)
 
 #: They look elements of operand 0 up by data: all of it has to exist before.
 LOOKUPS = {
-    **_row("embedding", _embedding, rows_by=1, new_memory=True),
+    **_row("embedding", lambda p, node, position: p.lookup(
+        node, node.inputs[0], (Index(0), position[-1]), {0: p.operand(node, 1, position[:-1])}),
+           rows_by=1, new_memory=True),
     **_lookup("embedding_bag embedding_bag.padding_idx", _bag, refuse=_bag_refuse, new_memory=True),
     **_row("index_select", _along_dim, refuse=_ranks_refuse, rows_by=2, wraps=True),
     **_row("gather", _along_dim, refuse=_ranks_refuse),

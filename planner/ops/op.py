@@ -39,10 +39,9 @@ class Op:
     """What the planner knows of an op by its name: how a kernel computes it, where one can, and what else it is."""
 
     #: ``"matmul"``: one product of two operands, to which a row may be added; ``"product"``: another matrix product.
-    #: ``"order"``: it puts elements in order. ``"write"``: it writes to elements of operand 0. ``"composed"``: PyTorch
-    #: itself computes it by a ``permute``, ``reshape``, ``slice`` or ``repeat``, and so does a trace. ``"check"``: it
-    #: checks something at run time, and computes nothing. ``"state"``: it works in place on the state of autograd, and
-    #: changes no number.
+    #: ``"order"``: it puts elements in order. ``"write"``: it writes to elements of operand 0. ``"composed"``: a trace
+    #: has it as the ops that PyTorch computes it by. ``"check"``: it only checks something at run time. ``"state"``: it
+    #: changes the state of autograd, and no number.
     family: Family = "other"
     #: Emits the value at a position of the op's (first) result. None: no kernel computes the op.
     build: Build | None = None

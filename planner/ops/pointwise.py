@@ -66,10 +66,6 @@ def _overflowing(p: BodyBuilder, node: OpNode, value: Value) -> Value:
     return (value.abs() > _FLOAT8_TIE).where(math.nan, value)
 
 
-def _bitwise_not(value: Value) -> Value:
-    return value.logical_not() if value.dtype == "bool" else value.bit_xor(-1)
-
-
 def _shift(op: str) -> Build:
     """ATen defines shifts by too much (and by less than zero): all sign bits to the right, zero to the left."""
 
@@ -303,7 +299,7 @@ POINTWISE = {
     **_row("logical_or", _logical("logical_or")),
     **_row("logical_xor", _logical("ne")),
     **_row("logical_not", lambda p, node, position: p.operand(node, 0, position, "bool").logical_not()),
-    **_row("bitwise_not", of_one(_bitwise_not)),
+    **_row("bitwise_not", of_one(lambda x: x.logical_not() if x.dtype == "bool" else x.bit_xor(-1))),
     **_row("bitwise_and.Tensor bitwise_and.Scalar __and__.Tensor __and__.Scalar", _bitwise("logical_and", "bit_and")),
     **_row("bitwise_or.Tensor bitwise_or.Scalar __or__.Tensor __or__.Scalar", _bitwise("logical_or", "bit_or")),
     **_row("bitwise_xor.Tensor bitwise_xor.Scalar __xor__.Tensor __xor__.Scalar", _bitwise("ne", "bit_xor")),

@@ -88,11 +88,6 @@ def _margins(node: OpNode, specs: Specs) -> list[tuple[Size, Size]]:
     return [(0, 0)] * (rank - len(pairs)) + pairs[::-1]
 
 
-def _pad(p: BodyBuilder, node: OpNode, position: Position) -> Value:
-    """The operand with a constant around it, which reads nothing."""
-    return padded(p, node.inputs[0], _margins(node, p.specs), position, node.attrs.get("value") or 0)
-
-
 def padded(
     p: BodyBuilder, source: str, margins: Sequence[tuple[Size, Size]], position: Position, value: float = 0
 ) -> Value:
@@ -269,7 +264,8 @@ REARRANGEMENTS = {
     **_moved("triu", _triangle("upper")),
     **_moved("cat concat", _cat),
     **_moved("stack", _stack),
-    **_moved("pad constant_pad_nd", _pad, refuse=_pad_refuse),
+    **_moved("pad constant_pad_nd", lambda p, node, position: padded(
+        p, node.inputs[0], _margins(node, p.specs), position, node.attrs.get("value") or 0), refuse=_pad_refuse),
     **_moved("repeat", _repeat),
     **_moved("roll", _roll, refuse=_roll_refuse),
     **_moved("flip", _flip, refuse=_roll_refuse),

@@ -160,9 +160,7 @@ class GraphedCall:
 
 def address_reader(roles: Roles) -> AddressReader:
     """Reads the addresses of what a call uses where it lies, tensor by tensor."""
-    return lambda args: (
-        *(args[at].data_ptr() for at in roles.kept), *(tensor.data_ptr() for tensor in roles.held)
-    )
+    return lambda args: (*(args[at].data_ptr() for at in roles.kept), *(tensor.data_ptr() for tensor in roles.held))
 
 
 def note_plain(tally: Tally, reason: str) -> None:

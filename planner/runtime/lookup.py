@@ -111,9 +111,7 @@ def look_up(session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tall
     return GraphLookup(tuple(found), tuple(groups), by_inductor)
 
 
-def _step_by_inductor(
-    session: Session, graph: DataflowGraph, found: Sequence[RegionLookup]
-) -> InductorMode | None:
+def _step_by_inductor(session: Session, graph: DataflowGraph, found: Sequence[RegionLookup]) -> InductorMode | None:
     """TorchInductor's code that was measured to be faster than the stored plans of a static graph; None for none."""
     is_tuned = bool(found) and all(one.status == "stored" for one in found)
     if graph.symbols or session.settings.numerics != "fp32" or not is_tuned or not may_run_whole(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from typing import Any, Literal, TypeAlias
 
 import sympy
@@ -184,18 +186,26 @@ def of_one(compute: Callable[[Value], Value]) -> Build:
     return lambda p, node, position: compute(p.operand(node, 0, position, result_type(p, node)))
 
 
-def of_two(
-    compute: Callable[[BodyBuilder, OpNode, Value, Value], Value],
+def of_operands(
+    compute: Callable[..., Value], names: Sequence[str],
     meet: Callable[[BodyBuilder, OpNode], RegisterType] = result_type,
 ) -> Build:
-    """A recipe of two operands, either of which may be a number, in the type in which they ``meet``."""
+    """A recipe of operands by their names in the schema, any of which may be a number, in the type where they ``meet``.
+
+    ``compute`` takes builder, node and the values; a ``condition`` is one of booleans.
+    """
 
     def build(p: BodyBuilder, node: OpNode, position: Position) -> Value:
-        dtype = meet(p, node)
-        a = argument(p, node, "self", 0, position, dtype)
-        return compute(p, node, a, argument(p, node, "other", len(node.inputs) - 1, position, dtype))
+        dtype, numbers = meet(p, node), count()
+        values = [p.const(node.attrs[name], dtype) if name in node.attrs
+                  else p.operand(node, next(numbers), position, "bool" if name == "condition" else dtype)
+                  for name in names]
+        return compute(p, node, *values)
 
     return build
+
+
+of_two = partial(of_operands, names=("self", "other"))
 
 
 def float_result(node: OpNode, specs: Specs) -> str | None:

@@ -24,6 +24,7 @@ from fuseplan.planner.ops.op import (
     is_float,
     no_booleans,
     of_one,
+    of_operands,
     of_two,
     result_type,
     rows,
@@ -105,9 +106,7 @@ def _rounding(op: str) -> Build:
     return of_one(lambda x: x.space.apply(op, x) if x.dtype.startswith("float") else x)
 
 
-def _binary(
-    op: str, meet: Callable[[BodyBuilder, OpNode], RegisterType] = result_type, swapped: bool = False
-) -> Build:
+def _binary(op: str, meet: Callable[[BodyBuilder, OpNode], RegisterType] = result_type, swapped: bool = False) -> Build:
     """Of the second operand times ``alpha``; of the first, which is then the second, where they are ``swapped``."""
 
     def compute(p: BodyBuilder, node: OpNode, a: Value, b: Value) -> Value:
@@ -115,7 +114,7 @@ def _binary(
         alpha = node.attrs.get("alpha", 1)
         return p.apply(op, a, b if alpha == 1 else b * alpha)
 
-    return of_two(compute, meet)
+    return of_two(compute, meet=meet)
 
 
 def _div(p: BodyBuilder, node: OpNode, position: Position) -> Value:
@@ -149,14 +148,6 @@ def _power(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     if base.dtype.startswith("float") and exponent in _ROOTS:
         return base.space.apply(_ROOTS[exponent], base)
     return base.pow(exponent)
-
-
-def _where(p: BodyBuilder, node: OpNode, position: Position) -> Value:
-    dtype = result_type(p, node)
-    condition = p.operand(node, 0, position, "bool")
-    first = argument(p, node, "self", 1, position, dtype)
-    second = argument(p, node, "other", len(node.inputs) - 1, position, dtype)
-    return condition.where(first, second)
 
 
 def _masked_fill(p: BodyBuilder, node: OpNode, position: Position) -> Value:
@@ -204,8 +195,8 @@ def _trunc(x: Value) -> Value:
 
 def _finite(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     """nan_to_num: NaN and infinities as numbers, by default 0 and the outermost of the dtype."""
-    x, limits = p.operand(node, 0, position, result_type(p, node)), torch.finfo(torch_dtype(
-        p.specs[node.outputs[0]].dtype))
+    x = p.operand(node, 0, position, result_type(p, node))
+    limits = torch.finfo(torch_dtype(p.specs[node.outputs[0]].dtype))
     for name, number, usual in (("posinf", math.inf, limits.max), ("neginf", -math.inf, limits.min)):
         given = node.attrs.get(name)
         in_its_place = p.const(usual if given is None else given, x.dtype)
@@ -213,18 +204,7 @@ def _finite(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     return x.ne(x).where(node.attrs.get("nan") or 0.0, x)
 
 
-def _of_three(compute: Callable[[OpNode, Value, Value, Value], Value]) -> Build:
-    """A recipe of three operands, of which the last may be the number ``weight``."""
-
-    def build(p: BodyBuilder, node: OpNode, position: Position) -> Value:
-        dtype = result_type(p, node)
-        a, b = (p.operand(node, number, position, dtype) for number in (0, 1))
-        return compute(node, a, b, argument(p, node, "weight", 2, position, dtype))
-
-    return build
-
-
-def _lerp(node: OpNode, a: Value, b: Value, weight: Value) -> Value:
+def _lerp(p: BodyBuilder, node: OpNode, a: Value, b: Value, weight: Value) -> Value:
     """a + w (b - a), from the nearer end: exact at both."""
     difference = b - a
     near = a + weight * difference
@@ -235,11 +215,11 @@ def _lerp(node: OpNode, a: Value, b: Value, weight: Value) -> Value:
 def _added(op: str) -> Build:
     """addcmul, addcdiv: a + value (b op c)."""
 
-    def compute(node: OpNode, a: Value, b: Value, c: Value) -> Value:
+    def compute(p: BodyBuilder, node: OpNode, a: Value, b: Value, c: Value) -> Value:
         value = node.attrs.get("value", 1)
-        return a + a.space.apply(op, b if value == 1 else b.space.apply("mul", value, b), c)
+        return a + p.apply(op, b if value == 1 else p.apply("mul", value, b), c)
 
-    return _of_three(compute)
+    return of_operands(compute, ("self", "tensor1", "tensor2"))
 
 
 def _clamp_by_tensors(p: BodyBuilder, node: OpNode, position: Position) -> Value:
@@ -270,6 +250,7 @@ def _logical(op: str) -> Build:
     return _binary(op, lambda p, node: "bool")
 
 
+_WHERE = of_operands(lambda p, node, condition, a, b: condition.where(a, b), ("condition", "self", "other"))
 _row, _conversion = partial(rows, "pointwise"), partial(rows, "conversion", build=_convert)
 
 POINTWISE = {
@@ -317,13 +298,13 @@ POINTWISE = {
     **_row("nan_to_num", _finite, refuse=_floats_alone),
     **_row("deg2rad", of_one(lambda x: x * (math.pi / 180)), refuse=_floats_alone),
     **_row("rad2deg", of_one(lambda x: x * (180 / math.pi)), refuse=_floats_alone),
-    **_row("lerp.Scalar lerp.Tensor", _of_three(_lerp), refuse=_floats_alone),
+    **_row("lerp.Scalar lerp.Tensor", of_operands(_lerp, ("self", "end", "weight")), refuse=_floats_alone),
     **_row("addcmul", _added("mul"), refuse=_floats_alone),
     **_row("addcdiv", _added("div"), refuse=_floats_alone),
     **_row("clamp.Tensor clamp_min.Tensor clamp_max.Tensor", _clamp_by_tensors, refuse=no_booleans),
     **_row("remainder.Scalar", _binary("int_remainder"), refuse=_floor_divide_refuse),
-    **_row("where.self where.ScalarSelf where.ScalarOther", _where, rearranges=True),
-    **_row("where.Scalar", _where),
+    **_row("where.self where.ScalarSelf where.ScalarOther", _WHERE, rearranges=True),
+    **_row("where.Scalar", _WHERE),
     **_row("masked_fill.Scalar masked_fill.Tensor", _masked_fill, refuse=_filled_refuse, rearranges=True),
     **_conversion("to.dtype to.dtype_layout to.device to.other _to_copy type_as", spelled="to"),
     **_conversion("lift_fresh_copy", spelled="clone"),

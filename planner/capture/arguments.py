@@ -105,8 +105,6 @@ def _is_default(parameter: Parameter, value: Any) -> bool:
     return parameter.name == "generator" and value is None
 
 
-# -- one spelling -----------------------------------------------------------------------------------------
-
 def respell(
     op: str, inputs: tuple[str, ...], attrs: Mapping[str, Any], source: TensorSpec | None, result: TensorSpec,
     moves: bool,

@@ -270,22 +270,17 @@ class _Builder:
     def _results(self, node: fx.Node) -> tuple[list[TracedTensor], Any]:
         """The tensors an op returns, and the same in the structure that ``getitem`` nodes index."""
         fake = node.meta.get("val")
-        if isinstance(fake, torch.Tensor):
-            result = TracedTensor(node.name, fake)
-            return [result], result
-        if not isinstance(fake, list | tuple):
-            return [], None
-        value = self._items(fake, f"{node.name}_out")
+        value = self._named(fake, f"{node.name}_out" if isinstance(fake, list | tuple) else node.name)
         return tensors_in(value), value
 
-    def _items(self, fake: Sequence[Any], name: str) -> tuple[Any, ...]:
-        """Tensors of an op's results by their numbers; some are in lists of their own."""
-        return tuple(
-            TracedTensor(f"{name}{number}", item) if isinstance(item, torch.Tensor)
-            else self._items(item, f"{name}{number}_") if isinstance(item, list | tuple)
-            else self.names.plain(item)
-            for number, item in enumerate(fake)
-        )
+    def _named(self, fake: Any, name: str) -> Any:
+        """A result: a tensor by its name, or several by that and their numbers, some in lists of their own."""
+        if isinstance(fake, torch.Tensor):
+            return TracedTensor(name, fake)
+        if not isinstance(fake, list | tuple):
+            return self.names.plain(fake)
+        return tuple(self._named(item, f"{name}{number}{'_' * isinstance(item, list | tuple)}")
+                     for number, item in enumerate(fake))
 
     def _append_opaque(
         self, node: fx.Node, name: str, operands: Sequence[TracedTensor], results: Sequence[TracedTensor],

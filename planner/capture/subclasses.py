@@ -248,9 +248,6 @@ def _hand_down_sizes(tensor: Any) -> None:
             _hand_down_sizes(inside)
 
 
-# -- tracing ----------------------------------------------------------------------------------------------
-
-
 def classes_first(module: fx.GraphModule) -> AbstractContextManager[Any]:
     """Within, a pre-dispatch trace of a graph that was taken apart sees what its classes call."""
     return _ClassesFirst() if _HOLDS_SUBCLASSES in module.meta else nullcontext()

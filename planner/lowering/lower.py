@@ -114,8 +114,6 @@ class _Lowering:
         ir = KernelIR(buffers, tuple(map(_fitted, segments)))
         return Lowered(ir, tuple(self.group.inputs), tuple(self.outputs))
 
-    # -- iteration spaces ---------------------------------------------------------------------------------
-
     def _plan_spaces(self, wanted: Sequence[str]) -> dict[str, _Plan]:
         plans: dict[str, _Plan] = {}
         for value in wanted:  # without rows of size one, whose place differs between outputs that share a segment

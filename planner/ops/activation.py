@@ -106,10 +106,8 @@ def _clamp(x: Value, attrs: Mapping[str, Any]) -> Value:
 
 
 def _row(names: str, activation: Activation, **also: Any) -> Rows:
-    def build(p: BodyBuilder, node: OpNode, position: Position) -> Value:
-        return activation(p.operand(node, 0, position, result_type(p, node)), node.attrs)
-
-    return rows("activation", names, build, **also)
+    return rows("activation", names, lambda p, node, position: activation(
+        p.operand(node, 0, position, result_type(p, node)), node.attrs), **also)
 
 
 _smooth = partial(_row, refuse=float_result)

@@ -160,8 +160,6 @@ def _position_of(kind: str) -> Build:
     return build
 
 
-# -- short folds over another dimension -------------------------------------------------------------------
-
 #: Elements that a sum over another dimension than the last adds one by one.
 MAX_WRITTEN_OUT = 16
 

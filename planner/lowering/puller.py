@@ -95,9 +95,10 @@ def looks_through(group: Group, node: OpNode) -> bool:
 class Puller(BodyBuilder):
     def pull(self, value: str, position: Position) -> Value:
         key, pulled = (value, position, self._mask and self._mask.id), self._space.pulled
-        if key not in pulled:
-            pulled[key] = self._produce(value, position)
-        return pulled[key]
+        found = pulled.get(key)
+        if found is None:  # a position takes long to hash
+            found = pulled[key] = self._produce(value, position)
+        return found
 
     def stored(self, value: str, position: Position) -> Value:
         """What a store of ``value`` writes: the store itself narrows it to the stored type."""
@@ -167,7 +168,7 @@ class Puller(BodyBuilder):
         if isinstance(instr, Load):
             return self.specs[self._group.inputs[instr.buffer]].dtype == dtype
         if isinstance(instr, Apply) and instr.op == "where":
-            return all(self._fits(Value(value.space, arg), dtype) for arg in instr.args[1:])
+            return all(self._fits(value.space.value(arg), dtype) for arg in instr.args[1:])
         if dtype in NARROW and "int" in dtype:
             limits, (least, most) = torch.iinfo(torch_dtype(dtype)), self.known_range(value)
             return limits.min <= least and most <= limits.max
@@ -221,7 +222,7 @@ class Puller(BodyBuilder):
         places: dict[int, int] = {}
         for one in ir.ancestors(side.body, [value]):
             places[one] = self._space.emit(ir.renamed(moved.body[one], places.__getitem__)).id
-        return Value(self._space, places[value])
+        return self._space.value(places[value])
 
     def row_shape(self, node: OpNode) -> tuple[Size, ...]:
         return op_of(node.op).row_shape(node, self.specs)

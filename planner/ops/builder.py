@@ -76,7 +76,11 @@ class IterationSpace:
         place = self.known.setdefault(identity(instr), len(self.body))
         if place == len(self.body):
             self.body.append(instr)
-        return Value(self, place)
+        return Value(self, place, instr.dtype)
+
+    def value(self, place: int) -> Value:
+        """The value of an instruction."""
+        return Value(self, place, self.body[place].dtype)
 
     def const(self, number: Any, dtype: RegisterType) -> Value:
         """A number that is the same everywhere: a Python number, or an expression in what changes between calls."""
@@ -98,9 +102,9 @@ class IterationSpace:
 
     def apply(self, op: str, *operands: Any) -> Value:
         """A scalar op of the op table on values of one register type, and numbers, which are taken as of that type."""
-        result, dtype = OPS[op].result, next(one.dtype for one in reversed(operands) if isinstance(one, Value))
-        values = [one if isinstance(one, Value) else self.const(one, dtype) for one in operands]
-        return self.emit(ir.Apply(dtype if result == "same" else result, op, tuple(one.id for one in values)))
+        result, dtype = OPS[op].result, [one.dtype for one in operands if type(one) is Value][-1]
+        args = tuple([one.id if type(one) is Value else self.const(one, dtype).id for one in operands])
+        return self.emit(ir.Apply(dtype if result == "same" else result, op, args))
 
 
 def _operator(op: str) -> Callable[[Value, Any], Value]:
@@ -114,24 +118,20 @@ class Value:
     What it meets is another value of its register type, or a number. ``&`` and ``|`` are those of booleans.
     """
 
-    __slots__ = ("id", "space")
+    __slots__ = ("dtype", "id", "space")
 
-    def __init__(self, space: IterationSpace, place: int) -> None:
-        self.space, self.id = space, place
+    def __init__(self, space: IterationSpace, place: int, dtype: RegisterType) -> None:
+        self.space, self.id, self.dtype = space, place, dtype
 
     @property
     def instr(self) -> Instr:
         return self.space.body[self.id]
 
-    @property
-    def dtype(self) -> RegisterType:
-        return self.instr.dtype
-
     def to(self, dtype: RegisterType) -> Value:
         """The value in another register type."""
-        instr = self.instr
-        if instr.dtype == dtype:
+        if self.dtype == dtype:
             return self
+        instr = self.instr
         return self.space.const(instr.value, dtype) if isinstance(instr, Const) else self.space.emit(
             ir.Cast(dtype, self.id))
 
@@ -205,14 +205,14 @@ class BodyBuilder(ABC):
                     limits = torch.iinfo(torch_dtype(dtype))
                     return float(limits.min), float(limits.max)
             case ir.Apply(op="bit_and" | "shift_right"):
-                one, other = (self.known_range(Value(value.space, arg)) for arg in instr.args)
+                one, other = (self.known_range(value.space.value(arg)) for arg in instr.args)
                 if instr.op == "bit_and":
                     tops = [most for least, most in (one, other) if least >= 0]
                     return (0.0, min(tops)) if tops else unknown
                 if min(one[0], other[0]) >= 0:
                     return 0.0, one[1] if math.isinf(one[1]) else float(int(one[1]) >> int(other[0]))
             case ir.Cast():
-                return self.known_range(Value(value.space, instr.arg))
+                return self.known_range(value.space.value(instr.arg))
             case Const():
                 return float(instr.value), float(instr.value)
             case Iota():

@@ -1,7 +1,7 @@
 """The arguments of a traced ATen call, split as :class:`~fuseplan.planner.graph.dataflow.OpNode` wants them.
 
-Synonymous calls get one spelling: ``x.float()``, ``x.to("cuda", torch.float32)`` and ``x.type_as(y)`` are the same op,
-and ``view(-1, 64)`` is ``view(8, 64)``. Keys of tuned records must not depend on which one a model's author wrote.
+Keys of tuned records must not depend on how a call was written: ``x.float()`` and ``x.type_as(y)`` get one spelling,
+and ``view(-1, 64)`` is ``view(8, 64)``.
 """
 
 from __future__ import annotations
@@ -49,11 +49,7 @@ class Storages:
 
 @dataclass(frozen=True)
 class Bound:
-    """Arguments by role.
-
-    ``operands`` are the tensors, in schema order, ``written`` those of them that the op writes to; ``attrs`` are all
-    other arguments by schema name, as data.
-    """
+    """Arguments by role: tensors in schema order, all others by name as data, and the tensors that the op writes to."""
 
     operands: tuple[TracedTensor, ...]
     attrs: dict[str, Any]
@@ -61,10 +57,7 @@ class Bound:
 
 
 def bind_arguments(op: str, args: Sequence[Any], kwargs: Mapping[str, Any], names: SizeNames) -> Bound:
-    """Bind by schema; defaults are filled in, and what only says where to allocate is left out.
-
-    Tensors among the arguments are :class:`TracedTensor`.
-    """
+    """Bind :class:`TracedTensor` and others by schema, without defaults and what only says where to allocate."""
     operands: list[TracedTensor] = []
     attrs: dict[str, Any] = {}
     written: list[TracedTensor] = []
@@ -112,16 +105,13 @@ def _is_default(parameter: Parameter, value: Any) -> bool:
     return parameter.name == "generator" and value is None
 
 
-# -- one spelling -----------------------------------------------------------------------------------------
-
 def respell(
     op: str, inputs: tuple[str, ...], attrs: Mapping[str, Any], source: TensorSpec | None, result: TensorSpec,
     moves: bool,
 ) -> tuple[str, tuple[str, ...], dict[str, Any]]:
     """``(op, inputs, attrs)`` in the one spelling the planner uses.
 
-    ``source`` is the spec of the first operand (None for an op without any), ``result`` that of the first result;
-    ``moves`` says that they are on different devices.
+    ``source`` is the spec of the first operand, ``result`` that of the first result, ``moves`` whether devices differ.
     """
     spelled = op_of(op).spelled
     if spelled == "to" and not moves:

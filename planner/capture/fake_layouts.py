@@ -1,14 +1,11 @@
 """Layouts that fake tensors get wrong: a trace must lie in memory as eager's tensors will.
 
-PyTorch's fake ``x[i]`` lies as ``x`` does. Eager's goes by the index too where ``x`` tells nothing about the order of
-dimensions: those that it replaces have stride 0 for it (``restride_src`` in ATen's ``TensorAdvancedIndexing.cpp``).
-
-PyTorch's fake results of upsampling have channels first on CUDA where there are few: eager computes them so, and then
-lays them out as its operand does (``UpSampleBilinear2d.cu``).
-
-PyTorch's fake ``zeros_like`` and its kin forget the strides of single elements, and its fake ``reshape`` and ``view``
-have others than eager's. They address nothing, but are part of what a compiled graph is called with, and where there is
-one picture they say whether its channels come last: the op that reads it lays its result out by that.
+* Fake ``x[i]`` lies as ``x``. Eager's goes by the index too where ``x`` tells nothing about the order of dimensions:
+  those that it replaces have stride 0 for it (``restride_src`` in ATen's ``TensorAdvancedIndexing.cpp``).
+* Fake upsampled pictures of few channels have them first on CUDA. Eager lays its result out as its operand
+  (``UpSampleBilinear2d.cu``).
+* Fake ``zeros_like``, ``reshape`` and ``view`` have other strides of single elements. They address nothing, but a
+  compiled graph is called with them, and they say whether channels come last.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fuseplan.planner.ops.table import op_of
-from fuseplan.planner.rewrites.trace_edit import follow, set_values, value_of
+from fuseplan.planner.rewrites.trace_edit import follow, is_static, set_values, value_of
 
 _ATEN = torch.ops.aten
 _INDEX = _ATEN.index.Tensor
@@ -38,8 +35,8 @@ _INDEX = _ATEN.index.Tensor
 def correct_layouts(module: fx.GraphModule) -> None:
     """Give what fake tensors get wrong in a pre-dispatch trace, and all that reads it, the layout that eager makes.
 
-    A trace that could not run with it stays as it is: eager fails there. ValueError where not even the shape of a fake
-    value is eager's.
+    A trace that cannot run with it stays: eager fails there. ValueError where a fake value has another shape than
+    eager's.
     """
     mode: Any = torch._guards.detect_fake_mode([value_of(node) for node in module.graph.nodes])
     for node in module.graph.nodes:
@@ -55,10 +52,7 @@ def correct_layouts(module: fx.GraphModule) -> None:
 
 
 def laid_out(run: Callable[..., Any], trace: fx.GraphModule) -> Callable[..., Any]:
-    """A graph whose fake results have the strides that its corrected trace says: the next graph is called with them.
-
-    ``run`` runs the graph on fake tensors; ``trace`` has gone through :func:`correct_layouts`.
-    """
+    """``run``, whose fake results get the strides of its corrected ``trace``: the next graph is called with them."""
     expected = [value_of(leaf) for leaf in pytree.tree_leaves(trace.graph.output_node().args)]
 
     def corrected(*args: Any) -> Any:
@@ -72,8 +66,7 @@ def _restrided(result: Any, expected: torch.Tensor | None) -> Any:
     """A fake tensor with the strides of another one of its shape, where both are plain numbers."""
     if not isinstance(result, torch.Tensor) or expected is None or result.stride() == expected.stride():
         return result
-    numbers = all(isinstance(size, int) for one in (result, expected) for size in (*one.shape, *one.stride()))
-    return result.as_strided(expected.shape, expected.stride()) if numbers else result
+    return result.as_strided(expected.shape, expected.stride()) if is_static(result, expected) else result
 
 
 def _strides(node: fx.Node, mode: Any) -> Sequence[Any] | None:
@@ -91,9 +84,7 @@ def _strides(node: fx.Node, mode: Any) -> Sequence[Any] | None:
 def _grown(node: fx.Node) -> Sequence[Any] | None:
     """Strides of a picture that was upsampled: channels come last where they did."""
     source, result = value_of(node.args[0]), value_of(node)
-    if source is None or result is None or result.dim() != 4:
-        return None
-    if not all(isinstance(size, int) for one in (source, result) for size in (*one.shape, *one.stride())):
+    if source is None or result is None or result.dim() != 4 or not is_static(source, result):
         return None  # some versions of PyTorch tie a graph to sizes that are compared
     last = suggest_memory_format(source) == torch.channels_last
     return make_channels_last_strides_for(result.shape) if last else None

@@ -1,7 +1,6 @@
 """Traces that know of which module of the model each op is: ``meta["modules"]`` of a node, as the user spells them.
 
-Dynamo writes the modules that are being called into ``meta["nn_module_stack"]`` of its nodes. They go over to ATen ops
-while a graph is interpreted node by node.
+Dynamo's nodes have them in ``meta["nn_module_stack"]``, and hand them on while a graph is interpreted.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ def trace_ops(
 ) -> fx.GraphModule:
     """``make_fx`` of a graph, whose nodes keep what Dynamo says of their modules.
 
-    CaptureError where the trace would hold a fake tensor, which has no memory, or a subclass: it did not see what makes
-    it.
+    CaptureError where the trace would hold a fake tensor, which has no memory, or a subclass.
     """
     with fx.traceback.preserve_node_meta(), traceable():
         table = dict(decompositions or {})
@@ -51,8 +49,8 @@ def trace_ops(
 def traceable() -> Iterator[None]:
     """Within, a pre-dispatch trace sees ops, wherever the graph is called from.
 
-    The dispatcher leaves it out inside of a ``__torch_dispatch__``. After Dynamo has met a decision by data in a tensor
-    subclass, PyTorch goes on leaving it out: a garbage collection brings that state back (seen with torch 2.13).
+    The dispatcher leaves it out inside of a ``__torch_dispatch__``, and after Dynamo has met a decision by data in a
+    tensor subclass (seen with torch 2.13).
     """
     if not torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.PreDispatch):
         yield
@@ -72,8 +70,7 @@ def excluded_in_new_threads() -> Any:
 class _Interpreter(fx.Interpreter):
     """Goes into graphs that are called as modules, whose nodes know more than the call does.
 
-    ``x.data`` is ``x.detach()``: a trace does not see the call that Dynamo writes for it, and would keep its result, a
-    fake tensor, as a constant.
+    Calls ``x.detach()`` for ``x.data``, which a trace would keep as a constant fake tensor.
     """
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,7 +1,7 @@
 """What in-place ops demand: which ops keep their order, which must stay, and which are as good as ops like others.
 
-``y.relu_()`` on an intermediate that is read nowhere else means what ``relu(y)`` means: as that it can be fused. The
-trace keeps the call as it is, so that an op that stays unfused goes on writing over its operand.
+``y.relu_()`` on an intermediate that is read nowhere else can be fused as ``relu(y)``. The trace keeps the call, which
+writes over its operand where it stays unfused.
 """
 
 from __future__ import annotations
@@ -22,20 +22,14 @@ GENERATOR = frozenset({-1})
 
 
 class Access(NamedTuple):
-    """The storages that an op reads or writes, and those that it writes. A tensor and its views share one.
-
-    A pure view touches none: it reads an address, not the data.
-    """
+    """The storages that an op reads or writes (a pure view reads none), and those that it writes; views share one."""
 
     touched: frozenset[int]
     written: frozenset[int]
 
 
 def order_edges(ops: Sequence[OpNode], accesses: Mapping[str, Access]) -> list[tuple[str, str]]:
-    """Pairs ``(before, after)`` of op names that must keep their order.
-
-    A write comes after every earlier read and write of its storage, and before every later one. Reads among
-    themselves are free, and a storage that nobody writes orders nothing.
+    """Pairs ``(before, after)`` of op names that must keep their order: one writes to a storage that the other touches.
     """
     mutable = {storage for op in ops for storage in accesses[op.name].written}
     last_write: dict[int, str] = {}
@@ -69,7 +63,7 @@ def live(ops: Sequence[OpNode], accesses: Mapping[str, Access], outputs: Iterabl
 def functional_twin(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     """The op that computes the same and writes to nothing: ``aten.add.Tensor`` of ``aten.add_.Tensor``.
 
-    Its overload may have another name (``pow.Tensor_Scalar`` of ``pow_.Scalar``), but has the same arguments.
+    It has the same arguments, perhaps by another overload: ``pow.Tensor_Scalar`` of ``pow_.Scalar``.
     """
     namespace, _, name = target._schema.name.partition("::")
     if not name.endswith("_") or name.endswith("__"):

@@ -1,8 +1,7 @@
 """From a pre-dispatch ATen ``fx.GraphModule`` to a :class:`DataflowGraph`: the one path of planning and dispatch.
 
-Both the offline capture and the ``torch.compile`` back end come through :func:`normalise`, so a plan that was keyed
-offline is found at run time. Names and devices play no part in the result's meaning: arguments are bound by schema,
-no-op calls vanish, synonyms get one spelling, and dynamic sizes are renamed in order of first use.
+Names and devices play no part in the result's meaning: arguments are bound by schema, no-op calls vanish, synonyms get
+one spelling, and dynamic sizes are renamed in order of first use.
 """
 
 from __future__ import annotations
@@ -63,9 +62,7 @@ class Traced:
 
 
 def normalise(module: fx.GraphModule) -> Traced:
-    """Build the dataflow graph of a pre-dispatch ATen trace whose nodes carry fake values in ``meta["val"]``.
-
-    A :class:`CaptureError` names a node that has no place in a dataflow graph.
+    """The dataflow graph of a pre-dispatch trace with fake values in ``meta["val"]``; CaptureError names an unfit node.
     """
     builder = _Builder(module)
     builder.walk()
@@ -216,9 +213,7 @@ class _Builder:
         return value
 
     def _may_be_functional(self, node: fx.Node, twin: torch._ops.OpOverload, written: TracedTensor) -> bool:
-        """Whether nobody can tell that the in-place call ``node`` wrote to an operand: it may be fused as ``twin``.
-
-        The operand is an intermediate, and nothing reads it later, nor another tensor in its memory.
+        """Whether nobody can tell that an in-place call wrote to an intermediate: nothing in its memory is read later.
         """
         storage = self.storages.of(written)
         sharing = [(one, tensor.name) for one, value in self.values.items() for tensor in tensors_in(value)
@@ -275,22 +270,17 @@ class _Builder:
     def _results(self, node: fx.Node) -> tuple[list[TracedTensor], Any]:
         """The tensors an op returns, and the same in the structure that ``getitem`` nodes index."""
         fake = node.meta.get("val")
-        if isinstance(fake, torch.Tensor):
-            result = TracedTensor(node.name, fake)
-            return [result], result
-        if not isinstance(fake, list | tuple):
-            return [], None
-        value = self._items(fake, f"{node.name}_out")
+        value = self._named(fake, f"{node.name}_out" if isinstance(fake, list | tuple) else node.name)
         return tensors_in(value), value
 
-    def _items(self, fake: Sequence[Any], name: str) -> tuple[Any, ...]:
-        """Tensors of an op's results by their numbers; some are in lists of their own."""
-        return tuple(
-            TracedTensor(f"{name}{number}", item) if isinstance(item, torch.Tensor)
-            else self._items(item, f"{name}{number}_") if isinstance(item, list | tuple)
-            else self.names.plain(item)
-            for number, item in enumerate(fake)
-        )
+    def _named(self, fake: Any, name: str) -> Any:
+        """A result: a tensor by its name, or several by that and their numbers, some in lists of their own."""
+        if isinstance(fake, torch.Tensor):
+            return TracedTensor(name, fake)
+        if not isinstance(fake, list | tuple):
+            return self.names.plain(fake)
+        return tuple(self._named(item, f"{name}{number}{'_' * isinstance(item, list | tuple)}")
+                     for number, item in enumerate(fake))
 
     def _append_opaque(
         self, node: fx.Node, name: str, operands: Sequence[TracedTensor], results: Sequence[TracedTensor],

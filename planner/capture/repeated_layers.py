@@ -1,14 +1,12 @@
-"""Graphs of models whose layers are alike: three layers are traced, and the middle of the model is made of them.
-
-A model has dozens of layers, and each workload traces all of them anew.
-"""
+"""Graphs of models whose layers are alike: three layers are traced, and the middle of the model is made of them."""
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,9 +27,7 @@ _VALUES = (bool, int, float, str, type(None), tuple, torch.dtype)
 
 @functools.lru_cache(maxsize=8)
 def traced_source(source: ModelSource) -> tuple[ModelSource, int] | None:
-    """The source of a model with the first layers alone, and how many there are in all; None where the others are not
-    all like the second, as far as their modules and the config say.
-    """
+    """The source of the first layers alone, and how many there are; None where the others are not known to be alike."""
     if source.kind == "module":
         return None
     text = hf_config(source).get_text_config(decoder=True)
@@ -63,28 +59,26 @@ def _alike(one: nn.Module, number: int, other: nn.Module, its_number: int, witho
     """Whether two modules' code depends on the same, but for ``number`` (a place, or how many layers there are) in the
     one for ``its_number`` in the other; ``without`` the module of that name.
     """
-    ours, theirs = (
-        [(name, module) for name, module in root.named_modules()
-         if not without or not f"{name}.".startswith(f"{without}.")] for root in (one, other))
-    if [(name, type(module)) for name, module in ours] != [(name, type(module)) for name, module in theirs]:
-        return False
-    for (_, mine), (_, its) in zip(ours, theirs, strict=True):
-        values, others = (
-            {key: value for key, value in vars(module).items() if isinstance(value, _VALUES)} for module in (mine, its))
-        tensors, its_tensors = (
-            [(key, tensor.shape, tensor.dtype) for key, tensor in module.named_parameters(recurse=False)]
-            for module in (mine, its))
-        if values.keys() != others.keys() or tensors != its_tensors or not all(
-            value == others[key] or (value, others[key]) == (number, its_number) for key, value in values.items()
-        ):
-            return False
-    return True
+    ours, theirs = (list(_facts(root, without)) for root in (one, other))
+    return len(ours) == len(theirs) and all(
+        mine == its or (mine == (*its[:-1], number) and its[-1] == its_number)
+        for mine, its in zip(ours, theirs, strict=True))
+
+
+def _facts(root: nn.Module, without: str) -> Iterator[tuple[Any, ...]]:
+    """The modules of one, with their attributes and parameters: the last item of each is its value."""
+    for name, module in root.named_modules():
+        if without and f"{name}.".startswith(f"{without}."):
+            continue
+        yield name, type(module)
+        yield from ((name, key, value) for key, value in sorted(vars(module).items()) if isinstance(value, _VALUES))
+        yield from ((name, key, (tensor.shape, tensor.dtype)) for key, tensor in module.named_parameters(recurse=False))
 
 
 def with_layers(graph: DataflowGraph, count: int) -> DataflowGraph | None:
     """A graph of :data:`TRACED` layers as one of ``count``; None where its ops do not show how layers go on.
 
-    Names differ from those of a trace of all layers, and graph inputs have another order.
+    Names, and the order of graph inputs, differ from those of a trace of all layers.
     """
     try:
         return _Repeat(graph).repeated(count)

@@ -1,8 +1,7 @@
 """Graphs whose arguments are tensor subclasses (quantised or distributed weights), as graphs of the tensors inside.
 
-A class with ``__tensor_flatten__`` and ``__torch_dispatch__`` says of which tensors it is made, and which ops on these
-stand for an op on it. So a graph is given the tensors inside, makes the subclasses of them, and runs as it did: a trace
-of it holds the ops that the classes call. Dynamo guards the tensors inside, and what else a class knows of itself.
+A graph is given the tensors inside, makes the subclasses (by ``__tensor_unflatten__``), and runs as it did: its trace
+holds the ops that ``__torch_dispatch__`` calls. Dynamo guards what a class is made of.
 """
 
 from __future__ import annotations
@@ -70,7 +69,13 @@ def take_apart(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Apart:
     def whole(call: Callable[..., Any]) -> Callable[..., Any]:
         if not any(isinstance(how, int | _Form) for how in results):
             return lambda *args: call(*read(*args))
-        return lambda *args: _remade(results, args, iter(call(*read(*args))))
+
+        def remade(*args: Any) -> tuple[Any, ...]:
+            parts = iter(call(*read(*args)))
+            return tuple(next(parts) if how is None else args[how] if isinstance(how, int) else how.make(parts)
+                         for how in results)
+
+        return remade
 
     inputs = [one for inside in parts for one in inside]
     inner = frozenset(at for at, pair in enumerate(zip(inputs, owners, strict=True)) if pair[0] is not pair[1])
@@ -146,11 +151,6 @@ def _flatten_results(before: fx.Graph, graph: fx.Graph, returned: Sequence[Any])
     return results
 
 
-def _remade(results: Sequence[_Result], args: Sequence[Any], parts: Iterator[Any]) -> tuple[Any, ...]:
-    return tuple(
-        next(parts) if how is None else args[how] if isinstance(how, int) else how.make(parts) for how in results)
-
-
 class _Calls(torch.nn.Module):
     """A function that a graph calls, which may know what no graph can hold."""
 
@@ -164,8 +164,8 @@ class _Form:
     """How to take a tensor subclass apart, and how to make it again.
 
     Attributes:
-        inside: The tensors, and for each that is a subclass itself what that is made of.
-        size, stride: Its own; None where they are dynamic: these follow on the tensors inside.
+        inside: The tensors; for each that is a subclass what that is made of.
+        size, stride: Its own; dynamic ones are None here, and follow on the tensors inside.
     """
 
     kind: Any
@@ -227,9 +227,9 @@ class _Form:
         return self.make(iter(parts))
 
     def check(self, value: Any, *parts: Any) -> None:
-        """CaptureError where a subclass is not what it was made as, once the graph has run: the argument is.
+        """CaptureError where a subclass is not what it was made as, once the graph has run.
 
-        An op that writes to a tensor inside writes to the argument, for both share that tensor.
+        Writing to a tensor inside is no change: the argument shares it.
         """
         same = all(one is part for one, part in zip(self.flatten(value), parts, strict=True) if torch.is_tensor(part))
         if type(value) is not self.kind or not same or value.__tensor_flatten__()[1] != self.context:
@@ -246,9 +246,6 @@ def _hand_down_sizes(tensor: Any) -> None:
             contexts[inside] = known[name]
         if is_traceable_wrapper_subclass(inside):
             _hand_down_sizes(inside)
-
-
-# -- tracing ----------------------------------------------------------------------------------------------
 
 
 def classes_first(module: fx.GraphModule) -> AbstractContextManager[Any]:

@@ -100,7 +100,8 @@ def full_name(node: OpNode) -> str:
     short = _ALIASES.get(node.op, node.op)
     packet = getattr(torch.ops.aten, short, None)
     if not isinstance(packet, torch._ops.OpOverloadPacket):
-        raise UnknownOpError(node.op, _short_names())
+        planned = {name.split(".")[1] for name, op in OPS.items() if op.build is not None or op.view or op.is_anchor}
+        raise UnknownOpError(node.op, sorted(planned | _ALIASES.keys()))
     names = [f"aten.{short}.{overload}" for overload in packet.overloads() if "out" not in overload]
     usable = [name for name in names if "Dimname" not in str(resolve_op(name)._schema)]
     fitting = [name for name in usable if _misfit(node, name) is None]
@@ -127,11 +128,6 @@ def _unlikely(node: OpNode, op: str) -> tuple[bool, int]:
     """Orders overloads as eager dispatches: ``x + 2`` is ``add.Tensor``, but ``x ** 2`` is ``pow.Tensor_Scalar``."""
     tensors = {parameter.name for parameter in parameters_of(op) if parameter.is_tensor}
     return op.endswith(".Scalar"), sum(name in tensors and value is not None for name, value in node.attrs.items())
-
-
-def _short_names() -> list[str]:
-    planned = {name.split(".")[1] for name, op in OPS.items() if op.build is not None or op.view or op.is_anchor}
-    return sorted(planned | _ALIASES.keys())
 
 
 def trace_subgraph(graph: SubGraph, specs: Mapping[str, TensorSpec], device: str = "cpu") -> Traced:

@@ -1,9 +1,8 @@
 """From a model to its dataflow graph, with no weights in memory.
 
-Dynamo traces the model on fake tensors, exactly as ``torch.compile`` does at run time, and the trace goes through the
-same :func:`trace_predispatch` and :func:`~fuseplan.planner.capture.normalise.normalise` as in the back end. That is
-what makes a plan tuned offline a hit at run time: models branch on ``torch.compiler.is_compiling()``, and attention's
-output layout depends on the device, so neither plain tracing nor the meta device gives the same graph.
+Dynamo traces the model on fake tensors as ``torch.compile`` does, and the trace goes through the back end's own
+functions: so a plan tuned offline is found at run time. Plain tracing gives other graphs, since models ask
+``torch.compiler.is_compiling()``; so does the meta device, since attention's layout depends on the device.
 """
 
 from __future__ import annotations
@@ -50,12 +49,10 @@ def trace_predispatch(
 ) -> fx.GraphModule:
     """The pre-dispatch ATen trace of a Dynamo graph. Call it inside a ``torch.compile`` back end.
 
-    No functionalisation, and no decomposition but of ops that only rearrange elements.
-    :func:`~fuseplan.planner.rewrites.attention.rewrite_attention` takes the other arguments; what it did is
-    ``meta["attention"]`` of the result. ``meta["channels_last"]`` says how many convolutions were laid out otherwise.
-
-    Raises:
-        CaptureError: Tracing failed, or autocast is on (its casts are not part of the trace).
+    Only ops that rearrange elements are decomposed. :func:`~fuseplan.planner.rewrites.attention.rewrite_attention`
+    takes the other arguments; ``meta["attention"]`` of the result says what it did, ``meta["channels_last"]`` how many
+    convolutions were laid out otherwise. CaptureError where tracing fails, or autocast is on (its casts are not part of
+    the trace).
     """
     context = torch._guards.TracingContext.try_get()
     if context is None or context.fake_mode is None:
@@ -115,12 +112,8 @@ def capture(source: ModelSource, workload: Workload, device_type: str, pack_weig
     """Capture a model as ``torch.compile`` would see it on this kind of device, ``"cpu"`` or ``"cuda"``.
 
     Without a GPU, ``"cuda"`` is captured on the meta device: the same ops, but attention's output layout may differ.
-    With ``pack_weights`` linear ops that read one value are one op. Forgets all graphs that ``torch.compile`` holds in
-    this process.
-
-    Raises:
-        CaptureError: The model cannot be traced without data; the message names the reason.
-        ConfigError: The model cannot be built, or has no such regime.
+    With ``pack_weights`` linear ops that read one value are one op. Forgets all compiled graphs of this process.
+    CaptureError where the model cannot be traced without data, ConfigError where it cannot be built or run so.
     """
     device = traced_on(device_type)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -148,10 +141,9 @@ def record_generation(
 ) -> list[Traced]:
     """Let ``generate()`` call the model until it makes no new graphs, and give these, normalised.
 
-    The loop of ``transformers`` runs for real; its calls only trace, and every token has the same score. So masks,
-    positions and caches are what they are at run time: a prompt, a first token, one after that, from which on a cache
-    that grows has a dynamic size, and, where it is not far, the tokens at which a sliding window is full. CaptureError
-    where Dynamo cannot trace a call, or ``generate()`` fails.
+    The loop of ``transformers`` runs for real, on traced calls whose tokens all have the same score. So masks,
+    positions and caches are those of run time: of a prompt, a first token, one after that, and those that fill a
+    sliding window. CaptureError where Dynamo cannot trace a call, or ``generate()`` fails.
     """
     if model.device.type == "meta":
         raise CaptureError("generate() needs a device to run on; this machine has no GPU")
@@ -173,10 +165,7 @@ def record_generation(
 
 
 def _prompt_masks(workload: Workload, device: torch.device) -> list[torch.Tensor]:
-    """Attention masks of prompts, batch x seq, int64: of several lengths, padded on the left, and of one.
-
-    ``transformers`` drops masks without padding.
-    """
+    """Attention masks of prompts, batch x seq, int64, padded on the left and not: ``transformers`` drops the latter."""
     full = torch.ones(workload.batch, workload.seq, dtype=torch.long, device=device)
     if workload.batch == 1 or workload.seq == 1:
         return [full]
@@ -257,7 +246,7 @@ _FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 def _recording(failure: str, pack_weights: bool) -> Iterator[_Recorder]:
     """A recorder for what is compiled meanwhile; all graphs that ``torch.compile`` holds are forgotten.
 
-    CaptureError where that fails, named by ``failure``, and where a graph cannot be normalised or is missing.
+    CaptureError, named by ``failure``, where that fails, or a graph cannot be normalised or is missing.
     """
     recorder = _Recorder(pack_weights)
     torch._dynamo.reset()

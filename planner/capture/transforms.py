@@ -1,9 +1,8 @@
 """Parts of a Dynamo graph that only work while a mode is on, rewritten as the ops that they come down to.
 
-``torch.vmap``, ``torch.func.grad`` and their kin put their calls between two that enter and leave a functorch level;
-tensors made in between are wrappers without memory, which no pre-dispatch trace can hold. Such a part is traced by
-itself below the levels, as ATen ops on plain tensors, and stands in the graph as those. A checkpoint, which has no
-meaning without gradients, is its body.
+``torch.vmap``, ``torch.func.grad`` and their kin enter and leave a functorch level; tensors made in between have no
+memory, so no pre-dispatch trace can hold them. Such a part is traced by itself, below the levels. A checkpoint, which
+has no meaning without gradients, is its body.
 """
 
 from __future__ import annotations

@@ -71,19 +71,15 @@ class DataflowGraph:
     """Ops and values of one captured model.
 
     Attributes:
-        graph: ``networkx.DiGraph`` over op names. Node attribute ``op`` is the :class:`OpNode`; edge attributes are
-            ``values`` (tuple of value names carried, empty for a pure ordering edge) and ``nbytes``.
+        graph: ``networkx.DiGraph`` over op names, each with its ``op``; edges have ``values``, () for pure order.
         specs: Tensor spec of every value, graph inputs included.
         inputs: Graph input values (activations and parameters), in call order.
-        symbols: Dynamic sizes with the value seen at capture (the hint), and numbers that change with them or by
-            themselves: a float hint belongs to a symbol that is no integer.
+        symbols: Dynamic sizes and numbers with their values at capture: a float for a symbol that is no integer.
         derived: Definitions of the symbols that depend on others, as sympy expressions.
-        paths: Paths of the modules that each op is of, in the user's spelling; () where they are not known. Like names
-            they play no part in what a graph means.
+        paths: Paths of the modules that each op is of, as the user spells them; no part of what a graph means.
         fresh: Graph inputs that stand for what another kernel has just produced (of a part of a model, cut out).
-        shares: Of a part of a model, cut out: by the key of each part of a region, its share of the model's time.
-        rounds: Values of half precision that are rounded wherever they are read, whatever the numerics: the program can
-            see it.
+        shares: Of a part of a model: by the key of each part of a region, its share of the model's time.
+        rounds: Values of half precision that are rounded wherever they are read, since the program can see it.
     """
 
     fresh: frozenset[str] = frozenset()
@@ -180,9 +176,7 @@ class Region:
 
 
 def bind_graph(graph: DataflowGraph, sizes: Mapping[str, int] | None = None) -> DataflowGraph:
-    """The same graph with every symbol replaced by ``sizes`` (its capture-time hints where not given).
-
-    Op and value names are kept, so that a plan of the bound graph names groups of the dynamic one.
+    """The graph with every symbol replaced by ``sizes`` (by default hints); names stay, so plans of it name its groups.
     """
     if not graph.symbols:
         return graph

@@ -1,8 +1,7 @@
 """Attention of one query position over a cache, ``fuseplan::decode_attention``: registered with PyTorch when imported.
 
-It is what PyTorch's attention has no argument for: keys and values in pages that a block table lists, and scores that
-are capped (Gemma 2). A kernel may read pages where they lie. The op itself gathers them, as a model in plain PyTorch
-does, and computes what that model would.
+Keys and values may be in pages that a block table lists, and scores capped (Gemma 2). A kernel may read pages where
+they lie; the op itself gathers them, and computes what a model in plain PyTorch would.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -37,13 +37,12 @@ def resolve_op(name: str) -> torch._ops.OpOverload:
 def bind_call(
     node: OpNode, values: Sequence[Any], device: torch.device | str | None = None
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Positional and keyword arguments of the ATen call ``node`` stands for.
+    """Positional and keyword arguments of the ATen call ``node`` stands for, ``values`` being its inputs (or proxies).
 
-    ``values`` stand for ``node.inputs``: tensors, or proxies such as ``fx.Node``. ``device`` is given to ops that
-    create a tensor from nothing (``arange``); the attribute ``device`` wins. ShapeError where an argument without a
-    default is missing, or operands are left over.
+    ``device`` is given to ops that create a tensor from nothing (``arange``) unless an attribute says it. ShapeError
+    where an argument without a default is missing, or operands are left over.
     """
-    referenced = {ref.position for ref in _refs(node.attrs.values())}
+    referenced = {leaf.position for leaf in pytree.tree_leaves(list(node.attrs.values())) if isinstance(leaf, Ref)}
     remaining = iter([value for position, value in enumerate(values) if position not in referenced])
     parameters = parameters_of(node.op)
     makes_tensor = not any(parameter.is_tensor for parameter in parameters)
@@ -107,14 +106,6 @@ def parameters_of(op: str) -> tuple[Parameter, ...]:
         )
         for number, argument in enumerate(arguments)
     )
-
-
-def _refs(values: Any) -> Iterator[Ref]:
-    for value in values:
-        if isinstance(value, Ref):
-            yield value
-        elif isinstance(value, tuple | list):
-            yield from _refs(value)
 
 
 def _argument_value(name: str, value: Any, values: Sequence[Any]) -> Any:

@@ -1,7 +1,6 @@
 """Several linear ops that read one value as one op, ``fuseplan::merged_linear``: registered with PyTorch when imported.
 
-Where the weights lie one after the other in memory they are one weight, and the op is one matrix product. Whoever moves
-them later (a cast, another packing) makes it several products again: the result does not depend on where they lie.
+It is one matrix product where the weights follow one another in memory, and several where they do not.
 """
 
 from __future__ import annotations
@@ -65,10 +64,10 @@ _MOST_KNOWN = 1024
 
 
 class MergedLinear:
-    """``merged_linear`` without PyTorch's dispatcher, for one place in a program: it remembers how weights lie.
+    """``merged_linear`` without PyTorch's dispatcher, for one place in a program.
 
-    Layers that share a compiled graph call it with their own weights, each set known by its addresses. ``move`` is
-    asked once for weights that do not lie side by side.
+    Layers that share a compiled graph have their own weights: how a set lies is remembered by its addresses. ``move``
+    is asked once for weights that do not lie side by side.
     """
 
     def __init__(self, move: Move | None = None) -> None:

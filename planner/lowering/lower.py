@@ -1,8 +1,7 @@
 """Pull-based lowering: a fusion group of the dataflow graph becomes one :class:`KernelIR`.
 
 Each group output is asked for its value at an index; the answer asks its operands, and so on to the group's inputs.
-View ops only change the index, a reduction becomes a fold over the columns, ``cat`` a choice between operands. What
-cannot be expressed raises :class:`NotLowerable`, which is how the planner tells a legal group from an illegal one.
+What cannot be expressed raises :class:`NotLowerable`: so a legal group is told from an illegal one.
 """
 
 from __future__ import annotations
@@ -80,9 +79,7 @@ class _Plan:
 
 
 class _Lowering:
-    """One attempt at a group, with so many spaces of each value ``passed`` over; ``storing`` is the output that it was
-    asking for when it stopped.
-    """
+    """One attempt at a group: it passes over some spaces of each value; ``storing`` is the output being asked for."""
 
     def __init__(self, graph: DataflowGraph, members: frozenset[str], numerics: str, passed: Mapping[str, int]) -> None:
         self.graph = graph
@@ -117,8 +114,6 @@ class _Lowering:
         ir = KernelIR(buffers, tuple(map(_fitted, segments)))
         return Lowered(ir, tuple(self.group.inputs), tuple(self.outputs))
 
-    # -- iteration spaces ---------------------------------------------------------------------------------
-
     def _plan_spaces(self, wanted: Sequence[str]) -> dict[str, _Plan]:
         plans: dict[str, _Plan] = {}
         for value in wanted:  # without rows of size one, whose place differs between outputs that share a segment
@@ -147,8 +142,9 @@ class _Lowering:
         return plans | ordered
 
     def spaces(self, value: str) -> list[_Plan]:
-        """The iteration spaces of an output, of which the first is taken in which no reduction is asked for across the
-        columns: a size that is the folded one may be a coincidence (``x.sum(-1)`` of a square x).
+        """The iteration spaces to try for an output, in order.
+
+        A size that equals the folded one may be a coincidence (``x.sum(-1)`` of a square x).
         """
         spec = stored_spec(self.group, value)
         reduced = self._reduced_size(value)
@@ -170,7 +166,9 @@ class _Lowering:
                 last = [plan for plan in found if plan.axes[-1] == rank - 1]
                 found = [*last, _Plan(viewed[:-1], reduced, tuple(range(len(viewed))), viewed, walker),
                          *(plan for plan in found if plan not in last)]
-        if any(_repeats(shape, spec) for node, shape in folds if op_of(node.op).walk_of(node, specs) is not None):
+        # A walk of its own folds a row again for each element of a value that has more of them than there are rows.
+        if any(not known_less_equal(product(spec.shape), product(shape[:-1])) for node, shape in folds
+               if op_of(node.op).walk_of(node, specs) is not None):
             if not found:
                 raise NotLowerable(f"{value} would fold a row again for each of its elements")
             return found
@@ -300,11 +298,6 @@ def _along(shape: tuple[Size, ...], dim: int) -> _Plan:
     """The space of a value whose dimension ``dim`` is the columns."""
     axes = (*range(dim), len(shape) - 1, *range(dim, len(shape) - 1))
     return _Plan((*shape[:dim], *shape[dim + 1 :]), shape[dim], axes)
-
-
-def _repeats(rows: tuple[Size, ...], spec: TensorSpec) -> bool:
-    """Whether a value has more elements than there are rows (the last of ``rows`` are their columns)."""
-    return not known_less_equal(product(spec.shape), product(rows[:-1]))
 
 
 def _viewed_as_rows(shape: tuple[Size, ...], length: Size) -> tuple[Size, ...] | None:

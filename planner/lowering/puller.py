@@ -6,44 +6,22 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import reduce as fold
+from operator import add, mul
 
 import torch
 
+from fuseplan.kernels.ir import ir
 from fuseplan.kernels.ir.contraction import factored
 from fuseplan.kernels.ir.index import Coord, Index, Size, flatten
-from fuseplan.kernels.ir.ir import (
-    ITEMSIZE,
-    NARROW,
-    Apply,
-    Cast,
-    Dot,
-    Gather,
-    Instr,
-    Load,
-    Product,
-    Round,
-    RowValue,
-    Segment,
-    Store,
-    ancestors,
-    register_type,
-    renamed,
-)
+from fuseplan.kernels.ir.ir import ITEMSIZE, NARROW, Apply, Instr, Load, Product, Round, Segment, register_type
 from fuseplan.kernels.ir.ops import torch_dtype
 from fuseplan.kernels.ir.rewrite import needed
 from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
-from fuseplan.planner.ops.builder import BodyBuilder, Group, IterationSpace
+from fuseplan.planner.ops.builder import BodyBuilder, Group, IterationSpace, Value
 from fuseplan.planner.ops.op import HALVES
 from fuseplan.planner.ops.positions import Position, along, reshape_position
-from fuseplan.planner.ops.table import (
-    is_address_map,
-    kind_of,
-    op_of,
-    why_refused,
-    written_dim,
-    written_value,
-)
+from fuseplan.planner.ops.table import is_address_map, kind_of, op_of, why_refused, written_dim, written_value
 
 #: Stands for the first coordinate that data gives, while an address is made; further ones count down from it.
 _DATA_AXIS = -1
@@ -101,9 +79,7 @@ def _bases(group: Group, value: str) -> frozenset[str]:
 
 
 def looks_through(group: Group, node: OpNode) -> bool:
-    """Whether the group's kernel reads what lies behind an op: a view, or a ``reshape`` that may have to copy what
-    the group itself computes (symbols do not always tell that it is a view).
-    """
+    """Whether the kernel reads what lies behind an op: a view, or a ``reshape`` of what the group computes."""
     graph = group.graph
     if is_address_map(node, graph.specs):
         return True
@@ -117,33 +93,34 @@ def looks_through(group: Group, node: OpNode) -> bool:
 
 
 class Puller(BodyBuilder):
-    def pull(self, value: str, position: Position) -> int:
-        key, pulled = (value, position, self._mask), self._space.pulled
+    def pull(self, value: str, position: Position) -> Value:
+        key, pulled = (value, position, self._mask and self._mask.id), self._space.pulled
         found = pulled.get(key)
-        if found is None:
+        if found is None:  # a position takes long to hash
             found = pulled[key] = self._produce(value, position)
         return found
 
-    def stored(self, value: str, position: Position) -> int:
-        """Value id of what a store of ``value`` writes: the store itself narrows it to the stored type."""
+    def stored(self, value: str, position: Position) -> Value:
+        """What a store of ``value`` writes: the store itself narrows it to the stored type."""
         node, dtype = self._member(value), self.specs[value].dtype
         if node is None or (dtype not in _ROUNDED and written_value(node) is None):
-            return self.cast(self.pull(value, position), register_type(dtype))
-        return self.cast(self._computed(node, value, position), register_type(dtype))
+            return self.pull(value, position).to(register_type(dtype))
+        return self._computed(node, value, position).to(register_type(dtype))
 
-    def store(self, buffer: int, value: str, position: Position) -> Store:
+    def store(self, buffer: int, value: str, position: Position) -> ir.Store:
         """A store of ``value`` at a position of its :func:`stored_spec`."""
         stored, strides, node = self.stored(value, position), self.specs[value].strides, self._member(value)
         dim = written_dim(node, self.specs) if node is not None else None
         if node is None or dim is None:
-            return Store(buffer, flatten(position, strides), stored)
-        at = self.cast(self.pull(node.inputs[1], (position[dim],)), "int64")
+            return ir.Store(buffer, flatten(position, strides), stored.id)
+        at = self.pull(node.inputs[1], (position[dim],)).to("int64")
         if not self.is_per_row(at):
             raise NotLowerable(f"{node.op} ({node.name}) places the columns of the group one by one")
         rest, extent = flatten(along(position, dim, Index(0)), strides), self.specs[value].shape[dim]
-        return Store(buffer, rest, stored, Gather(at, strides[dim], extent, self.inside({dim: at}, {dim: extent})))
+        check = self.inside({dim: at}, {dim: extent})
+        return ir.Store(buffer, rest, stored.id, ir.Gather(at.id, strides[dim], extent, check and check.id))
 
-    def _produce(self, value: str, position: Position) -> int:
+    def _produce(self, value: str, position: Position) -> Value:
         graph = self._group.graph
         node = self._member(value)
         if node is not None:
@@ -155,7 +132,8 @@ class Puller(BodyBuilder):
             return self.pull(view.inputs[0], through(view, value, position, graph.specs))
         spec = self.specs[value]
         index = flatten(position, spec.strides)
-        return self._space.emit(Load(register_type(spec.dtype), self._group.input_buffer(value), index, self._mask))
+        buffer = self._group.input_buffer(value)
+        return self._space.emit(Load(register_type(spec.dtype), buffer, index, self._mask and self._mask.id))
 
     def _member(self, value: str) -> OpNode | None:
         """The op of the group that computes ``value``."""
@@ -163,7 +141,7 @@ class Puller(BodyBuilder):
         inside = node is not None and node.name in self._group.members and not is_address_map(node, self.specs)
         return node if inside else None
 
-    def _computed(self, node: OpNode, value: str, position: Position) -> int:
+    def _computed(self, node: OpNode, value: str, position: Position) -> Value:
         # A plan is made for numbers; where a size is dynamic its recipe may refuse what it took.
         op = op_of(node.op)
         reason = None if op.is_contraction else why_refused(node, self.specs)
@@ -174,29 +152,29 @@ class Puller(BodyBuilder):
             raise NotLowerable(f"{node.op} ({node.name}): no kernel computes its result {number}")
         return recipes[number](self, node, position)
 
-    def _rounded(self, value: int, name: str) -> int:
+    def _rounded(self, value: Value, name: str) -> Value:
         """What is left of a value in the dtype of ``name``, where that matters to those who read it."""
         dtype, group = self.specs[name].dtype, self._group
         if dtype not in NARROW and (dtype not in HALVES or (group.numerics != "eager" and name not in group.rounds)):
             return value
-        value = self.cast(value, register_type(dtype))
-        return value if self._fits(value, dtype) else self._space.emit(Round(self.dtype_of(value), value, dtype))
+        value = value.to(register_type(dtype))
+        return value if self._fits(value, dtype) else self._space.emit(Round(value.dtype, value.id, dtype))
 
-    def _fits(self, value: int, dtype: str) -> bool:
+    def _fits(self, value: Value, dtype: str) -> bool:
         """True when a value is known to be one that ``dtype`` holds."""
-        instr = self._space.body[value]
-        if dtype in HALVES and self._is_byte(self._space.body, value):
+        instr = value.instr
+        if dtype in HALVES and self._is_byte(self._space.body, value.id):
             return True
         if isinstance(instr, Load):
             return self.specs[self._group.inputs[instr.buffer]].dtype == dtype
         if isinstance(instr, Apply) and instr.op == "where":
-            return all(self._fits(arg, dtype) for arg in instr.args[1:])
+            return all(self._fits(value.space.value(arg), dtype) for arg in instr.args[1:])
         if dtype in NARROW and "int" in dtype:
             limits, (least, most) = torch.iinfo(torch_dtype(dtype)), self.known_range(value)
             return limits.min <= least and most <= limits.max
         return isinstance(instr, Round) and instr.to == dtype
 
-    def dot(self, node: OpNode, numbers: tuple[int, int], column: Index, rows: Position, transposed: bool) -> int:
+    def dot(self, node: OpNode, numbers: tuple[int, int], column: Index, rows: Position, transposed: bool) -> Value:
         space = self._space
         if self._mask is not None:
             raise NotLowerable(f"{node.op} ({node.name}) feeds only part of a cat")
@@ -212,7 +190,7 @@ class Puller(BodyBuilder):
             at = Index.coord(0, width)
             position = (*rows, k) if value == left and not sides else (at, k) if transposed else (k, at)
             held = Puller(self._group, side)
-            pulled = held.cast(held.pull(value, position), "float64" if result.dtype == "float64" else "float32")
+            pulled = held.pull(value, position).to("float64" if result.dtype == "float64" else "float32").id
             whole = Segment(own, inner, tuple(side.body), ())
             split = factored(whole, pulled)
             # What is not scaled yet need not fit float16, in which tensor cores would multiply it; a byte does.
@@ -226,25 +204,25 @@ class Puller(BodyBuilder):
         if product not in space.products:
             space.products.append(product)
         number, wide = space.products.index(product), register_type(result.dtype)
-        total = space.emit(Dot(wide, number, column))
-        factors = [space.emit(RowValue(wide, number, factor)) for factor in ones]
+        total = space.emit(ir.Dot(wide, number, column))
+        factors = [space.emit(ir.RowValue(wide, number, factor)) for factor in ones]
         factors += [self._brought(other, factor, column) for factor in others]
-        return fold(lambda scaled, factor: self.apply("mul", scaled, factor), factors, total)
+        return fold(mul, factors, total)
 
     def _is_byte(self, body: Sequence[Instr], value: int) -> bool:
         """Whether a value is stored in one byte: any half holds it."""
         instr = body[value]
-        while isinstance(instr, Cast):
+        while isinstance(instr, ir.Cast):
             instr = body[instr.arg]
         return isinstance(instr, Load) and ITEMSIZE[self.specs[self._group.inputs[instr.buffer]].dtype] == 1
 
-    def _brought(self, side: Segment, value: int, row: Index) -> int:
+    def _brought(self, side: Segment, value: int, row: Index) -> Value:
         """A number that row ``row`` of a side has, as a value of this space."""
         moved = side.with_indices(lambda index: index.substitute({0: row}))
         places: dict[int, int] = {}
-        for one in ancestors(side.body, [value]):
-            places[one] = self._space.emit(renamed(moved.body[one], places.__getitem__))
-        return places[value]
+        for one in ir.ancestors(side.body, [value]):
+            places[one] = self._space.emit(ir.renamed(moved.body[one], places.__getitem__)).id
+        return self._space.value(places[value])
 
     def row_shape(self, node: OpNode) -> tuple[Size, ...]:
         return op_of(node.op).row_shape(node, self.specs)
@@ -252,13 +230,13 @@ class Puller(BodyBuilder):
     def folded_dims(self, node: OpNode) -> tuple[int, ...]:
         return op_of(node.op).folded_dims(node, self.specs)
 
-    def element(self, node: OpNode, row: Position, column: Index) -> int:
+    def element(self, node: OpNode, row: Position, column: Index) -> Value:
         walk, source = op_of(node.op).walk_of(node, self.specs), node.inputs[0]
         if walk is not None:
             return self.pull(source, walk((*row, column)))
         return self.pull(source, reshape_position((*row, column), self.row_shape(node), self.specs[source].shape))
 
-    def lookup(self, node: OpNode, value: str, position: Position, picked: Mapping[int, int]) -> int:
+    def lookup(self, node: OpNode, value: str, position: Position, picked: Mapping[int, Value]) -> Value:
         graph = self._group.graph
         self._space.lookups += 1
         if self._space.lookups > MOST_LOOKUPS:
@@ -279,23 +257,22 @@ class Puller(BodyBuilder):
         index = flatten(position, spec.strides)
         if not all(index.is_affine_in(axis) for axis in axes.values()):
             raise NotLowerable(f"{node.op} looks up {value} through a view that cuts the dimension up")
-        ids = {dim: self.cast(at, "int64") for dim, at in picked.items()}
+        ids = {dim: at.to("int64") for dim, at in picked.items()}
         mask, check = self._mask, self.inside(ids, extents)
         for dim, at in ids.items():
             mask = self._both(mask, self._is_inside(at, extents[dim]))
         dtype = register_type(spec.dtype)
         missing = math.nan if dtype.startswith("float") else 0.0
         strides = {dim: index.coefficient(axis) for dim, axis in axes.items()}
-        gather = replace(self._gather(ids, strides, extents), check=check)
+        gather = replace(self._gather(ids, strides, extents), check=check and check.id)
         rest = index.substitute({axis: Index(0) for axis in axes.values()})
-        return self._space.emit(Load(dtype, self._group.input_buffer(value), rest, mask, missing, gather))
+        return self._space.emit(Load(dtype, self._group.input_buffer(value), rest, mask and mask.id, missing, gather))
 
-    def _gather(self, ids: Mapping[int, int], strides: Mapping[int, Size], extents: Mapping[int, Size]) -> Gather:
+    def _gather(self, ids: Mapping[int, Value], strides: Mapping[int, Size], extents: Mapping[int, Size]) -> ir.Gather:
         """One term of an address for all coordinates that are data: their distance from the first element."""
         first = next(iter(ids))
         if len(ids) == 1:
-            return Gather(ids[first], strides[first], extents[first])
-        parts = [self.apply("mul", at, self.iota(Index(strides[dim]))) for dim, at in ids.items()]
-        total = fold(lambda one, other: self.apply("add", one, other), parts)
+            return ir.Gather(ids[first].id, strides[first], extents[first])
+        total = fold(add, [at * self.iota(Index(strides[dim])) for dim, at in ids.items()])
         known = [extent for extent in extents.values() if isinstance(extent, int)]
-        return Gather(total, 1, min(known, default=extents[first]))
+        return ir.Gather(total.id, 1, min(known, default=extents[first]))

@@ -1,7 +1,6 @@
 """Roundings to half precision that a program can see: kernels make them under ``numerics="fp32"`` too.
 
-Elsewhere a kernel keeps the bits that a cast in the middle of it would drop. It must not where the program asks what
-the cast dropped (``x - x.to(bfloat16).float()``): the answer would be zero.
+Where the program asks what a cast dropped (``x - x.to(bfloat16).float()``), an unrounded value would give zero.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ def is_rounding_cast(graph: DataflowGraph, value: str) -> bool:
 class Roundings:
     """Values of half precision that kernels round before they compute with them.
 
-    A cast is one where the graph returns its result, or an op reads that beside wider numbers (it converts it, adds it
-    to float32, compares it), or what the cast was made from is used unrounded as well. So is a sum ``a + b`` from which
-    ``a`` or ``b`` is taken away again: what is left is what its rounding dropped.
+    A cast is one where it is returned, or read beside wider numbers, or what it was made from is used unrounded as
+    well. So is a sum ``a + b`` from which ``a`` or ``b`` is taken away again: what is left is what its rounding
+    dropped.
     """
 
     def __init__(self, graph: DataflowGraph) -> None:

@@ -49,9 +49,8 @@ class Model:
     def example(self, workload: Workload) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments of one call in this regime.
 
-        Decode gets a half-filled static cache, so ``kv_len // 2`` calls fit before :func:`rewind` is due. For that the
-        model runs once on a token: it makes its cache as it needs it. ConfigError where it has no such regime, takes
-        something else, or keeps no cache.
+        Decode gets a half-filled static cache, which the model makes in a run on a token: ``kv_len // 2`` calls fit
+        before :func:`rewind` is due. ConfigError where it has no such regime, takes something else, or keeps no cache.
         """
         if self.config is None:
             if workload.regime != "forward":
@@ -140,10 +139,7 @@ class Model:
 
 
 def cache_name(names: Collection[str]) -> str | None:
-    """The one of a model's arguments or results that is its cache; None where there is none.
-
-    transformers 5.24 renamed ``past_key_values`` and ``cache_params`` to ``cache``.
-    """
+    """The name of the cache among those of arguments or results (it changed in transformers 5.24); None without one."""
     return next((name for name in _CACHES if name in names), None)
 
 
@@ -209,10 +205,7 @@ class _SkipRandomFill(TorchDispatchMode):
 
 
 def _fill(module: nn.Module) -> None:
-    """Tile one block of noise over all parameters: as good as fresh noise for timing, and memory-bound to make.
-
-    The block's length is prime, so that the rows of a matrix do not repeat.
-    """
+    """Tile one block of noise over all parameters. Its length is prime, so that the rows of a matrix do not repeat."""
     device = next(module.parameters()).device
     block = torch.randn(1_000_003, generator=torch.Generator(device).manual_seed(0), device=device).mul_(0.02)
     blocks = {dtype: block.to(dtype) for dtype in {parameter.dtype for parameter in module.parameters()}}
@@ -226,9 +219,7 @@ def _fill(module: nn.Module) -> None:
 
 @contextmanager
 def foreign_code(what: str, *values: object) -> Iterator[None]:
-    """Around a user's own code: whatever it raises, also to leave the process, is one :class:`ConfigError`.
-
-    ``what`` and ``values`` begin its message.
+    """Around a user's own code: whatever it raises is a ConfigError whose message begins with ``what`` and ``values``.
     """
     try:
         yield
@@ -263,9 +254,8 @@ def twin(module: nn.Module) -> nn.Module:
 def load_module(source: ModelSource) -> Model:
     """The module and example inputs that the user's factory returns, where it put them, or those at hand.
 
-    It is imported from the current folder or from wherever Python finds it, and makes real tensors unless it builds
-    under ``torch.device("meta")``. A source's dtype is that of the module's floating-point parameters and inputs. A
-    factory that cannot be imported, fails, or returns something else is a :class:`ConfigError`.
+    It is imported from the current folder, or as Python finds it. A source's dtype is that of floating-point parameters
+    and inputs. ConfigError where the factory cannot be imported, fails, or returns something else.
     """
     made = source.made() if source.made is not None else _from_factory(source.name)
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):

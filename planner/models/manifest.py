@@ -20,10 +20,7 @@ from fuseplan.planner.models.sources import parsed_file
 class ModelArguments:
     """What says which model or pattern is planned, and what for: as the command line, Python or a manifest give it.
 
-    Attributes:
-        model, config, module, pattern: Which it is: a preset, a config.json, ``package.module:factory``, or a pattern.
-        at_hand: A module or a Hugging Face config instead; ``inputs`` are a module's.
-        regime: None for the default, ``"eager"``.
+    ``at_hand`` is a module or a Hugging Face config, ``inputs`` are a module's. ``regime`` is by default ``"eager"``.
     """
 
     model: str | None = None
@@ -85,10 +82,7 @@ class Manifest:
 
 
 def read_manifest(path: str | Path) -> Manifest:
-    """The models of a manifest. Files that it names are looked for in its own folder.
-
-    A :class:`ConfigError` names file, table and key: it cannot be read, or has what no manifest has.
-    """
+    """The models of a manifest, which names files from its own folder; ConfigError names what is wrong in it."""
     path = Path(path).expanduser()
     content = parsed_file(path, "manifest", "TOML", tomllib.loads)
     _known(content, ("defaults", "model"), path.name)

@@ -1,7 +1,6 @@
 """The models that can be planned: named presets, any local Hugging Face config, the user's own module.
 
-Nothing is downloaded and no weights are read: a plan depends on shapes only. ``transformers`` is imported when a
-model is asked for, not before.
+No weights are read: a plan depends on shapes only. ``transformers`` is imported when a model is asked for.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ def find_source(
     model: str | None = None, config: str | Path | None = None, module: str | None = None, device_type: str = "cpu",
     dtype: str | None = None, layers: int | None = None,
 ) -> ModelSource:
-    """The source that one of ``model``, ``config`` and ``module`` names; the preset ``llama`` without any.
+    """The source that one of ``model``, ``config`` and ``module`` names, by default the preset ``llama``.
 
     UnknownModelError where no preset has that name, ConfigError for other mistakes.
     """
@@ -102,12 +101,13 @@ def find_source(
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError("{} {!r} is not one of bfloat16, float16, float32", Argument("dtype"), dtype)
     name = DTYPES[dtype] if dtype else None
-    if module is None:
-        _check_transformers()
     if module is not None:
         if layers is not None:
             raise ConfigError("{} needs a config; {} brings its own layers", Argument("layers"), Argument("module"))
         return ModelSource("module", module, dtype=name)
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError("presets and configs are models of Hugging Face's transformers, which is not installed; pip "
+                          "install 'fuseplan[models]'")
     if config is not None:
         path = Path(config) / "config.json" if Path(config).is_dir() else Path(config)
         return source_of(parsed_file(path, "config", "JSON", json.loads), str(config), name, layers)
@@ -115,12 +115,6 @@ def find_source(
     if preset not in PRESETS:
         raise UnknownModelError(preset, [*PRESETS, *ALIASES])
     return ModelSource("preset", preset, json.dumps(PRESETS[preset], sort_keys=True), name or "bfloat16", layers)
-
-
-def _check_transformers() -> None:
-    if importlib.util.find_spec("transformers") is None:
-        raise ConfigError("presets and configs are models of Hugging Face's transformers, which is not installed; pip "
-                          "install 'fuseplan[models]'")
 
 
 def source_of(entries: Any, name: str, dtype: str | None = None, layers: int | None = None) -> ModelSource:
@@ -171,10 +165,7 @@ def _check_numbers(entries: ConfigEntries, name: str) -> None:
 
 
 def hf_config(source: ModelSource) -> Any:
-    """The Hugging Face config object of a preset or config source.
-
-    A model type or an entry that ``transformers`` does not take, and too many layers, are a :class:`ConfigError`.
-    """
+    """The Hugging Face config of a preset or config source; ConfigError where ``transformers`` does not take it."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
     entries = json.loads(source.config_json)
@@ -250,9 +241,8 @@ def workloads_for(
 ) -> tuple[Workload, ...]:
     """The workloads to plan for this model, from arguments or defaults (see :func:`parse_workloads`).
 
-    The user's own module has one, its example inputs; an encoder has no decode. With ``calls`` come those that
-    masks, position ids, embeddings and ``generate()`` make of the same sizes. Sizes that the model does not
-    take are a ConfigError.
+    The user's own module has one, its example inputs; an encoder has no decode. ``calls`` adds those of
+    :func:`with_calls`. ConfigError where the model does not take such sizes.
     """
     if source.kind == "module":
         if any(option is not None for option in (decode_batches, kv_len, prefills)):

@@ -99,8 +99,8 @@ def parse_workloads(
 ) -> tuple[Workload, ...]:
     """Workloads as text, decode first: batch sizes (``"1,8"``), and lengths or batch x length (``"512,4x2048"``).
 
-    The device's defaults stand in for what is absent. Once either list is given, an absent other list means none of it.
-    ShapeError where a size is no positive number, or nothing is left to plan.
+    The device's defaults stand in where neither list is given; where one is, the other is empty. ShapeError where a
+    size is no positive number, or nothing is left to plan.
 
     >>> [workload.label for workload in parse_workloads("cpu", "1,8", 512, "4x128")]
     ['decode 1 @ 512', 'decode 8 @ 512', 'prefill 4x128']
@@ -132,11 +132,7 @@ LARGEST = 2**31 - 1
 
 
 def read_size(text: str, where: str, example: str) -> int:
-    """A size from 1 to :data:`LARGEST`; int() would also take signs, underscores and digits of other scripts.
-
-    Other text is a :class:`ShapeError`, which names ``where`` it is given, an :class:`Argument` or words, and an
-    ``example``.
-    """
+    """A size up to :data:`LARGEST` in ASCII digits; else a ShapeError with ``where`` it is given and an ``example``."""
     if not re.fullmatch(r"0*[1-9][0-9]*", text):
         raise ShapeError("{}: {!r} is no positive size; write it like {}", where, text, example)
     return fits(int(text) if len(text) < 20 else LARGEST + 1, where, text)

@@ -1,8 +1,4 @@
-"""Ops that libraries run: matmuls, convolutions, attention, orders; how a kernel computes a matmul.
-
-Asked for its value at an index, a matmul makes a product of the segment and reads its sum there: the kernel is built
-around it.
-"""
+"""Ops that libraries run: matmuls, convolutions, attention, orders; and how a kernel is built around a matmul."""
 
 from __future__ import annotations
 
@@ -12,20 +8,20 @@ from functools import partial
 from fuseplan.kernels.ir.index import evaluate_all
 from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.graph.dataflow import OpNode
-from fuseplan.planner.ops.builder import BodyBuilder
+from fuseplan.planner.ops.builder import BodyBuilder, Value
 from fuseplan.planner.ops.op import result_type, rows
 from fuseplan.planner.ops.positions import Position, Specs
 from fuseplan.planner.ops.windows import depthwise, refuse_depthwise
 
 
-def _linear(p: BodyBuilder, node: OpNode, position: Position) -> int:
+def _linear(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     """``x @ w.T + bias``: x [..., K], w [N, K]."""
     *outer, column = position
     total = p.dot(node, (0, 1), column, tuple(outer), transposed=True)
     return _with_bias(p, node, total, position, 2) if len(node.inputs) > 2 else total
 
 
-def _matmul(p: BodyBuilder, node: OpNode, position: Position) -> int:
+def _matmul(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     """``x @ y``: x [..., K], y [K, N]."""
     if len(p.specs[node.inputs[1]].shape) != 2:
         raise NotLowerable(f"{node.op} ({node.name}): its second operand is no matrix")
@@ -33,7 +29,7 @@ def _matmul(p: BodyBuilder, node: OpNode, position: Position) -> int:
     return p.dot(node, (0, 1), column, tuple(outer), transposed=False)
 
 
-def _addmm(p: BodyBuilder, node: OpNode, position: Position) -> int:
+def _addmm(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     """``bias + x @ y``."""
     if node.attrs.get("alpha", 1) != 1 or node.attrs.get("beta", 1) != 1:
         raise NotLowerable(f"{node.op} ({node.name}) scales its operands")
@@ -41,8 +37,8 @@ def _addmm(p: BodyBuilder, node: OpNode, position: Position) -> int:
     return _with_bias(p, node, p.dot(node, (1, 2), column, (row,), transposed=False), position, 0)
 
 
-def _with_bias(p: BodyBuilder, node: OpNode, total: int, position: Position, number: int) -> int:
-    return p.apply("add", total, p.operand(node, number, position, result_type(p, node)))
+def _with_bias(p: BodyBuilder, node: OpNode, total: Value, position: Position, number: int) -> Value:
+    return total + p.operand(node, number, position, result_type(p, node))
 
 
 def _pairs(node: OpNode, specs: Specs) -> float:

@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 from functools import partial, reduce
+from operator import add
 
 from fuseplan.kernels.ir.index import Index, as_size
 from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.graph.dataflow import OpNode, Ref
-from fuseplan.planner.ops.builder import BodyBuilder
+from fuseplan.planner.ops.builder import BodyBuilder, Value
 from fuseplan.planner.ops.op import FLOATS, INTEGERS, result_type, rows
 from fuseplan.planner.ops.positions import Position, Specs, normalise_dim
-
-
-def _embedding(p: BodyBuilder, node: OpNode, position: Position) -> int:
-    """Rows of a table."""
-    row = p.operand(node, 1, position[:-1])
-    return p.lookup(node, node.inputs[0], (Index(0), position[-1]), {0: row})
-
 
 #: Rows of a bag at most: a kernel reads one after another.
 MOST_IN_A_BAG = 16
 
 
-def _bag(p: BodyBuilder, node: OpNode, position: Position) -> int:
+def _bag(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     """Sums or means of as many rows of a table each: indices [bags * n], offsets ``arange(0, bags * n, n)``."""
     p.refuse_part_of_cat(node)
     size, dtype = _bag_size(p, node), result_type(p, node)
     rows = (p.pull(node.inputs[1], (position[0] * size + at,)) for at in range(size))
-    terms = (p.cast(p.lookup(node, node.inputs[0], (Index(0), position[1]), {0: row}), dtype) for row in rows)
-    total = reduce(lambda one, other: p.apply("add", one, other), terms)
-    return p.apply("mul", total, p.const(1.0 / size, dtype)) if node.attrs.get("mode") == 1 else total
+    total = reduce(add, (p.lookup(node, node.inputs[0], (Index(0), position[1]), {0: row}).to(dtype) for row in rows))
+    return total * (1.0 / size) if node.attrs.get("mode") == 1 else total
 
 
 def _bag_size(p: BodyBuilder, node: OpNode) -> int:
@@ -54,7 +47,7 @@ def _bag_refuse(node: OpNode, specs: Specs) -> str | None:
     return _positions_refuse(node, specs, "int32")
 
 
-def _along_dim(p: BodyBuilder, node: OpNode, position: Position) -> int:
+def _along_dim(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     """``gather``, whose index has the result's shape, and ``index_select``, whose index has one dimension."""
     dim = normalise_dim(node.attrs["dim"], len(position))
     at = (position[dim],) if node.op == "aten.index_select.default" else position
@@ -81,7 +74,7 @@ def _indexed_dims(node: OpNode) -> dict[int, int]:
     return {dim: entry.position for dim, entry in given if isinstance(entry, Ref)}
 
 
-def _index(p: BodyBuilder, node: OpNode, position: Position) -> int:
+def _index(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     """``x[i, :, j]``: the index tensors are broadcast together; a negative index counts from the end.
 
     Their common dimensions stand where the first of them does, or first of all where a slice parts them.
@@ -98,13 +91,13 @@ def _index(p: BodyBuilder, node: OpNode, position: Position) -> int:
     return p.lookup(node, source, moved, picked)
 
 
-def _from_start(p: BodyBuilder, at: int, extent: object) -> int:
+def _from_start(p: BodyBuilder, at: Value, extent: object) -> Value:
     """The position that a possibly negative index means."""
-    at = p.cast(at, "int64")
+    at = at.to("int64")
     if p.known_range(at)[0] >= 0:
         return at
-    wrapped = p.apply("add", at, p.iota(Index(extent)))
-    return p.apply("where", p.apply("lt", at, p.const(0, "int64")), wrapped, at)
+    wrapped = at + p.iota(Index(extent))
+    return (at < 0).where(wrapped, at)
 
 
 def _index_refuse(node: OpNode, specs: Specs) -> str | None:
@@ -136,7 +129,9 @@ _row = partial(_lookup, rearranges=True)
 
 #: They look elements of operand 0 up by data: all of it has to exist before.
 LOOKUPS = {
-    **_row("embedding", _embedding, rows_by=1, new_memory=True),
+    **_row("embedding", lambda p, node, position: p.lookup(
+        node, node.inputs[0], (Index(0), position[-1]), {0: p.operand(node, 1, position[:-1])}),
+           rows_by=1, new_memory=True),
     **_lookup("embedding_bag embedding_bag.padding_idx", _bag, refuse=_bag_refuse, new_memory=True),
     **_row("index_select", _along_dim, refuse=_ranks_refuse, rows_by=2, wraps=True),
     **_row("gather", _along_dim, refuse=_ranks_refuse),

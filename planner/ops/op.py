@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from typing import Any, Literal, TypeAlias
 
 import sympy
@@ -11,10 +13,10 @@ import sympy
 from fuseplan.kernels.ir.index import Size, product
 from fuseplan.kernels.ir.ir import RegisterType, register_type
 from fuseplan.planner.graph.dataflow import OpNode
-from fuseplan.planner.ops.builder import BodyBuilder
+from fuseplan.planner.ops.builder import BodyBuilder, Value
 from fuseplan.planner.ops.positions import Position, Specs, reshape_position
 
-Build: TypeAlias = Callable[[BodyBuilder, OpNode, Position], int]
+Build: TypeAlias = Callable[[BodyBuilder, OpNode, Position], Value]
 #: The reason when an op cannot be lowered as it is (an unsupported attribute), else None.
 Refuse: TypeAlias = Callable[[OpNode, Specs], str | None]
 #: From the position of a row, and one in it, to that of the element in the operand.
@@ -39,10 +41,9 @@ class Op:
     """What the planner knows of an op by its name: how a kernel computes it, where one can, and what else it is."""
 
     #: ``"matmul"``: one product of two operands, to which a row may be added; ``"product"``: another matrix product.
-    #: ``"order"``: it puts elements in order. ``"write"``: it writes to elements of operand 0. ``"composed"``: PyTorch
-    #: itself computes it by a ``permute``, ``reshape``, ``slice`` or ``repeat``, and so does a trace. ``"check"``: it
-    #: checks something at run time, and computes nothing. ``"state"``: it works in place on the state of autograd, and
-    #: changes no number.
+    #: ``"order"``: it puts elements in order. ``"write"``: it writes to elements of operand 0. ``"composed"``: a trace
+    #: has it as the ops that PyTorch computes it by. ``"check"``: it only checks something at run time. ``"state"``: it
+    #: changes the state of autograd, and no number.
     family: Family = "other"
     #: Emits the value at a position of the op's (first) result. None: no kernel computes the op.
     build: Build | None = None
@@ -156,9 +157,9 @@ Rows: TypeAlias = dict[str, Op]
 
 
 def rows(family: Family, names: str, build: Build | None = None, **also: Any) -> Rows:
-    """The same row for several ops; ``also`` are further fields of :class:`Op`.
+    """The same row for several ops, such as ``"add.Tensor exp conv2d.*"``; ``also`` are further fields of :class:`Op`.
 
-    ``"add.Tensor exp conv2d.*"`` names an overload, a default one, and all that have no row of their own.
+    A bare name is the default overload, ``name.*`` all overloads that have no row of their own.
     """
     op = Op(family, build, **also)
     full = (name if "." in name else f"{name}.default" for name in names.split())
@@ -175,28 +176,36 @@ def is_float(value: Any) -> bool:
     return isinstance(value, float) or (isinstance(value, sympy.Expr) and not value.is_integer)
 
 
-def argument(p: BodyBuilder, node: OpNode, name: str, number: int, position: Position, dtype: RegisterType) -> int:
+def argument(p: BodyBuilder, node: OpNode, name: str, number: int, position: Position, dtype: RegisterType) -> Value:
     """Operand ``number``, or the scalar attribute ``name`` where a number stands in its place."""
     return p.const(node.attrs[name], dtype) if name in node.attrs else p.operand(node, number, position, dtype)
 
 
-def of_one(compute: Callable[[BodyBuilder, OpNode, int], int]) -> Build:
+def of_one(compute: Callable[[Value], Value]) -> Build:
     """A recipe of one operand, in the type of the result."""
-    return lambda p, node, position: compute(p, node, p.operand(node, 0, position, result_type(p, node)))
+    return lambda p, node, position: compute(p.operand(node, 0, position, result_type(p, node)))
 
 
-def of_two(
-    compute: Callable[[BodyBuilder, OpNode, int, int], int],
+def of_operands(
+    compute: Callable[..., Value], names: Sequence[str],
     meet: Callable[[BodyBuilder, OpNode], RegisterType] = result_type,
 ) -> Build:
-    """A recipe of two operands, either of which may be a number, in the type in which they ``meet``."""
+    """A recipe of operands by their names in the schema, any of which may be a number, in the type where they ``meet``.
 
-    def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
-        dtype = meet(p, node)
-        a = argument(p, node, "self", 0, position, dtype)
-        return compute(p, node, a, argument(p, node, "other", len(node.inputs) - 1, position, dtype))
+    ``compute`` takes builder, node and the values; a ``condition`` is one of booleans.
+    """
+
+    def build(p: BodyBuilder, node: OpNode, position: Position) -> Value:
+        dtype, numbers = meet(p, node), count()
+        values = [p.const(node.attrs[name], dtype) if name in node.attrs
+                  else p.operand(node, next(numbers), position, "bool" if name == "condition" else dtype)
+                  for name in names]
+        return compute(p, node, *values)
 
     return build
+
+
+of_two = partial(of_operands, names=("self", "other"))
 
 
 def float_result(node: OpNode, specs: Specs) -> str | None:
@@ -205,4 +214,4 @@ def float_result(node: OpNode, specs: Specs) -> str | None:
 
 
 def no_booleans(node: OpNode, specs: Specs) -> str | None:
-    return "of booleans" if specs[node.inputs[0]].dtype == "bool" else None
+    return "of booleans" if any(specs[value].dtype == "bool" for value in node.inputs) else None

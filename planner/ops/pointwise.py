@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache, partial, reduce
+from operator import mul
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from fuseplan.kernels.ir.ir import RegisterType, register_type
 from fuseplan.kernels.ir.ops import torch_dtype
 from fuseplan.planner.graph.dataflow import OpNode
-from fuseplan.planner.ops.builder import BodyBuilder
+from fuseplan.planner.ops.builder import BodyBuilder, Value
 from fuseplan.planner.ops.op import (
     FLOATS,
     INTEGERS,
@@ -23,6 +24,7 @@ from fuseplan.planner.ops.op import (
     is_float,
     no_booleans,
     of_one,
+    of_operands,
     of_two,
     result_type,
     rows,
@@ -34,16 +36,16 @@ _FLOAT8_LARGEST = 448.0
 _FLOAT8_TIE = 464.0
 
 
-def _convert(p: BodyBuilder, node: OpNode, position: Position) -> int:
-    """to, _to_copy, type_as, clone, contiguous, dropout at inference: the value itself, converted.
+def _convert(p: BodyBuilder, node: OpNode, position: Position) -> Value:
+    """The value itself, converted: to, type_as, clone, contiguous, dropout at inference.
 
-    A float outside the range of an integer type has no defined conversion in C or ATen; here it wraps.
+    A float outside the range of an integer type, whose conversion C and ATen leave undefined, wraps.
     """
     value = p.operand(node, 0, position)
     target = p.specs[node.outputs[0]].dtype
-    if target == "bool" and p.dtype_of(value) != "bool":
-        return p.apply("ne", value, p.const(0, p.dtype_of(value)))
-    value = p.cast(value, register_type(target))
+    if target == "bool" and value.dtype != "bool":
+        return value.ne(0)
+    value = value.to(register_type(target))
     if target == "float8_e4m3fn" and p.specs[node.inputs[0]].dtype != target and not float8_saturates():
         return _overflowing(p, node, value)
     return value
@@ -55,37 +57,31 @@ def float8_saturates() -> bool:
     return not bool(torch.tensor(1e4).to(torch.float8_e4m3fn).isnan())
 
 
-def _overflowing(p: BodyBuilder, node: OpNode, value: int) -> int:
+def _overflowing(p: BodyBuilder, node: OpNode, value: Value) -> Value:
     """``value`` with NaN where it overflows float8_e4m3fn; a clamp before the conversion rules that out."""
     clamp = p.computed_by(node.inputs[0])
     if clamp is not None and clamp.op == "aten.clamp.default":
         bounds = clamp.attrs.get("min"), clamp.attrs.get("max")
         if all(isinstance(bound, int | float) and abs(bound) <= _FLOAT8_LARGEST for bound in bounds):
             return value
-    over = p.apply("gt", p.apply("abs", value), p.const(_FLOAT8_TIE, p.dtype_of(value)))
-    return p.apply("where", over, p.const(float("nan"), p.dtype_of(value)), value)
-
-
-def _bitwise_not(p: BodyBuilder, node: OpNode, value: int) -> int:
-    dtype = p.dtype_of(value)
-    return p.apply("logical_not", value) if dtype == "bool" else p.apply("bit_xor", value, p.const(-1, dtype))
+    return (value.abs() > _FLOAT8_TIE).where(math.nan, value)
 
 
 def _shift(op: str) -> Build:
     """ATen defines shifts by too much (and by less than zero): all sign bits to the right, zero to the left."""
 
-    def compute(p: BodyBuilder, node: OpNode, a: int, by: int) -> int:
-        dtype, limits = result_type(p, node), torch.iinfo(torch_dtype(p.specs[node.outputs[0]].dtype))
+    def compute(p: BodyBuilder, node: OpNode, a: Value, by: Value) -> Value:
+        limits = torch.iinfo(torch_dtype(p.specs[node.outputs[0]].dtype))
         # All bits of an unsigned number are shifted out of it, in a register that has more; a sign stays.
         last = limits.bits - (limits.min < 0)
         least, most = p.known_range(by)
         if least >= 0 and most <= last:
             return p.apply(op, a, by)
-        low, high = p.const(0, dtype), p.const(last, dtype)
-        defined = p.apply("logical_and", p.apply("ge", by, low), p.apply("le", by, high))
+        low, high = p.const(0, by.dtype), p.const(last, by.dtype)
+        defined = (by >= low) & (by <= high)
         if op == "shift_right":
-            return p.apply(op, a, p.apply("where", defined, by, high))
-        return p.apply("where", defined, p.apply(op, a, p.apply("where", defined, by, low)), low)
+            return p.apply(op, a, defined.where(by, high))
+        return defined.where(p.apply(op, a, defined.where(by, low)), low)
 
     return of_two(compute)
 
@@ -102,34 +98,32 @@ def _promoted(p: BodyBuilder, node: OpNode) -> RegisterType:
 
 
 def _unary(op: str) -> Build:
-    return of_one(lambda p, node, x: p.apply(op, x))
+    return of_one(lambda x: x.space.apply(op, x))
 
 
 def _rounding(op: str) -> Build:
     """Integers are rounded already."""
-    return of_one(lambda p, node, x: p.apply(op, x) if p.dtype_of(x).startswith("float") else x)
+    return of_one(lambda x: x.space.apply(op, x) if x.dtype.startswith("float") else x)
 
 
-def _binary(
-    op: str, meet: Callable[[BodyBuilder, OpNode], RegisterType] = result_type, swapped: bool = False
-) -> Build:
+def _binary(op: str, meet: Callable[[BodyBuilder, OpNode], RegisterType] = result_type, swapped: bool = False) -> Build:
     """Of the second operand times ``alpha``; of the first, which is then the second, where they are ``swapped``."""
 
-    def compute(p: BodyBuilder, node: OpNode, a: int, b: int) -> int:
+    def compute(p: BodyBuilder, node: OpNode, a: Value, b: Value) -> Value:
         a, b = (b, a) if swapped else (a, b)
         alpha = node.attrs.get("alpha", 1)
-        return p.apply(op, a, b if alpha == 1 else p.apply("mul", b, p.const(alpha, p.dtype_of(b))))
+        return p.apply(op, a, b if alpha == 1 else b * alpha)
 
-    return of_two(compute, meet)
+    return of_two(compute, meet=meet)
 
 
-def _div(p: BodyBuilder, node: OpNode, position: Position) -> int:
+def _div(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     dtype = result_type(p, node)
     a = argument(p, node, "self", 0, position, dtype)
     other = node.attrs.get("other")
     if isinstance(other, int | float) and other != 0 and math.frexp(other)[0] in (0.5, -0.5):
-        return p.apply("mul", a, p.const(1.0 / other, dtype))  # exact: a power of two
-    return p.apply("div", a, argument(p, node, "other", 1, position, dtype))
+        return a * (1.0 / other)  # exact: a power of two
+    return a / argument(p, node, "other", 1, position, dtype)
 
 
 def _floor_divide_refuse(node: OpNode, specs: Specs) -> str | None:
@@ -142,38 +136,25 @@ def _floor_divide_refuse(node: OpNode, specs: Specs) -> str | None:
     return None if isinstance(divisor, int) and divisor else "the divisor is no number other than zero"
 
 
-def _taken_away_refuse(node: OpNode, specs: Specs) -> str | None:
-    """ATen raises for a difference of booleans, or with one."""
-    return "of booleans" if any(specs[value].dtype == "bool" for value in node.inputs) else None
-
-
 #: Exponents that are another op.
 _ROOTS = {0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
 
 
-def power(p: BodyBuilder, base: int, exponent: float) -> int:
-    """``base ** exponent`` with the cheap exponents spelled out, as ATen's own pow kernel does."""
-    dtype = p.dtype_of(base)
+def _power(p: BodyBuilder, node: OpNode, position: Position) -> Value:
+    """A power with the cheap exponents spelled out, as ATen's own pow kernel does."""
+    base, exponent = p.operand(node, 0, position, result_type(p, node)), node.attrs["exponent"]
     if exponent in (1, 2, 3):
-        return reduce(lambda product, factor: p.apply("mul", product, factor), [base] * int(exponent))
-    if dtype.startswith("float") and exponent in _ROOTS:
-        return p.apply(_ROOTS[exponent], base)
-    return p.apply("pow", base, p.const(exponent, dtype))
+        return reduce(mul, [base] * int(exponent))
+    if base.dtype.startswith("float") and exponent in _ROOTS:
+        return base.space.apply(_ROOTS[exponent], base)
+    return base.pow(exponent)
 
 
-def _where(p: BodyBuilder, node: OpNode, position: Position) -> int:
-    dtype = result_type(p, node)
-    condition = p.operand(node, 0, position, "bool")
-    first = argument(p, node, "self", 1, position, dtype)
-    second = argument(p, node, "other", len(node.inputs) - 1, position, dtype)
-    return p.apply("where", condition, first, second)
-
-
-def _masked_fill(p: BodyBuilder, node: OpNode, position: Position) -> int:
+def _masked_fill(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     dtype = result_type(p, node)
     mask = p.operand(node, 1, position, "bool")
     filled = argument(p, node, "value", 2, position, dtype)
-    return p.apply("where", mask, filled, p.operand(node, 0, position, dtype))
+    return mask.where(filled, p.operand(node, 0, position, dtype))
 
 
 def _filled_refuse(node: OpNode, specs: Specs) -> str | None:
@@ -190,75 +171,58 @@ def _floats_alone(node: OpNode, specs: Specs) -> str | None:
 def _is_number(number: float, magnitude: bool = False) -> Build:
     """Whether an element, or its ``magnitude``, is this number."""
 
-    def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
+    def build(p: BodyBuilder, node: OpNode, position: Position) -> Value:
         x = p.operand(node, 0, position)
-        x = p.apply("abs", x) if magnitude else x
-        return p.apply("eq", x, p.const(number, p.dtype_of(x)))
+        return (x.abs() if magnitude else x).eq(number)
 
     return build
 
 
-def _is_nan(p: BodyBuilder, node: OpNode, position: Position) -> int:
+def _is_nan(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     x = p.operand(node, 0, position)
-    return p.apply("ne", x, x)
+    return x.ne(x)
 
 
-def _sign(p: BodyBuilder, node: OpNode, x: int) -> int:
+def _sign(x: Value) -> Value:
     """-1, 0 or 1; 0 of NaN, as in ATen."""
-    dtype = p.dtype_of(x)
-    above, below = (p.cast(p.apply(op, x, p.const(0, dtype)), dtype) for op in ("gt", "lt"))
-    return p.apply("sub", above, below)
+    above, below = (x > 0).to(x.dtype), (x < 0).to(x.dtype)
+    return above - below
 
 
-def _trunc(p: BodyBuilder, node: OpNode, x: int) -> int:
-    dtype = p.dtype_of(x)
-    if not dtype.startswith("float"):
-        return x
-    return p.apply("where", p.apply("lt", x, p.const(0.0, dtype)), p.apply("ceil", x), p.apply("floor", x))
+def _trunc(x: Value) -> Value:
+    return (x < 0.0).where(x.ceil(), x.floor()) if x.dtype.startswith("float") else x
 
 
-def _finite(p: BodyBuilder, node: OpNode, x: int) -> int:
+def _finite(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     """nan_to_num: NaN and infinities as numbers, by default 0 and the outermost of the dtype."""
-    dtype, limits = p.dtype_of(x), torch.finfo(torch_dtype(p.specs[node.outputs[0]].dtype))
+    x = p.operand(node, 0, position, result_type(p, node))
+    limits = torch.finfo(torch_dtype(p.specs[node.outputs[0]].dtype))
     for name, number, usual in (("posinf", math.inf, limits.max), ("neginf", -math.inf, limits.min)):
         given = node.attrs.get(name)
-        in_its_place = p.const(usual if given is None else given, dtype)
-        x = p.apply("where", p.apply("eq", x, p.const(number, dtype)), in_its_place, x)
-    return p.apply("where", p.apply("ne", x, x), p.const(node.attrs.get("nan") or 0.0, dtype), x)
+        in_its_place = p.const(usual if given is None else given, x.dtype)
+        x = x.eq(number).where(in_its_place, x)
+    return x.ne(x).where(node.attrs.get("nan") or 0.0, x)
 
 
-def _of_three(compute: Callable[[BodyBuilder, OpNode, int, int, int], int]) -> Build:
-    """A recipe of three operands, of which the last may be the number ``weight``."""
-
-    def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
-        dtype = result_type(p, node)
-        a, b = (p.operand(node, number, position, dtype) for number in (0, 1))
-        return compute(p, node, a, b, argument(p, node, "weight", 2, position, dtype))
-
-    return build
-
-
-def _lerp(p: BodyBuilder, node: OpNode, a: int, b: int, weight: int) -> int:
+def _lerp(p: BodyBuilder, node: OpNode, a: Value, b: Value, weight: Value) -> Value:
     """a + w (b - a), from the nearer end: exact at both."""
-    dtype, difference = p.dtype_of(a), p.apply("sub", b, a)
-    near = p.apply("add", a, p.apply("mul", weight, difference))
-    rest = p.apply("sub", p.const(1.0, dtype), weight)
-    far = p.apply("sub", b, p.apply("mul", difference, rest))
-    return p.apply("where", p.apply("lt", p.apply("abs", weight), p.const(0.5, dtype)), near, far)
+    difference = b - a
+    near = a + weight * difference
+    far = b - difference * (1.0 - weight)
+    return (weight.abs() < 0.5).where(near, far)
 
 
 def _added(op: str) -> Build:
     """addcmul, addcdiv: a + value (b op c)."""
 
-    def compute(p: BodyBuilder, node: OpNode, a: int, b: int, c: int) -> int:
+    def compute(p: BodyBuilder, node: OpNode, a: Value, b: Value, c: Value) -> Value:
         value = node.attrs.get("value", 1)
-        b = b if value == 1 else p.apply("mul", p.const(value, p.dtype_of(b)), b)
-        return p.apply("add", a, p.apply(op, b, c))
+        return a + p.apply(op, b if value == 1 else p.apply("mul", value, b), c)
 
-    return _of_three(compute)
+    return of_operands(compute, ("self", "tensor1", "tensor2"))
 
 
-def _clamp_by_tensors(p: BodyBuilder, node: OpNode, position: Position) -> int:
+def _clamp_by_tensors(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     """min(max(x, low), high) with what is given of both."""
     dtype = result_type(p, node)
     x = p.operand(node, 0, position, dtype)
@@ -273,25 +237,20 @@ def _bounds(node: OpNode) -> tuple[str, ...]:
     return (kind,) if kind else tuple(name for name in ("min", "max") if name not in node.attrs)
 
 
-def _remainder_refuse(node: OpNode, specs: Specs) -> str | None:
-    """Integers by a number that is known: ATen raises where a divisor is zero."""
-    divisor, dtype = node.attrs.get("other"), specs[node.outputs[0]].dtype
-    return None if isinstance(divisor, int) and divisor and dtype in INTEGERS else "of no integers, or by no number"
-
-
 def _each(make: Callable[[str], Build], names: str, **also: Any) -> Rows:
     """A row for each of several ops; ``make`` is given what the name and its scalar op have in common."""
     return {name: op for full in names.split() for name, op in _row(full, make(full.split(".")[0]), **also).items()}
 
 
 def _bitwise(on_bools: str, on_integers: str) -> Build:
-    return of_two(lambda p, node, a, b: p.apply(on_bools if p.dtype_of(a) == "bool" else on_integers, a, b))
+    return of_two(lambda p, node, a, b: p.apply(on_bools if a.dtype == "bool" else on_integers, a, b))
 
 
 def _logical(op: str) -> Build:
     return _binary(op, lambda p, node: "bool")
 
 
+_WHERE = of_operands(lambda p, node, condition, a, b: condition.where(a, b), ("condition", "self", "other"))
 _row, _conversion = partial(rows, "pointwise"), partial(rows, "conversion", build=_convert)
 
 POINTWISE = {
@@ -299,20 +258,20 @@ POINTWISE = {
     **_each(_unary, "log sin cos tanh sigmoid erf", effort="function"),
     **_each(_unary, "neg abs", rearranges=True),
     **_each(_rounding, "floor ceil round", refuse=no_booleans),
-    **_row("square", of_one(lambda p, node, x: p.apply("mul", x, x))),
+    **_row("square", of_one(lambda x: x * x)),
     **_row("add.Tensor", _binary("add"), adds=1),
     **_row("add.Scalar", _binary("add")),
-    **_row("sub.Tensor", _binary("sub"), refuse=_taken_away_refuse, adds=-1),
-    **_row("sub.Scalar", _binary("sub"), refuse=_taken_away_refuse),
-    **_row("rsub.Tensor", _binary("sub", swapped=True), refuse=_taken_away_refuse, adds=-1),
-    **_row("rsub.Scalar", _binary("sub", swapped=True), refuse=_taken_away_refuse),
+    **_row("sub.Tensor", _binary("sub"), refuse=no_booleans, adds=-1),
+    **_row("sub.Scalar", _binary("sub"), refuse=no_booleans),
+    **_row("rsub.Tensor", _binary("sub", swapped=True), refuse=no_booleans, adds=-1),
+    **_row("rsub.Scalar", _binary("sub", swapped=True), refuse=no_booleans),
     **_row("mul.Tensor mul.Scalar", _binary("mul")),
     **_row("div.Tensor div.Scalar true_divide.Tensor true_divide.Scalar", _div, refuse=float_result),
     **_row("floor_divide floor_divide.Scalar div.Scalar_mode div.Tensor_mode", _binary("int_floordiv"),
            refuse=_floor_divide_refuse),
     **_row("maximum max.other", _binary("maximum")),
     **_row("minimum min.other", _binary("minimum")),
-    **_row("pow.Tensor_Scalar", of_one(lambda p, node, x: power(p, x, node.attrs["exponent"])), refuse=float_result,
+    **_row("pow.Tensor_Scalar", _power, refuse=float_result,
            by_constant=True),
     **_row("pow.Tensor_Tensor pow.Scalar", _binary("pow"), refuse=float_result),
     **_each(lambda op: _binary(op, _promoted), "eq.Tensor eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar le.Tensor "
@@ -320,8 +279,8 @@ POINTWISE = {
     **_row("logical_and", _logical("logical_and")),
     **_row("logical_or", _logical("logical_or")),
     **_row("logical_xor", _logical("ne")),
-    **_row("logical_not", lambda p, node, position: p.apply("logical_not", p.operand(node, 0, position, "bool"))),
-    **_row("bitwise_not", of_one(_bitwise_not)),
+    **_row("logical_not", lambda p, node, position: p.operand(node, 0, position, "bool").logical_not()),
+    **_row("bitwise_not", of_one(lambda x: x.logical_not() if x.dtype == "bool" else x.bit_xor(-1))),
     **_row("bitwise_and.Tensor bitwise_and.Scalar __and__.Tensor __and__.Scalar", _bitwise("logical_and", "bit_and")),
     **_row("bitwise_or.Tensor bitwise_or.Scalar __or__.Tensor __or__.Scalar", _bitwise("logical_or", "bit_or")),
     **_row("bitwise_xor.Tensor bitwise_xor.Scalar __xor__.Tensor __xor__.Scalar", _bitwise("ne", "bit_xor")),
@@ -335,19 +294,17 @@ POINTWISE = {
     **_row("isneginf", _is_number(-math.inf), refuse=_floats_alone),
     **_row("sign sgn", of_one(_sign), refuse=no_booleans),
     **_row("trunc fix", of_one(_trunc), refuse=no_booleans),
-    **_row("frac", of_one(lambda p, node, x: p.apply("sub", x, _trunc(p, node, x))), refuse=float_result),
-    **_row("nan_to_num", of_one(_finite), refuse=_floats_alone),
-    **_row("deg2rad", of_one(lambda p, node, x: p.apply("mul", x, p.const(math.pi / 180, p.dtype_of(x)))),
-           refuse=_floats_alone),
-    **_row("rad2deg", of_one(lambda p, node, x: p.apply("mul", x, p.const(180 / math.pi, p.dtype_of(x)))),
-           refuse=_floats_alone),
-    **_row("lerp.Scalar lerp.Tensor", _of_three(_lerp), refuse=_floats_alone),
+    **_row("frac", of_one(lambda x: x - _trunc(x)), refuse=float_result),
+    **_row("nan_to_num", _finite, refuse=_floats_alone),
+    **_row("deg2rad", of_one(lambda x: x * (math.pi / 180)), refuse=_floats_alone),
+    **_row("rad2deg", of_one(lambda x: x * (180 / math.pi)), refuse=_floats_alone),
+    **_row("lerp.Scalar lerp.Tensor", of_operands(_lerp, ("self", "end", "weight")), refuse=_floats_alone),
     **_row("addcmul", _added("mul"), refuse=_floats_alone),
     **_row("addcdiv", _added("div"), refuse=_floats_alone),
     **_row("clamp.Tensor clamp_min.Tensor clamp_max.Tensor", _clamp_by_tensors, refuse=no_booleans),
-    **_row("remainder.Scalar", _binary("int_remainder"), refuse=_remainder_refuse),
-    **_row("where.self where.ScalarSelf where.ScalarOther", _where, rearranges=True),
-    **_row("where.Scalar", _where),
+    **_row("remainder.Scalar", _binary("int_remainder"), refuse=_floor_divide_refuse),
+    **_row("where.self where.ScalarSelf where.ScalarOther", _WHERE, rearranges=True),
+    **_row("where.Scalar", _WHERE),
     **_row("masked_fill.Scalar masked_fill.Tensor", _masked_fill, refuse=_filled_refuse, rearranges=True),
     **_conversion("to.dtype to.dtype_layout to.device to.other _to_copy type_as", spelled="to"),
     **_conversion("lift_fresh_copy", spelled="clone"),

@@ -24,10 +24,7 @@ def same_size(a: Size, b: Size) -> bool:
 
 
 def reshape_position(position: Position, out_shape: Sequence[Size], in_shape: Sequence[Size]) -> Position:
-    """The position in ``in_shape`` of the element at ``position`` of ``out_shape`` (same elements, row-major).
-
-    The shapes are cut into the shortest runs of dimensions with equal products: most need no division.
-    """
+    """The position in ``in_shape`` of the element at ``position`` of ``out_shape`` (same elements, row-major)."""
     return _reshaped(tuple(position), tuple(out_shape), tuple(in_shape))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from fuseplan.kernels.ir.index import Index, Size, as_size, divides, known_less_equal, product
 from fuseplan.kernels.ir.ir import RegisterType, register_type
 from fuseplan.planner.graph.dataflow import OpNode
-from fuseplan.planner.ops.builder import BodyBuilder
+from fuseplan.planner.ops.builder import BodyBuilder, Value
 from fuseplan.planner.ops.op import FLOATS, Build, is_float, no_booleans, result_type, rows
 from fuseplan.planner.ops.positions import Position, Specs, along, normalise_dim, reshape_position, without
 
@@ -18,9 +18,9 @@ def _filled(number: Callable[[OpNode], Any]) -> Build:
     return lambda p, node, position: p.const(number(node), result_type(p, node))
 
 
-def _arange(p: BodyBuilder, node: OpNode, position: Position) -> int:
+def _arange(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     start, step = node.attrs.get("start", 0), node.attrs.get("step", 1)
-    return p.cast(p.iota(position[0] * step + start), result_type(p, node))
+    return p.iota(position[0] * step + start).to(result_type(p, node))
 
 
 def _arange_refuse(node: OpNode, specs: Specs) -> str | None:
@@ -31,22 +31,21 @@ def _arange_refuse(node: OpNode, specs: Specs) -> str | None:
 
 
 def _triangle(keep: str) -> Build:
-    def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
-        dtype = result_type(p, node)
+    def build(p: BodyBuilder, node: OpNode, position: Position) -> Value:
         diagonal = node.attrs.get("diagonal", 0)
         row, col = p.iota(position[-2] + max(diagonal, 0)), p.iota(position[-1] + max(-diagonal, 0))
-        kept = p.apply("le", col, row) if keep == "lower" else p.apply("ge", col, row)
-        return p.apply("where", kept, p.operand(node, 0, position, dtype), p.const(0, dtype))
+        kept = col <= row if keep == "lower" else col >= row
+        return kept.where(p.operand(node, 0, position, result_type(p, node)), 0)
 
     return build
 
 
-def _cat(p: BodyBuilder, node: OpNode, position: Position) -> int:
+def _cat(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     dim = normalise_dim(node.attrs.get("dim", 0), len(position))
     return _joined(p, node.inputs, dim, position, result_type(p, node))
 
 
-def _joined(p: BodyBuilder, values: Sequence[str], dim: int, position: Position, dtype: RegisterType) -> int:
+def _joined(p: BodyBuilder, values: Sequence[str], dim: int, position: Position, dtype: RegisterType) -> Value:
     """What lies at ``position`` of ``values`` put one after another along ``dim``."""
     index = position[dim]
     # ATen skips empty parts, and one-dimensional empty ones whatever the rank of the others.
@@ -58,14 +57,14 @@ def _joined(p: BodyBuilder, values: Sequence[str], dim: int, position: Position,
     for value in parts:
         starts.append(as_size(starts[-1] + shapes[value][dim]))
 
-    def piece(puller: BodyBuilder, number: int) -> int:
+    def piece(puller: BodyBuilder, number: int) -> Value:
         moved = along(position, dim, index + as_size(-starts[number]))
-        return puller.cast(puller.pull(parts[number], moved), dtype)
+        return puller.pull(parts[number], moved).to(dtype)
 
     return _choose(p, index, starts, piece, 0)
 
 
-def _diff(p: BodyBuilder, node: OpNode, position: Position) -> int:
+def _diff(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     """The next element less this one, along a dimension at whose ends other tensors may be put on."""
     dtype = result_type(p, node)
     dim = normalise_dim(node.attrs.get("dim", -1), len(position))
@@ -73,7 +72,7 @@ def _diff(p: BodyBuilder, node: OpNode, position: Position) -> int:
     before = [] if "prepend" in node.attrs or not others else [others.pop(0)]
     values = (*before, itself, *others)
     here = _joined(p, values, dim, position, dtype)
-    return p.apply("sub", _joined(p, values, dim, along(position, dim, position[dim] + 1), dtype), here)
+    return _joined(p, values, dim, along(position, dim, position[dim] + 1), dtype) - here
 
 
 def _diff_refuse(node: OpNode, specs: Specs) -> str | None:
@@ -89,28 +88,23 @@ def _margins(node: OpNode, specs: Specs) -> list[tuple[Size, Size]]:
     return [(0, 0)] * (rank - len(pairs)) + pairs[::-1]
 
 
-def _pad(p: BodyBuilder, node: OpNode, position: Position) -> int:
-    """The operand with a constant around it, which reads nothing."""
-    return padded(p, node.inputs[0], _margins(node, p.specs), position, node.attrs.get("value") or 0)
-
-
 def padded(
     p: BodyBuilder, source: str, margins: Sequence[tuple[Size, Size]], position: Position, value: float = 0
-) -> int:
+) -> Value:
     """Element ``position`` of ``source`` with so much of a constant before and after it along each dimension."""
     dtype, shape = register_type(p.specs[source].dtype), p.specs[source].shape
 
-    def at(puller: BodyBuilder, moved: Position) -> int:
+    def at(puller: BodyBuilder, moved: Position) -> Value:
         dim = len(moved)
         if dim == len(shape):
-            return puller.cast(puller.pull(source, moved), dtype)
+            return puller.pull(source, moved).to(dtype)
         before, after = margins[dim]
         end = as_size(before + shape[dim])
         adds_before, adds_after = (not isinstance(margin, int) or margin > 0 for margin in (before, after))
         starts = [0, *([before] if adds_before else []), *([end] if adds_after else []), as_size(end + after)]
         inside = (*moved, position[dim] + as_size(-before))
 
-        def piece(q: BodyBuilder, number: int) -> int:
+        def piece(q: BodyBuilder, number: int) -> Value:
             return at(q, inside) if number == adds_before else q.const(value, dtype)
 
         return _choose(puller, position[dim], starts, piece, 0)
@@ -127,7 +121,7 @@ def _pad_refuse(node: OpNode, specs: Specs) -> str | None:
     return None if known else "whether it adds or takes away is not known"
 
 
-def _repeat(p: BodyBuilder, node: OpNode, position: Position) -> int:
+def _repeat(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     shape = p.specs[node.inputs[0]].shape
     first = len(position) - len(shape)
     own = zip(position[first:], shape, node.attrs["repeats"][first:], strict=True)
@@ -136,7 +130,7 @@ def _repeat(p: BodyBuilder, node: OpNode, position: Position) -> int:
     ))
 
 
-def _roll(p: BodyBuilder, node: OpNode, position: Position) -> int:
+def _roll(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     """What leaves at one end comes back at the other; without dimensions, of all elements as one row."""
     shape = p.specs[node.inputs[0]].shape
     shifts, dims = (_numbers(node, name) for name in ("shifts", "dims"))
@@ -166,7 +160,7 @@ def _roll_refuse(node: OpNode, specs: Specs) -> str | None:
     return None if all(isinstance(number, int) for number in numbers) else "by or along a dynamic size"
 
 
-def _flip(p: BodyBuilder, node: OpNode, position: Position) -> int:
+def _flip(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     shape = p.specs[node.inputs[0]].shape
     for dim in _numbers(node, "dims"):
         at = normalise_dim(dim, len(shape))
@@ -174,7 +168,7 @@ def _flip(p: BodyBuilder, node: OpNode, position: Position) -> int:
     return p.pull(node.inputs[0], position)
 
 
-def _upsample(p: BodyBuilder, node: OpNode, position: Position) -> int:
+def _upsample(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     pairs = zip(position, growth(node, p.specs), strict=True)
     return p.pull(node.inputs[0], tuple(index // factor for index, factor in pairs))
 
@@ -200,9 +194,9 @@ def refuse_upsampling(node: OpNode, specs: Specs) -> str | None:
 
 
 def _choose(
-    p: BodyBuilder, index: Index, starts: list[Size], piece: Callable[[BodyBuilder, int], int], first: int,
+    p: BodyBuilder, index: Index, starts: list[Size], piece: Callable[[BodyBuilder, int], Value], first: int,
     masked: bool = True
-) -> int:
+) -> Value:
     """The piece of a cat that holds ``index``, decided now where possible, else selected; ``masked``: under masks."""
     if first == len(starts) - 2:
         return piece(p, first)
@@ -211,14 +205,13 @@ def _choose(
         return piece(p, first)
     if below is False:
         return _choose(p, index, starts, piece, first + 1, masked)
-    inside = p.apply("lt", p.iota(index), p.iota(Index(starts[first + 1])))
+    inside = p.iota(index) < p.iota(Index(starts[first + 1]))
     here = piece(p.masked(inside) if masked else p, first)
-    other = p.masked(p.apply("logical_not", inside)) if masked else p
-    rest = _choose(other, index, starts, piece, first + 1, masked)
-    return p.apply("where", inside, here, rest)
+    other = p.masked(inside.logical_not()) if masked else p
+    return inside.where(here, _choose(other, index, starts, piece, first + 1, masked))
 
 
-def _stack(p: BodyBuilder, node: OpNode, position: Position) -> int:
+def _stack(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     dtype = result_type(p, node)
     dim = normalise_dim(node.attrs.get("dim", 0), len(position))
     inner = without(position, dim)
@@ -226,10 +219,10 @@ def _stack(p: BodyBuilder, node: OpNode, position: Position) -> int:
     # Every part has an element there. Where neighbours are of different parts, all are read anyway, and one word that
     # the parts take apart only once.
     apart = dim + 1 < len(position)
-    return _choose(p, position[dim], starts, lambda q, k: q.cast(q.pull(node.inputs[k], inner), dtype), 0, apart)
+    return _choose(p, position[dim], starts, lambda q, k: q.pull(node.inputs[k], inner).to(dtype), 0, apart)
 
 
-def _repeat_interleave(p: BodyBuilder, node: OpNode, position: Position) -> int:
+def _repeat_interleave(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     source, repeats = node.inputs[0], node.attrs["repeats"]
     shape = p.specs[source].shape
     if node.attrs.get("dim") is None:
@@ -238,14 +231,14 @@ def _repeat_interleave(p: BodyBuilder, node: OpNode, position: Position) -> int:
     return p.pull(source, along(position, dim, position[dim] // repeats))
 
 
-def _pixel_shuffle(p: BodyBuilder, node: OpNode, position: Position) -> int:
+def _pixel_shuffle(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     """Each square of pixels is the channels that the operand has at one pixel."""
     side, (*batch, channel, row, column) = node.attrs["upscale_factor"], position
     within = row % side * side + column % side
     return p.pull(node.inputs[0], (*batch, channel * side**2 + within, row // side, column // side))
 
 
-def _pixel_unshuffle(p: BodyBuilder, node: OpNode, position: Position) -> int:
+def _pixel_unshuffle(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     side, (*batch, channel, row, column) = node.attrs["downscale_factor"], position
     within = channel % side**2
     moved = (channel // side**2, row * side + within // side, column * side + within % side)
@@ -271,7 +264,8 @@ REARRANGEMENTS = {
     **_moved("triu", _triangle("upper")),
     **_moved("cat concat", _cat),
     **_moved("stack", _stack),
-    **_moved("pad constant_pad_nd", _pad, refuse=_pad_refuse),
+    **_moved("pad constant_pad_nd", lambda p, node, position: padded(
+        p, node.inputs[0], _margins(node, p.specs), position, node.attrs.get("value") or 0), refuse=_pad_refuse),
     **_moved("repeat", _repeat),
     **_moved("roll", _roll, refuse=_roll_refuse),
     **_moved("flip", _flip, refuse=_roll_refuse),

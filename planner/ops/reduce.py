@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial, reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from fuseplan.kernels.ir.index import Index, Size, as_size, divides, product
 from fuseplan.kernels.ir.ir import RegisterType, register_type
 from fuseplan.planner.graph.dataflow import OpNode
-from fuseplan.planner.ops.builder import BodyBuilder
+from fuseplan.planner.ops.builder import BodyBuilder, Value
 from fuseplan.planner.ops.op import HALVES, Build, Rows, Walk, float_result, no_booleans, result_type, rows
 from fuseplan.planner.ops.positions import Position, Specs, is_channels_last, normalise_dim, reshape_position
 
@@ -39,13 +40,16 @@ def _row_of(p: BodyBuilder, node: OpNode, position: Position) -> Position:
 
 
 def _fold(
-    p: BodyBuilder, node: OpNode, row: Position, kind: str, element: Callable[[int], int], dtype: RegisterType
-) -> int:
+    p: BodyBuilder, node: OpNode, row: Position, kind: str, dtype: RegisterType,
+    element: Callable[[Value], Value] = lambda x: x,
+) -> Value:
     """Fold ``element(x)`` over the row ``row`` of operand 0."""
-    return _fold_columns(p, node, row, kind, lambda x, _: element(p.cast(x, dtype)))
+    return _fold_columns(p, node, row, kind, lambda x, _: element(x.to(dtype)))
 
 
-def _fold_columns(p: BodyBuilder, node: OpNode, row: Position, kind: str, element: Callable[[int, Index], int]) -> int:
+def _fold_columns(
+    p: BodyBuilder, node: OpNode, row: Position, kind: str, element: Callable[[Value, Index], Value]
+) -> Value:
     """Fold ``element(x, column)`` over the row ``row`` of operand 0."""
     return p.reduce(kind, node, p.row_shape(node)[-1], lambda col: element(p.element(node, row, col), col))
 
@@ -56,82 +60,64 @@ def _float_type(p: BodyBuilder, node: OpNode) -> RegisterType:
 
 
 def _plain_fold(kind: str) -> Build:
-    return lambda p, node, position: _fold(
-        p, node, _row_of(p, node, position), kind, lambda x: x, result_type(p, node))
+    return lambda p, node, position: _fold(p, node, _row_of(p, node, position), kind, result_type(p, node))
 
 
-def _mean_of(p: BodyBuilder, total: int, count: Size, correction: float = 0.0) -> int:
+def _mean_of(p: BodyBuilder, total: Value, count: Size, correction: float = 0.0) -> Value:
     """``total / (count - correction)``."""
-    dtype = p.dtype_of(total)
     if isinstance(count, int):
-        share = math.inf if count <= correction else 1.0 / (count - correction)
-        return p.apply("mul", total, p.const(share, dtype))
-    number = p.cast(p.iota(Index(count)), dtype)
-    if correction:
-        number = p.apply("sub", number, p.const(correction, dtype))
-    return p.apply("div", total, number)
+        return total * (math.inf if count <= correction else 1.0 / (count - correction))
+    number = p.iota(Index(count)).to(total.dtype)
+    return total / (number - correction if correction else number)
 
 
-def _mean(p: BodyBuilder, node: OpNode, position: Position) -> int:
-    total = _fold(p, node, _row_of(p, node, position), "sum", lambda x: x, _float_type(p, node))
+def _mean(p: BodyBuilder, node: OpNode, position: Position) -> Value:
+    total = _fold(p, node, _row_of(p, node, position), "sum", _float_type(p, node))
     return _mean_of(p, total, p.row_shape(node)[-1])
 
 
-def _moments(p: BodyBuilder, node: OpNode, row: Position, correction: float = 0.0) -> tuple[int, int]:
+def _moments(p: BodyBuilder, node: OpNode, row: Position, correction: float = 0.0) -> tuple[Value, Value]:
     """Mean and variance of a row, two passes: the variance of the deviations does not cancel."""
-    dtype = _float_type(p, node)
-    extent = p.row_shape(node)[-1]
-    mean = _mean_of(p, _fold(p, node, row, "sum", lambda x: x, dtype), extent)
-
-    def squared(x: int) -> int:
-        deviation = p.apply("sub", x, mean)
-        return p.apply("mul", deviation, deviation)
-
-    return mean, _mean_of(p, _fold(p, node, row, "sum", squared, dtype), extent, correction)
+    dtype, extent = _float_type(p, node), p.row_shape(node)[-1]
+    mean = _mean_of(p, _fold(p, node, row, "sum", dtype), extent)
+    squares = _fold(p, node, row, "sum", dtype, lambda x: (x - mean) * (x - mean))
+    return mean, _mean_of(p, squares, extent, correction)
 
 
-def _var(p: BodyBuilder, node: OpNode, position: Position) -> int:
+def _var(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     correction = node.attrs.get("correction", 1 if node.attrs.get("unbiased", True) else 0)
     correction = 1 if correction is None else correction
     return _moments(p, node, _row_of(p, node, position), float(correction))[1]
 
 
 def _softmax(log: bool) -> Build:
-    def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
-        dtype = _float_type(p, node)
-        row = _row_of(p, node, position)
-        top = _fold(p, node, row, "max", lambda x: x, dtype)
-        total = _fold(p, node, row, "sum", lambda x: p.apply("exp", p.apply("sub", x, top)), dtype)
-        shifted = p.apply("sub", p.cast(p.pull(node.inputs[0], position), dtype), top)
+    def build(p: BodyBuilder, node: OpNode, position: Position) -> Value:
+        dtype, row = _float_type(p, node), _row_of(p, node, position)
+        top = _fold(p, node, row, "max", dtype)
+        total = _fold(p, node, row, "sum", dtype, lambda x: (x - top).exp())
+        shifted = p.pull(node.inputs[0], position).to(dtype) - top
         if log:
-            return p.apply("sub", shifted, p.apply("log", total))
+            return shifted - total.log()
         # One division a row, not one an element; the total is at least 1, so that its reciprocal exists.
-        return p.apply("mul", p.apply("exp", shifted), p.apply("reciprocal", total))
+        return shifted.exp() * total.reciprocal()
 
     return build
 
 
-def _std(p: BodyBuilder, node: OpNode, position: Position) -> int:
-    return p.apply("sqrt", _var(p, node, position))
-
-
-def _log_sum_exp(p: BodyBuilder, node: OpNode, position: Position) -> int:
+def _log_sum_exp(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     """log(sum(exp(x))); of a row whose largest is infinite, no infinity is taken from another."""
     dtype, row = _float_type(p, node), _row_of(p, node, position)
-    top = _fold(p, node, row, "max", lambda x: x, dtype)
-    is_infinite = p.apply("eq", p.apply("abs", top), p.const(math.inf, dtype))
-    top = p.apply("where", is_infinite, p.const(0.0, dtype), top)
-    total = _fold(p, node, row, "sum", lambda x: p.apply("exp", p.apply("sub", x, top)), dtype)
-    return p.apply("add", p.apply("log", total), top)
+    top = _fold(p, node, row, "max", dtype)
+    top = top.abs().eq(math.inf).where(0.0, top)
+    return _fold(p, node, row, "sum", dtype, lambda x: (x - top).exp()).log() + top
 
 
-def _norm(p: BodyBuilder, node: OpNode, position: Position) -> int:
+def _norm(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     """linalg_vector_norm of order 2, 1 or infinity."""
-    dtype, order = _float_type(p, node), node.attrs.get("ord", 2)
-    kind = "max" if order == math.inf else "sum"
-    total = _fold(p, node, _row_of(p, node, position), kind,
-                  lambda x: p.apply("mul", x, x) if order == 2 else p.apply("abs", x), dtype)
-    return p.apply("sqrt", total) if order == 2 else total
+    order = node.attrs.get("ord", 2)
+    total = _fold(p, node, _row_of(p, node, position), "max" if order == math.inf else "sum", _float_type(p, node),
+                  lambda x: x * x if order == 2 else x.abs())
+    return total.sqrt() if order == 2 else total
 
 
 def _norm_refuse(node: OpNode, specs: Specs) -> str | None:
@@ -144,11 +130,8 @@ def _norm_refuse(node: OpNode, specs: Specs) -> str | None:
 def _whether(kind: str) -> Build:
     """Whether any element is not 0 (``max``), or all are not (``min``)."""
 
-    def is_true(p: BodyBuilder, x: int) -> int:
-        return x if p.dtype_of(x) == "bool" else p.apply("ne", x, p.const(0, p.dtype_of(x)))
-
     return lambda p, node, position: _fold_columns(
-        p, node, _row_of(p, node, position), kind, lambda x, _: is_true(p, x))
+        p, node, _row_of(p, node, position), kind, lambda x, _: x if x.dtype == "bool" else x.ne(0))
 
 
 def _whether_refuse(node: OpNode, specs: Specs) -> str | None:
@@ -163,23 +146,19 @@ def _pool_refuse(node: OpNode, specs: Specs) -> str | None:
 def _position_of(kind: str) -> Build:
     """The first position of a row's extreme; NaN counts as the most extreme of all, as in ATen."""
 
-    def build(p: BodyBuilder, node: OpNode, position: Position) -> int:
+    def build(p: BodyBuilder, node: OpNode, position: Position) -> Value:
         dtype = register_type(p.specs[node.inputs[0]].dtype)
         row = _row_of(p, node, position)
-        best = _fold(p, node, row, kind, lambda x: x, dtype)
+        best = _fold(p, node, row, kind, dtype)
 
-        def at(x: int, column: Index) -> int:
-            hit = p.apply("eq", x, best)
-            if dtype.startswith("float"):
-                hit = p.apply("logical_or", hit, p.apply("ne", x, x))
-            return p.apply("where", hit, p.iota(column), p.iota(Index(p.row_shape(node)[-1])))
+        def at(x: Value, column: Index) -> Value:
+            hit = x.eq(best) | x.ne(x) if dtype.startswith("float") else x.eq(best)
+            return hit.where(p.iota(column), p.iota(Index(p.row_shape(node)[-1])))
 
-        return p.cast(_fold_columns(p, node, row, "min", at), result_type(p, node))
+        return _fold_columns(p, node, row, "min", at).to(result_type(p, node))
 
     return build
 
-
-# -- short folds over another dimension -------------------------------------------------------------------
 
 #: Elements that a sum over another dimension than the last adds one by one.
 MAX_WRITTEN_OUT = 16
@@ -195,7 +174,7 @@ def _short_dim(node: OpNode, specs: Specs) -> int | None:
     return dims[0] if isinstance(extent, int) and 0 < extent <= MAX_WRITTEN_OUT else None
 
 
-def _sum(p: BodyBuilder, node: OpNode, position: Position) -> int:
+def _sum(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     """A short sum is written out, element by element."""
     dim = _short_dim(node, p.specs)
     if dim is None:
@@ -205,8 +184,7 @@ def _sum(p: BodyBuilder, node: OpNode, position: Position) -> int:
         dtype = "float64"
     rest = position[dim + 1 :] if node.attrs.get("keepdim") else position[dim:]
     extent = p.specs[source].shape[dim]
-    terms = [p.cast(p.pull(source, (*position[:dim], Index(at), *rest)), dtype) for at in range(extent)]
-    return reduce(lambda total, term: p.apply("add", total, term), terms)
+    return reduce(add, [p.pull(source, (*position[:dim], Index(at), *rest)).to(dtype) for at in range(extent)])
 
 
 _fold_row = partial(rows, "reduction", reduced_dim=_reduced_dims, effort="fold")
@@ -232,7 +210,8 @@ REDUCTIONS = {
     **_fold_row("adaptive_avg_pool2d", _mean, refuse=_pool_refuse, reduced_dim=partial(_last_dims, count=2)),
     **_fold_row("mean.dim mean", _mean, refuse=float_result),
     **_fold_row("var.dim var.correction", _var, refuse=float_result, effort=""),
-    **_fold_row("std.correction", _std, refuse=float_result, effort=""),
+    **_fold_row("std.correction", lambda p, node, position: _var(p, node, position).sqrt(), refuse=float_result,
+                effort=""),
     **_fold_row("any.dim any.dims any", _whether("max"), refuse=_whether_refuse),
     **_fold_row("all.dim all.dims all", _whether("min"), refuse=_whether_refuse),
     **_fold_row("linalg_vector_norm", _norm, refuse=_norm_refuse),
@@ -246,38 +225,34 @@ def _normalised_dims(node: OpNode, specs: Specs) -> tuple[int, ...]:
     return _last_dims(node, specs, len(node.attrs["normalized_shape"]))
 
 
-def _affine(p: BodyBuilder, node: OpNode, position: Position, value: int, names: tuple[str, ...]) -> int:
+def _affine(p: BodyBuilder, node: OpNode, position: Position, value: Value, names: tuple[str, ...]) -> Value:
     """``value * weight + bias`` with the optional operands of a normalisation."""
-    dtype = p.dtype_of(value)
     number = 1
     for name, op in zip(names, ("mul", "add"), strict=False):
         if name in node.attrs or number >= len(node.inputs):
             continue
-        value = p.apply(op, value, p.operand(node, number, position, dtype))
+        value = p.apply(op, value, p.operand(node, number, position, value.dtype))
         number += 1
     return value
 
 
-def _standard(p: BodyBuilder, node: OpNode, position: Position, row: Position, affine: Position) -> int:
+def _standard(p: BodyBuilder, node: OpNode, position: Position, row: Position, affine: Position) -> Value:
     """The element at ``position``, its row brought to mean 0 and variance 1, then weight and bias at ``affine``."""
-    dtype = _float_type(p, node)
     mean, variance = _moments(p, node, row)
-    scale = p.apply("rsqrt", p.apply("add", variance, p.const(node.attrs.get("eps", 1e-5), dtype)))
-    x = p.cast(p.pull(node.inputs[0], position), dtype)
-    return _affine(p, node, affine, p.apply("mul", p.apply("sub", x, mean), scale), ("weight", "bias"))
+    scale = (variance + node.attrs.get("eps", 1e-5)).rsqrt()
+    x = p.pull(node.inputs[0], position).to(mean.dtype)
+    return _affine(p, node, affine, (x - mean) * scale, ("weight", "bias"))
 
 
-def _rms_norm(p: BodyBuilder, node: OpNode, position: Position) -> int:
+def _rms_norm(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     """x / sqrt(mean(x^2) + eps) * weight (Zhang & Sennrich, arXiv:1910.07467)."""
     dtype = _float_type(p, node)
-    total = _fold(p, node, _row_of(p, node, position), "sum", lambda x: p.apply("mul", x, x), dtype)
+    total = _fold(p, node, _row_of(p, node, position), "sum", dtype, lambda x: x * x)
     eps = node.attrs.get("eps")
     if eps is None:  # ATen's default: the machine epsilon of the type it computes in
         eps = torch.finfo(torch.float64 if dtype == "float64" else torch.float32).eps
-    mean = _mean_of(p, total, p.row_shape(node)[-1])
-    scale = p.apply("rsqrt", p.apply("add", mean, p.const(eps, dtype)))
-    x = p.cast(p.pull(node.inputs[0], position), dtype)
-    return _affine(p, node, position, p.apply("mul", x, scale), ("weight",))
+    scale = (_mean_of(p, total, p.row_shape(node)[-1]) + eps).rsqrt()
+    return _affine(p, node, position, p.pull(node.inputs[0], position).to(dtype) * scale, ("weight",))
 
 
 def _group_rows(node: OpNode, specs: Specs) -> tuple[Size, ...]:
@@ -315,24 +290,23 @@ def _group_refuse(node: OpNode, specs: Specs) -> str | None:
     return _affine_refuse(node, specs) if divided else "its groups do not divide the channels"
 
 
-def _group_norm(p: BodyBuilder, node: OpNode, position: Position) -> int:
+def _group_norm(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     """Each group of channels of a sample to mean 0 and variance 1 (Wu & He, arXiv:1803.08494)."""
     per_group = divides(node.attrs["num_groups"], p.specs[node.inputs[0]].shape[1])
     row = p.row_position(node, (position[0], position[1] // per_group))
     return _standard(p, node, position, row, position[1:2])
 
 
-def _batch_norm(p: BodyBuilder, node: OpNode, position: Position) -> int:
+def _batch_norm(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     """(x - mean) / sqrt(variance + eps) * weight + bias with the stored mean and variance of each channel."""
     dtype = _float_type(p, node)
     names = [name for name in ("weight", "bias", "running_mean", "running_var") if name not in node.attrs]
     of_channel = {name: p.operand(node, number, position[1:2], dtype) for number, name in enumerate(names, 1)}
-    scale = p.apply("rsqrt", p.apply("add", of_channel["running_var"], p.const(node.attrs.get("eps", 1e-5), dtype)))
+    scale: Value = (of_channel["running_var"] + node.attrs.get("eps", 1e-5)).rsqrt()
     if "weight" in of_channel:
-        scale = p.apply("mul", scale, of_channel["weight"])
-    x = p.operand(node, 0, position, dtype)
-    value = p.apply("mul", p.apply("sub", x, of_channel["running_mean"]), scale)
-    return p.apply("add", value, of_channel["bias"]) if "bias" in of_channel else value
+        scale = scale * of_channel["weight"]
+    value = (p.operand(node, 0, position, dtype) - of_channel["running_mean"]) * scale
+    return value + of_channel["bias"] if "bias" in of_channel else value
 
 
 def _batch_refuse(node: OpNode, specs: Specs) -> str | None:

@@ -1,8 +1,8 @@
 """The table of ops, and questions that also an op's sizes, dtypes and attributes decide.
 
-An op is a *view*, *compute* (a generated kernel can hold it), an *anchor* (a matmul, a convolution, attention: there
-are several ways to run it), *foreign* (a function without a recipe here: ATen or another compiler runs it) or *opaque*
-(random numbers, collectives, most in-place updates: only ATen runs it).
+An op is a *view* (an address map), *compute* (a generated kernel can hold it), an *anchor* (a matmul, a convolution,
+attention: there are several ways to run it), *foreign* (ATen or another compiler runs it) or *opaque* (random numbers,
+collectives, most in-place updates: only ATen runs it).
 """
 
 from __future__ import annotations
@@ -86,8 +86,7 @@ def is_address_map(node: OpNode, specs: Specs) -> bool:
 
 
 def kind_of(node: OpNode, specs: Specs) -> OpKind:
-    """``view``: an address map, nothing runs it. ``compute``: a generated kernel can absorb it. ``anchor``: ATen, or
-    another library call. ``foreign``: ATen, or another compiler's code. ``opaque``: ATen alone.
+    """``view``: nothing runs it. ``compute``: a generated kernel can. ``anchor``, ``foreign``, ``opaque``: see above.
     """
     if is_address_map(node, specs):
         return "view"
@@ -99,9 +98,7 @@ def kind_of(node: OpNode, specs: Specs) -> OpKind:
 
 
 def _is_anchor(node: OpNode, specs: Specs) -> bool:
-    """Whether the op is an anchor on one device, of floats but where it orders elements, and draws no random numbers. A
-    convolution that sums over no channels is none: a kernel computes each of its elements from a few others.
-    """
+    """Whether libraries run the op on one device, without random numbers; no convolution that a kernel can hold."""
     op = op_of(node.op)
     if not op.is_anchor or "device" in node.attrs or node.attrs.get("dropout_p"):
         return False
@@ -115,8 +112,8 @@ def _is_anchor(node: OpNode, specs: Specs) -> bool:
 def _is_foreign(node: OpNode, specs: Specs) -> bool:
     """Whether an op that no kernel of ours can hold is a function of floats: another compiler may have code for it.
 
-    An op that reads integers is none: which of them are valid only the op knows, and samples are random. Nor is one
-    that also says where its results come from (``topk``): what looks them up needs those very integers.
+    None reads integers: which of them are valid only the op knows. Nor does one give integers beside floats (``topk``):
+    what looks up by them needs those very ones.
     """
     if not node.op.startswith("aten.") or "device" in node.attrs or not node.inputs or not is_function(node.op):
         return False

@@ -1,7 +1,4 @@
-"""View ops as address maps: where element ``position`` of a view lies in the tensor it views.
-
-A ``reshape`` that copies is the same map with a store behind it.
-"""
+"""View ops as address maps: where element ``position`` of a view lies in the tensor it views."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Ops whose elements each come from a window of one channel: pooling, upsampling between neighbours, and convolutions
-that sum over no channels (depthwise ones).
+"""Ops whose elements each come from a window of one channel: pooling, bilinear upsampling, depthwise convolutions.
 
-These are no matrix products: a kernel that computes them reads its operand a few times, and holds what comes before and
-after as any other kernel does.
+None is a matrix product: a kernel reads its operand a few times, and holds what comes before and after.
 """
 
 from __future__ import annotations
@@ -11,11 +9,12 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import partial, reduce
 from itertools import product
+from operator import add
 
 from fuseplan.kernels.ir.index import Index, Size
 from fuseplan.kernels.ir.ir import RegisterType
 from fuseplan.planner.graph.dataflow import OpNode
-from fuseplan.planner.ops.builder import BodyBuilder
+from fuseplan.planner.ops.builder import BodyBuilder, Value
 from fuseplan.planner.ops.op import FLOATS, result_type, rows
 from fuseplan.planner.ops.positions import Position, Specs, is_channels_last
 from fuseplan.planner.ops.rearrange import growth, padded, refuse_upsampling
@@ -24,7 +23,7 @@ from fuseplan.planner.ops.rearrange import growth, padded, refuse_upsampling
 MOST_ELEMENTS = 25
 
 
-def depthwise(p: BodyBuilder, node: OpNode, position: Position) -> int:
+def depthwise(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     """The sum of ``x[n, c // m, y * sy + i * dy - py, x * sx + j * dx - px] * w[c, 0, i, j]`` over i and j, and a bias.
 
     x: [N, C, H, W], w: [C * m, 1, KH, KW].
@@ -33,56 +32,54 @@ def depthwise(p: BodyBuilder, node: OpNode, position: Position) -> int:
     sizes, dtype = p.specs[weight].shape, result_type(p, node)
     own = (position[0], channel // (sizes[0] // p.specs[node.inputs[0]].shape[1]), *position[2:])
 
-    def factor(taps: tuple[int, int]) -> int:
-        return p.cast(p.pull(weight, (channel, Index(0), *map(Index, taps))), dtype)
+    def factor(taps: tuple[int, int]) -> Value:
+        return p.pull(weight, (channel, Index(0), *map(Index, taps))).to(dtype)
 
     elements = _window(p, node, own, (int(sizes[2]), int(sizes[3])))
-    total = _folded(p, "add", (p.apply("mul", element, factor(taps)) for taps, element in elements))
-    return p.apply("add", total, p.cast(p.pull(bias[0], (channel,)), dtype)) if bias else total
+    total = reduce(add, (element * factor(taps) for taps, element in elements))
+    return total + p.pull(bias[0], (channel,)).to(dtype) if bias else total
 
 
-def _max_pool(p: BodyBuilder, node: OpNode, position: Position) -> int:
+def _max_pool(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     elements = _window(p, node, position, _pair(node, "kernel_size"), -math.inf)
-    return _folded(p, "maximum", (element for _, element in elements))
+    return reduce(partial(p.apply, "maximum"), (element for _, element in elements))
 
 
-def _average_pool(p: BodyBuilder, node: OpNode, position: Position) -> int:
+def _average_pool(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     """The mean of a window, margins counted as zeros."""
-    window, dtype = _pair(node, "kernel_size"), result_type(p, node)
-    total = _folded(p, "add", (element for _, element in _window(p, node, position, window)))
-    return p.apply("div", total, p.const(float(math.prod(window)), dtype))
+    window = _pair(node, "kernel_size")
+    total = reduce(add, (element for _, element in _window(p, node, position, window)))
+    return total / float(math.prod(window))
 
 
-def _bilinear(p: BodyBuilder, node: OpNode, position: Position) -> int:
+def _bilinear(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     """The mean of the four elements around a place, weighted by how near they are; at edges they are repeated."""
     source, dtype = node.inputs[0], result_type(p, node)
     shape, (_, _, *factors) = p.specs[source].shape, growth(node, p.specs)
     sides = [_around(p, *of_one, dtype) for of_one in zip(position[2:], factors, shape[2:], strict=True)]
     margins = [(0, 0), (0, 0), (1, 1), (1, 1)]
 
-    def term(row: Index, share: int, column: Index, part: int) -> int:
-        element = p.cast(padded(p, source, margins, (*position[:2], row, column)), dtype)
-        return p.apply("mul", p.apply("mul", share, part), element)
+    def term(row: Index, share: Value, column: Index, part: Value) -> Value:
+        element = padded(p, source, margins, (*position[:2], row, column)).to(dtype)
+        return share * part * element
 
-    return _folded(p, "add", (term(*first, *second) for first, second in product(*sides)))
+    return reduce(add, (term(*first, *second) for first, second in product(*sides)))
 
 
 def _around(
     p: BodyBuilder, index: Index, factor: Size, extent: Size, dtype: RegisterType
-) -> tuple[tuple[Index, int], ...]:
-    """The two neighbours along one dimension that grows ``factor`` times, with a margin of one before it, and their
-    shares; at an edge one of them is in the margin, and has none.
-    """
+) -> tuple[tuple[Index, Value], ...]:
+    """The two neighbours along a dimension that grows ``factor`` times, which has a margin of one, and their shares."""
     one, zero, half = p.const(1.0, dtype), p.const(0.0, dtype), factor // 2
     if factor == 1:
         return ((index + 1, one),)
-    within = p.cast(p.iota((index + half) % factor), dtype)
-    share = p.apply("mul", p.apply("add", within, p.const(0.5, dtype)), p.const(1.0 / factor, dtype))
+    within = p.iota((index + half) % factor).to(dtype)
+    share = (within + 0.5) * (1.0 / factor)
     at, last = p.iota(index), p.iota(Index(extent * factor - half))
-    share = p.apply("where", p.apply("lt", at, last), share, zero)
-    share = p.apply("where", p.apply("lt", at, p.iota(Index(half))), one, share)
+    share = (at < last).where(share, zero)
+    share = (at < p.iota(Index(half))).where(one, share)
     below = (index + half) // factor
-    return (below, p.apply("sub", one, share)), (below + 1, share)
+    return (below, one - share), (below + 1, share)
 
 
 def _refuse_bilinear(node: OpNode, specs: Specs) -> str | None:
@@ -93,22 +90,15 @@ def _refuse_bilinear(node: OpNode, specs: Specs) -> str | None:
 
 def _window(
     p: BodyBuilder, node: OpNode, position: Position, window: tuple[int, int], around: float = 0.0
-) -> Iterator[tuple[tuple[int, int], int]]:
-    """Where in the window each element of operand 0 is that ``position`` of the result comes from, and its value.
-
-    Outside of the picture it is ``around``.
-    """
+) -> Iterator[tuple[tuple[int, int], Value]]:
+    """Where in the window each element of operand 0 is that ``position`` of the result comes from, and its value."""
     dtype = result_type(p, node)
     steps, spread = _pair(node, "stride", default=window if "kernel_size" in node.attrs else 1), _pair(node, "dilation")
     margins = [(0, 0), (0, 0), *((margin, margin) for margin in _pair(node, "padding", default=0))]
     for taps in product(*map(range, window)):
         at = (index * step + tap * by for index, step, tap, by in zip(position[2:], steps, taps, spread, strict=True))
         element = padded(p, node.inputs[0], margins, (*position[:2], *at), around)
-        yield (taps[0], taps[1]), p.cast(element, dtype)
-
-
-def _folded(p: BodyBuilder, op: str, values: Iterator[int]) -> int:
-    return reduce(partial(p.apply, op), values)
+        yield (taps[0], taps[1]), element.to(dtype)
 
 
 def _pair(node: OpNode, name: str, default: int | tuple[int, int] = 1) -> tuple[int, int]:
@@ -137,9 +127,7 @@ def _refuse_pool(node: OpNode, specs: Specs) -> str | None:
 
 
 def _refuse(node: OpNode, specs: Specs, window: tuple[int, int]) -> str | None:
-    """Refuses pictures whose channels do not follow one another in memory: their rows are short, and libraries are
-    faster.
-    """
+    """Refuses pictures without channels last: their rows are short, and libraries are faster."""
     picture, result = specs[node.inputs[0]], specs[node.outputs[0]]
     if len(picture.shape) != 4 or not picture.is_static or picture.dtype not in FLOATS:
         return "of dynamic sizes, or of no pictures"

@@ -54,9 +54,8 @@ def sweep_cells(
 ) -> tuple[list[Cell], list[str]]:
     """The cells of the sweeps, and a sentence for everything that was left out.
 
-    What is empty stands for all sweeps, :data:`ROWS`, a sweep's own widths and each pattern's own dtype. A pattern
-    without a sweep of its own is swept over rows and widths. No size that fits a named pattern, or any of all, is a
-    :class:`ShapeError`.
+    Empty arguments stand for all sweeps, :data:`ROWS`, a sweep's own widths, and each pattern's own dtype. ShapeError
+    where no size fits a named pattern, or any of all.
     """
     if unknown := [name for name in names if name not in PATTERNS]:
         raise UnknownPatternError(unknown[0], PATTERNS)

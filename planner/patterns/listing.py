@@ -1,7 +1,4 @@
-"""The named patterns in words: what a listing and a message say of each. Needs no PyTorch, so that listing is quick.
-
-Their functions are in the module of each family; :data:`~fuseplan.planner.patterns.table.PATTERNS` has all of them.
-"""
+"""The named patterns in words: what a listing and a message say of each. Needs no PyTorch, so that listing is quick."""
 
 from __future__ import annotations
 

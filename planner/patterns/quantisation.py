@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fuseplan.planner.errors import ShapeError
-from fuseplan.planner.patterns.norm import add_rms_norm, rms_norm
-from fuseplan.planner.patterns.pattern import Inputs, InputSpecs, Pattern, Shape, dense, swiglu, usual_inputs
+from fuseplan.planner.patterns import functions
+from fuseplan.planner.patterns.functions import Inputs, InputSpecs, Pattern, Shape, dense, usual_inputs
 
 _AWQ_GROUP = 128
 #: int4 numbers in an int32 word.
@@ -85,7 +85,7 @@ def _awq_inputs(shape: Shape, dtype: str) -> InputSpecs:
 def quantisation_patterns() -> dict[str, Pattern]:
     found = {}
     heads: dict[Callable[..., Any], tuple[str, ...]] = {
-        rms_norm: ("out",), add_rms_norm: ("hidden", "out"), swiglu: ("out",)}
+        functions.rms_norm: ("out",), functions.add_rms_norm: ("hidden", "out"), functions.swiglu: ("out",)}
     for (head, results), (short, target) in product(
         heads.items(), (("fp8", torch.float8_e4m3fn), ("int8", torch.int8))
     ):

@@ -1,7 +1,6 @@
 """Named patterns: small graphs that inference engines fuse by hand, for tests and as tuning shortcuts.
 
-A pattern is spelled as Hugging Face models spell it, so its plan serves those models too. The planner has no special
-case for any of them. Each family has a module of its own.
+They are spelled as Hugging Face models spell them, so that their plans serve those models too.
 """
 
 from __future__ import annotations
@@ -18,19 +17,14 @@ from fuseplan.planner.capture.subgraph import SubGraph, trace_function, trace_su
 from fuseplan.planner.errors import ShapeError, UnknownPatternError
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.models.workload import read_size
+from fuseplan.planner.patterns.functions import FUNCTIONS, InputSpecs, Pattern, Shape
 from fuseplan.planner.patterns.listing import LISTING
-from fuseplan.planner.patterns.norm import NORM_PATTERNS
-from fuseplan.planner.patterns.pattern import POINTWISE_PATTERNS, InputSpecs, Pattern, Shape
 from fuseplan.planner.patterns.quantisation import quantisation_patterns
-from fuseplan.planner.patterns.rope import ROPE_PATTERNS
-from fuseplan.planner.patterns.softmax import SOFTMAX_PATTERNS
 
 #: What activations may be.
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 #: Every named pattern.
-PATTERNS: Mapping[str, Pattern] = MappingProxyType({
-    **POINTWISE_PATTERNS, **NORM_PATTERNS, **ROPE_PATTERNS, **SOFTMAX_PATTERNS, **quantisation_patterns(),
-})
+PATTERNS: Mapping[str, Pattern] = MappingProxyType({**FUNCTIONS, **quantisation_patterns()})
 
 
 def parse_shape(text: str, example: str = "32x4096") -> Shape:
@@ -45,7 +39,7 @@ def parse_shape(text: str, example: str = "32x4096") -> Shape:
 
 
 def inputs_of(name: str, shape: str | Sequence[int], dtype: str | None = None) -> tuple[Shape, str, InputSpecs]:
-    """The shape and dtype that a pattern is built in, and the layout of each of its inputs.
+    """The shape and dtype that a pattern is built in, by default its own, and the layout of each of its inputs.
 
     UnknownPatternError where no pattern has that name; ShapeError for a shape or a dtype that it does not take.
     """
@@ -68,11 +62,7 @@ def inputs_of(name: str, shape: str | Sequence[int], dtype: str | None = None) -
 
 
 def pattern(name: str, shape: str | Sequence[int], dtype: str | None = None) -> tuple[SubGraph, InputSpecs]:
-    """A named pattern at one shape: the graph, and the layout of each of its inputs.
-
-    ``shape`` is sizes, or their text; ``dtype`` is that of its activations, by default the pattern's own. Raises what
-    :func:`inputs_of` does.
-    """
+    """A named pattern at one shape: the graph, and the layouts of its inputs; raises what :func:`inputs_of` does."""
     _, dtype, specs = inputs_of(name, shape, dtype)
     found = PATTERNS[name]
     compute = partial(found.compute, dtype=torch_dtype(dtype)) if found.typed else found.compute
@@ -89,10 +79,7 @@ def pattern(name: str, shape: str | Sequence[int], dtype: str | None = None) -> 
 def trace_pattern(
     name: str, shape: str | Sequence[int], dtype: str | None = None, device_type: str = "cpu"
 ) -> tuple[Traced, InputSpecs]:
-    """A pattern as eager runs it, and the layout of its inputs; raises what :func:`inputs_of` does.
-
-    Its graph knows which of its inputs are activations (``DataflowGraph.fresh``).
-    """
+    """A pattern as eager runs it, and the layout of its inputs; its graph knows its activations (``fresh``)."""
     graph, specs = pattern(name, shape, dtype)
     traced = trace_subgraph(graph, specs, device_type)
     fresh = activations(name, shape, dtype)
@@ -106,9 +93,7 @@ def pattern_graph(name: str, shape: str | Sequence[int], dtype: str | None = Non
 
 
 def activations(name: str, shape: str | Sequence[int], dtype: str | None = None) -> frozenset[str]:
-    """Names of a pattern's inputs that grow with its first size: what the kernel before it has just produced.
-
-    The others are weights, which come cold from memory. A pattern that takes no larger first size has no weights.
+    """Names of a pattern's inputs that grow with its first size; the others are weights, which come cold from memory.
     """
     (first, *rest), dtype, specs = inputs_of(name, shape, dtype)
     try:

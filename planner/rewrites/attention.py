@@ -1,18 +1,13 @@
 """Attention in a pre-dispatch trace, before it is planned: what PyTorch would compute again in every call is left out.
 
-What a trace asks of it costs more than it needs to, in seven ways:
-
-* The pages of a cache are copied to where PyTorch's attention can read them, and scores that are capped take many small
-  ops (:mod:`~fuseplan.planner.rewrites.decode_attention`).
-* Keys and values that query heads share are copied for every head (:mod:`~fuseplan.planner.rewrites.grouped_queries`).
-* **Constant masks.** A model that is traced cannot look at numbers, so it hands over a mask where eagerly it would have
-  seen that it is causal, and skipped it. A mask that is computed from nothing but constants (positions from ``arange``)
-  is evaluated here, and if it is causal the call says so instead, which skips half of the work and the mask's traffic.
-* **Boolean masks.** No back end reads a boolean mask on a GPU: PyTorch turns it into numbers in each call, by several
-  small kernels. All layers have the same mask, so it is done once, and fused with what computes the mask.
-* **Masks across memory.** No fused kernel reads a mask whose columns do not follow one another, as where biases of
-  heads come from an embedding (T5): PyTorch then computes all scores in float32, by single ops. It is copied once.
-* **Copies of operands.** Models make queries, keys and values contiguous (Whisper), which fused kernels read as they
+* Pages of a cache are read where they lie, and capped scores are one op (``decode_attention.py``).
+* Keys and values that query heads share are not copied for every head (``grouped_queries.py``).
+* **Constant masks.** A traced model cannot look at numbers, so it hands over a mask where eagerly it would have seen
+  that it is causal. A mask made of constants alone is evaluated here, and the call says what it means.
+* **Boolean masks.** PyTorch turns one into numbers in each call on a GPU. Here that is done once for all layers.
+* **Masks across memory.** No fused kernel reads a mask whose columns do not follow one another (T5's biases of heads):
+  PyTorch then computes all scores by single ops. It is copied once.
+* **Copies of operands.** Models make queries, keys and values contiguous (Whisper); fused kernels read them as they
   are.
 """
 
@@ -48,11 +43,9 @@ MOST_BYTES = 2**29
 class AttentionRewrites:
     """How many attention calls of a trace were rewritten.
 
-    ``grouped_queries`` read keys and values without a copy for every query head; ``dropped_masks`` had a mask that is
-    constant, and causal or true everywhere; ``added_masks`` take their boolean mask as numbers; ``copied_masks`` take a
-    copy that fused kernels can read; ``uncopied_operands`` counts calls that read what would have been copied for them.
-    ``paged_attention`` reads the pages of a cache; ``capped_attention`` was a chain
-    of ops that cap scores.
+    ``grouped_queries`` read shared keys and values without copies, ``dropped_masks`` had a constant mask,
+    ``added_masks`` take a boolean mask as numbers, ``copied_masks`` a copy that fused kernels read, and
+    ``uncopied_operands`` no copies. ``paged_attention`` reads the pages of a cache; ``capped_attention`` was a chain.
     """
 
     grouped_queries: int = 0
@@ -183,9 +176,9 @@ def _add_boolean_masks(graph: fx.Graph) -> int:
 
 
 def _copy_masks_across_memory(graph: fx.Graph) -> int:
-    """Copy masks whose columns do not follow one another, once for all calls on a GPU, where a fused kernel then takes
-    the place of single ops; how many calls. All of PyTorch's fused kernels refuse such a mask there
-    (``check_last_dim_stride_equals_1_dense`` in ATen's ``sdp_utils_cpp.h``).
+    """Copy masks whose columns do not follow one another, where a fused kernel can run then; how many calls.
+
+    On a GPU all fused kernels refuse them (``check_last_dim_stride_equals_1_dense`` in ATen's ``sdp_utils_cpp.h``).
     """
     found = 0
     copies: dict[fx.Node, fx.Node] = {}
@@ -207,9 +200,7 @@ def _copy_masks_across_memory(graph: fx.Graph) -> int:
 
 
 def _read_through_copies(graph: fx.Graph) -> int:
-    """Let calls on a GPU read queries, keys and values where they lie, and no copies of them, where the same fused
-    kernel runs then; how many calls.
-    """
+    """Let calls on a GPU read the sources of copied operands, where the same fused kernel runs; how many calls."""
     found = 0
     for node in list(graph.find_nodes(op="call_function", target=ATTENTION)):
         call = edit.arguments_of(node)

@@ -1,7 +1,6 @@
 """What each back end of PyTorch's attention can compute on a GPU, by the rules of its ``sdp_utils.cpp``.
 
-Sizes, types and strides decide. Where there is a CUDA device PyTorch is asked as well: its architecture, cuDNN's
-version and what the user switched off matter.
+Where there is a CUDA device PyTorch is asked as well: its architecture and what the user switched off matter.
 """
 
 from __future__ import annotations

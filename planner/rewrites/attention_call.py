@@ -9,7 +9,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fuseplan.planner.graph.execute import parameters_of
-from fuseplan.planner.rewrites.trace_edit import arguments_of, change_arguments
+from fuseplan.planner.rewrites.trace_edit import arguments_of, change_arguments, is_static
 from fuseplan.search.errors import OWN_FAULTS
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
@@ -23,17 +23,15 @@ _BACKENDS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
 
 
 def change_call(node: fx.Node, **changes: Any) -> bool:
-    """Change some arguments of an attention call; whether it could be done, see
-    :func:`~fuseplan.planner.rewrites.trace_edit.change_arguments`.
+    """Change some arguments of an attention call; whether it could be done (see ``change_arguments``).
 
-    Where sizes are symbols and the result lies as before for the sizes seen, its fake value stays: PyTorch's choice of
-    a back end would tie the graph to them.
+    Where sizes are symbols and the result lies as before for those seen, its fake value stays: PyTorch's choice of a
+    back end would tie the graph to them.
     """
     args, kwargs = _split(arguments_of(node) | changes)
     before, after = fake_arguments(node), fake_arguments(node, **changes)
     tensors = [one for one in after.values() if isinstance(one, FakeTensor)]
-    is_dynamic = any(isinstance(size, torch.SymInt) for one in tensors for size in (*one.shape, *one.stride()))
-    if is_dynamic and (layout := _layout_as_seen(after)) and layout == _layout_as_seen(before):
+    if not is_static(*tensors) and (layout := _layout_as_seen(after)) and layout == _layout_as_seen(before):
         node.args, node.kwargs = args, kwargs
         return True
     return change_arguments(node, args, kwargs)
@@ -60,12 +58,11 @@ def _split(arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def chosen_backend(arguments: dict[str, Any]) -> str:
-    """What PyTorch computes a call with on this CUDA device: ``"cudnn"``, ``"flash"``, ``"efficient"`` or ``"math"``.
+    """What PyTorch computes a call of :func:`fake_arguments` with: ``"cudnn"``, ``"flash"``, ``"efficient"``,
+    ``"math"``.
 
-    The arguments are :func:`fake_arguments` of a call.
-
-    PyTorch settles its order of preference when attention is first called, which a trace of attention has done. Sizes
-    that are symbols are asked about as they were seen: the answer would tie the graph to them.
+    It settles its order of preference when attention is first called, which a trace of attention has done. Symbols are
+    asked about as they were seen: the answer would tie the graph to them.
     """
     order = getattr(torch._C, "_get_sdp_priority_order", None)
     for number in order() if order is not None else ():

@@ -1,13 +1,11 @@
 """Convolutions in a pre-dispatch trace, laid out as the libraries of GPUs compute them: channels last.
 
-Kernels for halves read pictures whose channels follow one another. Of others they turn a copy round, and the result
-back, in each call. Here the first convolution of a chain reads a copy that lies so, made by whatever kernel computes
-the picture; its result lies so by itself, and what follows inherits that. What the trace returns lies as before.
+Libraries turn a copy of other pictures of halves round, and the result back, in each call. Here the first convolution
+of a chain reads a copy that lies so, and what follows inherits that. What the trace returns lies as before.
 
-* A convolution over one dimension is one over a picture of height 1, which PyTorch makes of it anyway.
-* A copy that a model makes of a picture which lies so already is not read.
-* Weights are copied so, too, as PyTorch does it in each call.
-* A bias is added by an op of its own, as PyTorch does it there, so that the next kernel can hold it.
+* A convolution over one dimension becomes one over a picture of height 1, as in PyTorch.
+* A model's own copy of a picture that lies so already is not read. Weights are copied, as PyTorch does in each call.
+* A bias is added by an op of its own, so that the next kernel can hold it.
 """
 
 from __future__ import annotations
@@ -103,9 +101,7 @@ def _channels_last(node: fx.Node) -> bool:
 
 
 def _copied_results(graph: fx.Graph) -> list[fx.Node]:
-    """Return row-major copies of what the graph makes, but of memory that is returned twice: what is computed before
-    them may lie otherwise.
-    """
+    """Return row-major copies of results in memory of their own: what is computed before them may lie otherwise."""
     output = graph.output_node()
     values = {one: value for one in graph.nodes if (value := edit.value_of(one)) is not None}
     memory = Counter(edit.storage_of(values[one]) for one in output.all_input_nodes if one in values)

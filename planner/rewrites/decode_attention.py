@@ -1,13 +1,11 @@
 """Attention of one query position over a cache as one op, which a kernel of ours computes where the cache lies.
 
-A model in plain PyTorch gathers the pages of each sequence by its block table (``key_pages[block_table]``), puts them
-one after another, and calls attention on that copy. The op reads the pages themselves
-(:mod:`~fuseplan.planner.graph.decode_attention`).
+A model in plain PyTorch gathers the pages of each sequence by its block table (``key_pages[block_table]``) for
+attention. The op reads the pages themselves (:mod:`~fuseplan.planner.graph.decode_attention`).
 
-PyTorch's attention has no argument for a cap (Gemma 2), so models write ``softmax(cap * tanh(q @ k.T * scale / cap) +
-mask) @ v``: a handful of small kernels, and copies of keys and values for every query head that shares them. Such a
-chain becomes the op, too. Without a cap it stays as it is: PyTorch's attention gives zeros where all keys are masked by
-minus infinity, and the chain NaN.
+PyTorch's attention has no cap (Gemma 2), so models write ``softmax(cap * tanh(q @ k.T * scale / cap) + mask) @ v``:
+small kernels, and copies of shared keys and values. Such a chain becomes the op, too; not one without a cap, which
+gives NaN where PyTorch's attention gives zeros, for a row of minus infinity.
 """
 
 from __future__ import annotations
@@ -74,11 +72,9 @@ class _Cache:
 
 
 def rewrite_decoding(module: fx.GraphModule, wanted: bool | None = None) -> tuple[int, int]:
-    """Let attention of one query position read pages in the place of gathered copies, and make one op of every chain
-    of such attention with capped scores; how many there were of both.
+    """Make attention of one query position one op, where it reads pages by a copy, or is a chain that caps scores.
 
-    Every node of the trace carries its fake value in ``meta["val"]``. ``wanted`` is None where it is done on devices
-    for which there is a kernel.
+    The trace has fake values; ``wanted`` is None where a device has a kernel for it. How many there were of both.
     """
     paged, capped = (
         sum(
@@ -191,8 +187,8 @@ def _cache(node: fx.Node, reader: fx.Node) -> _Cache | None:
 
 
 def _is_unchanged(decode: _Decode, key: _Cache, value: _Cache) -> bool:
-    """Whether no op writes to an operand between its first reader and the last call, and both sides are of one kind:
-    pages of one table, or plain tensors. Plain tensors count for a capped chain only: PyTorch's attention reads them.
+    """Whether no op writes to an operand before the last call, and keys and values are pages of one table, or plain
+    tensors of a capped chain: PyTorch's own attention reads plain ones.
     """
     if key.pages is not None and value.pages is not None:
         if not has_same_table(key.pages, value.pages):
@@ -204,10 +200,7 @@ def _is_unchanged(decode: _Decode, key: _Cache, value: _Cache) -> bool:
 
 
 def _put(decode: _Decode, key: _Cache, value: _Cache, sizes: tuple[int, int]) -> bool:
-    """Replace the call by one of :data:`DECODE_ATTENTION`; False where an operand cannot be had so.
-
-    ``sizes``: sequences, and keys of each.
-    """
+    """Replace the call by one of :data:`DECODE_ATTENTION`; False where an operand cannot be had so."""
     last, numbers = decode.nodes[-1], dict[str, Any](decode.numbers)
     graph, unread, made = last.graph, last.all_input_nodes, None
     given: list[fx.Node | None] = [key.held, value.held]

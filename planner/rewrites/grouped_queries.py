@@ -1,13 +1,8 @@
 """Attention over keys and values that query heads share, without a copy for every query head.
 
-Models whose query heads share keys and values either repeat those for attention, or ask for ``enable_gqa``, of which
-few kernels make use.
-
-* On GPUs ``enable_gqa`` reads shared keys and values as they are, for any number of tokens, where PyTorch has a fused
-  back end that can. Which back end runs the call is chosen later, by measurement.
-* On CPUs, with a single query position the query heads of a group are as good as positions of one head:
-  ``[batch, kv * group, 1, width]`` becomes ``[batch, kv, group, width]``. Only the order in which a kernel adds numbers
-  up may be another. On GPUs kernels that share keys are faster.
+* On GPUs ``enable_gqa`` reads shared keys and values as they are, where PyTorch has a fused back end that can.
+* On CPUs, with one query position, the heads of a group become positions of one head: ``[batch, kv * group, 1, width]``
+  is ``[batch, kv, group, width]``. Only the order in which numbers are added up may differ.
 """
 
 from __future__ import annotations
@@ -27,7 +22,7 @@ from fuseplan.planner.rewrites.attention_call import (
     fake_arguments,
     masked_number,
 )
-from fuseplan.planner.rewrites.view_algebra import coordinates, source_position
+from fuseplan.planner.rewrites.view_algebra import coordinates, origins
 
 _aten = torch.ops.aten
 #: Kinds of device on which query heads as positions have been measured to pay.
@@ -42,9 +37,9 @@ class SharedHeads(NamedTuple):
 
 
 def fold_grouped_queries(module: fx.GraphModule, wanted: bool | None = None) -> int:
-    """Rewrite attention over shared keys and values in a pre-dispatch trace; how many calls there were.
+    """Rewrite attention over shared keys and values in a trace with fake values; how many calls there were.
 
-    Every node carries its fake value in ``meta["val"]``. ``wanted`` is None where it is done if measured to pay.
+    ``wanted`` is None where it is done if measured to pay.
     """
     if wanted is False:
         return 0
@@ -139,17 +134,12 @@ def _is_merely_read(node: fx.Node) -> bool:
 
 
 def shared_heads(node: Any) -> SharedHeads | None:
-    """The tensor whose heads a key or value repeats, None where it repeats none.
-
-    The ops that repeat them do not matter: ``repeat_interleave``, or a new dimension that is expanded and merged.
-    """
+    """The tensor whose heads a key or value repeats, by whatever ops; None where it repeats none."""
     sizes = edit.sizes_of(node)
     if sizes is None or len(sizes) != 4:
         return None
-    base, position = node, coordinates(sizes)
-    batch, head, *rest = position
-    while (moved := source_position(base, position)) is not None:
-        base, position = base.all_input_nodes[0], moved
+    batch, head, *rest = coordinates(sizes)
+    for base, position in origins(node):
         short = edit.sizes_of(base)
         if short is None or len(short) != 4 or (short[0], *short[2:]) != (sizes[0], *sizes[2:]):
             continue

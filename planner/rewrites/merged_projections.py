@@ -1,8 +1,7 @@
 """Linear ops that read one value (queries, keys and values; gate and up) as one op over packed weights.
 
-One matrix product fills a device better than several small ones, and reads its left operand once. It needs the weights
-side by side in memory, so they are moved there (:mod:`~fuseplan.planner.rewrites.packing`), which is the user's to ask
-for. What was a linear op's result is then a slice of the merged one.
+One matrix product fills a device better than several small ones. Its weights are moved side by side in memory
+(:mod:`~fuseplan.planner.rewrites.packing`), which is the user's to ask for.
 """
 
 from __future__ import annotations
@@ -55,10 +54,9 @@ class _Linear:
 def merge_projections(
     module: fx.GraphModule, parameters: Collection[int], pack: Pack | None = None
 ) -> MergedProjections:
-    """Make one op of linear ops that read one value, wherever that computes the same.
+    """Make one op of linear ops that read one value, in a trace with fake values, wherever that computes the same.
 
-    Every node carries its fake value in ``meta["val"]``; ``parameters`` are positions of arguments. What ``pack``
-    refuses to move stays as it was; it is None where there is nothing to move, but only fakes.
+    ``parameters`` are positions of arguments. What ``pack`` refuses to move stays; None where there are only fakes.
     """
     graph = module.graph
     places = {node: at for at, node in enumerate(graph.find_nodes(op="placeholder")) if at in parameters}
@@ -82,10 +80,7 @@ def merge_projections(
 
 
 def _runs(graph: fx.Graph) -> Iterator[list[_Linear]]:
-    """Linear ops that read one value, with no other anchor between them; two at least.
-
-    Of linear ops on both sides of one, results would be kept until the last is read.
-    """
+    """Linear ops that read one value, two at least, with no other anchor between them: no result is kept beyond one."""
     anchors = [node for node in graph.nodes if node.op == "call_function" and op_of(str(node.target)).is_anchor]
     for _, run in groupby(anchors, lambda node: node.args[0] if node.target is _LINEAR else node):
         nodes = list(run)

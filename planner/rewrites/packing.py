@@ -48,11 +48,7 @@ def pack(arguments: Sequence[Any], *groups: Sequence[int]) -> str | None:
 
 
 def pack_operands(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> bool:
-    """Pack what a merged op is called with; whether it lies side by side now.
-
-    Modules of one class may share a compiled graph, which was packed for the first of them. Nothing is moved while a
-    CUDA graph is recorded.
-    """
+    """Pack what a merged op is called with, but while a CUDA graph is recorded; whether it lies side by side now."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return False
     return pack((*weights, *biases), range(len(weights)), range(len(weights), len(weights) + len(biases))) is None

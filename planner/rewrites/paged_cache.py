@@ -1,8 +1,6 @@
 """Keys and values that attention reads as a copy of pages: the pages, and the table that lists them.
 
-What lies between the gather and attention may be any ops that only move elements: where each element of the keys comes
-from is worked out, and compared with where it should come from
-(:mod:`~fuseplan.planner.rewrites.view_algebra`).
+Between the gather and attention may be any ops that only move elements (``view_algebra.py``).
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from torch import fx
 from fuseplan.kernels.ir.index import Index, flatten, row_major_strides
 from fuseplan.planner.ops.table import op_of
 from fuseplan.planner.rewrites import trace_edit as edit
-from fuseplan.planner.rewrites.view_algebra import coordinates, moved_from
+from fuseplan.planner.rewrites.view_algebra import coordinates, origins
 from fuseplan.search.errors import OWN_FAULTS
 
 _aten = torch.ops.aten
@@ -53,13 +51,14 @@ def gathered_pages(node: Any, reader: fx.Node) -> GatheredPages | None:
     sizes = edit.static_sizes(node)
     if sizes is None or len(sizes) != 4 or 0 in sizes:
         return None
-    moved = moved_from(node, lambda one: op_of(str(one.target)).rows_by is not None)
-    if moved is None:
+    moved = list(origins(node))
+    gathers = [number for number, (one, _) in enumerate(moved) if op_of(str(one.target)).rows_by is not None]
+    if not gathers:
         return None
-    path, position = moved
+    path, (gather, position) = [one for one, _ in moved[: gathers[0] + 1]], moved[gathers[0]]
     if any(set(one.users) - {*path, reader} for one in path):
         return None  # others read the copy, too: it has to be made anyhow
-    found, whole = _lookup(path[0]), edit.static_sizes(path[0])
+    found, whole = _lookup(gather), edit.static_sizes(gather)
     if found is None or whole is None:
         return None
     pages, table = found
@@ -69,7 +68,7 @@ def gathered_pages(node: Any, reader: fx.Node) -> GatheredPages | None:
     order = _order(flatten(position, row_major_strides(whole)), sizes, shape[1:], listed)
     if order is None:
         return None
-    return GatheredPages(pages, table, tuple(path), *order, path[0].target is _aten.index.Tensor)
+    return GatheredPages(pages, table, tuple(path[::-1]), *order, gather.target is _aten.index.Tensor)
 
 
 def _lookup(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -87,10 +86,9 @@ def _lookup(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 def _order(
     where: Index, sizes: Sequence[int], page: Sequence[int], listed: int
 ) -> tuple[tuple[int, int, int], tuple[int, ...]] | None:
-    """Heads, rows and width of a page, and where they lie in it, so that each key lies ``where`` it is in ``listed``
-    pages one after another.
+    """Heads, rows and width of a page, and where they lie in it, if each key lies ``where`` it should.
 
-    ``sizes`` are those of the keys, ``page`` the shape of a page.
+    ``sizes`` are those of the keys, ``page`` the shape of one of ``listed`` pages.
     """
     (_, heads, length, width), elements = sizes, math.prod(page)
     rows, rest = divmod(sizes[0] * length, listed)
@@ -139,10 +137,7 @@ def viewed(graph: fx.Graph, node: fx.Node, shape: Sequence[int]) -> fx.Node | No
 
 
 def has_same_table(key: GatheredPages, value: GatheredPages) -> bool:
-    """Whether keys and values are in pages of one size, and one block table says which.
-
-    Models convert a table twice. The two are equal if nothing writes to what they are made of.
-    """
+    """Whether keys and values are in pages of one size, and one block table says which, perhaps converted twice."""
     if (key.sizes, key.wraps) != (value.sizes, value.wraps) or not _is_same(key.table, value.table):
         return False
     made = edit.ancestors(key.table) if key.table is not value.table else []

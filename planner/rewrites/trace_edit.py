@@ -54,6 +54,11 @@ def sizes_of(node: Any) -> tuple[Any, ...] | None:
     return tuple(size.node.expr if isinstance(size, torch.SymInt) else size for size in value.shape)
 
 
+def is_static(*tensors: torch.Tensor) -> bool:
+    """Whether all sizes and strides of fake tensors are plain numbers."""
+    return all(isinstance(size, int) for one in tensors for size in (*one.shape, *one.stride()))
+
+
 def trace_device(node: fx.Node) -> str:
     """Kind of device of a node's tensor, ``""`` where there is none."""
     value = value_of(node)
@@ -79,9 +84,7 @@ def insert_call(
 
 
 def change_arguments(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Change the arguments of a call whose result stays the same; fake values follow, as :func:`follow` tells.
-
-    Whether it could be done; nothing is changed where not.
+    """Change the arguments of a call whose result stays the same (see :func:`follow`); False where nothing is changed.
     """
     try:
         value = fake_result(node.target, args, kwargs, {})
@@ -106,15 +109,13 @@ def follow(
 ) -> dict[fx.Node, Any] | None:
     """The fake values of a node and of what reads it, if the node had another layout or memory: those that differ.
 
-    What lies in the same memory must go on doing so in the trace, since that is how writes are seen.
+    What lies in the same memory must go on doing so in the trace, since that is how writes are seen. With ``corrected``
+    the program stays as it is, whose tensors never had the trace's layout; with ``shared`` the other value is a part of
+    a larger tensor.
 
-    With ``corrected`` the program stays as it is, whose tensors never had the layout that the trace said. With
-    ``shared`` the other value is a part of a larger tensor.
-
-    Returns:
-        None where the program would be another: a shape changes, a view is impossible, or memory whose layout is not
-        what it was, or that is shared where it was not, is written to (but element by element, where only the layout
-        differs), returned, or read by address, unless it is ``corrected``.
+    None where the program would be another: a shape changes, a view is impossible, or (unless ``corrected``) memory
+    whose layout or sharing is another is returned, read by address, or written to. Writing element by element is no
+    matter where only the layout is another.
     """
     values: dict[fx.Node, Any] = {}
     # Storages that the nodes in ``values`` were in, and those that they are in.
@@ -212,10 +213,7 @@ def _can_be_evaluated(target: Any) -> bool:
 
 
 def _goes_by_index(node: fx.Node, odd: set[fx.Node], shared_otherwise: set[fx.Node]) -> bool:
-    """Whether a node goes to elements of tensors by index, wherever they lie, and hands out none of ``odd``.
-
-    It may write to none of them, but element by element to those whose memory is shared as it was.
-    """
+    """Whether a node reads elements by index, and writes only to single elements of memory that is shared as it was."""
     target = node.target
     if node.op != "call_function" or target is torch.ops.aten.as_strided.default:
         return False

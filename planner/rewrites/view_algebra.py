@@ -1,12 +1,8 @@
-"""Which element of a tensor each element of another one is, through ops that only move elements: views and copies.
-
-The table of ops says of a view where an element of its result lies in what it views. Of several ops one after the other
-that is one index expression for each dimension, whichever ops they were.
-"""
+"""Which element of a tensor each element of another one is, through ops that only move elements: views and copies."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +23,7 @@ def coordinates(shape: Sequence[Size]) -> Position:
 
 
 def source_position(node: fx.Node, position: Position) -> Position | None:
-    """Where the element at ``position`` of a call's result is in its first operand; None where the call reads another
-    operand, or may do more than move elements.
+    """The position in a call's first operand of an element of its result; None where it may not merely move elements.
     """
     tensors = [one for one in node.all_input_nodes if value_of(one) is not None]
     if node.op != "call_function" or not is_pure(node.target) or tensors != list(node.args[:1]):
@@ -61,15 +56,10 @@ def _looks_alike(one: object, other: object) -> bool:
     return before is not None and after is not None and (before.dtype, before.device) == (after.dtype, after.device)
 
 
-def moved_from(node: fx.Node, starts: Callable[[fx.Node], bool]) -> tuple[list[fx.Node], Position] | None:
-    """The calls by which a tensor becomes ``node``, from one that ``starts`` on, each of which moves what the one
-    before it gives, and where in the first one's result each element is; None where there is no such call.
-    """
-    path, position = [node], coordinates(sizes_of(node) or ())
-    while not starts(path[-1]):
-        moved = source_position(path[-1], position)
-        if moved is None:
-            return None
-        position = moved
-        path.append(path[-1].all_input_nodes[0])
-    return path[::-1], position
+def origins(node: fx.Node) -> Iterator[tuple[fx.Node, Position]]:
+    """A node, and each that it is made of by calls that move elements: where an element of ``node`` is in it."""
+    position: Position | None = coordinates(sizes_of(node) or ())
+    while position is not None:
+        yield node, position
+        position = source_position(node, position)
+        node = next(iter(node.all_input_nodes), node)

@@ -1,8 +1,7 @@
 """Which operands nobody needs after a call: a result may then take their memory.
 
-Read off the graph that will run, in its order, with the aliases that the trace's fake tensors show. Whatever is in
-doubt keeps its memory: graph inputs, parameters and constants; results of the graph; everything that shares a storage
-with one of these; and what an op without a schema touches.
+It is read off the graph that will run, with the aliases that the trace's fake tensors show. Graph inputs, constants,
+results and whatever may share memory with one of these keep theirs; so does what an op without a schema touches.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from fuseplan.planner.graph.execute import parameters_of
 from fuseplan.planner.implementations.direct_calls import FakeValues
 from fuseplan.planner.implementations.first_call import GroupCall
 from fuseplan.planner.ops.table import kind_of, op_of
-from fuseplan.planner.rewrites.trace_edit import fake_tensors
+from fuseplan.planner.rewrites.trace_edit import fake_tensors, is_static
 
 #: Calls that read no memory, besides ops with a schema.
 HARMLESS = (operator.getitem, *MODE_SWITCHES)
@@ -29,9 +28,7 @@ _LARGEST_KEPT = (32 << 20) - (64 << 10)
 
 
 def overwrite_operands(graph: fx.Graph, traced: Traced, memory: Memory) -> int:
-    """Let ATen's pointwise ops write over operands that nobody needs after them, as :func:`plan_reuse` does for groups;
-    how many do.
-    """
+    """Let ATen's pointwise ops write over operands that nobody needs after them; how many do."""
     values, count = FakeValues(traced.module.graph), 0
     for node in graph.nodes:
         target = _in_place(node.target)
@@ -58,8 +55,8 @@ def _is_alike(operand: Any, result: Any) -> bool:
     """Whether a result of static sizes is of its operand's type, and laid out like it."""
     if not isinstance(operand, torch.Tensor) or not isinstance(result, torch.Tensor):
         return False
-    layouts = [(tuple(one.shape), one.stride(), one.dtype) for one in (operand, result)]
-    return all(isinstance(size, int) for size in (*operand.shape, *operand.stride())) and layouts[0] == layouts[1]
+    return is_static(operand) and operand.dtype == result.dtype and (
+        (operand.shape, operand.stride()) == (result.shape, result.stride()))
 
 
 def plan_reuse(graph: fx.Graph, memory: Memory) -> dict[GroupCall, Reuse]:
@@ -76,9 +73,8 @@ def plan_reuse(graph: fx.Graph, memory: Memory) -> dict[GroupCall, Reuse]:
 def keep_freed(size: int) -> None:
     """Have glibc keep what a call of so many bytes frees, for the next call.
 
-    It gives free memory at the end of the heap back to the system where that is over twice the largest block that it
-    ever took from elsewhere, and the system clears it anew, page by page: 21 of 87 ms in a ConvNeXt-T. So it gets such
-    a block, which nobody touches. Other allocators, and a glibc that was told what to keep, take no notice.
+    It gives free memory over twice the largest block that it ever took back to the system, which clears it anew page by
+    page: 21 of 87 ms in a ConvNeXt-T. So it gets such a block, which nobody touches.
     """
     torch.empty(min(size, _LARGEST_KEPT), dtype=torch.uint8, device="cpu")
 
@@ -92,8 +88,10 @@ class Memory:
     def __init__(self, graph: fx.Graph, traced: Traced) -> None:
         self._traced = {node.name: node for node in traced.module.graph.nodes}
         self._flow = traced.graph
-        self._storages: dict[fx.Node, frozenset[int]] = {}
-        self._new = set[fx.Node]()
+        #: Numbers of the storages that a node's result may be in.
+        self.storages: dict[fx.Node, frozenset[int]] = {}
+        #: Nodes whose result is a whole tensor in memory that was made for it.
+        self.new = set[fx.Node]()
         self._first: dict[int, fx.Node] = {}
         self._last: dict[int, fx.Node] = {}
         self._bytes: dict[int, int] = {}
@@ -102,35 +100,27 @@ class Memory:
             self._visit(node)
 
     def _visit(self, node: fx.Node) -> None:
-        touched = {one for source in node.all_input_nodes for one in self._storages[source]}
+        touched = {one for source in node.all_input_nodes for one in self.storages[source]}
         self._last.update(dict.fromkeys(touched, node))
         is_known = node.op == "call_function" and (
             isinstance(node.target, torch._ops.OpOverload | GroupCall) or node.target in HARMLESS
         )
         if self._makes_new(node):
-            self._new.add(node)
-        self._storages[node] = self._storages_of(node)
-        for one in self._storages[node]:
+            self.new.add(node)
+        self.storages[node] = self._storages_of(node)
+        for one in self.storages[node]:
             self._first.setdefault(one, node)
         if not is_known:
-            self._pinned |= touched | self._storages[node]
-
-    def storages(self, node: fx.Node) -> frozenset[int]:
-        """Numbers of the storages that a node's result may be in."""
-        return self._storages[node]
-
-    def is_new(self, node: fx.Node) -> bool:
-        """Whether a node's result is a whole tensor in memory that was made for it."""
-        return node in self._new
+            self._pinned |= touched | self.storages[node]
 
     def dies_in(self, call: fx.Node, number: int) -> bool:
         """Whether argument ``number`` of a call is memory of its own that nothing uses after the call."""
         value = call.args[number]
-        if not isinstance(value, fx.Node) or value not in self._new or len(self._storages[value]) != 1:
+        if not isinstance(value, fx.Node) or value not in self.new or len(self.storages[value]) != 1:
             return False
-        (storage,) = self._storages[value]
+        (storage,) = self.storages[value]
         given = (*call.args, *call.kwargs.values())
-        sharing = [one for one in given if isinstance(one, fx.Node) and storage in self._storages[one]]
+        sharing = [one for one in given if isinstance(one, fx.Node) and storage in self.storages[one]]
         is_whole = storage not in self._pinned and self._first[storage] is value
         return is_whole and self._last[storage] is call and len(sharing) == 1
 
@@ -174,7 +164,7 @@ class Memory:
         for storage in (tensor.untyped_storage() for tensor in fake_tensors(traced)):
             found.add(storage._cdata)
             self._bytes[storage._cdata] = size if isinstance(size := storage.nbytes(), int) else 0
-        if node.op == "call_function" and node not in self._new:
+        if node.op == "call_function" and node not in self.new:
             for source in node.all_input_nodes:  # the trace may show two storages where a call uses one
-                found |= self._storages[source]
+                found |= self.storages[source]
         return frozenset(found)

@@ -1,9 +1,9 @@
 """CUDA graphs as a way to call a compiled graph: recorded in the second call of a kind, replayed from then on.
 
-The first call with given sizes and addresses runs plainly, so kernels are loaded, libraries have chosen, and groups
-that fail have fallen back before anything is recorded. Parameters and whatever the graph writes (a static KV cache) are
-used where they lie: where they have moved, another recording is made. Other arguments are copied in, and results are
-copied out. What cannot be recorded runs plainly for good, with the reason in ``stats().notes``.
+The first call runs plainly: then kernels are loaded, libraries have chosen, and failing groups have fallen back.
+Parameters and what the graph writes (a static KV cache) are used where they lie; where they have moved, another
+recording is made. Other arguments are copied in, and results out. What cannot be recorded runs plainly for good, with
+the reason in ``stats().notes``.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def graphed(
     function: Callable[..., Any], module: fx.GraphModule, stationary: Collection[int], device_type: str, tally: Tally,
     copy_outputs: bool = True
 ) -> Callable[..., Any]:
-    """``function``, replayed as a CUDA graph where that is possible; itself where it is not, which ``tally`` counts.
+    """``function``, which computes what ``module`` does, replayed as a CUDA graph where that is possible.
 
-    ``function`` computes what ``module`` does. ``stationary`` are positions of arguments to use where they lie: those
-    that do not move, and those it writes. Without ``copy_outputs`` it returns memory that the next call overwrites.
+    ``stationary`` are positions of arguments to use where they lie: those that do not move, and those it writes.
+    Without ``copy_outputs`` it returns memory that the next call overwrites. ``tally`` counts what is not replayed.
     """
     recorder = find_recorder(device_type)
     if recorder is None:
@@ -83,10 +83,9 @@ def find_recorder(device_type: str) -> CudaRecorder | None:
 
 
 class GraphedCall:
-    """A function of tensors and sizes, replayed where it can be.
+    """A function of tensors and sizes, replayed where it can be; the last ``keep`` recordings are kept.
 
-    ``keep`` recordings are kept; ``read_addresses`` is a faster :func:`address_reader` for the same roles. The others
-    are as in :func:`graphed`.
+    ``read_addresses`` is a faster :func:`address_reader` for the same roles.
     """
 
     def __init__(
@@ -161,9 +160,7 @@ class GraphedCall:
 
 def address_reader(roles: Roles) -> AddressReader:
     """Reads the addresses of what a call uses where it lies, tensor by tensor."""
-    return lambda args: (
-        *(args[at].data_ptr() for at in roles.kept), *(tensor.data_ptr() for tensor in roles.held)
-    )
+    return lambda args: (*(args[at].data_ptr() for at in roles.kept), *(tensor.data_ptr() for tensor in roles.held))
 
 
 def note_plain(tally: Tally, reason: str) -> None:

@@ -22,11 +22,9 @@ _FAILED: list[torch.cuda.CUDAGraph] = []
 
 @dataclass(frozen=True, eq=False)
 class _Pool:
-    """Memory that recordings share.
+    """Memory that recordings share, and an empty graph that keeps it alive for whoever can name it.
 
-    The allocator refuses to record into a pool that no CUDA graph holds any more, whoever dropped the last one and
-    when. So each recording holds this, and this holds an empty graph: while anybody can name the pool, it is alive.
-    With the last recording the pool goes, its memory can be used for other things, and the next one gets a new pool.
+    The allocator refuses to record into a pool that no CUDA graph holds. The pool goes with the last recording.
     """
 
     handle: Any
@@ -40,7 +38,7 @@ class CudaRecorder:
         self._device = device
         self._turn = _Turn(device)
         self._capture_stream = torch.cuda.Stream(device)
-        self._pool: Callable[[], _Pool | None] = _no_pool
+        self._pool: Callable[[], _Pool | None] = lambda: None
 
     def busy(self) -> bool:
         """True when the caller records already, or works on another device: then calls must be plain."""
@@ -51,8 +49,9 @@ class CudaRecorder:
         return self._turn
 
     def record(self, function: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Callable[[], None]]:
-        """Call ``function(*args)`` without running its kernels: what it returned (memory that each replay overwrites),
-        and what replays its kernels. NotRecordable where it did something that cannot be recorded.
+        """What ``function(*args)`` returned (memory that each replay overwrites), and what replays its kernels.
+
+        NotRecordable where it did something that cannot be recorded.
         """
         torch.cuda.synchronize(self._device)  # no work in flight may end, and free memory, while recording
         pool = self._pool() or self._new_pool()
@@ -99,13 +98,9 @@ class CudaRecorder:
         if end is not None:
             with suppress(RuntimeError):  # it was ended after all
                 end(self._device, pool)
-        self._pool = _no_pool
+        self._pool = lambda: None
         with suppress(RuntimeError):
             _revive(torch.cuda.default_generators[self._device], torch.device("cuda", self._device))
-
-
-def _no_pool() -> None:
-    return None
 
 
 def _replay(graph: torch.cuda.CUDAGraph, pool: _Pool) -> None:

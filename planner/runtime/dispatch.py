@@ -1,8 +1,7 @@
 """The ``torch.compile`` back end: plans are looked up when a graph is compiled, and kernels are called directly after.
 
-Whatever cannot be fused runs as the ATen ops that eager would run, and is counted in
-:func:`fuseplan.planner.stats`. The back end is for inference: with gradients enabled on inputs or parameters
-that require them, the whole graph runs unfused.
+What cannot be fused runs as ATen ops, counted in :func:`fuseplan.planner.stats`. With gradients enabled on inputs or
+parameters that require them, the whole graph runs unfused.
 """
 
 from __future__ import annotations
@@ -70,8 +69,8 @@ def fuseplan(
 def compile_graph(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: DispatchOptions, tally: Tally
 ) -> Callable[..., Any]:
-    """Trace, normalise, plan and rewrite one graph; RefusedError where it must run unfused, FuseplanError where it
-    cannot be traced, or the device not be used.
+    """Trace, plan and rewrite one graph; RefusedError where it must run unfused, FuseplanError where it cannot be
+    traced.
     """
     _check_no_gradients(gm, example_inputs)
     apart = take_apart(gm, example_inputs)
@@ -172,10 +171,7 @@ def _tensors(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[torch.Te
 
 
 def _is_plain(kind: type[torch.Tensor]) -> bool:
-    """True where ops treat a tensor of that class as a plain one, and return plain ones.
-
-    ``torch.nn.Parameter`` is such a class, and so are those derived from it that only add attributes and methods.
-    """
+    """True where ops treat a tensor of that class as plain, such as ``torch.nn.Parameter`` and what only adds to it."""
     return kind in _PLAIN_TENSORS or (
         kind.__torch_function__ is torch._C._disabled_torch_function_impl
         and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__

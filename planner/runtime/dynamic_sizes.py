@@ -15,8 +15,7 @@ from fuseplan.search.store.record import GroupChoice
 def neighbouring_plans(planner: Planner, graph: DataflowGraph, regions: Sequence[Region]) -> dict[Region, RegionPlan]:
     """Plans tuned for the same regions of ``graph`` with another value of one dynamic size.
 
-    A plan is used only between two tuned sizes, neither more than ``policy.MAX_SIZE_RATIO`` away: the nearer
-    one serves.
+    It is between two tuned sizes, neither over ``policy.MAX_SIZE_RATIO`` away: the nearer one serves.
     """
     for name, hint in graph.symbols.items() if regions else ():
         if name in graph.derived or not isinstance(hint, int):

@@ -1,7 +1,4 @@
-"""Making a plan executable: each fused group becomes one call in the traced FX graph; everything else stays ATen.
-
-A group that cannot be placed, lowered or built is left as the ATen ops it was, and counted with its reason.
-"""
+"""Making a plan executable: each fused group becomes one call in the traced FX graph; all else stays ATen."""
 
 from __future__ import annotations
 
@@ -39,11 +36,9 @@ def executable(
 ) -> Callable[..., Any]:
     """A function with the signature and results of ``traced.module`` that runs ``groups`` by their implementations.
 
-    Never raises for a group. The first call of each is guarded (:class:`FirstCall`); later calls are direct. With
-    ``debug`` the code is shown, and in its first call how far each kernel is from the ATen ops.
-
-    With ``in_place``, outputs of a kernel take the memory of inputs that nothing needs after it, from its second call
-    on, where the back end can do that; on CPUs so do results of ATen's pointwise ops. ``unguarded`` are positions of
+    A group that fails is left as ATen ops, and counted. Its first call is guarded (:class:`FirstCall`); later ones are
+    direct. With ``debug`` the code is shown, and in a first call how far a kernel is from the ATen ops. With
+    ``in_place``, results may take the memory of operands that nothing needs after that. ``unguarded`` are positions of
     graph inputs whose strides no guard checks.
     """
     calls = _first_calls(traced, groups, target, tally, numerics, in_place)
@@ -91,10 +86,7 @@ SHARED_MEMORY = "inputs share memory that the graph writes to; allocate them apa
 def guarded_call(
     call: Callable[..., Any], unfused: Callable[..., Any], traced: Traced, tally: Tally
 ) -> Callable[..., Any]:
-    """``call``, which runs ``traced`` fused; ``unfused`` in calls in which inputs share memory that it writes to.
-
-    A trace orders reads and writes of the memory of each input alone. A graph that writes to no input is not checked.
-    """
+    """``call``, which runs ``traced`` fused; ``unfused`` where inputs of a call share memory that it writes to."""
     written, read = list[Operand](), list[Operand]()
     for value, position in traced.placeholders.items():
         node = traced.node_of[value]

@@ -1,19 +1,16 @@
 """What dispatch shows of itself, in the way of PyTorch's own components: log artifacts and structured traces.
 
-``TORCH_LOGS="fuseplan_plans"`` shows each graph's plan with its reasons and times, and
-``TORCH_LOGS="fuseplan_kernels"`` the source of its kernels. PyTorch reads that variable while it is imported, before it
-can know a name of ours; it takes an unknown one for a module's, and that module for a logger. So there are modules of
-these two names, which hold nothing. ``TORCH_LOGS="fuseplan"`` and ``"+fuseplan"`` set the level of everything else.
-
-With ``TORCH_TRACE`` set both are written to its log, where tlparse finds them. The option ``debug`` shows plans without
-any set-up of logging.
+``TORCH_LOGS="fuseplan_plans"`` shows each graph's plan, ``TORCH_LOGS="fuseplan_kernels"`` the source of its kernels.
+PyTorch takes an unknown name for a module's, so there are empty modules of these two names. ``TORCH_LOGS="fuseplan"``
+and ``"+fuseplan"`` set the level of everything else. With ``TORCH_TRACE`` set both are written to its log, where
+tlparse finds them. The option ``debug`` shows plans without any set-up of logging.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -41,23 +38,27 @@ def debug_logger() -> logging.Logger:
     return _DEBUG
 
 
-#: What :func:`warn_once` said in this process.
-_SAID: set[str] = set()
+#: Keys of what this process has said once: it compiles many graphs.
+SAID: set[Hashable] = set()
+
+
+def is_news(key: Hashable) -> bool:
+    """Whether this is the first time that anybody asks for a ``key`` in this process."""
+    known = key in SAID
+    SAID.add(key)
+    return not known
 
 
 def warn_once(key: str, message: str, *args: object) -> None:
-    """A warning, the first time that something with this ``key`` happens in this process: it compiles many graphs."""
-    if key not in _SAID:
-        _SAID.add(key)
+    """A warning, the first time that something with this ``key`` happens in this process."""
+    if is_news(key):
         logger.warning(f"{message} (said once)", *args)
 
 
 def show_plans(
     regions: Sequence[RegionPlan], tally: Tally, debug: bool = False, graph: DataflowGraph | None = None
 ) -> None:
-    """The plans of one compiled graph, once for all occurrences of a region, and what does not run as planned.
-
-    With the ``graph`` groups are told with their places in the model.
+    """The plans of one compiled graph, once for equal regions, with places in the ``graph``, and what does not run so.
     """
     occurrences: dict[str, list[RegionPlan]] = {}
     for plan in regions:
@@ -115,8 +116,8 @@ def describe(
 ) -> Iterable[str]:
     """Lines for people: every region, its groups with their configuration and times, what was not chosen, and why.
 
-    Regions of one op with one way to run it are left out. ``instead`` says how a group is run where the plan is not
-    followed, ``counts`` how often a region occurs, by its key, and ``place`` where in the model a group is.
+    ``instead`` says how a group runs where the plan is not followed, ``counts`` how often a region occurs, by its key,
+    and ``place`` where in the model a group is.
     """
     for plan in plans:
         record = plan.record

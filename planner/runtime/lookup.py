@@ -1,7 +1,7 @@
-"""From a captured graph to the groups that dispatch runs: look-ups, neighbouring sizes, and what to do on a miss.
+"""From a captured graph to the groups that dispatch runs: passes that fill in a :class:`RegionLookup` for each region.
 
-Each region, or part of one, has a :class:`RegionLookup`. Passes over their list find plans: in the database, of
-neighbouring sizes, of the parts of a region, by the cost model or a tune, and for dynamic sizes.
+They look in the database, for neighbouring sizes and for parts of a region, ask the cost model or a tune, and adapt
+plans to dynamic sizes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fuseplan.planner.ops.table import kind_of
 from fuseplan.planner.partition.by_inductor import decided_whole, may_run_whole
 from fuseplan.planner.partition.plan_record import located_label, region_label
 from fuseplan.planner.runtime.dynamic_sizes import neighbouring_plans, with_configs
-from fuseplan.planner.runtime.logs import warn_once
+from fuseplan.planner.runtime.logs import is_news, warn_once
 from fuseplan.planner.tuning.miss_log import log_missed
 from fuseplan.planner.tuning.plans import GraphPlan, RegionPlan
 from fuseplan.planner.tuning.session import Session
@@ -42,17 +42,14 @@ from fuseplan.search.workers.compilers import COMPILERS
 OnMiss = Literal["model", "measure", "unfused", "tune"]
 
 logger = logging.getLogger(__name__)
-_LOGGED: set[tuple[str, str]] = set()
-_WARNED: set[str] = set()
 
 
 @dataclass(frozen=True)
 class RegionLookup:
     """What became of a region, or of a part of one.
 
-    ``status`` says where its plan is from: the database, the database for a neighbouring size, or a planner. Without a
-    plan it was not found (``"missed"``), or has a stored plan that is unsound or could not be planned (``"refused"``,
-    with the ``reason``): then it runs unfused. One that is ``"apart"`` is looked up part by part.
+    ``status`` says where its plan is from. Without a plan it is ``"missed"``, or ``"refused"`` for a ``reason``: it
+    runs unfused. One that is ``"apart"`` is looked up part by part.
     """
 
     region: Region
@@ -63,9 +60,7 @@ class RegionLookup:
 
 @dataclass(frozen=True)
 class GraphLookup:
-    """The look-ups of a graph's regions and parts, and the groups of their plans that ATen does not run; and which code
-    of TorchInductor's for the whole graph was measured to be faster than these, if one was.
-    """
+    """The look-ups of a graph, the groups that ATen does not run, and the code of TorchInductor's that is faster."""
 
     regions: tuple[RegionLookup, ...] = ()
     groups: tuple[PlannedGroup, ...] = ()
@@ -80,15 +75,13 @@ class GraphLookup:
 def look_up(session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tally) -> GraphLookup:
     """Plan ``graph``, whose sizes may be dynamic (they are looked up by their hints, then by neighbouring sizes).
 
-    Never raises for lack of a plan: what cannot be planned stays unfused and is counted in ``tally``. Where no kernel
-    can be built at all nothing is looked up: the graph is refused, and the first one warns.
+    What cannot be planned stays unfused and is counted in ``tally``. Where no kernel can be built the graph is refused.
     """
     if (reason := session.unusable()) is not None:
         tally.refuse(reason)
         message = f"fuseplan fuses nothing here: {reason}"
         logger.info(message)
-        if message not in _WARNED:  # a process compiles hundreds of graphs
-            _WARNED.add(message)
+        if is_news(message):
             warnings.warn(message, stacklevel=2)
         return GraphLookup()
     start = time.perf_counter()
@@ -117,12 +110,8 @@ def look_up(session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tall
     return GraphLookup(tuple(found), tuple(groups), by_inductor)
 
 
-def _step_by_inductor(
-    session: Session, graph: DataflowGraph, found: Sequence[RegionLookup]
-) -> InductorMode | None:
-    """Which code of TorchInductor's was measured to be faster than the plans of a static graph, all of which are
-    stored; None for none.
-    """
+def _step_by_inductor(session: Session, graph: DataflowGraph, found: Sequence[RegionLookup]) -> InductorMode | None:
+    """TorchInductor's code that was measured to be faster than the stored plans of a static graph; None for none."""
     is_tuned = bool(found) and all(one.status == "stored" for one in found)
     if graph.symbols or session.settings.numerics != "fp32" or not is_tuned or not may_run_whole(
             graph, session.target.device_type):
@@ -133,9 +122,7 @@ def _step_by_inductor(
 
 
 class _Passes:
-    """Fills in look-ups of the ``regions`` of a graph, some of which are ``stored``, and of their parts; ``static`` is
-    the graph with its hints for sizes.
-    """
+    """Fills in look-ups of a graph's ``regions`` and their parts; ``static`` is the graph with its hints for sizes."""
 
     def __init__(self, session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tally) -> None:
         self.session, self.planner = session, session.planner() if on_miss == "tune" else session.dispatcher()
@@ -168,10 +155,7 @@ class _Passes:
         return found
 
     def _is_apart(self, one: RegionLookup) -> bool:
-        """Whether the parts of a region are looked up instead of it.
-
-        Groups around matmuls, say, which only a plan of a whole region has, are no kernels where sizes are dynamic.
-        """
+        """Whether the parts of a region are looked up instead of it."""
         if one.status == "refused" or len(region_parts(self.static, one.region)) == 1:
             return False
         if one.plan is None:  # what is measured runs as a whole, with what is stored of its parts
@@ -179,9 +163,7 @@ class _Passes:
         return self._is_unfit(one.plan)
 
     def _is_unfit(self, plan: RegionPlan) -> bool:
-        """Whether a group of a plan is a kernel for the sizes seen and none for dynamic ones, as far as that can be
-        told.
-        """
+        """Whether a group of a plan is known to be a kernel for the sizes seen and none for dynamic ones."""
         if not self.graph.symbols:
             return False
         if plan.region.key not in self._unfit:
@@ -206,8 +188,7 @@ class _Passes:
             where = place([paths_of(self.static, one.ops) for one in (region, *others)])
             key = planner.key(region.key)
             missed.append((key, region, where))
-            if (key.workload, key.device) not in _LOGGED:
-                _LOGGED.add((key.workload, key.device))
+            if is_news((key.workload, key.device)):
                 named = located(region_label(self.static, region), where)
                 logger.info("no tuned plan for %s; `plan tune --misses` stores one", named)
         if not missed:
@@ -222,9 +203,7 @@ class _Passes:
                       advice)
 
     def whole_again(self, apart: Sequence[Region], of_parts: Sequence[RegionLookup]) -> list[RegionLookup]:
-        """Look-ups of parts, with a region in the place of its own where none of them was found and the cost model
-        decides more of it than its islands. That is for static sizes.
-        """
+        """Look-ups of parts, but of a static region where no part is stored and the cost model decides more of it."""
         is_probed = self.session.spec is not None
         if self.graph.symbols or self.on_miss != "model" or (self.session.target.is_gpu and not is_probed):
             return list(of_parts)

@@ -26,42 +26,35 @@ _CHOICES = {"on_miss": get_args(OnMiss), "numerics": get_args(Numerics), "regime
 
 @dataclass(frozen=True)
 class DispatchOptions:
-    """What the back end may be told.
+    """What the back end may be told; ``docs/options.md`` says more of each.
 
     Attributes:
         db: File or SQLAlchemy URL of the tuning database; None for the user's default file.
-        on_miss: For a region without a tuned plan: ``"model"`` fuses as the cost model says with default kernel
-            configurations (the fewest launches, where the device was never probed), ``"unfused"`` leaves it as it
-            is, ``"measure"`` runs the cost model's plan beside plain ATen and TorchInductor for some seconds and stores
-            nothing, ``"tune"`` tunes it now and stores the plan.
-        log_misses: Store regions without a tuned plan in the database, so that ``plan tune --misses`` can tune them:
-            ops, shapes, dtypes, and the names that the model gives its modules.
+        on_miss: For a region without a tuned plan: ``"model"`` fuses as the cost model says (the fewest launches, where
+            the device was never probed), ``"unfused"`` leaves it as it is, ``"measure"`` runs that plan beside plain
+            ATen and TorchInductor for some seconds and stores nothing, ``"tune"`` tunes it now and stores the plan.
+        log_misses: Store regions without a tuned plan in the database, with ops, shapes, dtypes and names of modules,
+            so that ``plan tune --misses`` can tune them.
         numerics: ``"fp32"`` keeps intermediates of a group in fp32, except casts whose rounding the program can see;
             ``"eager"`` rounds where ATen rounds.
-        regime: Which tuned plans to use: ``"eager"`` for launches from Python, ``"graph"`` for replay in a CUDA graph
-            (by this option or the caller). None: ``"graph"`` with ``cuda_graphs`` on a GPU, else ``"eager"``.
-        cuda_graphs: Replay each compiled graph as a CUDA graph, recorded in the second call with the same sizes (and
-            the same addresses of parameters and of what the graph writes, such as a static KV cache). What cannot be
-            recorded runs as usual, counted in ``stats().notes``; so it does on a CPU, where there are no CUDA graphs.
-        cuda_graphs_copy_outputs: Return results in memory of their own (the default). False returns the memory that
-            the next call overwrites, which saves a copy of each result.
-        in_place: Let results take the memory of intermediates that nothing needs after that: of fused groups where
-            kernels can write so (on GPUs), of pointwise ops of ATen's on CPUs. Half the footprint stays in cache.
-            Results are the same, bit for bit.
-        grouped_queries: Where query heads share keys and values (Llama's and most others'), let attention read them as
-            they are, without a copy for every query head. None: on GPUs where PyTorch has a fused back end that can,
-            and in decoding on CPUs; True: in decoding on GPUs without such a back end, too; False: nowhere.
-        attention_masks: Let attention go without a mask that is constant and hides nothing, be causal where it says
-            just that. On GPUs turn a boolean mask into numbers once instead of in every call, and copy once a mask
-            that no fused kernel reads where it lies.
-        decode_attention: Let attention of one token read the pages of a cache where they lie, in the place of a copy
-            that the model gathers by a block table, and be one op where its scores are capped between two matmuls.
-            None: on GPUs, which have a kernel for both; True: on CPUs, too; False: nowhere.
-        pack_weights: Let linear ops that read one value (queries, keys and values; gate and up) be one op. It moves
-            their parameters side by side in memory, each a view of it; what cannot be moved stays apart, counted in
-            ``stats().notes``. Such graphs have plans of their own: ``plan tune --pack-weights``.
-        debug: Show every plan and compare each kernel with its ATen ops in its first call; on standard error, where
-            logging is not set up.
+        regime: Which tuned plans to use: ``"eager"`` for launches from Python, ``"graph"`` for replay in a CUDA graph.
+            None: ``"graph"`` with ``cuda_graphs`` on a GPU, else ``"eager"``.
+        cuda_graphs: Replay each compiled graph as a CUDA graph, recorded in the second call of its kind. What cannot be
+            recorded runs as usual, counted in ``stats().notes``.
+        cuda_graphs_copy_outputs: Return results in memory of their own, not in memory that the next call overwrites.
+        in_place: Let results take the memory of intermediates that nothing needs after that; they are the same bit for
+            bit.
+        grouped_queries: Let attention read keys and values that query heads share as they are. None: on GPUs where
+            PyTorch has a fused back end that can, and in decoding on CPUs; True: in decoding on all GPUs, too; False:
+            nowhere.
+        attention_masks: Leave out masks that are constant and causal, or hide nothing. On GPUs turn a boolean mask into
+            numbers once, and copy once a mask that no fused kernel reads where it lies.
+        decode_attention: Let attention of one token read the pages of a cache where they lie, and be one op where its
+            scores are capped. None: on GPUs, which have a kernel for both; True: on CPUs, too; False: nowhere.
+        pack_weights: Let linear ops that read one value be one op: their parameters are moved side by side in memory.
+            What cannot be moved is counted in ``stats().notes``. Such graphs have plans of their own: ``plan tune
+            --pack-weights``.
+        debug: Show every plan and compare each kernel with its ATen ops in its first call.
     """
 
     db: str | None = None
@@ -104,21 +97,19 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) ->
     if mode not in MODES:
         raise ConfigError(f"unknown mode {mode!r} of backend 'fuseplan'; known: {', '.join(MODES)}")
     given = {**MODES[mode], **(options or {})}
-    known = [field.name for field in fields(DispatchOptions)]
+    known = {field.name: field.type for field in fields(DispatchOptions)}
     for name, value in given.items():
         if name not in known:
             raise ConfigError(f"unknown option {name!r} of backend 'fuseplan'; {_advice(name, known)}")
         choices = _CHOICES.get(name)
         if choices is not None and value not in choices:
             raise ConfigError(f"option {name!r} cannot be {value!r}; {_advice(str(value), choices)}")
+        if known[name] == "bool" and not isinstance(value, bool):
+            raise ConfigError(f"option {name!r} cannot be {value!r}; it is True or False")
+        if known[name] == "bool | None" and value not in (None, True, False):
+            raise ConfigError(f"option {name!r} cannot be {value!r}; it is True, False or None")
     if given.get("db") is not None:
         given["db"] = str(given["db"])
-    for name in (field.name for field in fields(DispatchOptions) if field.type == "bool"):
-        if not isinstance(given.get(name, False), bool):
-            raise ConfigError(f"option {name!r} cannot be {given[name]!r}; it is True or False")
-    for name in ("grouped_queries", "decode_attention"):
-        if given.get(name) not in (None, True, False):
-            raise ConfigError(f"option {name!r} cannot be {given[name]!r}; it is True, False or None")
     return DispatchOptions(**given)
 
 

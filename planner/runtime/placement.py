@@ -23,9 +23,9 @@ from fuseplan.planner.rewrites.trace_edit import fake_tensors, storage_of, value
 def fused_graph(traced: Traced, groups: Sequence[GroupCall]) -> tuple[fx.Graph, list[tuple[GroupCall, str]]]:
     """A copy of the traced graph in which groups replace the ops whose results they produce.
 
-    Its order is a topological one of the graph in which every group is one node: data dependencies, the ordering edges
-    of mutations and the relative order of side effects are kept. Its nodes know the name of the traced node that they
-    stand for (``meta["traced"]``). Beside it: the groups that could not be placed, each with the reason.
+    It keeps data dependencies, the ordering edges of mutations and the order of side effects. Its nodes have the name
+    of the traced node that they stand for in ``meta["traced"]``. Beside it: groups that could not be placed, with
+    reasons.
     """
     rewrite = _Rewrite(traced)
     refused = [(group, reason) for group in groups if (reason := rewrite.why_unplaceable(group)) is not None]
@@ -149,10 +149,7 @@ class _Rewrite:
 
 
 def _operand_it_gives_back(node: fx.Node) -> fx.Node | None:
-    """The operand that is a node's result, as of a dropout outside of training, or a cast to the dtype it has.
-
-    None where an output must be a tensor of its own, or an op that writes could change the operand's sizes.
-    """
+    """The operand that is a node's result, as of a cast to the dtype it has; None where somebody could tell."""
     users = [user.target for user in node.users]
     if not isinstance(node.target, torch._ops.OpOverload) or "output" in users or not node.args:
         return None
@@ -199,11 +196,7 @@ def _takers(node: fx.Node, value: Sequence[Any]) -> Iterator[fx.Node]:
 
 
 class _SymbolSources:
-    """Where a symbol's value comes from at call time.
-
-    An argument or a number that the trace computes; a tensor's size or stride; or, for a derived symbol that is
-    neither, its definition.
-    """
+    """Where a symbol's value comes from in a call: an argument, a traced number, a tensor's size, or a definition."""
 
     def __init__(self, traced: Traced) -> None:
         source = traced.module.graph

@@ -1,8 +1,7 @@
 """What a graph does with its arguments in a replay of a CUDA graph, why it may have none, and how results come out.
 
-A CUDA graph repeats kernel launches with the addresses they were recorded with. So an argument is either *kept* (read
-and written where it lies: parameters, buffers, whatever the graph writes) or *copied* into memory of the recording, and
-anything the host computes from data, or on the CPU, would be frozen.
+A replay repeats launches with their addresses. So an argument is *kept* (used where it lies: parameters, what the graph
+writes) or *copied* into memory of the recording; what the host computes from data, or on the CPU, would be frozen.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fuseplan.kernels.native.overlap import span_bytes
-from fuseplan.planner.rewrites.trace_edit import fake_tensors
+from fuseplan.planner.rewrites.trace_edit import fake_tensors, is_static
 
 #: Makes one result for the caller from the arguments of the call and the copies of what it computed.
 _Result: TypeAlias = Callable[[Sequence[Any], Sequence[torch.Tensor]], Any]
@@ -60,7 +59,7 @@ class Roles:
             if not isinstance(fake, torch.Tensor):
                 sizes.append(position)
                 continue
-            if any(not isinstance(extent, int) for extent in (*fake.shape, *fake.stride())):
+            if not is_static(fake):
                 shaped.append(position)
             if position in stationary:
                 kept.append(position)
@@ -140,15 +139,11 @@ class StaticInputs:
 class Results:
     """How to hand out the results of a recording.
 
-    A result that lies in an argument's memory is the argument, or the same view of it, in every call. One that the
-    module holds is itself. Any other lies in memory that the next replay overwrites, and is copied; results that share
-    memory still share it.
+    A result in an argument's memory is the argument, or the same view of it, in every call; one that the module holds
+    is itself. Others lie in memory that the next replay overwrites, and are copied, unless ``copy`` is False; results
+    that share memory still share it. ``args`` are what was recorded with, ``held`` the tensors of the module.
 
-    ``args`` are what the function was recorded with, ``held`` the tensors that the module holds. Without ``copy`` the
-    memory of the recording itself is handed out.
-
-    Raises:
-        NotRecordable: An output is neither a tensor nor plain data, or reinterprets memory as another dtype.
+    NotRecordable where an output is neither a tensor nor plain data, or reads memory as another dtype.
     """
 
     def __init__(self, outputs: Any, args: Sequence[Any], held: Iterable[torch.Tensor] = (), copy: bool = True) -> None:

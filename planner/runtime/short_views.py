@@ -1,13 +1,11 @@
 """Chains of views as one call: where each view begins in its root, and its strides, are known when a graph is compiled.
 
-A call of a view op costs the host one to five microseconds; a transformer layer has a dozen of them, in chains. Each
-view whose root certainly has the strides of its fake tensor becomes one reinterpretation of the root's memory, as in
-TorchInductor's code. Certain are graph inputs, whose strides Dynamo guards; results of fused kernels, which allocate as
-their IR says; and matrix products. A library's other results may have other strides than their fake tensors, and
-PyTorch 2.11 does not notice that a parameter's ``data`` was replaced: their views stay.
+A view costs the host one to five microseconds; a transformer layer has a dozen, in chains. Each whose root certainly
+has its fake tensor's strides reinterprets the root's memory, as in TorchInductor's code. Certain are graph inputs,
+whose strides Dynamo guards, and results of fused kernels and matrix products; no library's other results, and no
+parameter's ``data``, whose replacement PyTorch 2.11 does not notice.
 
-So do views of what the graph returns or writes to, whose version counters and ``_base`` must be eager mode's; and views
-with a dynamic size.
+Views of dynamic sizes stay, and of what the graph returns or writes to (eager mode's version counters and ``_base``).
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from fuseplan.planner.capture.normalise import Traced
 from fuseplan.planner.implementations.direct_calls import Direct, FakeValues
 from fuseplan.planner.implementations.first_call import FirstCall, GroupCall
 from fuseplan.planner.ops.table import op_of
-from fuseplan.planner.rewrites.trace_edit import written_operands
+from fuseplan.planner.rewrites.trace_edit import is_static, written_operands
 from fuseplan.planner.runtime.buffer_donation import HARMLESS, Memory
 
 #: ``(tensor, shape, strides, offset from the tensor's own)``; None where this PyTorch has no such function.
@@ -34,14 +32,14 @@ _REINTERPRET = None if _FUNCTION is None else Direct(_FUNCTION, "reinterpret")
 def shorten_views(graph: fx.Graph, traced: Traced, memory: Memory, unguarded: Collection[int]) -> None:
     """Make each chain of views one call, share equal ones, and drop what nobody reads then.
 
-    ``graph`` has groups placed (:func:`fuseplan.planner.runtime.placement.fused_graph`) and was made of ``traced``.
-    ``unguarded`` are positions of graph inputs whose strides may change from call to call.
+    ``graph`` is :func:`~fuseplan.planner.runtime.placement.fused_graph` of ``traced``. Strides of graph inputs at
+    ``unguarded`` positions may change from call to call.
     """
     source = traced.module.graph
     if _REINTERPRET is None or any(torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in source.nodes):
         return  # a tensor's sizes are changed under way
     values = FakeValues(source)
-    exposed = {one for node in graph.nodes for read in _exposed_by(node) for one in memory.storages(read)}
+    exposed = {one for node in graph.nodes for read in _exposed_by(node) for one in memory.storages[read]}
     unknown = {node for at, node in enumerate(graph.find_nodes(op="placeholder")) if at in unguarded}
     #: What each view is a view of; a certain tensor is its own root. The storage's number does not tell: an op that
     #: writes is fused as one that makes new memory, though its fake tensor is in that of its operand.
@@ -51,10 +49,10 @@ def shorten_views(graph: fx.Graph, traced: Traced, memory: Memory, unguarded: Co
     like: dict[fx.Node, Any] = {}
     made: dict[tuple[Any, ...], fx.Node] = {}
     for node in list(graph.nodes):
-        storage = memory.storages(node)
+        storage = memory.storages[node]
         if len(storage) != 1 or not exposed.isdisjoint(storage):
             continue
-        if node.op == "placeholder" or memory.is_new(node):
+        if node.op == "placeholder" or node in memory.new:
             value = values[node]
             if node not in unknown and _is_plain(value) and _is_certain(node, value, traced):
                 roots[node] = node
@@ -63,7 +61,7 @@ def shorten_views(graph: fx.Graph, traced: Traced, memory: Memory, unguarded: Co
         operand = node.args[0] if node.args else None
         root = roots.get(operand) if isinstance(operand, fx.Node) else None
         is_view = isinstance(values[node], torch.Tensor | list | tuple)  # not a number that is read from its memory
-        if root is None or memory.storages(root) != storage or not is_view:
+        if root is None or memory.storages[root] != storage or not is_view:
             continue
         roots[node] = root
         value, whole = _result_like(node, like), like[root]
@@ -95,7 +93,7 @@ def _is_plain(value: Any) -> bool:
     return (
         isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized
         and not value.dtype.is_complex and not value.is_neg()
-        and all(isinstance(one, int) for one in (*value.shape, *value.stride(), value.storage_offset()))
+        and is_static(value) and isinstance(value.storage_offset(), int)
     )
 
 

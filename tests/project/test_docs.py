@@ -26,7 +26,7 @@ from page_reader import TUNES, Reader, check_install, make_calls, run_plan
 from paths import ROOT
 from postgres_server import Server, binaries
 
-from fuseplan.planner.runtime import lookup
+from fuseplan.planner.runtime import logs
 from fuseplan.search.store.location import default_path
 
 pytestmark = pytest.mark.uncovered
@@ -64,8 +64,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 def fresh() -> Iterator[None]:
     """Nothing compiled or logged yet."""
     torch._dynamo.reset()
-    lookup._LOGGED.clear()
-    lookup._WARNED.clear()
+    logs.SAID.clear()
     yield
     torch._dynamo.reset()
 

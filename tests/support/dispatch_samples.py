@@ -14,16 +14,14 @@ import fuseplan.planner
 from fuseplan.planner.capture.normalise import normalise
 from fuseplan.planner.capture.trace import trace_predispatch
 from fuseplan.planner.graph.dataflow import bind_graph
-from fuseplan.planner.runtime import logs, lookup
+from fuseplan.planner.runtime import logs
 from fuseplan.planner.tuning.session import open_session
 
 
 def fresh_start() -> Iterator[None]:
     """The body of a fixture: nothing compiled or logged yet, seeded, no gradients."""
     torch._dynamo.reset()
-    lookup._LOGGED.clear()
-    lookup._WARNED.clear()
-    logs._SAID.clear()
+    logs.SAID.clear()
     torch.manual_seed(0)
     with torch.no_grad():
         yield

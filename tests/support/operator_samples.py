@@ -15,7 +15,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo
 
 import fuseplan.planner
-from fuseplan.planner.runtime import logs, lookup
+from fuseplan.planner.runtime import logs
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -104,7 +104,7 @@ def judge(case: Case, db: str, dynamic: bool = False) -> dict[str, Any]:
             return _outcome(left="no such sample")
         expected = _outcome_of(program(case), given)
         torch._dynamo.reset()
-        lookup._LOGGED.clear(), lookup._WARNED.clear(), logs._SAID.clear()
+        logs.SAID.clear()
         fuseplan.planner.reset_stats()
         compiled = partial(torch.compile, program(case), dynamic=dynamic)
         run = compiled(backend="fuseplan", options={"db": db})

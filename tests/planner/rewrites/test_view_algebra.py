@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fuseplan.kernels.ir.index import Coord, Index, Mod
-from fuseplan.planner.rewrites.view_algebra import coordinates, moved_from, source_position
+from fuseplan.planner.rewrites.view_algebra import coordinates, origins, source_position
 
 _aten = torch.ops.aten
 
@@ -121,15 +121,13 @@ def test_what_may_do_more_than_move_elements_is_refused(function: Callable[[torc
     assert followed(function, torch.arange(12).reshape(3, 4)) is None
 
 
-def test_the_calls_from_an_op_on() -> None:
+def test_the_calls_that_a_node_is_made_of() -> None:
     def run(x: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x[at].transpose(0, 1).unsqueeze(0), (x + 1).transpose(0, 1)
 
     trace = make_fx(run, tracing_mode="fake", pre_dispatch=True)(torch.randn(3, 4), torch.tensor([1, 0]))
     found, other = trace.graph.output_node().args[0]
-    moved = moved_from(found, lambda node: node.target is _aten.index.Tensor)
-    assert moved is not None
-    path, position = moved
-    assert position == (Index.coord(2, 2), Index.coord(1, 4))
-    assert [one.target for one in path] == [_aten.index.Tensor, _aten.transpose.int, _aten.unsqueeze.default]
-    assert moved_from(other, lambda node: node.target is _aten.index.Tensor) is None
+    moved = list(origins(found))
+    assert [one.target for one, _ in moved] == [_aten.unsqueeze.default, _aten.transpose.int, _aten.index.Tensor]
+    assert moved[-1][1] == (Index.coord(2, 2), Index.coord(1, 4))
+    assert [one.target for one, _ in origins(other)] == [_aten.transpose.int, _aten.add.Tensor]

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import networkx as nx
 
 from fuseplan.costmodel.device import DeviceSpec, Mode
+from fuseplan.costmodel.devices import is_gpu
 from fuseplan.costmodel.roofline import predict
 from fuseplan.costmodel.work import Work
 from fuseplan.planner.cost.prices import ModelPrices
@@ -23,7 +24,7 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.anchored import unpacks_weights
 from fuseplan.planner.groups.candidates import Candidate, convex_runs, single_candidates
 from fuseplan.planner.groups.compute_graph import compute_graph_of
-from fuseplan.planner.groups.regions import unique_regions
+from fuseplan.planner.groups.regions import region_parts, unique_regions
 from fuseplan.planner.implementations.choices import Choice, Implementations, Plans, recorded_choices
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.inductor import fails_otherwise, whole_candidate
@@ -106,11 +107,14 @@ def predicted_by_inductor(record: PlanRecord, parts: Plans, writer: PlanWriter, 
 
 
 def decided_whole(
-    table: GroupTable, regions: Iterable[Region], ways: Implementations, is_probed: bool = True
+    table: GroupTable, regions: Iterable[Region], ways: Implementations, is_probed: bool, known: Collection[str]
 ) -> list[Region]:
-    """Those of which the cost model decides more than the islands: with matmuls that a library's call is known to be
-    faster at and, on a device that is probed, with foreign ops or weights to be unpacked.
+    """Regions without a plan of which the cost model decides more than the islands, unless a plan of a part is
+    ``known`` by its key: with matmuls that a library's call is known to be faster at and, on a device that is probed,
+    with foreign ops or weights to be unpacked.
     """
+    if is_gpu(table.device_type) and not is_probed:
+        return []
 
     def counts(one: Candidate) -> bool:
         kind = table.kind(one.ops[0])
@@ -118,7 +122,7 @@ def decided_whole(
             return any(library.surpasses(table, one) for library in ways.libraries)
         return kind == "foreign" and is_probed
 
-    listed = list(regions)
+    listed = [one for one in regions if not any(part.key in known for part in region_parts(table.graph, one))]
     distinct = unique_regions(listed).items()
     chosen = {
         key for key, (first, *_) in distinct

@@ -204,15 +204,12 @@ class _Passes:
 
     def whole_again(self, apart: Sequence[Region], of_parts: Sequence[RegionLookup]) -> list[RegionLookup]:
         """Look-ups of parts, but of a static region where no part is stored and the cost model decides more of it."""
-        is_probed = self.session.spec is not None
-        if self.graph.symbols or self.on_miss != "model" or (self.session.target.is_gpu and not is_probed):
+        if self.graph.symbols or self.on_miss != "model":
             return list(of_parts)
-        found = {one.region for one in of_parts if one.status != "missed"}
+        found = {one.region.key for one in of_parts if one.status != "missed"}
         table = GroupTable(self.static, self.planner.settings.numerics, self.planner.target.device_type)
-        wanted = decided_whole(table, apart, self.planner.unmeasured, is_probed)
-        whole = {region: set(region_parts(self.static, region)) for region in wanted}
-        whole = {region: parts for region, parts in whole.items() if found.isdisjoint(parts)}
-        gone = {part for parts in whole.values() for part in parts}
+        whole = decided_whole(table, apart, self.planner.unmeasured, self.session.spec is not None, found)
+        gone = {part for region in whole for part in region_parts(self.static, region)}
         return [one for one in of_parts if one.region not in gone] + list(map(RegionLookup, whole))
 
     def planned(self, found: Sequence[RegionLookup]) -> list[RegionLookup]:

@@ -18,7 +18,7 @@ from fuseplan.planner.cost.samples import region_samples, store_samples
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.anchored import unpacks_weights
 from fuseplan.planner.groups.candidates import enumerate_parts
-from fuseplan.planner.groups.regions import find_regions, is_anchor, parts_to_plan, region_parts, unique_regions
+from fuseplan.planner.groups.regions import find_regions, is_anchor, region_parts, unique_regions
 from fuseplan.planner.implementations.choices import Implementations, RegionProblem, implementations_for, region_problem
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.partition.across_anchors import JointProblems, plan_across_anchors, predicted_across_anchors
@@ -139,7 +139,7 @@ class Planner:
         if regions is None:
             regions, known = self.look_up_regions(graph)
             if self.tuner is None:
-                regions = [part for region in regions for part in parts_to_plan(graph, region, known)]
+                regions = self.stored.unmeasured(table, regions, known, self.unmeasured, self.spec is not None)
         planned: dict[str, RegionPlan] = {}
         unfinished: list[tuple[Region, Callable[[], RegionPlan], ExitStack]] = []
 

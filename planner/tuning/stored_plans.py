@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from fuseplan.planner.graph.dataflow import Region
 from fuseplan.planner.groups.canonical import has_free_constants
-from fuseplan.planner.groups.regions import exact_form, split_common
+from fuseplan.planner.groups.regions import exact_form, parts_to_plan, region_parts, split_common
 from fuseplan.planner.implementations.choices import Implementations
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.tunable_group import TunableGroup, group_subject
+from fuseplan.planner.partition.by_inductor import decided_whole
 from fuseplan.planner.partition.plan_check import RefusedPlanError, accepted_plan
 from fuseplan.planner.partition.plan_record import region_label
 from fuseplan.planner.partition.whole_region import last_word
@@ -79,6 +80,19 @@ class StoredPlans:
             found |= self.hits(table, apart)
         whole = {one for one, each in pieces.items() if not anew and each[-1].key not in found}
         return [piece for one in regions for piece in ((one,) if one in whole else pieces.get(one, (one,)))], found
+
+    def unmeasured(
+        self, table: GroupTable, regions: Iterable[Region], known: Collection[str], ways: Implementations,
+        is_probed: bool,
+    ) -> list[Region]:
+        """What of ``regions``, plans of some of which are ``known``, is planned where nothing is measured: the parts of
+        one without a plan, or all of it where the cost model decides more than these.
+        """
+        graph, listed = table.graph, list(regions)
+        missed = [one for one in listed if one.key not in known and len(region_parts(graph, one)) > 1]
+        found = self.hits(table, (part for one in missed for part in region_parts(graph, one)))
+        whole = set(decided_whole(table, missed, ways, is_probed, found))
+        return [piece for one in listed for piece in ((one,) if one in whole else parts_to_plan(graph, one, known))]
 
     def _exactly(self, table: GroupTable, regions: Iterable[Region]) -> Iterator[tuple[str, Lookup[PlanRecord]]]:
         """What earlier versions stored, whose keys depend on every constant, with the keys that regions have now."""

@@ -30,9 +30,12 @@ def test_large_weights_and_few_rows_on_a_cpu_that_is_known(
                           nn.SiLU(), nn.Linear(515, 1031, dtype=dtype), nn.SiLU(), small).eval()
     model[2].weight.data = model[2].weight.data[:, :].t().contiguous().t()  # no row of these lies in one piece
     x = torch.randn(rows, 513, dtype=dtype)
+    db = tmp_path / "none.db"
+    groups = fuseplan.explain(model, x, db=db).groups
     with torch.no_grad():
-        found = torch.compile(model, backend="fuseplan", options={"db": str(tmp_path / "none.db")})(x)
+        found = torch.compile(model, backend="fuseplan", options={"db": str(db)})(x)
         eager = model(x)
         exact = model.double()(x.double())
     assert fuseplan.stats().library_calls == calls
+    assert groups.loc[groups["runs"] == "library call matmul.rows", "uses"].sum() == calls
     assert (found - exact).norm() <= 2 * (eager - exact).norm()

@@ -99,6 +99,8 @@ def test_a_fold_of_any_dimensions_is_that_of_eager_mode(
     op, x, dims, keep = case
     b = Builder(x=x)
     value = folded(b, op, dims, keep)
+    if not b.tensors[value].numel():  # no group has an empty result
+        return
     result = b("aten.neg.default", value) if b.tensors[value].dtype != torch.bool else value
     graph = b.graph(result)
     try:

@@ -62,9 +62,11 @@ class TunedMisses(TuneAnswer):
         if self.regions.empty and self.left.empty and not self.forgotten:
             yield f"no misses are logged for this device in {self.where}"
             return
-        tuned = len(self.regions)
-        yield (f"tuned {tuned} missed region{'s' * (tuned != 1)}, looked up {int(self.regions['count'].sum())} times; "
-               f"{self.forgotten} misses have a plan now and are logged no more")
+        tuned = self.regions[self.regions["planned_us"].notna()]
+        yield (f"tuned {len(tuned)} missed region{'s' * (len(tuned) != 1)}, looked up {int(tuned['count'].sum())} "
+               f"times; {self.forgotten} misses have a plan now and are logged no more")
+        if failed := len(self.regions) - len(tuned):
+            yield f"{failed} could not be tuned; their outcomes say why"
         yield from self.words
         if waiting := int((self.left["tunable"] == "yes").sum()):
             yield f"{waiting} misses can be tuned still; `plan tune --misses --most {self.most}` goes on"

@@ -32,7 +32,10 @@ def overwrite_operands(graph: fx.Graph, traced: Traced, memory: Memory) -> int:
     values, count = FakeValues(traced.module.graph), 0
     for node in graph.nodes:
         target = _in_place(node.target)
-        if target is not None and _is_alike(values[node.args[0]], values[node]) and memory.dies_in(node, 0):
+        # The first operand may be a number, as in ``2 ** x``.
+        if target is None or not isinstance(node.args[0], fx.Node):
+            continue
+        if _is_alike(values[node.args[0]], values[node]) and memory.dies_in(node, 0):
             node.target = target
             count += 1
     return count

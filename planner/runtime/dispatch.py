@@ -84,6 +84,8 @@ def _compile(apart: Apart, options: DispatchOptions, tally: Tally) -> Callable[.
     device_type = _device_type(example_inputs)
     if is_gpu(device_type):
         prepare_first_launch()
+    elif options.regime == "graph":
+        tally.note("no plans for CUDA graphs: the graph runs on the CPU")
     module = trace_predispatch(
         gm, example_inputs, options.grouped_queries, options.attention_masks, options.decode_attention)
     for name, number in asdict(module.meta["attention"]).items():

@@ -72,14 +72,13 @@ class DispatchOptions:
     debug: bool = False
 
     def regime_on(self, device_type: str) -> Regime:
-        """The regime whose plans a graph on this kind of device uses.
+        """The regime whose plans a graph on this kind of device uses: without CUDA graphs there is one.
 
         >>> DispatchOptions(cuda_graphs=True).regime_on("cuda"), DispatchOptions(cuda_graphs=True).regime_on("cpu")
         ('graph', 'eager')
         """
-        if self.regime is not None:
-            return self.regime
-        return "graph" if self.cuda_graphs and is_gpu(device_type) else "eager"
+        asked = self.regime or ("graph" if self.cuda_graphs else "eager")
+        return asked if is_gpu(device_type) else "eager"
 
 
 def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) -> DispatchOptions:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fuseplan.costmodel.devices import is_cpu, kind_of_key
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.layered import LayeredDatabase
 from fuseplan.search.store.record import RecordKey
@@ -53,6 +54,8 @@ def logged_misses(database: Database | LayeredDatabase, device: str) -> tuple[Mi
         place, seen, region, why = (stored_text(row["payload"], name) for name in names)
         if plans[key].hit is not None:
             why = TUNED_SINCE
+        elif key.regime == "graph" and is_cpu(kind_of_key(device)):
+            why = "it is for CUDA graphs, which a CPU does not have"
         elif f"{MISSED}{region}" in graphs:
             why = ""
         elif not why:

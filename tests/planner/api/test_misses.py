@@ -146,7 +146,7 @@ def test_misses_of_one_regime_are_tuned_alone(db: Path, capsys: pytest.CaptureFi
     assert found.regions[["label", "regime"]].to_numpy().tolist() == [["silu+mul 3x8 float32", "eager"]]
     assert found.left[["label", "regime"]].to_numpy().tolist() == [["of a graph", "graph"]]
     assert main.run(f"tune --misses --regime eager --db {db} --device cpu --quiet".split()) == 0
-    assert "1 misses can be tuned still" in capsys.readouterr().out
+    assert "1 misses cannot be tuned by themselves" in capsys.readouterr().out
     with pytest.raises(DeviceError, match="needs CUDA graphs"):
         fuseplan.planner.tune(misses=True, regime="graph", db=db, device="cpu")
 
@@ -268,3 +268,13 @@ def test_dispatch_does_not_wait_for_who_writes_to_the_database(db: Path, monkeyp
     writer.rollback()
     assert waits and max(waits) <= 1.0
     assert fuseplan.planner.misses(db, device="cpu").empty
+
+
+def test_what_was_missed_in_cuda_graphs_is_no_cpus_to_tune(db: Path) -> None:
+    compiled(Layers().eval(), db)(torch.randn(8, 33))
+    with sqlite3.connect(db) as connection:
+        connection.execute("update misses set regime = 'graph'")
+    frame = fuseplan.planner.misses(db, device="cpu")
+    assert len(frame) and set(frame["tunable"]) == {"it is for CUDA graphs, which a CPU does not have"}
+    told = str(tune(db))
+    assert "tuned 0 missed regions, looked up 0 times" in told and f"{len(frame)} misses cannot be tuned" in told

@@ -235,7 +235,7 @@ def test_the_cpp_kernels_of_a_pattern_are_right(name: str, cpp: CppBackend) -> N
         subject = group_subject(graph, ops, part.key)
         assert cpp.refuse(subject.ir, CPU) is None
         kernel = cpp.load(subject.ir, cpp.default_config(subject.ir, CPU), CPU)
-        verdict = check_result(kernel, subject, make_oracle(subject, 0, "cpu"), "cpu")
+        verdict = check_result(kernel, subject, make_oracle(subject, subject.make_inputs(0, "cpu")), "cpu")
         assert verdict.ok, verdict.reason
 
 

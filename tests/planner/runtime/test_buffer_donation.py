@@ -69,6 +69,15 @@ def test_results_of_library_calls_and_of_kernels_die_in_the_group_that_reads_the
     assert reused(run, (3, 4), (4, 4), in_place=False) == 0
 
 
+@pytest.mark.parametrize("base", [2, 2.0])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.float32])
+def test_a_number_is_no_operand_to_write_over(base: float, dtype: torch.dtype) -> None:
+    def run(x: torch.Tensor, h: torch.Tensor) -> Tensors:
+        return add_norm(x @ x.t(), (base ** h.to(dtype)).sum().float())
+
+    assert reused(run, (3, 3), (4,)) > 0
+
+
 def test_arguments_and_results_keep_their_memory() -> None:
     assert reused(lambda x, y: add_norm(x, y), (3, 4), (3, 4)) == 0
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import report_samples as samples
 import torch
 from dispatch_samples import compiled, fresh_start, llama
 from fake_recorder import FakeRecorder
@@ -367,11 +368,23 @@ def test_on_a_cpu_the_option_does_nothing_and_says_so(db: Path, monkeypatch: pyt
     assert "note: 1 x no CUDA graph: the graph runs on the CPU" in str(done)
 
 
+@pytest.mark.parametrize("on_miss", ["model", "tune", "measure"])
+def test_on_a_cpu_plans_for_cuda_graphs_are_those_for_launches(
+    db: Path, monkeypatch: pytest.MonkeyPatch, on_miss: str
+) -> None:
+    use(monkeypatch, ReferenceBackend())
+    compiled(lambda x: torch.tanh(x) * 2.0, samples.known_machine(db), regime="graph", on_miss=on_miss)(torch.randn(4))
+    done = fuseplan.planner.stats()
+    assert done.notes["no plans for CUDA graphs: the graph runs on the CPU"] == 1
+    assert not done.fallbacks and done.groups_fused + done.planned_unfused == 1
+
+
 def test_options() -> None:
     assert parse_options({"cuda_graphs": True}).regime_on("cuda") == "graph"
     assert parse_options({"cuda_graphs": True}).regime_on("cpu") == "eager"
     assert parse_options({"cuda_graphs": True, "regime": "eager"}).regime_on("cuda") == "eager"
-    assert parse_options({"regime": "graph"}).regime_on("cpu") == "graph"
+    assert parse_options({"regime": "graph"}).regime_on("cpu") == "eager"
+    assert parse_options({"regime": "graph"}).regime_on("cuda") == "graph"
     assert parse_options({}).regime_on("cuda") == "eager"
     with pytest.raises(ConfigError, match="option 'cuda_graphs' cannot be 1; it is True or False"):
         parse_options({"cuda_graphs": 1})

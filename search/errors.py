@@ -151,6 +151,15 @@ def plain(text: str) -> str:
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """A number of things in words; ``plural`` where that is not the noun with an s.
+
+    >>> counted(1, "miss", "misses"), counted(0, "region")
+    ('1 miss', '0 regions')
+    """
+    return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
+
+
 def brief(value: object) -> str:
     """A stored value in a message: its start and its end, as :func:`plain` text."""
     return plain(_SHORT.repr(value))

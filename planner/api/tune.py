@@ -56,19 +56,20 @@ class Tuned(TuneAnswer, Report):
         label: What was tuned.
         result: The plans of each workload, and what was measured for them.
         decided: The groups of these plans, as :attr:`groups` gives them; those measured now say so in ``source``.
-        known: All groups that are stored for it.
         noises: Relative noise of each group that was measured now.
     """
 
     label: str
     result: TuneResult
     decided: pd.DataFrame
-    known: pd.DataFrame
     noises: tuple[float, ...]
 
     @property
     def groups(self) -> pd.DataFrame:
-        """One row per distinct group of the plans; ``source`` is ``measured``, ``stored`` or ``shipped``."""
+        """One row per distinct group of the plans; ``source`` is ``measured``, ``stored`` or ``shipped``.
+
+        Ops that a library's call runs are among them; lone ops that ATen runs are not, where no kernel was tuned.
+        """
         return self.decided
 
     def tables(self) -> Iterator[Table]:
@@ -83,7 +84,7 @@ class Tuned(TuneAnswer, Report):
     def course(self) -> Iterator[str]:
         if not self.result.distinct():
             return
-        yield frames.headline(self.known)
+        yield frames.headline(self.groups)
         yield outcome(self.result)
         if self.noises:
             yield f"noise of what was measured: {median(self.noises):.1%} in the median, {max(self.noises):.1%} at most"
@@ -249,18 +250,19 @@ class OneModel:
         data = frames.ReportData(session.device, name, session.spec, {}, {})
         if result.distinct():
             data = frames.load_report(replace(session, run="").store, session.device, session.spec, name)
-        known = frames.group_frame(data)
-        shown = known[known["key"].isin(_tuned_groups([region.record for _, region in result.distinct()]))]
+        planned, how = {one.workload for one in result.plans}, session.settings
+        own = [one for one in data.workloads if one.workload in planned and one.regime == how.regime
+               and one.numerics == how.numerics]
+        shown = frames.group_frame(replace(data, workloads=tuple(own)))
         measured = _tuned_groups(result.decided())
         shown = shown.assign(source=shown["source"].mask(shown["key"].isin(measured), "measured"))
         noises = tuple(record.unfused.noise for record in data.records.values() if record.key.workload in measured)
-        asked = {one.workload for one in result.plans if self.asked.is_asked_for(one.workload)}
-        chosen = [one for one in data.workloads if one.workload in asked and one.regime == session.settings.regime]
-        return Tuned(replace(data, workloads=tuple(chosen)), label=name, result=result, decided=shown, known=known,
-                     noises=noises, warnings=warnings, failure=failure)
+        chosen = tuple(one for one in own if self.asked.is_asked_for(one.workload))
+        return Tuned(replace(data, workloads=chosen), label=name, result=result, decided=shown, noises=noises,
+                     warnings=warnings, failure=failure)
 
 
 def _tuned_groups(records: Sequence[PlanRecord]) -> set[str]:
-    """Keys of the tuning records that plans rest on."""
-    groups = [one.workload for record in records for one in record.groups]
+    """The groups that plans run or reject, by the keys of :func:`~fuseplan.planner.reports.frames.group_frame`."""
+    groups = [one.workload or one.label for record in records for one in record.groups]
     return {*groups, *(one.workload for record in records for one in record.rejected)} - {""}

@@ -17,12 +17,16 @@ from fuseplan.planner.tuning import summary as summaries
 from fuseplan.planner.tuning.miss_list import MISS_COLUMNS, Miss, logged_misses
 from fuseplan.planner.tuning.summary import RegionSummary, WorkloadSummary
 from fuseplan.planner.tuning.whole_step import StepTimes, stored_steps
-from fuseplan.search.store.record import ATEN, Alternative, GroupChoice, PlanRecord, RecordKey, TuningRecord
+from fuseplan.search.errors import counted
+from fuseplan.search.store.record import ATEN, INDUCTOR, Alternative, GroupChoice, PlanRecord, RecordKey, TuningRecord
 
 if TYPE_CHECKING:
     from fuseplan.costmodel.device import DeviceSpec
     from fuseplan.search.store.database import Database
     from fuseplan.search.store.layered import LayeredDatabase
+
+#: The answer of an op that a library's call runs: nothing is fused there.
+LIBRARY_CALL = "library call"
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,9 @@ def load_report(
 
 
 def group_frame(data: ReportData) -> pd.DataFrame:
-    """One row per distinct group of the chosen partitions; none for a lone op that no kernel was tuned for.
+    """One row per distinct group of the chosen partitions; none for a lone op of ATen's that no kernel was tuned for.
+
+    ``answer`` is ``"fuse"``, ``"do not fuse"``, ``"undecided"``, or ``"library call"`` of an op that a library runs.
 
     ``times`` counts how often the group runs in one pass over each workload; ``unfused_us`` is of the run that decided
     it, or of a library's call the sum of its ops; ``speedup`` is unfused over what the plan runs, so it is 1 where the
@@ -145,7 +151,7 @@ def group_frame(data: ReportData) -> pd.DataFrame:
 
 def _group_row(group: GroupChoice, record: TuningRecord | None, by_ops_us: float | None) -> dict[str, Any]:
     row: dict[str, Any] = {
-        "group": group.label, "ops": len(group.ops), "answer": "do not fuse" if group.is_plain else "fuse",
+        "group": group.label, "ops": len(group.ops), "answer": _answer(group),
         "backend": "" if group.is_plain else group.implementation, "config": config_text(group.config),
         "predicted_us": group.predicted_us, "lower_bound_us": group.lower_bound_us,
         "fused_us": None if group.is_plain else group.measured_us, "unfused_us": by_ops_us,
@@ -161,6 +167,12 @@ def _group_row(group: GroupChoice, record: TuningRecord | None, by_ops_us: float
     chosen_us = row["unfused_us"] if group.is_plain else row["fused_us"]
     speedup = row["unfused_us"] / chosen_us if row["unfused_us"] is not None and chosen_us else None
     return row | {"speedup": speedup, "doubt": floor_doubt(chosen_us, group.lower_bound_us)}
+
+
+def _answer(group: GroupChoice) -> str:
+    if group.is_plain:
+        return "do not fuse"
+    return "fuse" if group.is_kernel or group.implementation == INDUCTOR else LIBRARY_CALL
 
 
 def floor_doubt(time_us: float | None, floor_us: float | None) -> str | None:
@@ -209,14 +221,17 @@ def geometric_mean(ratios: Iterable[float]) -> float:
 
 
 def headline(groups: pd.DataFrame) -> str:
-    """The groups in one sentence."""
+    """The groups in one sentence; ops that a library's call runs are counted apart."""
     if not len(groups):
         return "no group has been tuned"
-    fused = int((groups["answer"] == "fuse").sum())
+    calls = int((groups["answer"] == LIBRARY_CALL).sum())
+    tuned, fused = len(groups) - calls, int((groups["answer"] == "fuse").sum())
+    said = f"{fused} of {counted(tuned, 'group')} {'is' if tuned == 1 else 'are'} fused" if tuned else ""
+    called = f"{counted(calls, 'op')} by a library's call" if calls else ""
     slower = int((groups["speedup"] < 1 - groups["noise"]).sum())
     below = int(groups["doubt"].notna().sum())
     words = f"; {below} measured below their floors, so the probe of these floors or a time is wrong" if below else ""
-    return f"{fused} of {len(groups)} groups are fused; {slower} slower than unfused beyond noise{words}"
+    return f"{'; '.join(filter(None, (said, called)))}; {slower} slower than unfused beyond noise{words}"
 
 
 def region_frame(data: ReportData) -> pd.DataFrame:

@@ -72,6 +72,7 @@ def html_report(data: ReportData, other: ReportData | None = None) -> str:
         longest=[] if found else _longest(layers_alone),
         saved=_saved_rows(told, groups),
         answers=groups["answer"],
+        library_call=frames.LIBRARY_CALL,
         totals=coverage.drop(columns="workload").sum() if len(coverage) else None,
         plots=_plots(data),
         layers=layers,
@@ -103,7 +104,8 @@ def _saved_rows(found: Sequence[Step], groups: pd.DataFrame) -> list[dict[str, A
         rows = [
             {"workload": _LAUNCHED[row["regime"]], "group": row["group"], "place": "", "uses": None,
              "saved_us": row["unfused_us"] - row["fused_us"], "each": (row["unfused_us"], row["fused_us"]),
-             "how": f"one {row['backend']} kernel"}
+             "how": f"{row['answer']} {row['backend']}" if row["answer"] == frames.LIBRARY_CALL
+             else f"one {row['backend']} kernel"}
             for row in groups.dropna(subset=["fused_us", "unfused_us"]).to_dict("records")
         ]
     return sorted(rows, key=lambda row: -row["saved_us"])

@@ -168,6 +168,22 @@ def test_who_asks_is_told_what_is_done(db: Path) -> None:
     assert {"3x8: 1 of 1", "1 regions, 1 undecided", *tuned.groups["group"]} <= set(told.heard[begins:ends])
 
 
+def test_the_headline_counts_the_groups_of_the_table_above_it(db: Path) -> None:
+    for shape in ((3, 8), (2, 8), (3, 4)):
+        tuned = fuseplan.planner.tune(pattern="swiglu", shape=shape, db=db, **QUICK)
+        assert len(tuned.groups) == 1 and "of 1 group is fused" in str(tuned)
+
+
+def test_a_linear_that_a_librarys_call_runs_is_in_the_table_and_not_fused(db: Path) -> None:
+    """Without AVX-512 ATen runs it, and there is no group."""
+    tuned = fuseplan.planner.tune(torch.nn.Linear(1024, 1024).eval(), torch.ones(1, 1024), db=db, **QUICK)
+    groups = [group for _, region in tuned.result.distinct() for group in region.record.groups]
+    called = [group.implementation for group in groups if not group.is_plain]
+    assert tuned.groups["backend"].tolist() == called and set(tuned.groups["answer"]) <= {"library call"}
+    assert ("1 op by a library's call" if called else "no group has been tuned") in str(tuned)
+    assert " fused" not in str(tuned)
+
+
 @pytest.mark.parametrize("again_s", [math.inf, 0.0])
 def test_on_a_cpu_the_first_step_is_timed_before_the_second_workload_is_captured(
     db: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again_s: float

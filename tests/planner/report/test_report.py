@@ -124,6 +124,21 @@ def test_headline_names_groups_that_lose(data: ReportData) -> None:
     assert frames.headline(groups.iloc[:0]) == "no group has been tuned"
 
 
+def test_an_op_by_a_librarys_call_is_not_called_fused(data: ReportData) -> None:
+    call = GroupChoice((0, 1), "matmul.rows", "", "linear 1x8 float32", measured_us=5.0)
+    called = {key: replace(one, groups=(call,)) if one.label == "rope" else one for key, one in data.plans.items()}
+    found = replace(data, plans=called)
+    groups = frames.group_frame(found)
+    assert groups.set_index("group")["answer"]["linear 1x8 float32"] == "library call"
+    said = "2 of 2 groups are fused; 1 op by a library's call; 0 slower than unfused beyond noise"
+    assert frames.headline(groups) == said
+    assert "2 of 2 distinct groups are fused, beside 1 of a library's calls" in html_report(found)
+    alone = frames.headline(groups[groups["answer"] == "library call"])
+    assert alone == "1 op by a library's call; 0 slower than unfused beyond noise"
+    code = {key: replace(one, groups=(replace(call, implementation="inductor"),)) for key, one in called.items()}
+    assert set(frames.group_frame(replace(data, plans=code))["answer"]) == {"fuse"}
+
+
 def test_records_without_a_summary_still_make_a_report(data: ReportData) -> None:
     bare = replace(data, workloads=(), model="")
     assert len(frames.group_frame(bare)) == 3

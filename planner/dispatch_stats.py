@@ -93,7 +93,7 @@ class Stats(CompileStats):
         lines = [
             f"{len(self.compiles)} graphs, {self.regions} regions: {self.groups_fused} groups fused "
             f"({self.from_database} from the database, {self.from_tuned} tuned now, {self.from_model} by the model)",
-            f"{self.misses} misses, {self.unfused} groups fell back to unfused ops",
+            f"{self.misses} misses, {sum(self.fallbacks.values())} groups, regions or graphs fell back to unfused ops",
         ]
         lines += [f"  {self._named(reason, count)}" for reason, count in sorted(self.fallbacks.items())]
         told = ((getattr(self, one.name), one.metadata.get("words")) for one in fields(self))

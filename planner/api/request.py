@@ -125,6 +125,10 @@ class HowToTune:
             session, shipped=self.shipped, run=run if self.again else "", studies=studies, settings=settings)
 
 
+#: Missed regions that one tune takes where nobody says how many.
+MOST_MISSES = 16
+
+
 @dataclass(frozen=True)
 class TuneRequest:
     """A tune that is asked for; ConfigError where its arguments contradict each other.
@@ -132,7 +136,7 @@ class TuneRequest:
     Attributes:
         given: The model or pattern; of ``misses`` only the regime counts.
         manifest: The path of a manifest, instead.
-        misses, most: Whether missed regions are tuned instead, and how many.
+        misses, most: Whether missed regions are tuned instead, and how many (:data:`MOST_MISSES` by default).
         db: The tuning database; None for the user's own.
     """
 
@@ -140,13 +144,14 @@ class TuneRequest:
     given: ModelArguments = field(default_factory=ModelArguments)
     manifest: str | Path | None = None
     misses: bool = False
-    most: int = 16
+    most: int | None = None
     how: HowToTune = field(default_factory=HowToTune)
     db: str | Path | None = None
 
     def __post_init__(self) -> None:
         how = self.how
-        if (how.trials is not None and how.trials < 1) or not how.seconds > 0 or self.most < 1:
+        if (how.trials is not None and how.trials < 1) or not how.seconds > 0 or (
+                self.most is not None and self.most < 1):
             raise ConfigError("{} and {} are at least 1, and {} are more than 0",
                               *map(Argument, ("trials", "most", "seconds")))
         if how.inductor not in (known := get_args(InductorAsked)):
@@ -157,6 +162,8 @@ class TuneRequest:
         if self.manifest is not None and (self.misses or self.given != ModelArguments()):
             raise ConfigError("{} names models with all that belongs to them; leave out what belongs to one model",
                               Argument("manifest"))
+        if self.most is not None and not self.misses:
+            raise ConfigError("{} belongs to {}", Argument("most"), Argument("misses"))
         if self.misses and self.given.given():
             raise ConfigError("{} tunes what was missed; leave out what names a model", Argument("misses"))
         if self.misses and self.given.regime is not None:

@@ -20,6 +20,7 @@ from fuseplan.planner.api.many import Models, TunedMany
 from fuseplan.planner.api.misses import LoggedMisses, TunedMisses
 from fuseplan.planner.api.report import GROUP_SPARE, GROUPS_FIRST, Report
 from fuseplan.planner.api.request import (
+    MOST_MISSES,
     Asked,
     Batches,
     HowToTune,
@@ -104,7 +105,7 @@ def tune(
     model: ModelLike | None = None, inputs: Any = None, *, pattern: str | None = None,
     shape: str | Sequence[int] | None = None, decode: Batches | None = None, kv_len: int | None = None,
     prefill: Prefills | str | None = None, dtype: str | torch.dtype | None = None, layers: int | None = None,
-    calls: bool = True, pack_weights: bool = False, misses: Literal[False] = False, most: int = 16,
+    calls: bool = True, pack_weights: bool = False, misses: Literal[False] = False, most: int | None = None,
     numerics: Literal["fp32", "eager"] = "fp32", regime: Literal["eager", "graph"] | None = None,
     trials: int | None = None, seconds: float = 6.0, seed: int = 0, shipped: bool = True, again: bool = False,
     study: str | None = None, job_limit: float | None = None, inductor: InductorAsked = "default", device: str = "auto",
@@ -122,7 +123,7 @@ def tune(
 
 @overload
 def tune(
-    *, misses: Literal[True], most: int = 16, regime: Literal["eager", "graph"] | None = None,
+    *, misses: Literal[True], most: int | None = None, regime: Literal["eager", "graph"] | None = None,
     trials: int | None = None, seconds: float = 6.0, seed: int = 0, job_limit: float | None = None,
     inductor: InductorAsked = "default", device: str = "auto", db: str | Path | None = None,
     progress: Progress | None = None,
@@ -133,7 +134,7 @@ def tune(
     model: ModelLike | None = None, inputs: Any = None, *, pattern: str | None = None,
     shape: str | Sequence[int] | None = None, decode: Batches | None = None, kv_len: int | None = None,
     prefill: Prefills | str | None = None, dtype: str | torch.dtype | None = None, layers: int | None = None,
-    calls: bool = True, pack_weights: bool = False, misses: bool = False, most: int = 16,
+    calls: bool = True, pack_weights: bool = False, misses: bool = False, most: int | None = None,
     manifest: str | Path | None = None, numerics: Literal["fp32", "eager"] = "fp32",
     regime: Literal["eager", "graph"] | None = None, trials: int | None = None, seconds: float = 6.0, seed: int = 0,
     shipped: bool = True, again: bool = False, study: str | None = None, job_limit: float | None = None,
@@ -164,7 +165,7 @@ def tune(
         pack_weights: Plan for the option of that name: linear ops that read one value are one op.
         misses: Tune the regions that this database lists as missed, in place of a model.
         manifest: The path of a TOML file with models that are tuned together, in place of a model.
-        most: Of misses: how many regions, those that were missed most often first.
+        most: Of misses: how many regions, those that were missed most often first; 16 by default.
         numerics: ``"fp32"`` keeps a kernel's intermediates in fp32; ``"eager"`` rounds where PyTorch does.
         regime: ``"eager"`` for launches from Python (the default), ``"graph"`` for replay in a CUDA graph. Of misses
             only those that were launched so; without it all of them.
@@ -204,7 +205,7 @@ def tune_request(
             return Models(manifest, request.kind, device, elsewhere)
         if asked is not None:
             return OneModel(replace(asked, elsewhere=elsewhere))
-        return LoggedMisses(request.given.regime, request.most)
+        return LoggedMisses(request.given.regime, request.most or MOST_MISSES)
 
     ran = runner(request, wanted_on, progress, account)
     with account.spend("reporting"):

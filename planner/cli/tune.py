@@ -59,9 +59,10 @@ def tune(
         "--misses", help="Tune the regions that this database lists as missed, without a model; with --regime only "
         "those missed in that regime.",
     )] = False,
-    most: Annotated[int, Option(
-        parser=opt.whole(1), metavar="N", help="Regions that --misses tunes, those missed most often first.",
-    )] = 16,
+    most: Annotated[int | None, Option(
+        parser=opt.whole(1), metavar="N", help="Regions that --misses tunes, those missed most often first: 16 by "
+        "default.",
+    )] = None,
     workers: Annotated[str | None, Option(
         metavar="URL|local", help="Who measures: `local` are workers for the GPUs of this host, tcp://HOST:8786 are "
         "those of a Dask scheduler (tls://HOST:8786 with a key); see `plan fleet`.",

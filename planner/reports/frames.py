@@ -107,7 +107,7 @@ def load_report(
         plans = {key: plan for key, plan in plans.items() if key.regime == regime}
         records = {key: record for key, record in records.items() if key.regime == regime}
         workloads = tuple(workload for workload in workloads if workload.regime == regime)
-    misses = logged_misses(database, device)
+    misses = tuple(one for one in logged_misses(database, device) if regime in (None, one.key.regime))
     shipped = frozenset(key for key, found in database.get_plans(plans).items() if found.shipped)
     models = {workload.model for workload in workloads}
     if not model and len(models) == 1:

@@ -381,3 +381,9 @@ def test_every_point_of_a_plot_has_its_name_and_workloads(data: ReportData) -> N
 def test_table_html_escapes_and_aligns() -> None:
     table = table_html(pd.DataFrame({"name": ["<b>", None], "share": [0.25, float("nan")]}), "Shares", ("share",))
     assert "&lt;b&gt;" in table and '<td class="number">25.0%</td>' in table and '<td class="number"></td>' in table
+
+
+def test_misses_of_another_regime_are_left_out(tmp_path: Path) -> None:
+    with samples.sample_database(tmp_path / "tuning.db") as database:
+        assert len(frames.load_report(database, samples.DEVICE, regime="eager").misses) == 1
+        assert frames.load_report(database, samples.DEVICE, regime="graph").misses == ()

@@ -29,6 +29,8 @@ from fuseplan.search.store.record import GroupChoice, PlanRecord, RecordKey, now
 
 #: More drawings than this make a page nobody scrolls through: of layers, and of other regions, the most expensive ones.
 _MAX_LAYERS, _MAX_DRAWINGS = 8, 16
+#: Steps, and layers of a model, that are not folded away: one of decode and one of prefill.
+_STEPS, _LAYERS = 3, 2
 #: Rejected groups whose covers are solved: of a region that is shown first, and of another.
 _REJECTED, _FEW_REJECTED = 10, 2
 #: Columns that a table of groups begins with.
@@ -62,6 +64,8 @@ def html_report(data: ReportData, other: ReportData | None = None) -> str:
         speedup=frames.geometric_mean(groups["speedup"]),
         steps=told,
         untimed=found[len(told):],
+        shown_steps=_STEPS,
+        shown_layers=_LAYERS,
         answers_of=answers,
         bars=bars,
         trace_of=lambda one: trace_link(data, one),

@@ -156,6 +156,10 @@ def test_the_page_of_shipped_records_is_small_and_fits(shipped: str, opened: Ope
     assert sees(page)["page"] <= width
 
 
+def test_the_page_of_shipped_records_is_read_in_a_few_screens(shipped: str, opened: Open) -> None:
+    assert opened(shipped, 1440).evaluate("document.documentElement.scrollHeight") <= 6000  # what folds is folded
+
+
 @pytest.mark.parametrize("shipped", shipped_devices()[:1], indirect=True)
 def test_axe_finds_nothing_in_shipped_records(shipped: str, opened: Open) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="it carries axe-core").Axe()
@@ -294,6 +298,7 @@ def test_a_tap_on_a_box_tells_what_it_is(data: ReportData, opened: Open) -> None
 
 def test_tables_are_sorted_and_searched(data: ReportData, opened: Open) -> None:
     page = opened(html_report(data))
+    open_all(page)
     box = page.get_by_role("group", name="Table of groups")
 
     def names() -> list[str]:

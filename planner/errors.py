@@ -13,6 +13,8 @@ from fuseplan.search.errors import Command as Command
 
 #: Characters of somebody else's message in one of ours.
 _LONGEST = 300
+#: From which similarity on a name is close to another, and by how much less than the best guess another may be.
+_CLOSE, _SPREAD = 0.5, 0.2
 
 
 class FuseplanError(SpelledError):
@@ -24,10 +26,13 @@ class FuseplanError(SpelledError):
 def nearest(name: str, known: Iterable[str]) -> list[str]:
     """Up to three known names closest in spelling to ``name``, best first; empty when nothing is close.
 
+    What is much less like it than the best is left out.
     >>> nearest("lama", ["llama", "gpt2"])
     ['llama']
     """
-    return difflib.get_close_matches(name, sorted(set(known)), cutoff=0.5)
+    found = difflib.get_close_matches(name, sorted(set(known)), cutoff=_CLOSE)
+    like = [difflib.SequenceMatcher(None, one, name).ratio() for one in found]
+    return [one for one, ratio in zip(found, like, strict=True) if ratio >= like[0] - _SPREAD]
 
 
 def meant(name: str, known: Iterable[str], otherwise: str = "") -> str:

@@ -101,8 +101,9 @@ def _compile(apart: Apart, options: DispatchOptions, tally: Tally) -> Callable[.
         raise RefusedError(SHARED_MEMORY)
     session = _open(device_type, options)
     session.database.keeps_misses = options.log_misses
+    on_miss = options.on_miss if options.on_miss != "tune" or session.database.mode == "write" else "model"
     try:
-        lookup = look_up(session, traced.graph, options.on_miss, tally)
+        lookup = look_up(session, traced.graph, on_miss, tally)
     finally:
         session.database.close()
     whole = _by_inductor(gm, example_inputs, lookup.by_inductor, tally) if lookup.by_inductor is not None else None
@@ -133,12 +134,19 @@ def _by_inductor(
 
 def _open(device_type: str, options: DispatchOptions) -> Session:
     settings = PlanSettings(numerics=options.numerics, regime=options.regime_on(device_type))
+    known = None
     if options.on_miss == "tune":
         try:
             return open_session(device_type, options.db, settings, patient=False)
         except DatabaseError as error:
-            logger.warning("plans tuned now cannot be stored (%s); the stored ones are used", error)
-    return open_session(device_type, options.db, settings, mode="read")
+            known = str(error)
+            warn_once(known, "nothing is tuned now, since it could not be stored: %s", known)
+
+    def tell(message: str) -> None:
+        if known is None or not message.startswith(known):
+            warn_once(message, "%s", message)
+
+    return open_session(device_type, options.db, settings, mode="read", tell=tell)
 
 
 def _stationary(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> set[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
@@ -99,17 +100,25 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) ->
     known = {field.name: field.type for field in fields(DispatchOptions)}
     for name, value in given.items():
         if name not in known:
-            raise ConfigError(f"unknown option {name!r} of backend 'fuseplan'; {_advice(name, known)}")
+            raise ConfigError(f"unknown option {name!r} of backend 'fuseplan'; {_advice(str(name), known)}")
         choices = _CHOICES.get(name)
         if choices is not None and value not in choices:
             raise ConfigError(f"option {name!r} cannot be {value!r}; {_advice(str(value), choices)}")
         if known[name] == "bool" and not isinstance(value, bool):
             raise ConfigError(f"option {name!r} cannot be {value!r}; it is True or False")
-        if known[name] == "bool | None" and value not in (None, True, False):
+        if known[name] == "bool | None" and not isinstance(value, bool | None):
             raise ConfigError(f"option {name!r} cannot be {value!r}; it is True, False or None")
     if given.get("db") is not None:
-        given["db"] = str(given["db"])
+        given["db"] = _location(given["db"])
     return DispatchOptions(**given)
+
+
+def _location(value: Any) -> str:
+    """The database that the option ``db`` names."""
+    text = os.fsdecode(value) if isinstance(value, str | os.PathLike) else ""
+    if not text.strip():
+        raise ConfigError(f"option 'db' cannot be {value!r}; it is the path of a file, a SQLAlchemy URL, or None")
+    return text
 
 
 def _advice(name: str, known: Any) -> str:

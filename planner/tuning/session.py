@@ -161,13 +161,13 @@ class Session:
 
 def open_session(
     device_type: str, database: str | Path | None = None, settings: PlanSettings | None = None,
-    mode: OpenMode = "write", patient: bool = True,
+    mode: OpenMode = "write", patient: bool = True, tell: Callable[[str], None] | None = None,
 ) -> Session:
     """Open the database and recognise the device; nothing is measured.
 
     The device is ``"cpu"``, ``"cuda"``, or ``"auto"`` (CUDA where there is one). ``database`` is a file or SQLAlchemy
     URL, None for the user's default file; one in mode ``"read"`` never raises. Who writes and is ``patient`` waits for
-    a server that goes away later.
+    a server that goes away later. ``tell`` takes what mode ``"read"`` warns of.
 
     Raises:
         DeviceError: There is no such device here.
@@ -182,7 +182,7 @@ def open_session(
         raise DeviceError(str(error)) from None
     if is_cpu(device_type):  # the identity knows the caches; kernels know no machine
         target = replace(target, l2_bytes=identity.l2_bytes)
-    opened = Database(database, mode, Versions.current(device_type), patient)
+    opened = Database(database, mode, Versions.current(device_type), patient, tell)
     return session_on(identity.key(), target, opened, settings)
 
 

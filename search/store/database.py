@@ -97,6 +97,7 @@ class Database:
     away, once this process has reached it, unless it is not ``patient``. ``"inspect"`` changes nothing. ``"read"``
     never raises and never writes records: what cannot be read is empty, with one warning, but in place of a server that
     is away its snapshot is read (:mod:`.snapshot`). Look-ups compare records with ``versions``; None accepts any.
+    ``tell`` takes that warning; None warns as Python does.
 
     Raises:
         DatabaseError: But in ``"read"`` mode, the location cannot be used; the message says what to do.
@@ -104,9 +105,10 @@ class Database:
 
     def __init__(
         self, location: str | Path | None = None, mode: OpenMode = "write", versions: Versions | None = None,
-        patient: bool = True,
+        patient: bool = True, tell: Callable[[str], None] | None = None,
     ) -> None:
         self.mode = mode
+        self._tell = tell
         self._patient = patient and mode == "write"
         self.versions = versions
         self._warned = False
@@ -243,6 +245,8 @@ class Database:
                 if too_many:
                     self._trim_misses(engine)
         except (DatabaseError, *DRIVER_ERRORS, TypeError) as error:
+            if self.engine is None and isinstance(error, ReadOnlyDatabaseError):  # there is none and can be none
+                self._warn(f"{error}; going on without it")
             self.broken = self.mode == "read"  # what cannot be reached is not waited for at each miss
             if isinstance(error, ReadOnlyDatabaseError) and sqlite_file(self.url) is None:
                 _UNLOGGED.add(self.url)
@@ -366,6 +370,10 @@ class Database:
         return engine is not None
 
     def _warn(self, message: str) -> None:
-        if not self._warned:
+        if self._warned:
+            return
+        self._warned = True
+        if self._tell is not None:
+            self._tell(message)
+        else:
             warnings.warn(message, stacklevel=4)
-            self._warned = True

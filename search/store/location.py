@@ -71,6 +71,11 @@ def resolve_url(location: str | Path | None) -> URL:
     """
     if location is None:
         location = default_path()
+    if not isinstance(location, str | os.PathLike):
+        raise DatabaseError("{} {!r} is neither the path of a file nor a SQLAlchemy URL", Argument("db"), location)
+    if not str(location).strip():
+        raise DatabaseError("the path of the database is empty; pass a file, such as tuning.db, with {}",
+                            Argument("db"))
     if isinstance(location, str) and "://" in location:
         try:
             url = make_url(location)

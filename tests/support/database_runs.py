@@ -6,12 +6,12 @@ import contextlib
 import hashlib
 import io
 import json
+import logging
 import random
 import re
 import shutil
 import subprocess
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -37,6 +37,7 @@ from fuseplan.planner.capture.trace import trace_predispatch
 from fuseplan.planner.cli import main
 from fuseplan.planner.cost import samples
 from fuseplan.planner.runtime.dispatch import fuseplan as backend
+from fuseplan.planner.runtime.logs import SAID
 from fuseplan.planner.tuning import summary
 from fuseplan.planner.tuning.session import open_session
 from fuseplan.search.errors import DatabaseError
@@ -205,12 +206,26 @@ def round_trip(made: Path, folder: Path) -> list[str]:
     return wrong
 
 
+@contextlib.contextmanager
+def _warned() -> Iterator[list[logging.LogRecord]]:
+    """What dispatch warns of meanwhile."""
+    found: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = found.append  # type: ignore[method-assign]
+    logger = logging.getLogger("fuseplan")
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+
+
 def _dispatch(path: Path) -> tuple[str, list[str]]:
     """Compile and run the model from the database; how much of that came from it."""
     fuseplan.planner.reset_stats()
     given = arguments()
-    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
-        warnings.simplefilter("always")
+    SAID.clear()
+    with _warned() as said, torch.no_grad():
         try:
             with tracing(TracingContext(FakeTensorMode())):
                 call = backend(_graph(), given, options={"db": str(path)})
@@ -224,7 +239,7 @@ def _dispatch(path: Path) -> tuple[str, list[str]]:
     ]
     if not stats.regions:
         wrong.append(f"the whole graph runs unfused: {dict(stats.fallbacks)}")
-    messages = [str(one.message) for one in caught]
+    messages = [one.getMessage() for one in said]
     if any(not message.isprintable() for message in [*messages, *stats.fallbacks]):
         wrong.append("a message holds what a terminal obeys")
     if stats.quarantined or any("damaged row" in message for message in messages):

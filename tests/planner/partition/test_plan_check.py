@@ -194,14 +194,14 @@ def test_a_bad_row_costs_its_own_region(edit: Edit, tmp_path: Path, monkeypatch:
     ],
 )
 def test_a_row_that_nothing_can_have_written_is_a_miss_of_its_own_region(
-    edit: Edit, tmp_path: Path, monkeypatch: Any
+    edit: Edit, tmp_path: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     use(monkeypatch, ReferenceBackend())
     model, inputs, db = Block(), (torch.randn(4, 33), torch.randn(4, 33)), tmp_path / "t.db"
     store_plans(model, inputs, db, ({},))
     edited(db, edit)
-    with pytest.warns(UserWarning, match="damaged row"):
-        results = compiled(model, db)(*inputs)
+    results = compiled(model, db)(*inputs)
+    assert "damaged row" in caplog.text
     for one, other in zip(results, model(*inputs), strict=True):
         torch.testing.assert_close(one, other)
     done = fuseplan.planner.stats()
@@ -247,11 +247,13 @@ def test_no_stored_number_reaches_a_cpu_kernel_s_loops(name: str, value: int | s
 
 
 @pytest.mark.skipif(CppBackend().unavailable() is not None, reason="no C++ compiler")
-def test_a_stored_number_beyond_all_bounds_is_no_configuration(tmp_path: Path) -> None:
+def test_a_stored_number_beyond_all_bounds_is_no_configuration(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     x, db = torch.randn(64, 5000), tmp_path / "t.db"
     store_plans(swiglu, (x, x), db, ({},))
     edited(db, lambda record: first_group(config={**record.groups[0].config, "rows_per_task": 2**62})(record))
-    with pytest.warns(UserWarning, match="damaged row"):
-        torch.testing.assert_close(compiled(swiglu, db)(x, x), swiglu(x, x))
+    torch.testing.assert_close(compiled(swiglu, db)(x, x), swiglu(x, x))
+    assert "damaged row" in caplog.text
     done = fuseplan.planner.stats()
     assert (done.from_database, done.from_model, done.misses) == (0, 1, 1), done

@@ -204,17 +204,30 @@ def test_calls_after_the_first_go_straight_to_the_kernel(db: Path, kernels: Refe
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"on_mis": "model"},
-         "unknown option 'on_mis' of backend 'fuseplan'; did you mean 'on_miss' or 'log_misses' or 'numerics'?"),
+        ({"on_mis": "model"}, "unknown option 'on_mis' of backend 'fuseplan'; did you mean 'on_miss'?"),
+        ({"misses": True}, "unknown option 'misses' of backend 'fuseplan'; did you mean 'log_misses' or 'on_miss'?"),
         ({"on_miss": "tun"}, "option 'on_miss' cannot be 'tun'; did you mean 'tune'?"),
         ({"numerics": "bf16"}, "option 'numerics' cannot be 'bf16'; known: fp32, eager"),
         ({"debug": "yes"}, "option 'debug' cannot be 'yes'; it is True or False"),
+        ({"decode_attention": 1}, "option 'decode_attention' cannot be 1; it is True, False or None"),
+        *(({"db": db}, f"option 'db' cannot be {db!r}; it is the path of a file, a SQLAlchemy URL, or None")
+          for db in (3, ["a"], b"a", "", " ", True)),
     ],
 )
 def test_unknown_options_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_options(options)
     assert str(caught.value) == message
+
+
+def test_an_option_whose_name_is_no_text_is_unknown() -> None:
+    with pytest.raises(ConfigError, match=r"unknown option 1 of backend 'fuseplan'; known: db, on_miss"):
+        parse_options({1: 2})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("db", ["a.db", Path("a.db"), "sqlite:///a.db", None])
+def test_a_database_is_named_by_a_path_or_a_url(db: Any) -> None:
+    assert parse_options({"db": db}).db == (None if db is None else str(db))
 
 
 @pytest.fixture

@@ -101,6 +101,21 @@ def test_misses_that_cannot_be_stored_are_not_promised(said: Callable[[], list[s
     assert "needs a database that can be written" in line
 
 
+@pytest.mark.parametrize("on_miss", ["model", "tune"])
+@pytest.mark.parametrize("place", ["in the way", "in the way/tuning.db", "folder"])
+def test_a_database_that_cannot_be_used_is_said_once_with_its_path(
+    place: str, on_miss: str, said: Callable[[], list[str]], tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    (tmp_path / "in the way").write_text("text")
+    (tmp_path / "folder").mkdir()
+    for function in (gated, lambda x, y: torch.tanh(x + y) * 2):
+        compiled(function, tmp_path / place, on_miss=on_miss)(*tensors())
+    lines = [line for line in said() if str(tmp_path / place) in line]
+    assert len(lines) == 1 and "\n" not in lines[0], said()
+    assert not [one for one in recwarn if issubclass(one.category, UserWarning)]
+    assert not fuseplan.planner.stats().fallbacks and fuseplan.planner.stats().from_model == 2
+
+
 def test_nothing_is_said_of_what_is_normal(said: Callable[[], list[str]], tmp_path: Path) -> None:
     db = tmp_path / "tuning.db"
     x, y = tensors()

@@ -71,6 +71,11 @@ def test_locations_that_cannot_be_written_are_named(tmp_path: Path) -> None:
         Database(tmp_path / "file" / "tuning.db")
     with pytest.raises(DatabaseError, match="is a folder"):
         Database(tmp_path)
+    for empty in ("", " "):
+        with pytest.raises(DatabaseError, match=r"path of the database is empty; pass a file .* with db"):
+            Database(empty)
+    with pytest.raises(DatabaseError, match="db 3 is neither the path of a file nor a SQLAlchemy URL"):
+        Database(3)  # type: ignore[arg-type]
     with pytest.raises(ReadOnlyDatabaseError, match="cannot be written"):
         Database("/proc/tuning.db")
     with pytest.raises(DatabaseError, match="cannot be read"):

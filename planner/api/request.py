@@ -25,6 +25,7 @@ from fuseplan.planner.tuning.plans import PlanSettings
 from fuseplan.planner.tuning.progress import SILENT, Progress
 from fuseplan.planner.tuning.session import Session
 from fuseplan.search import policy
+from fuseplan.search.errors import brief
 from fuseplan.search.tune.study import Studies
 from fuseplan.search.tune.tuner import Budget
 
@@ -236,14 +237,28 @@ def _source_at_hand(kind: Kind, given: ModelArguments, dtype: str | None) -> Mod
             raise ConfigError("a module has a dtype and layers of its own; leave out dtype and layers")
         own = getattr(model, "_orig_mod", model)  # what torch.compile made of it
         return ModelSource("module", type(own).__name__, made=lambda: (twin(own), inputs))
+    to_json = getattr(model, "to_json_string", None)
+    if model is not None and (isinstance(model, type) or not callable(to_json)):
+        raise ConfigError(_no_model(model))
     if inputs is not None:
         raise ConfigError("inputs are those of a module; the sizes of a config are decode, kv_len and prefill")
-    if callable(to_json := getattr(model, "to_json_string", None)):
+    if callable(to_json):
         name = str(getattr(model, "name_or_path", "") or getattr(model, "model_type", "config"))
         checked = find_source(None, None, None, kind, dtype, given.layers)  # of the other arguments
         return source_of(json.loads(to_json(use_diff=False)), name, checked.dtype if dtype else None, given.layers)
-    raise ConfigError(f"model is a {type(model).__name__}; give an nn.Module with inputs, a preset's name, the path of "
-                      "a config.json, or a Hugging Face config")
+    raise ConfigError(_no_model(model))
+
+
+def _no_model(given: object) -> str:
+    """What is wrong with a first argument that is no model, and for a function how to make it one."""
+    wanted = ("the first argument, model, is an nn.Module with inputs, a preset's name, the path of a config.json, "
+              "or a Hugging Face config")
+    if isinstance(given, type):
+        return f"{wanted}, not the class {given.__name__}; give an instance of it"
+    if callable(given):
+        name = getattr(given, "__name__", type(given).__name__)
+        return f"{wanted}, not the function {name}; wrap it: an nn.Module whose forward calls it"
+    return f"{wanted}, not {brief(given)}, a {type(given).__name__}"
 
 
 def _sizes_text(name: str, sizes: Any) -> str | None:

@@ -114,7 +114,7 @@ def parse_workloads(
     fits(length, Argument("kv_len"), str(length))
     found = [decode(read_size(item, Argument("decode"), "1,8,32"), length) for item in _items(decode_batches)]
     for item in _items(prefills):
-        sizes = [read_size(size, Argument("prefill"), "512,4x2048") for size in item.split("x", 1)]
+        sizes = [read_size(size, Argument("prefill"), "512,4x2048", item) for size in item.split("x", 1)]
         found.append(prefill(sizes[0] if len(sizes) == 2 else 1, sizes[-1]))
     if not found:
         raise ShapeError("nothing to plan: give {} 1,8 or {} 4x2048", Argument("decode"), Argument("prefill"))
@@ -124,17 +124,22 @@ def parse_workloads(
 
 
 def _items(text: str | None) -> list[str]:
-    return [item.strip() for item in (text or "").split(",") if item.strip()]
+    """What a list has between its commas; nothing of an empty one."""
+    return [item.strip() for item in text.split(",")] if text and text.strip() else []
 
 
 #: The largest size of anything.
 LARGEST = 2**31 - 1
 
 
-def read_size(text: str, where: str, example: str) -> int:
-    """A size up to :data:`LARGEST` in ASCII digits; else a ShapeError with ``where`` it is given and an ``example``."""
+def read_size(text: str, where: str, example: str, whole: str | None = None) -> int:
+    """A size up to :data:`LARGEST` in ASCII digits; else a ShapeError with ``where`` it is given and an ``example``.
+
+    The error quotes the ``whole`` of which the size is a part.
+    """
     if not re.fullmatch(r"0*[1-9][0-9]*", text):
-        raise ShapeError("{}: {!r} is no positive size; write it like {}", where, text, example)
+        shown = text if whole is None else whole
+        raise ShapeError("{}: {!r} is no positive size; write it like {}", where, shown, example)
     return fits(int(text) if len(text) < 20 else LARGEST + 1, where, text)
 
 

@@ -258,6 +258,12 @@ NO_MODEL = object()
     (lambda p, db: p.tune(Gated(), db=db), ["inputs"]),
     (lambda p, db: p.tune(Gated(), torch.ones(3, 16), dtype="bfloat16", db=db), ["dtype"]),
     (lambda p, db: p.tune(NO_MODEL, db=db), ["object", "nn.Module"]),
+    *((lambda p, db, call=call: getattr(p, call)(lambda x: x * 2, (torch.ones(3),)),
+       ["first argument, model, is an nn.Module", "function <lambda>", "an nn.Module whose forward calls it"])
+      for call in ("tune", "explain")),
+    (lambda p, db: p.explain(torch.relu), ["first argument", "function relu", "forward calls it"]),
+    (lambda p, db: p.tune(Gated, (torch.ones(3),), db=db), ["first argument", "class Gated", "instance"]),
+    (lambda p, db: p.tune(3, (torch.ones(3),), db=db), ["first argument, model, is an nn.Module", "not 3, a int"]),
     (lambda p, db: p.tune("llama", torch.ones(3), db=db), ["inputs"]),
     (lambda p, db: p.tune("missing/config.json", db=db), ["missing/config.json"]),
     (lambda p, db: p.tune(decode=0, db=db), ["decode", "'0'"]),

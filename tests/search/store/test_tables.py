@@ -72,7 +72,7 @@ def test_locations_that_cannot_be_written_are_named(tmp_path: Path) -> None:
     with pytest.raises(DatabaseError, match="is a folder"):
         Database(tmp_path)
     for empty in ("", " "):
-        with pytest.raises(DatabaseError, match=r"path of the database is empty; pass a file .* with db"):
+        with pytest.raises(DatabaseError, match=r"path of the database is empty; pass a file, .*, with db"):
             Database(empty)
     with pytest.raises(DatabaseError, match="db 3 is neither the path of a file nor a SQLAlchemy URL"):
         Database(3)  # type: ignore[arg-type]

@@ -89,7 +89,8 @@ class StoredPlans:
         one without a plan, or all of it where the cost model decides more than these.
         """
         graph, listed = table.graph, list(regions)
-        missed = [one for one in listed if one.key not in known and len(region_parts(graph, one)) > 1]
+        missed = [one for one in listed
+                  if one.key not in known and one.key not in self.refused and len(region_parts(graph, one)) > 1]
         found = self.hits(table, (part for one in missed for part in region_parts(graph, one)))
         whole = set(decided_whole(table, missed, ways, is_probed, found))
         return [piece for one in listed for piece in ((one,) if one in whole else parts_to_plan(graph, one, known))]

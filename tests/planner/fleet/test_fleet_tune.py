@@ -235,7 +235,8 @@ def test_the_command_answers_like_a_tune_here(db: Path, capsys: pytest.CaptureFi
     line = f"tune --pattern swiglu --shape 3x8 --db {db} --device cpu --workers local"
     assert main.run(line.split()) == 0
     printed = capsys.readouterr()
-    assert "silu+mul 3x8" in printed.out and "1 of 1 groups" in printed.out and "tuning on 2 devices" not in printed.out
+    assert "silu+mul 3x8" in printed.out and "1 of 1 group is fused" in printed.out
+    assert "tuning on 2 devices" not in printed.out
     assert main.run([*line.split(), "--misses"]) == 2
     assert "--workers" in capsys.readouterr().err
     assert main.run(["fleet", "status", "--db", str(db), "--pattern", "swiglu", "--shape", "3x9", "--device", "cpu",

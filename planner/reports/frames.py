@@ -124,18 +124,20 @@ def group_frame(data: ReportData) -> pd.DataFrame:
     it, or of a library's call the sum of its ops; ``speedup`` is unfused over what the plan runs, so it is 1 where the
     answer is not to fuse; ``doubt`` is that of :func:`floor_doubt`.
     """
-    rows: dict[RecordKey, dict[str, Any]] = {}
-    runs: defaultdict[RecordKey, Counter[str]] = defaultdict(Counter)
-    places: defaultdict[tuple[RecordKey, str], list[tuple[int, list[str]]]] = defaultdict(list)
+    rows: dict[Any, dict[str, Any]] = {}
+    runs: defaultdict[Any, Counter[str]] = defaultdict(Counter)
+    places: defaultdict[tuple[Any, str], list[tuple[int, list[str]]]] = defaultdict(list)
     shipped = {group.workload for key in data.shipped for group in data.plans[key].groups if group.workload}
     for workload, region, plan in data.planned():
         for group in plan.groups:
-            key, record = replace(plan.key, workload=group.workload or group.label), data.record_of(plan, group)
+            named, record = replace(plan.key, workload=group.workload or group.label), data.record_of(plan, group)
             if record is None and group.is_plain:
                 continue
+            # A label does not tell how large the weights of a linear are; the same calls have the same times.
+            key = (named,) if group.workload else (named, group.implementation, group.measured_us)
             source = "shipped" if plan.key in data.shipped or group.workload in shipped else "stored"
             row = _group_row(group, record, unfused_us(plan, group, region))
-            rows.setdefault(key, row | {"source": source, "regime": key.regime, "key": key.workload})
+            rows.setdefault(key, row | {"source": source, "regime": named.regime, "key": named.workload})
             if workload is not None and region is not None:
                 name = data.name_of(workload)
                 runs[key][name] += region.occurrences

@@ -124,7 +124,8 @@ def _step(data: ReportData, workload: WorkloadSummary, planned: list[tuple[Regio
         for group in plan.groups:
             parts[_part(region, group)][1] += region.occurrences * time_of(group)
             if not group.is_plain and (one := _saved(data, region, plan, group)) is not None:
-                key = group.workload or f"{group.label} {group.implementation}"
+                # A label does not tell how large the weights of a linear are; the same calls have the same times.
+                key = group.workload or f"{group.label} {group.implementation} {one.unfused_us} {one.planned_us}"
                 known = saved.get(key)
                 places[key] += [of.part(group.ops) for of in region.places]
                 saved[key] = one if known is None else replace(known, uses=known.uses + one.uses)

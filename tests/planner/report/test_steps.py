@@ -64,6 +64,20 @@ def test_a_librarys_call_is_compared_with_its_ops(load: Load) -> None:
     assert matmul["speedup"] == pytest.approx(4 / 3)
 
 
+def test_linears_with_weights_of_other_sizes_are_told_apart(load: Load) -> None:
+    """A label has the shape of the result, not of the weights."""
+    data, (workload,) = load(None), [one for one in load(None).workloads if one.workload == "decode b4"]
+    key = workload.plan_key(LAYER)
+    larger = replace(MATMUL, ops=(5,), measured_us=90.0)
+    alone = (*ALONE, Alternative((5,), "", "", 1.0, 140.0, "aten"))
+    plan = replace(data.plans[key], groups=(MATMUL, NORM, SDPA, larger), rejected=alone)
+    data = replace(data, plans={**data.plans, key: plan})
+    saved = [(one.uses, one.unfused_us, one.planned_us) for one in decode(data).saved if one.label == MATMUL.label]
+    assert saved == [(10, 140.0, 91.0), (10, 40.0, 31.0)]  # each with what it was held to take longer
+    rows = frames.group_frame(data)
+    assert rows[rows["group"] == MATMUL.label]["speedup"].tolist() == pytest.approx([4 / 3, 14 / 9])
+
+
 def test_parts_add_up_by_what_is_in_them(load: Load) -> None:
     parts = decode(load(None)).parts
     assert parts == {

@@ -26,7 +26,7 @@ class FuseplanError(SpelledError):
 def nearest(name: str, known: Iterable[str]) -> list[str]:
     """Up to three known names closest in spelling to ``name``, best first; empty when nothing is close.
 
-    What is much less like it than the best is left out.
+    Names much less similar than the best one are left out.
     >>> nearest("lama", ["llama", "gpt2"])
     ['llama']
     """

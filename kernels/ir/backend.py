@@ -202,7 +202,7 @@ class Backend(ABC):
         return ()
 
     def likeness(self, ir: KernelIR) -> Hashable | None:
-        """What kernels share for which the same configurations are fast, where measuring all once pays; else None."""
+        """Kernels with equal keys run fast with the same configurations, so one search serves all; None: no key."""
         return None
 
     @abstractmethod

@@ -13,8 +13,8 @@ from fuseplan.kernels.ir.rewrite import needed
 def with_weight_columns(segment: Segment) -> Segment:
     """The same segment with rows that the left sides of its products tell apart, and all other axes as columns.
 
-    Where a projection is read head by head, both its heads and their elements pick rows of the weights. ValueError
-    where an axis is of both kinds, or a sum is one for all columns.
+    If a projection is read head by head, its heads and their elements both pick rows of the weights. Raises ValueError
+    if one axis picks rows and columns, or one sum serves all columns.
     """
     col = segment.col_axis
     dots = [instr.index.axes() for instr in segment.body if isinstance(instr, Dot)]
@@ -50,8 +50,9 @@ def _with_rows(side: Segment, rows: tuple[Size, ...], places: Mapping[int, Index
 
 
 def factored(side: Segment, value: int) -> tuple[Segment, int, tuple[int, ...]]:
-    """A side of a product without the factors that are one number a row (a normalised row's scale), which multiply the
-    sum: the side, what is left of its value there, and those factors.
+    """Take factors with one number a row (a normalised row's scale) out of a side; they multiply the sum instead.
+
+    Returns the side, its value without the factors, and the factors, both as positions in the side's body.
     """
     body, per_row = list(side.body), side.per_row
 

@@ -23,8 +23,8 @@ from fuseplan.planner.work.group_work import hot_inputs, moved_bytes
 class SharedCache:
     """What goes into and comes out of ``part``, a region of a static graph or a part of one, and shares the cache.
 
-    What one op makes for another is read right after it was written, and does not count. Weights do, for they pass
-    through the cache; but they come from memory in any case, so their bytes are not delayed.
+    Values that one op makes for another do not count: they are read right after they are written. Weights count, since
+    they pass through the cache; they come from memory in any case, so their bytes are not delayed.
     """
 
     def __init__(self, table: GroupTable, part: Region) -> None:

@@ -10,7 +10,7 @@ from fuseplan.planner.ops.table import kind_of
 
 
 def place_of(graph: DataflowGraph, ops: Iterable[str]) -> str:
-    """Where a group is in words (``model.layers.0: input_layernorm -> self_attn.q_proj, k_proj``), "" if not known."""
+    """A group's place in the model (``model.layers.0: input_layernorm -> self_attn.q_proj, k_proj``); "" if unknown."""
     return place([paths_of(graph, ops)])
 
 

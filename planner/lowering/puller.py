@@ -79,7 +79,7 @@ def _bases(group: Group, value: str) -> frozenset[str]:
 
 
 def looks_through(group: Group, node: OpNode) -> bool:
-    """Whether the kernel reads what lies behind an op: a view, or a ``reshape`` of what the group computes."""
+    """Whether the kernel reads an op's operand instead of its result: of a view, or a ``reshape`` of a group's value."""
     graph = group.graph
     if is_address_map(node, graph.specs):
         return True

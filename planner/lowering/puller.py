@@ -79,7 +79,7 @@ def _bases(group: Group, value: str) -> frozenset[str]:
 
 
 def looks_through(group: Group, node: OpNode) -> bool:
-    """Whether the kernel reads an op's operand instead of its result: of a view, or a ``reshape`` of a group's value."""
+    """Whether the kernel reads an op's operand instead of its result: of a view, or a ``reshape`` of the group's."""
     graph = group.graph
     if is_address_map(node, graph.specs):
         return True

@@ -132,7 +132,7 @@ class Calibration:
     families: Mapping[str, FamilyScale] = field(default_factory=dict)
 
     def factors(self, call: str) -> tuple[float, ...]:
-        """Of launch, memory, compute, latency and write: of the longest known beginning of a name, else of all."""
+        """Factors for launch, memory, compute, latency, write: of the longest known beginning of a name, or of all."""
         family = longest_known(self.families, call) or FamilyScale()
         busy = (self.memory_scale, self.compute_scale, self.latency_scale, self.write_scale)
         return (self.launch_scale * family.launch_scale, *(scale * family.busy_scale for scale in busy))
@@ -191,7 +191,7 @@ class DeviceSpec:
             raise ValueError(f"DeviceSpec.peaks has unknown units {sorted(units)}; known: {FLOP_UNITS}")
 
     def latency(self, mode: Mode) -> Latency:
-        """Latency of ``mode``, of graph nodes where overlapped ones were not measured; DeviceSpecError without both."""
+        """Latency of ``mode``, of graph nodes for an unmeasured overlapped one; DeviceSpecError if it has none."""
         overlapped = self.launch.get("overlapped")
         if mode == "early" and overlapped is not None:
             return replace(overlapped, us=overlapped.best_us)

@@ -17,8 +17,8 @@ FLOP_UNITS = ("fp32", "fp64", "sfu", "bf16_matmul", "fp16_matmul", "fp32_matmul"
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one part of a kernel moves, where parts follow one another: bytes distinct within it, those that it requests
-    (see :class:`Work`), and those of them that are written.
+    """What one part of a kernel moves, where parts follow one another: distinct bytes, those that it requests (as in
+    :class:`Work`), and how many of the distinct ones are written.
     """
 
     moved_bytes: float

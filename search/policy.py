@@ -52,7 +52,7 @@ LONGER_RUNS = (2, 4)
 ROUNDS_PATIENCE = 4
 #: How often a sample of a round is repeated while something disturbs it.
 SAMPLE_TRIES = 5
-#: Undisturbed samples that end a screening, that it needs at least, and how much longer than planned it waits for them.
+#: Undisturbed samples that end a screening, the least it needs, and how many times longer than planned it waits.
 SCREEN_SAMPLES, SCREEN_LEAST, SCREEN_PATIENCE = 7, 3, 12
 #: Rounds of whole steps at least. They go on until the gains of all but a tenth at each end lie within this of each
 #: other, or for so many seconds.
@@ -124,7 +124,7 @@ MOST_OPS_OF_A_STEP = 1500
 MEASURED_ON_MISS_S = 5.0
 #: Seconds that a plain region may take to be run again and again.
 LONG_REGION_S = 0.2
-#: Kernels from which worker processes are started to compile them: they import for as long as so many take here.
+#: With so many kernels worker processes compile them: importing takes those as long as compiling these takes here.
 KERNELS_FOR_WORKERS = 8
 #: Threads in which a process compiles GPU kernels: Triton holds Python's lock, and ptxas does not. Eight take longer
 #: (DLRM's first call, results/nvidia-h200/any-model.md).

@@ -88,7 +88,7 @@ def _largest_bytes(identity: DeviceIdentity) -> int:
 
 
 def _from_one_thread(single: list[RateTiming], cores: int) -> list[RateTiming]:
-    """What one thread's rates bound on a busy machine: all reach at least that, and ideally ``cores`` times it."""
+    """All threads reach at least one thread's rates, and ideally ``cores`` times these, however busy the machine."""
     return single + [replace(rate, flops=rate.flops * cores, typical=False) for rate in single]
 
 
@@ -149,7 +149,7 @@ def _quickest_us(call: TimedCall, budget: TimeBudget) -> float:
 
 
 def time_aten_calls(timer: CallTimer, cores: int, budget: TimeBudget) -> dict[str, CallTimes]:
-    """By name (``aten.mul.Tensor.float32``), from few elements to many; large ones only while time is left."""
+    """Times by op and type (``aten.mul.Tensor.float32``), few elements first; large ones only while time is left."""
     shares = _GRAIN * min(cores, _MOST_THREADS)
     sizes = sorted({_HEAD, _GRAIN, shares, 4 * shares})
     calls = {(name, size): call for size in sizes for dtype in _TYPES for name, call in _calls(size, dtype).items()}

@@ -130,7 +130,7 @@ class CompiledKernel(ABC):
 def allocating(
     run: Callable[..., None], inputs: int, layouts: Layouts, reuse: Reuse, device: torch.device | str = "cpu"
 ) -> Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]:
-    """:meth:`CompiledKernel.fused` of ``run``; where no input says beside what, outputs are made on ``device``."""
+    """:meth:`CompiledKernel.fused` of ``run``; outputs are made beside the first input, on ``device`` without one."""
     from torch import empty_strided as empty
 
     def call(*args: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:

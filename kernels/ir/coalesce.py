@@ -70,7 +70,7 @@ def _merged_index(index: Index, axis: int, extents: Sequence[Size], within_divis
 
 
 def split_words(segment: Segment) -> Segment:
-    """The same with words of the columns as rows, where addresses divide by their width: int4 numbers share a load."""
+    """The words of a column as rows, where addresses divide it by their width: eight int4 numbers then share a load."""
     if segment.has_reduction() or not isinstance(segment.cols, int):
         return segment
     axis, cols = segment.col_axis, segment.cols

@@ -79,7 +79,7 @@ def in_threads(function: Callable[[T], R], items: Iterable[T], threads: int) -> 
 
 
 def activity(root: int) -> tuple[float, bool]:
-    """Processor time of a process tree, and whether any of it computes or waits for a processor or a disk."""
+    """Processor seconds of a process tree, and whether it computes or waits for a core or disk; 0, no without /proc."""
     stats = _stats()
     tree = [stats[pid] for pid in _descendants(root, stats) if pid in stats]
     # R: it runs or is ready to; D: it waits for a disk.

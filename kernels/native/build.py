@@ -230,7 +230,7 @@ def _compile(source: str, compiler: Compiler, flags: Sequence[str], path: Path) 
 
 
 def load_extension(file: str | Path, compiler: Compiler | None = None, cache_dir: Path | None = None) -> Any:
-    """The CPython module that a source of this room, with the headers beside it, defines as ``fuseplan_<its name>``."""
+    """The module ``fuseplan_<stem>`` of a source in this room, headers included; BuildError if it cannot be built."""
     source, compiler = Path(__file__).parent / file, compiler or required_compiler()
     name = f"fuseplan_{source.stem}"
     include = Path(sysconfig.get_path("include"))

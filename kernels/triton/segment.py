@@ -43,7 +43,7 @@ class SegmentEmitter(ValueEmitter):
         self.coordinates = Coordinates(segment, self.tile.rows if self._loads_rows_once() else 1)
 
     def _loads_rows_once(self) -> bool:
-        """Whether a row that a block shares is loaded by itself: where it is much wider, lanes would lie far apart."""
+        """Whether a row that a block shares is loaded alone: lanes of stores of wide types would lie far apart."""
         loads = self.segment.loads
         if self.masks_rows or self.segment.has_reduction() or any(one.mask is not None for one in loads):
             return False

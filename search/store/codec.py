@@ -73,7 +73,7 @@ def from_data(cls: type[T], data: Any) -> T:
 def parse(text: object, what: str) -> Any:
     """What stored JSON text, called ``what`` in a :class:`RecordError`, holds.
 
-    Python would also read numbers that JSON has not, a name that stands twice in an object, and half a character.
+    Refused, though Python reads them: numbers that JSON does not have, a name twice in one object, half a character.
     """
     if not isinstance(text, str):
         raise RecordError(f"{what}: expected text, found {type(text).__name__}")

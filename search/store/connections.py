@@ -31,7 +31,7 @@ _AWAITED: set[str] = set()
 FIXED = "immutable=1"
 #: Seconds that a statement waits for what another process holds.
 BUSY_S = 30.0
-#: How often a transaction runs again that another was in the way of, after a random part of so many seconds, doubled.
+#: How often a transaction that met another runs again, and its longest first pause in seconds, which doubles each time.
 _TRIES, _JITTER_S = 5, 0.1
 #: Seconds between attempts to reach a server that is away: at first, and at most.
 _PAUSE_S = (0.1, 5.0)
@@ -50,7 +50,7 @@ _FINAL = ("authentication failed", "does not exist", "pg_hba.conf", "permission 
 
 
 def engine_of(url: sa.URL, sqlite_mode: str = "", patience_s: float = BUSY_S) -> sa.Engine:
-    """An engine whose statements wait ``patience_s`` for what others hold; of a server always the same one."""
+    """An engine whose statements wait ``patience_s`` for what others hold, one a server; DatabaseError: no driver."""
     file = sqlite_file(url)
     if file is None:
         if url.get_backend_name() != "sqlite":

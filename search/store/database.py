@@ -245,11 +245,12 @@ class Database:
                 if too_many:
                     self._trim_misses(engine)
         except (DatabaseError, *DRIVER_ERRORS, TypeError) as error:
-            if self.engine is None and isinstance(error, ReadOnlyDatabaseError):  # there is none and can be none
-                self._warn(f"{error}; going on without it")
             self.broken = self.mode == "read"  # what cannot be reached is not waited for at each miss
             if isinstance(error, ReadOnlyDatabaseError) and sqlite_file(self.url) is None:
                 _UNLOGGED.add(self.url)
+            if self.engine is None and isinstance(error, ReadOnlyDatabaseError):  # there is none and can be none
+                with contextlib.suppress(UserWarning):  # where warnings are errors
+                    self._warn(f"{error}; going on without it")
             return False
         return True
 
@@ -294,7 +295,7 @@ class Database:
         """What ``work`` returns, which changes the database in one transaction that holds the write lock.
 
         Where a server goes away, one who is ``patient`` waits, and ``work`` runs again, although its first run may have
-        been stored: so it must leave the same whether it ran once or twice.
+        been stored: so it must leave the same whether it ran once or twice. Drivers' errors are :class:`DatabaseError`.
         """
         if self.mode != "write" or (engine := self.engine) is None:
             raise ReadOnlyDatabaseError(f"{self.where} was opened for reading only")
@@ -355,7 +356,7 @@ class Database:
                 self._warn(f"{self.where}: damaged row '{name}' of {table.name} ({error}); ignored")
 
     def _go_without(self, error: DatabaseError | None) -> bool:
-        """Whether a server's snapshot is read from now on. An ``error`` of a server or a locked file is told once."""
+        """Whether a server's snapshot is read now. A server's or locked file's ``error`` is told once a process."""
         self.broken, engine, instead = True, None, "it"
         if self.url.get_backend_name() != "sqlite":
             engine, instead = instead_of(self.url)

@@ -99,7 +99,7 @@ class LayeredDatabase:
         return (entry.value for entry in self._entries(f'{{"{KINDS[cls]}"', text))
 
     def _entries(self, start: str, text: str = "") -> Iterator[Entry]:
-        """What can be read of some lines: to decode whole files would cost a compilation tens of milliseconds."""
+        """What can be read of lines that begin with ``start`` and hold ``text``: whole files would take too long."""
         for line in (line for path in self._files for line in _data_lines(path)):
             if line.startswith(start) and text in line:
                 try:

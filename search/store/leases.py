@@ -119,8 +119,10 @@ class Leases:
     def close(self) -> None:
         """Release everything, and stop renewing."""
         self._stop.set()
+        with self._lock:
+            held = list(self._held.elements())
         with contextlib.suppress(DatabaseError):
-            self.release(list(self._held.elements()))
+            self.release(held)
 
     def _insert(self, dialect: Any, keys: Sequence[RecordKey], connection: sa.Connection) -> set[RecordKey]:
         """Those of the keys that are free, which are this tuner's from now on."""

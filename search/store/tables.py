@@ -104,7 +104,7 @@ def open_for_writing(url: sa.URL, set_aside: int = _ATTEMPTS, patience_s: float 
 
 
 def open_for_reading(url: sa.URL, patience_s: float = connections.BUSY_S) -> sa.Engine | None:
-    """As :func:`open_for_writing`, an engine that never writes; None where there is nothing to read yet."""
+    """An engine that never writes, with the errors of :func:`open_for_writing`; None if there is nothing to read."""
     file = sqlite_file(url)
     if file is not None and not location.file_size(file):
         return None
@@ -172,7 +172,7 @@ def _create_or_upgrade(engine: sa.Engine) -> None:
 
 
 def check_schema(engine: sa.Engine) -> str | None:
-    """The revision of the tables, None for an empty database; :class:`DatabaseError` where it is not one of ours."""
+    """Revision of the tables, None of an empty database; DatabaseError: unreadable, foreign, or of another schema."""
 
     def ask() -> dict[str, str] | None:
         with connected(engine) as connection:

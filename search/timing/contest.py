@@ -285,10 +285,12 @@ def _common_rounds(contests: Sequence[Contest]) -> dict[str, list[list[float]]]:
     """Samples by contestant and run, of those in all runs: longer ones averaged to as many as the shortest has."""
     names = [name for name in contests[0].samples if all(name in one.samples for one in contests)]
     rounds = min(len(one.samples[name]) for one in contests for name in names)
-    return {
-        name: [[float(part.mean()) for part in np.array_split(one.samples[name], rounds)] for one in contests]
-        for name in names
-    }
+
+    def averaged(values: Sequence[float]) -> list[float]:
+        edges = [number * len(values) // rounds for number in range(1, rounds)]
+        return [float(part.mean()) for part in np.split(np.asarray(values), edges)]
+
+    return {name: [averaged(one.samples[name]) for one in contests] for name in names}
 
 
 def _turn(names: list[str], number: int) -> list[str]:

@@ -59,7 +59,7 @@ class Timer(ABC):
         return time.perf_counter()
 
     def of_device(self) -> Timer | None:
-        """What times a kernel without the host, whose launches may hide it; None where this timer or nothing does."""
+        """What times a kernel without the host that launches it; None if this timer does so itself, or none can."""
         return None
 
     def from_memory(self, l2_bytes: int) -> Timer | None:

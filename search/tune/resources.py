@@ -151,7 +151,7 @@ class TuningResources:
     def call(
         self, what: str, function: Callable[..., object], *args: object, of: Sequence[Subject]
     ) -> Outcome:
-        """Run a job that calls these subjects in the measuring process; may raise :class:`MachineFailureError`."""
+        """Run a job that calls subjects in the measuring process, booked as ``what``; may raise MachineFailureError."""
         run = partial(self.executor.call, function, self.bench, *args, limit_s=self._limit_s(of))
         return self._booked(what, of, run)
 
@@ -196,7 +196,8 @@ class TuningResources:
         return partial(self._booked, what, of, wait)
 
     def compile(self, arguments: Sequence[Compilation]) -> Iterator[Outcome]:
-        """Compile beside each other, from when the first outcome is asked for; outcomes in order.
+        """Compile beside each other, from when the first outcome is asked for; outcomes in order. May raise
+        :class:`MachineFailureError`.
 
         On a GPU each is given as soon as it is there, so that one is timed while others compile; on a CPU compilers
         would take the cores away from what is measured.

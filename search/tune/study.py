@@ -25,7 +25,7 @@ _LONGEST = 200
 
 
 class Studies:
-    """A storage of Optuna's: an SQLAlchemy URL, or the path of a journal file; :class:`StudyError` if it cannot be."""
+    """A storage of Optuna's: an SQLAlchemy URL, or the path of a journal file; StudyError if it cannot be opened."""
 
     def __init__(self, where: str) -> None:
         from optuna.storages import JournalStorage, get_storage

@@ -185,7 +185,7 @@ class Tuner:
     ) -> Callable[[], jobs.Calls | None]:
         """Check libraries' calls, by name, and run them beside the ``ops`` that they stand for; None when that fails.
 
-        It is run when the measuring process has nothing else to do. Nothing is stored, but nothing is timed twice.
+        It is run when the measuring process is idle. Nothing is stored; the same calls are not timed again.
         """
         known = self._contests.setdefault(plain.key, [])
         for one in known:
@@ -214,7 +214,7 @@ class Tuner:
             return self._resources.released(run.screen_defaults)
 
     def time_again(self, kernels: Sequence[tuple[Subject, TuningRecord]]) -> list[Trial]:
-        """The kernels of records, compiled, checked and timed shortly: a trial each. Nothing is stored."""
+        """Compile, check and time kernels of records: a trial each, with a failure's reason. Nothing is stored."""
         backends = {backend.name: backend for backend in self.backends}
         refusals = [self._refuse_record(subject, record) for subject, record in kernels]
         sound = [(subject, record) for (subject, record), why in zip(kernels, refusals, strict=True) if why is None]
@@ -274,7 +274,7 @@ class Tuner:
         self._resources.executor.prefetch(function, [(subject,)], limit_s=policy.PEER_LIMIT_S)
 
     def precompile(self, subjects: Iterable[Subject]) -> None:
-        """Compile the default configurations of subjects without a stored trial, for :meth:`screen` to find cached."""
+        """Compile default configurations for :meth:`screen`, except where a trial or a record is stored."""
         keys = ((subject, self.key(subject)) for subject in subjects)
         new = [subject for subject, key in keys if self._current(key) is None and not self._resources.trials(key)]
         compilations = [one for subject in new for one in self._resources.default_of(subject)]

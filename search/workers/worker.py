@@ -144,7 +144,7 @@ class WorkerPool:
     def as_completed(
         self, function: Callable[..., Any], arguments: Iterable[tuple[Any, ...]], limit_s: float
     ) -> Iterator[tuple[int, Outcome]]:
-        """The same, for who needs no order: the number of a job and its outcome, as soon as that is there."""
+        """As :meth:`map`, but in any order: number and outcome of each job as soon as it has ended."""
         running: dict[int, _Promise] = {}
 
         def ended() -> Iterator[tuple[int, Outcome]]:
@@ -157,7 +157,8 @@ class WorkerPool:
             while not (free := self._free_lanes()):
                 self._receive()
                 yield from ended()
-            self._lanes[free[0]] = running[number] = self._send(free[0], function, args, limit_s)
+            with self._closed_if_interrupted():
+                self._lanes[free[0]] = running[number] = self._send(free[0], function, args, limit_s)
         while running:
             yield from ended()
             if running:

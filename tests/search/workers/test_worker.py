@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +92,15 @@ def test_a_job_that_takes_long_holds_up_no_outcome_of_another(pool: WorkerPool, 
     (tmp_path / "go").touch()
     assert [(number, one.value) for number, one in outcomes] == [(0, True)]
     assert not list(pool.as_completed(add, [], limit_s=LIMIT))
+
+
+@pytest.mark.parametrize("way", [WorkerPool.map, WorkerPool.as_completed])
+def test_arguments_that_cannot_be_sent_end_what_was_sent(way: Any, tmp_path: Path) -> None:
+    with WorkerPool(compilers=2) as sending:
+        worker, _ = sending.call(whoami, limit_s=LIMIT).value
+        with pytest.raises((AttributeError, pickle.PicklingError)):
+            list(way(sending, meet, [(str(tmp_path), "slow", "never"), (lambda: 0, "a", "a")], limit_s=LIMIT))
+        wait_until_dead(worker)
 
 
 def test_a_bound_worker_has_a_core_and_its_compilers_have_all() -> None:

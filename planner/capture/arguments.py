@@ -57,7 +57,7 @@ class Bound:
 
 
 def bind_arguments(op: str, args: Sequence[Any], kwargs: Mapping[str, Any], names: SizeNames) -> Bound:
-    """Bind :class:`TracedTensor` and others by schema, without defaults and what only says where to allocate."""
+    """Bind :class:`TracedTensor` and others by schema: with defaults, without what only says where to allocate."""
     operands: list[TracedTensor] = []
     attrs: dict[str, Any] = {}
     written: list[TracedTensor] = []
@@ -111,7 +111,8 @@ def respell(
 ) -> tuple[str, tuple[str, ...], dict[str, Any]]:
     """``(op, inputs, attrs)`` in the one spelling the planner uses.
 
-    ``source`` is the spec of the first operand, ``result`` that of the first result, ``moves`` whether devices differ.
+    ``source`` is the spec of the first operand (None without any), ``result`` that of the first result; ``moves``: they
+    are on different devices.
     """
     spelled = op_of(op).spelled
     if spelled == "to" and not moves:

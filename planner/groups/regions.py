@@ -128,8 +128,8 @@ def _found(graph: DataflowGraph) -> _Found:
 
 def regions_to_json(graph: DataflowGraph) -> list[Any]:
     """What :func:`find_regions` found of a static graph, as data that JSON has."""
-    return [[region.ops, region.inputs, region.outputs, region.key, members]
-            for region, members in _found(graph).members.items()]
+    found = _found(graph)
+    return [[one.ops, one.inputs, one.outputs, one.key, found.members[one]] for one in found.regions]
 
 
 def set_regions(graph: DataflowGraph, data: Iterable[Any]) -> None:

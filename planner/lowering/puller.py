@@ -96,7 +96,7 @@ class Puller(BodyBuilder):
     def pull(self, value: str, position: Position) -> Value:
         key, pulled = (value, position, self._mask and self._mask.id), self._space.pulled
         found = pulled.get(key)
-        if found is None:  # a position takes long to hash
+        if found is None:  # one look-up where it is known: a position takes long to hash
             found = pulled[key] = self._produce(value, position)
         return found
 

@@ -255,7 +255,8 @@ def load_module(source: ModelSource) -> Model:
     """The module and example inputs that the user's factory returns, where it put them, or those at hand.
 
     It is imported from the current folder, or as Python finds it. A source's dtype is that of floating-point parameters
-    and inputs. ConfigError where the factory cannot be imported, fails, or returns something else.
+    and inputs. It makes real tensors, unless it builds under ``torch.device("meta")``. ConfigError where the factory
+    cannot be imported, fails, or returns something else.
     """
     made = source.made() if source.made is not None else _from_factory(source.name)
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):

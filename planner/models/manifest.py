@@ -82,7 +82,7 @@ class Manifest:
 
 
 def read_manifest(path: str | Path) -> Manifest:
-    """The models of a manifest, which names files from its own folder; ConfigError names what is wrong in it."""
+    """The models of a manifest, whose paths start at its own folder; ConfigError names what is wrong in it."""
     path = Path(path).expanduser()
     content = parsed_file(path, "manifest", "TOML", tomllib.loads)
     _known(content, ("defaults", "model"), path.name)

@@ -214,4 +214,5 @@ def float_result(node: OpNode, specs: Specs) -> str | None:
 
 
 def no_booleans(node: OpNode, specs: Specs) -> str | None:
+    """Refuses booleans among the operands: ATen raises for most of these ops, differences too."""
     return "of booleans" if any(specs[value].dtype == "bool" for value in node.inputs) else None

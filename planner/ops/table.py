@@ -86,8 +86,7 @@ def is_address_map(node: OpNode, specs: Specs) -> bool:
 
 
 def kind_of(node: OpNode, specs: Specs) -> OpKind:
-    """``view``: nothing runs it. ``compute``: a generated kernel can. ``anchor``, ``foreign``, ``opaque``: see above.
-    """
+    """What can run an op: nothing (``view``), a generated kernel (``compute``), a library (``anchor``), or others."""
     if is_address_map(node, specs):
         return "view"
     if _is_anchor(node, specs):
@@ -112,8 +111,8 @@ def _is_anchor(node: OpNode, specs: Specs) -> bool:
 def _is_foreign(node: OpNode, specs: Specs) -> bool:
     """Whether an op that no kernel of ours can hold is a function of floats: another compiler may have code for it.
 
-    None reads integers: which of them are valid only the op knows. Nor does one give integers beside floats (``topk``):
-    what looks up by them needs those very ones.
+    No such op reads integers: which are valid only the op knows. Nor does it return integers beside floats (``topk``):
+    what looks elements up by them needs those very ones.
     """
     if not node.op.startswith("aten.") or "device" in node.attrs or not node.inputs or not is_function(node.op):
         return False

@@ -91,7 +91,10 @@ def _refuse_bilinear(node: OpNode, specs: Specs) -> str | None:
 def _window(
     p: BodyBuilder, node: OpNode, position: Position, window: tuple[int, int], around: float = 0.0
 ) -> Iterator[tuple[tuple[int, int], Value]]:
-    """Where in the window each element of operand 0 is that ``position`` of the result comes from, and its value."""
+    """Where in the window each element of operand 0 is that makes a ``position`` of the result, and its value.
+
+    Outside of the picture the value is ``around``.
+    """
     dtype = result_type(p, node)
     steps, spread = _pair(node, "stride", default=window if "kernel_size" in node.attrs else 1), _pair(node, "dilation")
     margins = [(0, 0), (0, 0), *((margin, margin) for margin in _pair(node, "padding", default=0))]

@@ -27,8 +27,8 @@ class Pattern:
 
     Attributes:
         compute: The function, on tensors in the order of ``inputs``; one tensor or several.
-        given: Layout of its arguments for a shape and dtype; else :func:`usual_inputs`. A :class:`ShapeError` of it
-            goes on after the pattern's name.
+        given: Layout of its arguments for a shape and dtype; else :func:`usual_inputs`. Where a shape does not fit it
+            raises a :class:`ShapeError`, whose text follows the pattern's name.
         dtype: The one that it is built in unless another is given.
         typed: ``compute`` also takes the ``dtype``, which none of its tensors has.
     """

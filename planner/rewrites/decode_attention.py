@@ -4,8 +4,8 @@ A model in plain PyTorch gathers the pages of each sequence by its block table (
 attention. The op reads the pages themselves (:mod:`~fuseplan.planner.graph.decode_attention`).
 
 PyTorch's attention has no cap (Gemma 2), so models write ``softmax(cap * tanh(q @ k.T * scale / cap) + mask) @ v``:
-small kernels, and copies of shared keys and values. Such a chain becomes the op, too; not one without a cap, which
-gives NaN where PyTorch's attention gives zeros, for a row of minus infinity.
+small kernels, and copies of shared keys and values. Such a chain becomes the op, too. One without a cap stays: for a
+row of minus infinity it gives NaN, PyTorch's attention zeros.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def merge_projections(
 ) -> MergedProjections:
     """Make one op of linear ops that read one value, in a trace with fake values, wherever that computes the same.
 
-    ``parameters`` are positions of arguments. What ``pack`` refuses to move stays; None where there are only fakes.
+    ``parameters`` are positions of arguments. What ``pack`` refuses to move stays; it is None if there are only fakes.
     """
     graph = module.graph
     places = {node: at for at, node in enumerate(graph.find_nodes(op="placeholder")) if at in parameters}
@@ -80,7 +80,7 @@ def merge_projections(
 
 
 def _runs(graph: fx.Graph) -> Iterator[list[_Linear]]:
-    """Linear ops that read one value, two at least, with no other anchor between them: no result is kept beyond one."""
+    """Linear ops that read one value, two at least; no other anchor is between them, across which results were kept."""
     anchors = [node for node in graph.nodes if node.op == "call_function" and op_of(str(node.target)).is_anchor]
     for _, run in groupby(anchors, lambda node: node.args[0] if node.target is _LINEAR else node):
         nodes = list(run)

@@ -213,7 +213,7 @@ def _can_be_evaluated(target: Any) -> bool:
 
 
 def _goes_by_index(node: fx.Node, odd: set[fx.Node], shared_otherwise: set[fx.Node]) -> bool:
-    """Whether a node reads elements by index, and writes only to single elements of memory that is shared as it was."""
+    """Whether a node reads by index, and writes to none of ``odd``, or element by element if sharing is as it was."""
     target = node.target
     if node.op != "call_function" or target is torch.ops.aten.as_strided.default:
         return False

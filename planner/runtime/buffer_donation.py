@@ -76,8 +76,8 @@ def plan_reuse(graph: fx.Graph, memory: Memory) -> dict[GroupCall, Reuse]:
 def keep_freed(size: int) -> None:
     """Have glibc keep what a call of so many bytes frees, for the next call.
 
-    It gives free memory over twice the largest block that it ever took back to the system, which clears it anew page by
-    page: 21 of 87 ms in a ConvNeXt-T. So it gets such a block, which nobody touches.
+    It gives free memory back to the system where that is over twice the largest block it ever took, and the system
+    clears it anew, page by page: 21 of 87 ms in a ConvNeXt-T. So it gets such a block, which nobody touches.
     """
     torch.empty(min(size, _LARGEST_KEPT), dtype=torch.uint8, device="cpu")
 

@@ -15,7 +15,7 @@ from fuseplan.search.store.record import GroupChoice
 def neighbouring_plans(planner: Planner, graph: DataflowGraph, regions: Sequence[Region]) -> dict[Region, RegionPlan]:
     """Plans tuned for the same regions of ``graph`` with another value of one dynamic size.
 
-    It is between two tuned sizes, neither over ``policy.MAX_SIZE_RATIO`` away: the nearer one serves.
+    The size at hand must lie between two tuned ones, neither over ``policy.MAX_SIZE_RATIO`` away: the nearer serves.
     """
     for name, hint in graph.symbols.items() if regions else ():
         if name in graph.derived or not isinstance(hint, int):

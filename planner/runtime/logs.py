@@ -58,8 +58,7 @@ def warn_once(key: str, message: str, *args: object) -> None:
 def show_plans(
     regions: Sequence[RegionPlan], tally: Tally, debug: bool = False, graph: DataflowGraph | None = None
 ) -> None:
-    """The plans of one compiled graph, once for equal regions, with places in the ``graph``, and what does not run so.
-    """
+    """The plans of one compiled graph, each once, with places in ``graph``, and what does not run as planned."""
     occurrences: dict[str, list[RegionPlan]] = {}
     for plan in regions:
         occurrences.setdefault(plan.region.key, []).append(plan)
@@ -116,6 +115,7 @@ def describe(
 ) -> Iterable[str]:
     """Lines for people: every region, its groups with their configuration and times, what was not chosen, and why.
 
+    Regions of one op with one way to run it are left out.
     ``instead`` says how a group runs where the plan is not followed, ``counts`` how often a region occurs, by its key,
     and ``place`` where in the model a group is.
     """

@@ -48,8 +48,8 @@ logger = logging.getLogger(__name__)
 class RegionLookup:
     """What became of a region, or of a part of one.
 
-    ``status`` says where its plan is from. Without a plan it is ``"missed"``, or ``"refused"`` for a ``reason``: it
-    runs unfused. One that is ``"apart"`` is looked up part by part.
+    ``status`` says where its plan is from. Without a plan it is ``"missed"`` (not found), or ``"refused"`` (a stored
+    plan is unsound, or planning failed: ``reason``), and runs unfused. One that is ``"apart"`` is looked up by parts.
     """
 
     region: Region

@@ -39,7 +39,7 @@ class DispatchOptions:
         numerics: ``"fp32"`` keeps intermediates of a group in fp32, except casts whose rounding the program can see;
             ``"eager"`` rounds where ATen rounds.
         regime: Which tuned plans to use: ``"eager"`` for launches from Python, ``"graph"`` for replay in a CUDA graph.
-            None: ``"graph"`` with ``cuda_graphs`` on a GPU, else ``"eager"``.
+            None: ``"graph"`` with ``cuda_graphs``, else ``"eager"``. On a CPU always ``"eager"``.
         cuda_graphs: Replay each compiled graph as a CUDA graph, recorded in the second call of its kind. What cannot be
             recorded runs as usual, counted in ``stats().notes``.
         cuda_graphs_copy_outputs: Return results in memory of their own, not in memory that the next call overwrites.
@@ -73,7 +73,7 @@ class DispatchOptions:
     debug: bool = False
 
     def regime_on(self, device_type: str) -> Regime:
-        """The regime whose plans a graph on this kind of device uses: without CUDA graphs there is one.
+        """The regime whose plans a graph on this kind of device uses: on a CPU always ``"eager"``.
 
         >>> DispatchOptions(cuda_graphs=True).regime_on("cuda"), DispatchOptions(cuda_graphs=True).regime_on("cpu")
         ('graph', 'eager')
@@ -102,7 +102,7 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) ->
         if name not in known:
             raise ConfigError(f"unknown option {name!r} of backend 'fuseplan'; {_advice(str(name), known)}")
         choices = _CHOICES.get(name)
-        if choices is not None and value not in choices:
+        if choices is not None and value not in choices and (name, value) != ("regime", None):
             raise ConfigError(f"option {name!r} cannot be {value!r}; {_advice(str(value), choices)}")
         if known[name] == "bool" and not isinstance(value, bool):
             raise ConfigError(f"option {name!r} cannot be {value!r}; it is True or False")
@@ -117,7 +117,8 @@ def _location(value: Any) -> str:
     """The database that the option ``db`` names."""
     text = os.fsdecode(value) if isinstance(value, str | os.PathLike) else ""
     if not text.strip():
-        raise ConfigError(f"option 'db' cannot be {value!r}; it is the path of a file, a SQLAlchemy URL, or None")
+        raise ConfigError(
+            f"option 'db' cannot be {value!r}; it is the path of a file, a SQLAlchemy URL as text, or None")
     return text
 
 

@@ -149,7 +149,7 @@ class _Rewrite:
 
 
 def _operand_it_gives_back(node: fx.Node) -> fx.Node | None:
-    """The operand that is a node's result, as of a cast to the dtype it has; None where somebody could tell."""
+    """The operand that is a node's result, as of a cast to its own dtype; None if that is returned or written to."""
     users = [user.target for user in node.users]
     if not isinstance(node.target, torch._ops.OpOverload) or "output" in users or not node.args:
         return None

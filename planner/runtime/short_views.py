@@ -2,8 +2,8 @@
 
 A view costs the host one to five microseconds; a transformer layer has a dozen, in chains. Each whose root certainly
 has its fake tensor's strides reinterprets the root's memory, as in TorchInductor's code. Certain are graph inputs,
-whose strides Dynamo guards, and results of fused kernels and matrix products; no library's other results, and no
-parameter's ``data``, whose replacement PyTorch 2.11 does not notice.
+whose strides Dynamo guards, and results of fused kernels and matrix products. Not certain are a library's other
+results, and parameters: PyTorch 2.11 does not notice that their ``data`` was replaced.
 
 Views of dynamic sizes stay, and of what the graph returns or writes to (eager mode's version counters and ``_base``).
 """

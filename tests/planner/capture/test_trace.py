@@ -25,7 +25,7 @@ from fuseplan.planner.capture.trace import capture, record, trace_predispatch
 from fuseplan.planner.errors import CaptureError, ConfigError
 from fuseplan.planner.graph.dataflow import bind_graph
 from fuseplan.planner.graph.serialize import graph_from_json, graph_to_json
-from fuseplan.planner.groups.regions import find_regions, region_parts, split_common
+from fuseplan.planner.groups.regions import find_regions, region_parts, regions_to_json, split_common
 from fuseplan.planner.models.build import build_model, cache_name
 from fuseplan.planner.models.sources import ModelSource, find_source, generates
 from fuseplan.planner.models.workload import Workload, decode, generate, prefill
@@ -308,6 +308,7 @@ def test_a_capture_comes_back_with_its_regions(tmp_path: Path, captures: Path) -
     for region in find_regions(kept):
         assert region_parts(kept, region) == region_parts(alike, region)
         assert split_common(kept, region) == split_common(alike, region)
+    assert len(regions_to_json(kept)) == len(find_regions(kept))  # pieces that were asked for are no regions
 
 
 @pytest.mark.parametrize("damage", [

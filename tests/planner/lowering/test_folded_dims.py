@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from graphs import Builder
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from kernel_reference import run_reference
 from lower_oracle import check
@@ -99,8 +99,7 @@ def test_a_fold_of_any_dimensions_is_that_of_eager_mode(
     op, x, dims, keep = case
     b = Builder(x=x)
     value = folded(b, op, dims, keep)
-    if not b.tensors[value].numel():  # no group has an empty result
-        return
+    assume(b.tensors[value].numel())  # no group has an empty result
     result = b("aten.neg.default", value) if b.tensors[value].dtype != torch.bool else value
     graph = b.graph(result)
     try:

@@ -59,6 +59,7 @@ def test_a_workload_without_sizes_is_called_by_its_kind() -> None:
         (("-1", None, None), "'-1'"),
         ((None, None, "4x"), "'4x'"),
         (("1,,2", None, None), "''"),
+        (("1,8,", None, None), "''"),
         ((None, None, "4x8x2"), "'4x8x2'"),
         (("1", 1, None), "kv_len 1"),
         (("", None, ""), "nothing to plan"),

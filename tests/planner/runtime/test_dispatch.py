@@ -210,7 +210,7 @@ def test_calls_after_the_first_go_straight_to_the_kernel(db: Path, kernels: Refe
         ({"numerics": "bf16"}, "option 'numerics' cannot be 'bf16'; known: fp32, eager"),
         ({"debug": "yes"}, "option 'debug' cannot be 'yes'; it is True or False"),
         ({"decode_attention": 1}, "option 'decode_attention' cannot be 1; it is True, False or None"),
-        *(({"db": db}, f"option 'db' cannot be {db!r}; it is the path of a file, a SQLAlchemy URL, or None")
+        *(({"db": db}, f"option 'db' cannot be {db!r}; it is the path of a file, a SQLAlchemy URL as text, or None")
           for db in (3, ["a"], b"a", "", " ", True)),
     ],
 )

@@ -43,7 +43,7 @@ class CompileStats:
         misses: Regions that the database did not know.
         bucketed: Regions answered by the plan of a neighbouring size of the token dimension.
         lookup_s: Seconds spent planning, look-ups included.
-        fallbacks: Groups (or whole graphs) that run unfused, by reason.
+        fallbacks: Groups, regions, graphs or calls that run unfused, by reason.
         notes: What was asked for and is not done although kernels run (a CUDA graph, a direct launch), by reason.
         places: Where in the model what ``fallbacks`` and ``notes`` count is, by reason, as far as that is known.
     """
@@ -93,7 +93,8 @@ class Stats(CompileStats):
         lines = [
             f"{len(self.compiles)} graphs, {self.regions} regions: {self.groups_fused} groups fused "
             f"({self.from_database} from the database, {self.from_tuned} tuned now, {self.from_model} by the model)",
-            f"{self.misses} misses, {sum(self.fallbacks.values())} groups, regions or graphs fell back to unfused ops",
+            f"{self.misses} misses, {sum(self.fallbacks.values())} groups, regions, graphs or calls fell back to "
+            "unfused ops",
         ]
         lines += [f"  {self._named(reason, count)}" for reason, count in sorted(self.fallbacks.items())]
         told = ((getattr(self, one.name), one.metadata.get("words")) for one in fields(self))

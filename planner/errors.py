@@ -13,7 +13,7 @@ from fuseplan.search.errors import Command as Command
 
 #: Characters of somebody else's message in one of ours.
 _LONGEST = 300
-#: From which similarity on a name is close to another, and by how much less than the best guess another may be.
+#: The least similarity of a close name, and how far below the best one another may lie.
 _CLOSE, _SPREAD = 0.5, 0.2
 
 

@@ -96,7 +96,7 @@ def _pattern(group: Sequence[Paths]) -> list[str]:
 
 @dataclass(frozen=True)
 class RepeatedPaths:
-    """The pattern (:func:`patterns`) of where a region's ops are in ``times`` of its repetitions.
+    """Where a region's ops are: one pattern (:func:`patterns`) that ``times`` repetitions share.
 
     ``paths`` has an op's position in the region, and the pattern of its path, in running order; views are left out.
     """

@@ -284,7 +284,7 @@ def _stored(captured: Sequence[CapturedModel], session: Session) -> frames.Repor
 
 
 def _named_apart(models: Sequence[tuple[ManifestModel, Asked]]) -> Iterator[Asked]:
-    """The models under distinct names, with the dtype where there are several; ConfigError where two are the same."""
+    """The models under distinct names, with the dtype where several differ; ConfigError for two of one name."""
     known: dict[object, ManifestModel] = {}
     dtypes: defaultdict[str, set[str | None]] = defaultdict(set)
     made: list[tuple[ManifestModel, Asked, object, str | None]] = []

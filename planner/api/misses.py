@@ -28,6 +28,7 @@ from fuseplan.planner.tuning.miss_log import MissedRegion
 from fuseplan.planner.tuning.progress import Progress
 from fuseplan.planner.tuning.session import Session
 from fuseplan.planner.tuning.tune import Batch, WorkloadPlan
+from fuseplan.search.errors import counted
 from fuseplan.search.tune.time_account import TimeAccount
 
 
@@ -63,10 +64,10 @@ class TunedMisses(TuneAnswer):
             yield f"no misses are logged for this device in {self.where}"
             return
         tuned = self.regions[self.regions["planned_us"].notna()]
-        yield (f"tuned {len(tuned)} missed region{'s' * (len(tuned) != 1)}, looked up {int(tuned['count'].sum())} "
-               f"times; {self.forgotten} misses have a plan now and are logged no more")
+        yield (f"tuned {counted(len(tuned), 'missed region')}, looked up {int(tuned['count'].sum())} times; "
+               f"{self.forgotten} misses have a plan now and are logged no more")
         if failed := len(self.regions) - len(tuned):
-            yield f"{failed} could not be tuned; their outcomes say why"
+            yield f"{counted(failed, 'missed region')} could not be tuned; `outcome` says why"
         yield from self.words
         if waiting := int((self.left["tunable"] == "yes").sum()):
             yield f"{waiting} misses can be tuned still; `plan tune --misses --most {self.most}` goes on"

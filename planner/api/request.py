@@ -237,16 +237,14 @@ def _source_at_hand(kind: Kind, given: ModelArguments, dtype: str | None) -> Mod
             raise ConfigError("a module has a dtype and layers of its own; leave out dtype and layers")
         own = getattr(model, "_orig_mod", model)  # what torch.compile made of it
         return ModelSource("module", type(own).__name__, made=lambda: (twin(own), inputs))
-    to_json = getattr(model, "to_json_string", None)
+    to_json: Any = getattr(model, "to_json_string", None)
     if model is not None and (isinstance(model, type) or not callable(to_json)):
         raise ConfigError(_no_model(model))
     if inputs is not None:
         raise ConfigError("inputs are those of a module; the sizes of a config are decode, kv_len and prefill")
-    if callable(to_json):
-        name = str(getattr(model, "name_or_path", "") or getattr(model, "model_type", "config"))
-        checked = find_source(None, None, None, kind, dtype, given.layers)  # of the other arguments
-        return source_of(json.loads(to_json(use_diff=False)), name, checked.dtype if dtype else None, given.layers)
-    raise ConfigError(_no_model(model))
+    name = str(getattr(model, "name_or_path", "") or getattr(model, "model_type", "config"))
+    checked = find_source(None, None, None, kind, dtype, given.layers)  # of the other arguments
+    return source_of(json.loads(to_json(use_diff=False)), name, checked.dtype if dtype else None, given.layers)
 
 
 def _no_model(given: object) -> str:
@@ -256,8 +254,8 @@ def _no_model(given: object) -> str:
     if isinstance(given, type):
         return f"{wanted}, not the class {given.__name__}; give an instance of it"
     if callable(given):
-        name = getattr(given, "__name__", type(given).__name__)
-        return f"{wanted}, not the function {name}; wrap it: an nn.Module whose forward calls it"
+        what = f"function {name}" if (name := getattr(given, "__name__", "")) else f"callable {type(given).__name__}"
+        return f"{wanted}, not the {what}; wrap it: an nn.Module whose forward calls it"
     return f"{wanted}, not {brief(given)}, a {type(given).__name__}"
 
 
@@ -273,7 +271,7 @@ def _sizes_text(name: str, sizes: Any) -> str | None:
 
 
 def plan_settings(kind: Kind, numerics: str, regime: str) -> PlanSettings:
-    """The settings that plans are made for; a FuseplanError where there are none such, or not on this device."""
+    """The settings that plans are made for; FuseplanError where a name is unknown, or a CPU has no CUDA graphs."""
     for name, value, known in (("numerics", numerics, ("fp32", "eager")), ("regime", regime, ("eager", "graph"))):
         if value not in known:
             raise ConfigError("{} {!r} is not one of {}", Argument(name), value, ", ".join(known))

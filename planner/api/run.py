@@ -106,7 +106,8 @@ def run_here(
 ) -> list[tuple[Wanted, Ran]]:
     """Tune what is wanted on this device; errors are those of :func:`~fuseplan.planner.tuning.tune.tune`.
 
-    A stored region is not measured again, so an interrupted run goes on, and two runs share their work.
+    What was finished before an error is stored. A stored region is not measured again, so an interrupted run goes on,
+    and two runs share their work.
     """
     kind, how = request.kind, request.how
     if is_gpu(kind):

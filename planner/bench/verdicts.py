@@ -22,8 +22,8 @@ _COPY_SHARE = 0.94
 def pattern_table(frame: pd.DataFrame) -> pd.DataFrame:
     """One line per cell and mode: everyone's median, the best peer, what ours moves per second.
 
-    ``vs_best`` is the best peer's time over ours. ``copy_share`` is a large cell's time over that of a copy of as many
-    bytes in the same run, in any mode for CUDA graphs, which copy some sizes at two thirds of the speed.
+    ``vs_best`` is the best peer's time over ours. ``copy_share`` is the time of a copy of as many bytes over ours. In
+    CUDA graphs the fastest copy of any mode counts, since graphs copy some sizes at two thirds of the speed.
     """
     cells = ["subject", "workload", "mode", "key"]
     times = median_table(frame, cells).assign(**{} if COPY in set(frame["contestant"]) else {COPY: math.nan})

@@ -103,8 +103,9 @@ def report(
     """Report what was tuned: whole steps first, then groups, fused against unfused. Nothing is measured."""
     from fuseplan.planner.api import report as api
 
-    found, screen = api.report(model, device=device, device_key=device_key, db=db, against=against,
-                               regime=regime), current()  # type: ignore[arg-type]
+    found = api.report(
+        model, device=device, device_key=device_key, db=db, against=against, regime=regime)  # type: ignore[arg-type]
+    screen = current()
     if screen.style == "html":
         screen.page(found.html(), Path("fuseplan-report.html"))
     else:

@@ -87,7 +87,7 @@ def devices_here(client: Client, kind: str) -> int:
 def connected(workers: str, kind: str) -> Iterator[Client]:
     """A client of the scheduler at this address, or of workers that live here as long as the context (``local``).
 
-    :class:`DeviceError` where no scheduler answers, or nobody owns such a device.
+    :class:`DeviceError` where no scheduler answers, or nobody owns such a device; ConfigError as of its keys.
     """
     with ExitStack() as stack:
         if workers == LOCAL:
@@ -115,7 +115,10 @@ def connected(workers: str, kind: str) -> Iterator[Client]:
 
 
 def scheduler_client(address: str) -> Client:
-    """A client of the scheduler at this address; :class:`DeviceError` where none answers. Warns of an open one."""
+    """A client of the scheduler at this address; warns of an open one.
+
+    :class:`DeviceError` where none answers, ConfigError where the address does not go with TLS.
+    """
     for name in ("distributed.comm", "distributed.client"):  # what they say is said here in one line
         logging.getLogger(name).setLevel(logging.CRITICAL)
     security = security_for(address)

@@ -64,7 +64,7 @@ def wanted_by(request: TuneRequest, progress: Progress = SILENT) -> WantedOn:
 
 @dataclass(frozen=True, eq=False)
 class FleetStatus:
-    """Tables of :data:`DEVICE_COLUMNS`, None without a scheduler, :data:`LEASE_COLUMNS` and :data:`MISSING_COLUMNS`."""
+    """Tables of :data:`LEASE_COLUMNS`, :data:`MISSING_COLUMNS` and, with a scheduler, :data:`DEVICE_COLUMNS`."""
 
     where: str  # the database in words
     devices: pd.DataFrame | None
@@ -80,7 +80,8 @@ def fleet_status(
     What is missing are the regions without a plan of what is ``wanted`` for each device of the fleet and of the
     database, and for the one ``here``, by its key; without that, the misses that dispatch has logged.
 
-    :class:`FuseplanError` where no scheduler answers, :class:`DatabaseError` where the database cannot be read.
+    :class:`FuseplanError` without Dask or an answer of the scheduler, :class:`DatabaseError` where the database cannot
+    be read.
     """
     devices, versions, labels = None, dict[str, Versions](), {"probe": "probe of the device"}
     if scheduler is not None:

@@ -188,7 +188,10 @@ class WorkerCapture(Future[Graphs]):
 
 
 class Fleet:
-    """Connected workers, their ``devices``, each key once, and the ``location`` of a database that they all reach."""
+    """Connected workers, their ``devices`` (each key once), and the ``location`` of a database that they all reach.
+
+    :class:`DatabaseError` where it cannot be opened for writing.
+    """
 
     def __init__(
         self, client: Client, devices: Sequence[WorkerDevice], location: str, request: TuneRequest, progress: Progress
@@ -233,7 +236,9 @@ class Fleet:
         return self._captures[asked]
 
     def run(self, what: str) -> None:
-        """Until all that was asked for is done, called ``what``; errors as those of :meth:`RegionScheduler.run`."""
+        """Until all that was asked for is done, called ``what``; errors as those of :meth:`RegionScheduler.run`, and
+        :class:`DatabaseError` where several workers cannot write the database.
+        """
         with self._status(what):
             self._scheduler.run()
 

@@ -87,7 +87,7 @@ def security_for(address: str) -> Security:
 
 
 def own_security() -> Security:
-    """A key of this run alone, which only its own processes are told; nobody else on this host gets in."""
+    """A key that only the processes of this run are told; ConfigError without ``cryptography``."""
     try:
         made: Security = Security.temporary()
         return made

@@ -159,14 +159,17 @@ class RegionTuner:
         self._graphs: dict[str, tuple[DataflowGraph, Region]] = {}
 
     def prepare(self, task: RegionTask, rankings: Rankings) -> None:
-        """Begin to enumerate a region and compile its kernels, where that disturbs no measurement; at once returns."""
+        """Begin to enumerate a region and compile its kernels, unless that disturbs a measurement; returns at once.
+
+        ``rankings`` are those of similar kernels.
+        """
         self.tuner.take_rankings(rankings)
         if self.session.target.is_gpu:
             graph, region = self._graph(task)
             self._planner.prepare(graph, [region])
 
     def measure(self, task: RegionTask) -> RegionPlan | None:
-        """The region's plan, stored or measured now; None of a task that does not wait for the tuner at work on it."""
+        """The region's plan, stored or measured now; None if another tuner has it and the task does not wait."""
         graph, region = self._graph(task)
         taken: list[Region] = []
         plans = self._planner.plan_graph(

@@ -84,7 +84,7 @@ def make_inputs(
 ) -> tuple[torch.Tensor, ...]:
     """Random inputs: N(0, 1), positive where the pattern needs it, and cosine and sine of the same angles.
 
-    A row of angles has each twice, for kernels that read each once.
+    The second half of a row of angles repeats the first: some kernels read one half.
     """
     generator = torch.Generator(device_type).manual_seed(seed)
     positive = needs_positive_inputs(traced.graph)

@@ -230,7 +230,8 @@ def headline(groups: pd.DataFrame) -> str:
     tuned, fused = len(groups) - calls, int((groups["answer"] == "fuse").sum())
     said = f"{fused} of {counted(tuned, 'group')} {'is' if tuned == 1 else 'are'} fused" if tuned else ""
     called = f"{counted(calls, 'op')} by a library's call" if calls else ""
-    slower = int((groups["speedup"] < 1 - groups["noise"]).sum())
+    noise = groups["noise"].fillna(groups["noise"].max())  # a library's call has none of its own
+    slower = int((groups["speedup"] < 1 - noise.fillna(0.0)).sum())
     below = int(groups["doubt"].notna().sum())
     words = f"; {below} measured below their floors, so the probe of these floors or a time is wrong" if below else ""
     return f"{'; '.join(filter(None, (said, called)))}; {slower} slower than unfused beyond noise{words}"

@@ -29,7 +29,7 @@ from fuseplan.search.store.record import GroupChoice, PlanRecord, RecordKey, now
 
 #: More drawings than this make a page nobody scrolls through: of layers, and of other regions, the most expensive ones.
 _MAX_LAYERS, _MAX_DRAWINGS = 8, 16
-#: Steps, and layers of a model, that are not folded away: one of decode and one of prefill.
+#: Steps that are not folded away, and layers of a model: one of decode, one of prefill.
 _STEPS, _LAYERS = 3, 2
 #: Rejected groups whose covers are solved: of a region that is shown first, and of another.
 _REJECTED, _FEW_REJECTED = 10, 2

@@ -31,7 +31,7 @@ class Row:
     Attributes:
         op: Its name and number of columns; ``(2)`` for the second such op of a layer.
         rows: Of its result; of attention those of one head.
-        runs, time_us: What runs it, with what else that does, and the time of all that.
+        runs, time_us: What runs it and what else that computes; the time of both.
         otherwise: What else was measured.
     """
 
@@ -44,7 +44,7 @@ class Row:
 
 
 def side_by_side(planned: Iterable[PlannedRegion]) -> list[Row]:
-    """Matmuls and attention of the costliest region of each workload that several workloads have, by op and rows."""
+    """By op and rows: matmuls and attention that several workloads have in their costliest regions."""
     costliest: dict[str, PlannedRegion] = {}
     for one in planned:
         costliest[one[0]] = max(costliest.get(one[0], one), one, key=lambda it: it[1].occurrences * it[2].unfused_us)

@@ -17,13 +17,13 @@ from fuseplan.search.store.record import PlanRecord
 _DIGITS = 2
 #: Threads of the trace: name by number, in the order in which they are shown.
 _UNFUSED, _PLANNED = 1, 2
-_TRACKS = {_UNFUSED: "unfused: each op by ATen", _PLANNED: "as planned"}
+_TRACKS = {_UNFUSED: "unfused: each op timed by itself", _PLANNED: "as planned: each group timed by itself"}
 
 
 def step_trace(data: ReportData, step: Step) -> dict[str, Any]:
     """A step in the Trace Event Format (Chrome, Perfetto): one complete event for each op and each planned group.
 
-    Each is as long as it was measured by itself, or predicted, so that a track's length is the sum of these. What the
+    An event lasts as long as its op or group took by itself, measured or else predicted; a track is their sum. What the
     whole step took is in ``otherData``. Regions come in the order of the model, as far as the tune stored it.
     """
     events = [_named("process_name", 0, step.name)]

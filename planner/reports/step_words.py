@@ -110,7 +110,7 @@ class Piece:
 
 
 def bars(one: Step) -> tuple[list[Piece], list[Piece]]:
-    """A step as two bars, unfused and as planned, on one scale; parts that sum to more than it are shortened."""
+    """A step as two bars, unfused and as planned, on one scale; parts that together exceed the step are shortened."""
     longest = max(one.unfused_us, one.planned_us)
 
     def bar(whole_us: float, side: int) -> list[Piece]:

@@ -124,7 +124,7 @@ def _by_inductor(
     try:
         call = inductor.compile_graph(gm, example_inputs, mode)
     except Exception as error:
-        tally.refuse(f"TorchInductor's code for the whole graph: {failure_reason(error)}")
+        tally.note(f"no code of TorchInductor's for the whole graph: {failure_reason(error)}")
         return None
     tally.count("whole_by_inductor")
     logger.info("graph %s runs by TorchInductor's code, which is faster as measured or as the cost model says",

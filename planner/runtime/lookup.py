@@ -94,9 +94,10 @@ def look_up(session: Session, graph: DataflowGraph, on_miss: OnMiss, tally: Tall
     of_parts = passes.whole_again(apart, passes.in_database(parts, stored))
     found = [one for one in found if one.status != "apart"] + of_parts
     found = passes.fit_dynamic(passes.planned(found))
-    for reason in passes.planner.refused.values():
+    unfused = {one.region.key for one in found if one.status == "refused"}
+    for key, reason in passes.planner.refused.items():
         tally.count("quarantined")
-        tally.refuse(f"a stored plan is not used: {reason}")
+        (tally.refuse if key in unfused else tally.note)(f"a stored plan is not used: {reason}")
     for names in passes.planner.outdated.values():
         used = "" if on_miss == "tune" else " and used all the same"
         tally.note(f"a stored plan is of another version of {' and '.join(names)}{used}: plan tune times it again")

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import platformdirs
 import torch
+from torch._subclasses import fake_tensor
 
 import fuseplan.kernels
 from fuseplan.costmodel.devices import is_gpu, traced_on
@@ -39,10 +40,14 @@ _CODE = (Path(__file__).parent.parent, Path(fuseplan.kernels.__path__[0]))
 
 
 def warm_up() -> None:
-    """Import what capturing a model of a config needs, as far as it is there, for processes that are forked later."""
+    """Import what capturing a model of a config needs, as far as it is there, for processes that are forked later.
+
+    Their fake tensors make no context on a GPU. Only a backward pass needs it, and it takes many processes seconds.
+    """
     for name in _IMPORTED:
         with suppress(ImportError):
             importlib.import_module(name)
+    fake_tensor.init_gpu_context = functools.cache(lambda device: None)
 
 
 def cached_capture(

@@ -93,6 +93,7 @@ class GraphStream:
             for job in self._jobs.values():
                 if not job.done():
                     job.set_result(None)
+            pool.close()
 
     def __iter__(self) -> Iterator[tuple[str, DataflowGraph]]:
         while self.waiting:

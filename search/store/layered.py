@@ -103,9 +103,15 @@ class LayeredDatabase:
         for line in (line for path in self._files for line in _data_lines(path)):
             if line.startswith(start) and text in line:
                 try:
-                    yield entry_of(codec.parse(line, "line"))
+                    yield _entry(line)
                 except RecordError as error:
                     warnings.warn(f"shipped record skipped: {error}", stacklevel=3)
+
+
+@functools.lru_cache(maxsize=4096)
+def _entry(line: str) -> Entry:
+    """What a line holds, decoded once per process: a tune looks a plan up, checks its times and reports it."""
+    return entry_of(codec.parse(line, "line"))
 
 
 @functools.lru_cache(maxsize=16)

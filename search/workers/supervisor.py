@@ -131,6 +131,8 @@ class Supervisor:
         except (EOFError, ConnectionError):
             pass
         finally:
+            for lane in self._lanes.values():  # all before the first is waited for: a GPU's driver takes its time
+                kill_tree(lane.pid)
             for number in list(self._lanes):
                 self._end(number)
 

@@ -39,6 +39,8 @@ GAP_TOLERANCE = 0.01
 MINOR_SHARE = 0.005
 #: By which factor the median of times that are measured again may differ from the stored ones.
 RECHECK_TOLERANCE = 1.25
+#: A kernel may be this much faster than the lower bound: the bound follows from rates of another minute.
+FLOOR_TOLERANCE = 0.05
 #: A plan serves sizes of the token dimension up to this factor away from the one it was tuned for.
 MAX_SIZE_RATIO = 4
 

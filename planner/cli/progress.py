@@ -46,8 +46,9 @@ class TuneProgress:
         if event.phase == "step":
             self.say(f"timing the whole step of {event.label}: about {event.best_us / 1e3:.3g} ms unfused", "stage")
         elif event.phase == "step done":  # while other workloads are still to be tuned
+            over = f", {event.gains[0]:.2f} to {event.gains[1]:.2f}" if event.gains is not None else ""
             self.say(f"{event.label}: {time_text(event.unfused_us)} -> {time_text(event.best_us)} a step "
-                     f"({event.unfused_us / event.best_us:.2f}x)", "answer")
+                     f"({event.unfused_us / event.best_us:.2f}x{over})", "answer")
         elif event.phase == "capture":
             self.say(f"capturing {event.label}", "stage")
         elif event.phase == "play off":

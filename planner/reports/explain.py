@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from fuseplan.planner.tuning.planner import GraphPlan, RegionPlan
 from fuseplan.planner.tuning.session import Session
 from fuseplan.planner.tuning.summary import RegionSummary, summarise
 from fuseplan.planner.tuning.whole_step import runs_by_inductor
+from fuseplan.search import policy
 from fuseplan.search.store.record import ATEN, GroupChoice, TuningRecord
 
 #: Examples of a kind that are spelled out; the rest is counted.
@@ -142,9 +144,10 @@ class _RegionWords:
         if choice.delay_us >= 0.01:
             parts.append(f"{choice.delay_us:.2f} us more beside the region's other data in the cache")
         if choice.lower_bound_us:
-            doubt = floor_doubt(choice.measured_us, choice.lower_bound_us)
+            doubt = floor_doubt(choice.measured_us, choice.lower_bound_us, policy.FLOOR_TOLERANCE)
             words = f" (it is {doubt})" if doubt else ""
-            parts.append(f"no kernel can take less than {choice.lower_bound_us:.2f} us{words}")
+            floor_us = choice.lower_bound_us if doubt else min(choice.lower_bound_us, choice.measured_us or math.inf)
+            parts.append(f"no kernel can take less than {floor_us:.2f} us{words}")
         if choice.config:
             parts.append(config_text(choice.config))
         yield f"     {'; '.join(parts)}"

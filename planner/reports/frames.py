@@ -16,7 +16,8 @@ from fuseplan.planner.module_paths import joined_places
 from fuseplan.planner.tuning import summary as summaries
 from fuseplan.planner.tuning.miss_list import MISS_COLUMNS, Miss, logged_misses
 from fuseplan.planner.tuning.summary import RegionSummary, WorkloadSummary
-from fuseplan.planner.tuning.whole_step import StepTimes, stored_steps
+from fuseplan.planner.tuning.whole_step import StepTimes, steps_of_user, stored_steps
+from fuseplan.search import policy
 from fuseplan.search.errors import counted
 from fuseplan.search.store.record import ATEN, INDUCTOR, Alternative, GroupChoice, PlanRecord, RecordKey, TuningRecord
 
@@ -39,6 +40,7 @@ class ReportData:
         misses: Look-ups that found nothing, as the database counts them.
         shipped: Keys of plans that come with the package.
         steps: Measured whole steps, by :func:`~fuseplan.planner.tuning.whole_step.step_key`.
+        timed_here: Keys of those that were not timed on another machine, and come with the package.
     """
 
     device: str
@@ -50,6 +52,7 @@ class ReportData:
     misses: tuple[Miss, ...] = ()
     shipped: frozenset[RecordKey] = frozenset()
     steps: Mapping[str, StepTimes] = field(default_factory=dict)
+    timed_here: frozenset[str] = frozenset()
 
     def placed(self) -> Iterator[tuple[WorkloadSummary, RegionSummary, PlanRecord]]:
         """Every plan of a workload's regions."""
@@ -112,7 +115,8 @@ def load_report(
     models = {workload.model for workload in workloads}
     if not model and len(models) == 1:
         model = models.pop()
-    return ReportData(device, model, spec, records, plans, workloads, misses, shipped, stored_steps(database))
+    found, own = stored_steps(database), steps_of_user(database)
+    return ReportData(device, model, spec, records, plans, workloads, misses, shipped, found, own)
 
 
 def group_frame(data: ReportData) -> pd.DataFrame:
@@ -122,7 +126,7 @@ def group_frame(data: ReportData) -> pd.DataFrame:
 
     ``times`` counts how often the group runs in one pass over each workload; ``unfused_us`` is of the run that decided
     it, or of a library's call the sum of its ops; ``speedup`` is unfused over what the plan runs, so it is 1 where the
-    answer is not to fuse; ``doubt`` is that of :func:`floor_doubt`.
+    answer is not to fuse; ``doubt`` says that what runs is more than 5 % below ``lower_bound_us``.
     """
     rows: dict[Any, dict[str, Any]] = {}
     runs: defaultdict[Any, Counter[str]] = defaultdict(Counter)
@@ -168,7 +172,10 @@ def _group_row(group: GroupChoice, record: TuningRecord | None, by_ops_us: float
         }
     chosen_us = row["unfused_us"] if group.is_plain else row["fused_us"]
     speedup = row["unfused_us"] / chosen_us if row["unfused_us"] is not None and chosen_us else None
-    return row | {"speedup": speedup, "doubt": floor_doubt(chosen_us, group.lower_bound_us)}
+    doubt = floor_doubt(chosen_us, group.lower_bound_us, policy.FLOOR_TOLERANCE)
+    if chosen_us is not None and doubt is None:  # the fastest that is known bounds the floor, too
+        row["lower_bound_us"] = min(group.lower_bound_us, chosen_us)
+    return row | {"speedup": speedup, "doubt": doubt}
 
 
 def _answer(group: GroupChoice) -> str:
@@ -177,9 +184,9 @@ def _answer(group: GroupChoice) -> str:
     return "fuse" if group.is_kernel or group.implementation == INDUCTOR else LIBRARY_CALL
 
 
-def floor_doubt(time_us: float | None, floor_us: float | None) -> str | None:
+def floor_doubt(time_us: float | None, floor_us: float | None, tolerance: float = 0.0) -> str | None:
     """In words, that a time is below its floor, which the probe's best rates give; None where it is not."""
-    if time_us is None or floor_us is None or time_us >= floor_us:
+    if time_us is None or floor_us is None or time_us >= floor_us * (1 - tolerance):
         return None
     share = 1 - time_us / floor_us
     return f"{share:.1%} below its floor: the device was slower when it was probed, or the time is wrong"

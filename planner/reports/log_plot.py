@@ -19,7 +19,7 @@ _LEFT, _TOP, _RIGHT, _BOTTOM = 56.0, 26.0, 24.0, 42.0
 _CELL = 6.0
 #: Names that are written in the plot, their letters at most, and the extent of a letter.
 NAMED, NAME_LETTERS = 10, 26
-_LETTER, _LINE = 6.6, 13.0
+_LETTER, _LINE = 7.2, 13.0
 #: Lines of names in a plot's height.
 _ROWS = round(_HEIGHT / _LINE)
 #: Points that one mark names, and ticks on an axis, at most.

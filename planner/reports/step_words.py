@@ -59,7 +59,8 @@ def step_words(one: Step) -> str:
         return f"{words}; the sum of its regions, a whole step was not timed{_left_out(one)}"
     floor = f"; floor {_in(one.floor_us, unit)} {unit}" if one.floor_us is not None else ""
     below = f" (the step is {one.doubt})" if one.doubt else ""
-    return f"{words}{floor}{below}{_doubt(one)}{_memory(one)}{_left_out(one)}"
+    elsewhere = "" if one.timed_here else "; timed on another machine"
+    return f"{words}{floor}{below}{_doubt(one)}{_memory(one)}{elsewhere}{_left_out(one)}"
 
 
 def _range(one: Step) -> str:
@@ -127,7 +128,7 @@ def bars(one: Step) -> tuple[list[Piece], list[Piece]]:
 def answers(one: Step) -> list[str]:
     """Three sentences: how much faster a step is, which groups made it, and what is left to gain."""
     faster = ratio(one.unfused_us, one.best_us) or 1.0
-    how = "measured end to end" if one.times is not None else "the sum of its regions; a whole step was not timed"
+    how = "the sum of its regions; a whole step was not timed" if one.times is None else f"measured {one.measured}"
     if not is_cpu(kind_of_key(one.workload.device)):  # launching takes most of the time of a small unfused step
         how += "; replayed from a CUDA graph" if one.workload.regime == "graph" else "; launched from Python"
     took = f"a step takes {time_text(one.best_us)}, unfused {time_text(one.unfused_us)}"

@@ -67,6 +67,7 @@ class Step:
     parts: Mapping[str, tuple[float, float]]
     saved: tuple[Saved, ...]
     left_out: int = 0
+    timed_here: bool = True
 
     @property
     def best_us(self) -> float:
@@ -76,9 +77,7 @@ class Step:
     @property
     def gains(self) -> tuple[float, float] | None:
         """The range of what the plan gained in its rounds; None where that is not known, or the plan does not run."""
-        if self.times is None or self.times.by_inductor or self.times.gain_low is None or self.times.gain_high is None:
-            return None
-        return self.times.gain_low, self.times.gain_high
+        return self.times.gains if self.times is not None else None
 
     @property
     def floor_us(self) -> float | None:
@@ -87,8 +86,10 @@ class Step:
 
     @property
     def measured(self) -> str:
-        """How the step was measured: end to end, or by its regions."""
-        return "end to end" if self.times is not None else "by regions"
+        """How the step was measured: end to end, perhaps on another machine with such a device, or by its regions."""
+        if self.times is None:
+            return "by regions"
+        return "end to end" if self.timed_here else "end to end, on another machine"
 
     @property
     def hidden(self) -> bool:
@@ -114,7 +115,8 @@ def steps(data: ReportData) -> list[Step]:
 
 
 def _step(data: ReportData, workload: WorkloadSummary, planned: list[tuple[RegionSummary, PlanRecord]]) -> Step:
-    times = data.steps.get(step_key((region.occurrences, plan) for region, plan in planned))
+    whole = step_key((region.occurrences, plan) for region, plan in planned)
+    times = data.steps.get(whole)
     parts = {part: [0.0, 0.0] for part in PARTS[:-1]}
     saved: dict[str, Saved] = {}
     places: defaultdict[str, list[tuple[int, list[str]]]] = defaultdict(list)
@@ -139,7 +141,8 @@ def _step(data: ReportData, workload: WorkloadSummary, planned: list[tuple[Regio
     held = sum(region.occurrences * (len(region.kinds) - region.kinds.count("view")) for region, _ in planned)
     return Step(
         workload, data.name_of(workload), times, before_us, planned_us,
-        {part: (a, b) for part, (a, b) in parts.items()}, tuple(ordered), max(0, workload.ops - workload.views - held))
+        {part: (a, b) for part, (a, b) in parts.items()}, tuple(ordered), max(0, workload.ops - workload.views - held),
+        whole in data.timed_here)
 
 
 def _saved(data: ReportData, region: RegionSummary, plan: PlanRecord, group: GroupChoice) -> Saved | None:
@@ -166,8 +169,8 @@ def _part(region: RegionSummary, group: GroupChoice) -> str:
 
 
 def step_frame(data: ReportData) -> pd.DataFrame:
-    """One row per workload: a step unfused and as planned. ``measured`` says whether end to end, or by its regions;
-    ``speedup_low`` to ``speedup_high`` is the range over the rounds; ``inductor_us`` is what plain
+    """One row per workload: a step unfused and as planned. ``measured`` says whether end to end, and where, or by its
+    regions; ``speedup_low`` to ``speedup_high`` is the range over the rounds; ``inductor_us`` is what plain
     ``torch.compile`` takes, which runs it where ``by_inductor``; ``read_low_gbps`` to ``read_high_gbps`` is the speed
     at which a CPU read memory in these rounds.
     """

@@ -228,7 +228,8 @@ def tune(
             untimed.extend(filter(None, [step_problem(one.workload, found)]))
             one.elapsed_s += time.monotonic() - began
             if isinstance(found, StepTimes):
-                told.on_trial(ProgressEvent(one.workload, 0, 0, found.best_us, "step done", found.unfused_us))
+                told.on_trial(ProgressEvent(
+                    one.workload, 0, 0, found.best_us, "step done", found.unfused_us, found.gains))
 
         def check_shipped() -> tuple[Rechecked, ...]:
             with account.spend("checking shipped times"):

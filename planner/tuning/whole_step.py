@@ -77,6 +77,12 @@ class StepTimes:
     read_high: Amount | None = None
 
     @property
+    def gains(self) -> tuple[float, float] | None:
+        """The range of what the plan gained in its rounds; None where that is not known, or the plan does not run."""
+        known = None if self.gain_low is None or self.gain_high is None else (self.gain_low, self.gain_high)
+        return None if self.by_inductor else known
+
+    @property
     def best_us(self) -> float:
         """What dispatch runs takes so long."""
         return self.inductor_us if self.by_inductor and self.inductor_us is not None else self.planned_us
@@ -105,6 +111,11 @@ def step_key(planned: Iterable[tuple[int, PlanRecord]]) -> str:
 def stored_steps(database: codec.CaptureStore) -> dict[str, StepTimes]:
     """What was measured of steps, by their keys; what cannot be read is left out."""
     return codec.stored(database, StepTimes, _PREFIX)
+
+
+def steps_of_user(database: codec.CaptureStore) -> frozenset[str]:
+    """The keys of steps that did not come with the package."""
+    return frozenset(name.removeprefix(f"{_PREFIX}/") for name in database.capture_names(f"{_PREFIX}/"))
 
 
 def runs_by_inductor(database: codec.CaptureStore, plan: GraphPlan) -> StepTimes | None:

@@ -31,6 +31,8 @@ class CaptureStore(Protocol):
 
     def captures(self, prefix: str) -> Mapping[str, Mapping[str, Any]]: ...
 
+    def capture_names(self, prefix: str) -> set[str]: ...
+
 
 def stored(database: CaptureStore, kind: type[T], prefix: str, name: str = "") -> dict[str, T]:
     """Captures of one kind under ``prefix`` whose names begin with ``name``; what cannot be read is left out."""

@@ -37,7 +37,8 @@ class ProgressEvent:
 
     In phase ``"play off"`` sequences of so many kernels, one of them ``label``, are run against each other. In phase
     ``"step"`` the whole step of the workload ``label`` is timed, which takes about ``best_us`` unfused; in phase
-    ``"step done"`` it was, and took ``best_us``, and ``unfused_us`` unfused. In phase ``"capture"`` it is captured.
+    ``"step done"`` it was, and took ``best_us``, and ``unfused_us`` unfused; ``gains`` is the range of the gain over
+    its rounds. In phase ``"capture"`` it is captured.
     """
 
     label: str
@@ -46,6 +47,7 @@ class ProgressEvent:
     best_us: float
     phase: TunePhase
     unfused_us: float = 0.0
+    gains: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,9 @@ def test_a_tune_in_a_log() -> None:
     progress.on_trial(ProgressEvent("second", 0, 0, 168e3, "step"))  # at once: it may take a while
     assert len(lines) == 5 and "second" in lines[-1] and "168 ms" in lines[-1]
     progress.on_trial(ProgressEvent("second", 0, 0, 84e3, "step done", 168e3))
-    assert "second: 168 ms -> 84.0 ms" in lines.pop() and len(lines) == 5
+    assert lines.pop().endswith("second: 168 ms -> 84.0 ms a step (2.00x)") and len(lines) == 5
+    progress.on_trial(ProgressEvent("second", 0, 0, 84e3, "step done", 168e3, (1.5, 2.25)))
+    assert lines.pop().endswith("a step (2.00x, 1.50 to 2.25)") and len(lines) == 5
     now[0] += EVERY_S
     progress.on_trial(ProgressEvent("silu+mul 3x128", 0, 9, float("inf"), "play off"))
     assert len(lines) == 6 and "9 kernels" in lines[-1] and "silu+mul 3x128" in lines[-1]

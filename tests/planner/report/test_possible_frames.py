@@ -54,6 +54,7 @@ def loaded(path: Path, **options: Any) -> Report:
 def test_shipped_records_say_nothing_that_cannot_be(device: str, regime: str | None, tmp_path: Path) -> None:
     found = report(db=str(tmp_path / "none.db"), device_key=device, regime=regime)
     assert impossible(found) == [] and (regime is not None or len(found.groups))
+    assert set(found.steps["measured"]) <= {"end to end, on another machine", "by regions"}
 
 
 def test_the_sample_says_nothing_that_cannot_be(tmp_path: Path) -> None:

@@ -78,6 +78,21 @@ def test_linears_with_weights_of_other_sizes_are_told_apart(load: Load) -> None:
     assert rows[rows["group"] == MATMUL.label]["speedup"].tolist() == pytest.approx([4 / 3, 14 / 9])
 
 
+@pytest.mark.parametrize(("bound_us", "shown_us"), [(29.0, 29.0), (31.0, 30.0), (33.0, 33.0)])
+def test_no_floor_is_above_what_was_measured_unless_that_is_in_doubt(
+    load: Load, bound_us: float, shown_us: float
+) -> None:
+    """Rates of the probe's minute are not those of the tune's."""
+    data, (workload,) = load(None), [one for one in load(None).workloads if one.workload == "decode b4"]
+    key = workload.plan_key(LAYER)
+    plan = replace(data.plans[key], groups=(replace(MATMUL, lower_bound_us=bound_us), NORM, SDPA, RELU))
+    groups = frames.group_frame(replace(data, plans={**data.plans, key: plan}))
+    matmul = groups.set_index("group").loc[MATMUL.label]
+    assert matmul["lower_bound_us"] == shown_us
+    assert ("9.1% below its floor" in str(matmul["doubt"])) == (bound_us == 33.0)
+    assert ("measured below" in frames.headline(groups)) == (bound_us == 33.0)
+
+
 def test_parts_add_up_by_what_is_in_them(load: Load) -> None:
     parts = decode(load(None)).parts
     assert parts == {

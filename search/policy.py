@@ -54,6 +54,8 @@ LONGER_RUNS = (2, 4)
 ROUNDS_PATIENCE = 4
 #: How often a sample of a round is repeated while something disturbs it.
 SAMPLE_TRIES = 5
+#: Microseconds of a call past which one run of a contest that finds nobody faster is enough.
+LONG_CALL_US = 20_000.0
 #: Undisturbed samples that end a screening, the least it needs, and how many times longer than planned it waits.
 SCREEN_SAMPLES, SCREEN_LEAST, SCREEN_PATIENCE = 7, 3, 12
 #: Rounds of whole steps at least. They go on until the gains of all but a tenth at each end lie within this of each

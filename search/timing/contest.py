@@ -195,14 +195,14 @@ def decisive(
 def middle_of_three(run: Callable[[], Contest], incumbent: str) -> Contest:
     """One run, or the middle one of three where noise hides whether anybody is faster than ``incumbent``.
 
-    Gains vary with where operands lie in memory, which no longer run on the same operands shows. Where nobody is faster
-    in two runs, the middle one of three says the same, and the third is left out.
+    Gains vary with where operands lie in memory, which no longer run on the same operands shows; of long calls they
+    hardly do. Where nobody is faster in two runs, the middle one of three says the same, and the third is left out.
     """
     def gain(found: Contest) -> float:
         return max((found.gain(name, incumbent) for name in found.samples if name != incumbent), default=-math.inf)
 
     first = run()
-    if abs(gain(first)) > first.threshold:
+    if abs(gain(first)) > first.threshold or statistics.median(first.samples[incumbent]) > policy.LONG_CALL_US:
         return first
     second = run()
     if gain(second) <= second.threshold:

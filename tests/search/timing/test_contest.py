@@ -239,6 +239,12 @@ def test_the_middle_one_of_three_where_noise_hides_the_answer(
     assert len(list(rest)) == 3 - runs
 
 
+def test_a_long_call_is_run_once() -> None:
+    """Three runs of a large last layer took a quarter of a minute, to say that it gains nothing."""
+    rest = iter([Contest({"a": (9e4,) * 7, "b": (8.9e4,) * 7}, 0.01, "eager")])
+    assert contest_module.middle_of_three(lambda: next(rest), "a").gain("b", "a") == pytest.approx(1 / 90)
+
+
 def test_a_run_without_challengers_is_run_once() -> None:
     rest = iter([Contest({"a": (10.0,) * 7}, 0.05, "eager")])
     assert contest_module.middle_of_three(lambda: next(rest), "a").samples.keys() == {"a"}

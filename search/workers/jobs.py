@@ -25,7 +25,7 @@ from fuseplan.search.errors import OWN_FAULTS
 from fuseplan.search.store.limits import WORST_ERROR
 from fuseplan.search.store.record import Measurement
 from fuseplan.search.timing.contest import Contest, Rounds, contest, decisive, mean_contest, middle_of_three, screen
-from fuseplan.search.timing.operands import MEMORY, cache_bytes, memory_read, rotating_operands
+from fuseplan.search.timing.operands import MEMORY, cache_bytes, copy_with_layout, memory_read, rotating_operands
 from fuseplan.search.timing.sequence import Parts, SharedOperands, Sides, sequence
 from fuseplan.search.timing.subject import Subject
 from fuseplan.search.timing.timers import Operands, Run, Timer
@@ -108,7 +108,10 @@ class _Desk:
 
     @cached_property
     def operands(self) -> Operands:
-        return _rotating(self.bench, self.inputs, self.subject.hot_inputs)
+        # What timed calls write to is no memory that a result is checked against.
+        written = self.subject.ir.overwritten.values()
+        given = [copy_with_layout(one) if at in written else one for at, one in enumerate(self.inputs)]
+        return _rotating(self.bench, given, self.subject.hot_inputs)
 
 
 def _rotating(bench: Bench, inputs: Sequence[torch.Tensor], hot: Sequence[bool]) -> Operands:

@@ -136,8 +136,10 @@ def play_off(
     sides: Mapping[str, Mapping[Choice, Part]],
 ) -> _Result:
     """The sides, covers of the same ops, as sequences in one interleaved ``run`` of a tuner."""
-    parts = {choice: part for side in sides.values() for choice, part in side.items()}
-    names = {choice: f"part {number}" for number, choice in enumerate(parts)}
-    ordered = {side: [names[choice] for choice in in_order(table.graph, choices)] for side, choices in sides.items()}
-    needed = compute_graph_of(table.graph).outputs_of({op for choice in parts for op in choice.group.ops})
-    return run({names[choice]: part for choice, part in parts.items()}, ordered, needed)
+    # One choice may have another configuration on each side.
+    parts = {(side, choice): part for side, chosen in sides.items() for choice, part in chosen.items()}
+    names = {one: f"part {number}" for number, one in enumerate(parts)}
+    ordered = {side: [names[side, choice] for choice in in_order(table.graph, choices)]
+               for side, choices in sides.items()}
+    needed = compute_graph_of(table.graph).outputs_of({op for _, choice in parts for op in choice.group.ops})
+    return run({names[one]: part for one, part in parts.items()}, ordered, needed)

@@ -17,7 +17,10 @@ from scripted_tuner import TARGET, ScriptedTuner
 from fuseplan.costmodel.device import Peak
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.graph.execute import run_node
+from fuseplan.planner.implementations.choices import implementations_for
+from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.inductor import InductorCode
+from fuseplan.planner.partition.by_inductor import compare_step
 from fuseplan.planner.tuning.planner import Planner, PlanSettings
 from fuseplan.planner.tuning.plans import GraphPlan
 from fuseplan.planner.tuning.session import Session
@@ -320,6 +323,24 @@ def test_what_occurs_once_has_a_ratio_of_its_own(session: Session, monkeypatch: 
     found = measure_step(session, graph, planned(session, graph), ByPart(TIMES))
     assert len(several) == 2 and isinstance(found, StepTimes)
     assert found.inductor_us == pytest.approx(50.0 * (4.5 * 20 + 30) / (4.5 * 10 + 30))
+
+
+def test_a_plan_of_inductors_code_is_timed_in_its_own_mode(session: Session) -> None:
+    b = Builder(x=torch.randn(3, 17))
+    graph = b.graph(b("aten.tanh.default", b("aten.silu.default", "x")))
+    (one,) = planned(session, graph).regions
+    whole = replace(one.record.groups[0], ops=(0, 1), implementation="inductor", config={})
+    modes: dict[str, list[str]] = {}
+
+    class Modes(Bench):
+        def play_off(self, parts: Any, sides: Any, kept: Any) -> Contest:
+            modes.update({side: [parts[name].subject.compiled_for for name in names] for side, names in sides.items()})
+            return Contest(dict.fromkeys(sides, (1.0, 1.0)), 0.01, "eager")
+
+    ways = implementations_for("eager", session.backends, TARGET, "max-autotune")
+    plans = [(one.region, replace(one.record, groups=(whole,)))]
+    compare_step(GroupTable(graph, "fp32", "cpu"), plans, ways, Modes(TIMES))  # type: ignore[arg-type]
+    assert modes == {"planned": ["default"], "inductor": ["max-autotune"]}
 
 
 def test_inductor_runs_no_graph_that_looks_up(session: Session) -> None:

@@ -169,7 +169,7 @@ class MeasuredRegion:
         if gain <= self.margin:
             return gain, False, _BY_PRICES
         covers = {_INCUMBENT: incumbent, _CHALLENGER: challenger}
-        sides = {side: {choice: self._part(choice) for choice in cover} for side, cover in covers.items()}
+        sides = {side: {choice: self.part(choice) for choice in cover} for side, cover in covers.items()}
         contest = play_off(self.prices.tuner.play_off, self.prices.table, sides)
         if contest is None:
             return gain, True, _FAILED
@@ -181,7 +181,8 @@ class MeasuredRegion:
         new_s, old_s = (math.fsum(self.prices.measure_s(cover)) for cover in (challenger, incumbent))
         return 1.0 - new_s / old_s
 
-    def _part(self, choice: Choice) -> Part:
+    def part(self, choice: Choice) -> Part:
+        """What a play-off runs of a choice: of what is searched its tuned kernel."""
         record = self.prices.tuned(choice.group) if choice.implementation.backends else None
         backend, config = ("", {}) if record is None else (record.backend, record.config)
         return choice.implementation.part(self.prices.table, choice.group, backend, config)

@@ -49,6 +49,7 @@ from fuseplan.planner.models.sources import find_source
 from fuseplan.planner.models.workload import Workload, decode, prefill
 from fuseplan.planner.partition.by_measurement import MeasuredRegion
 from fuseplan.planner.partition.guided_loop import guided_partition
+from fuseplan.planner.partition.whole_region import play_off
 from fuseplan.planner.tuning.planner import PlanSettings, RegionPlan
 from fuseplan.planner.tuning.session import Session, open_session
 from fuseplan.planner.tuning.tune import Batch, TuneResult, tune
@@ -153,7 +154,9 @@ def loss_of(chosen: Sequence[Choice], best: Sequence[Choice], problem: RegionPro
     for one in chosen:
         if one.implementation.backends:
             prices.tuned(one.group)
-    contest = MeasuredRegion(problem, prices, 0.0, len(problem.choices)).play_off(best, chosen)
+    part = MeasuredRegion(problem, prices, 0.0, len(problem.choices)).part
+    sides = {"challenger": {one: part(one) for one in best}, "incumbent": {one: part(one) for one in chosen}}
+    contest = play_off(prices.tuner.play_off, prices.table, sides)
     if contest is None:
         return 1.0 - math.fsum(prices.measure_s(best)) / math.fsum(prices.measure_s(chosen)), 0.0
     return contest.gain("challenger", "incumbent"), contest.threshold

@@ -9,10 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from check_plans import HopefulPrices, best_of_all, loss_of
 from reference_backend import ReferenceBackend
 from scripted_tuner import TARGET, ScriptedTuner, chain, compute_nodes
 
 from fuseplan.costmodel.devices import ByDevice
+from fuseplan.planner.groups.candidates import enumerate_candidates
+from fuseplan.planner.groups.regions import find_regions
+from fuseplan.planner.implementations.choices import implementations_for, region_problem
+from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.tunable_group import TunableGroup
 from fuseplan.planner.tuning.planner import Planner
 from fuseplan.search import policy
@@ -197,3 +202,16 @@ def test_a_refused_incumbent_gives_way(tmp_path: Path) -> None:
     )
     assert 4 not in sizes(record)
     assert record.planned_us == pytest.approx(10.0)
+
+
+def test_the_check_of_plans_finds_the_best_partition_and_runs_it_beside_another(tmp_path: Path) -> None:
+    graph, times_us = chain(4), by_length(6.0, 5.0, 9.0, 20.0)
+    (region,), table = find_regions(graph), GroupTable(graph, "fp32", "cpu")
+    problem = region_problem(table, region, enumerate_candidates(graph, region, table.legal),
+                             implementations_for("eager", (Named(),), TARGET))
+    tuner = ScriptedTuner(Database(tmp_path / "t.db"), lambda subject: times_us[len(compute_nodes(subject))])
+    prices = HopefulPrices(table, None, tuner, part=region)  # type: ignore[arg-type]
+    best = best_of_all(problem, prices)
+    whole = [one for one in problem.choices if len(one.group.ops) == 4]
+    assert [len(one.group.ops) for one in best] == [2, 2]
+    assert loss_of(whole, best, problem, prices)[0] == pytest.approx(0.5) and tuner.play_offs == [(2, 1)]

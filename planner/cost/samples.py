@@ -50,7 +50,10 @@ class ChoiceSample:
 
 @dataclass(frozen=True)
 class RegionSamples:
-    """What was measured of a plan's region, of ``enumerated`` choices; ``edges`` are dependencies, views included."""
+    """What was measured of a plan's region, of ``enumerated`` choices that there are.
+
+    ``edges`` are pairs of positions of ops, of which the first has to run before the second, by way of views too.
+    """
 
     key: RecordKey
     label: str

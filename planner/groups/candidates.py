@@ -71,8 +71,9 @@ def same_values(graph: DataflowGraph, first: Region, other: Region) -> dict[str,
 def enumerate_candidates(
     graph: DataflowGraph, region: Region, legal: Legal, max_ops: int = 40, max_candidates: int = 600
 ) -> Enumeration:
-    """The fusion groups of a region, of ``max_ops`` at most: of over ``max_candidates`` a part
-    (:func:`connected_sets`).
+    """The fusion groups of a region, each of ``max_ops`` ops at most.
+
+    Where there are more than ``max_candidates``, :func:`connected_sets` says which are kept: each costs a lowering.
     """
     dependencies = region_dependencies(graph, region)
     ops = [dependencies.flow.nodes[at].op for at in dependencies.members]

@@ -1,11 +1,11 @@
 """Canonical, name-free identity of a set of ops: equal structures get equal keys, in any process and any order.
 
 Ops and external input values are the vertices of a directed graph with tagged arcs ("operand 2"). Colours are refined
-along the arcs until nothing more is told apart (Weisfeiler-Leman); ops are then numbered by Kahn's algorithm, smallest
-colour first. Of equal colours the op that comes first in the program is told apart, and the colours around it are
-refined again, so that a choice between symmetric parts (the q and the k half of RoPE) cannot show in the result. Where
-refinement cannot tell different structures apart, their keys may depend on program order: that repeats a tuning, and is
-never a wrong match, because the key hashes the full text.
+along and against the arcs until nothing more is told apart (Weisfeiler-Leman); ops are then numbered by Kahn's
+algorithm, smallest colour first. Of equal colours the op that comes first in the program is told apart, and the colours
+around it are refined again, so that a choice between symmetric parts (the q and the k half of RoPE) cannot show in the
+result. Where refinement cannot tell different structures apart, their keys may depend on program order: that repeats a
+tuning, and is never a wrong match, because the key hashes the full text.
 """
 
 from __future__ import annotations

@@ -19,7 +19,10 @@ from fuseplan.planner.work.group_work import hot_inputs, kernel_work, op_work
 
 
 class GroupTable:
-    """What is known of a graph's groups; with ``dynamic`` sizes, too, a legal group has to be a kernel."""
+    """What is known of a graph's groups.
+
+    ``dynamic`` is the same graph with dynamic sizes, where a legal group has to be a kernel, too.
+    """
 
     def __init__(
         self, graph: DataflowGraph, numerics: str, device_type: str, dynamic: DataflowGraph | None = None

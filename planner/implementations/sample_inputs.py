@@ -160,9 +160,10 @@ def random_tensor(
     spec: TensorSpec | Buffer, generator: torch.Generator, positive: bool = False, below: int | None = _INTEGERS_BELOW,
     spread: float = 1.0,
 ) -> torch.Tensor:
-    """A random tensor with this layout on the generator's device: spread * N(0, 1), or its absolute value + 0.1.
+    """A random tensor with this layout, on the generator's device.
 
-    Integers are at least 0 and less than ``below``; None, and bytes always, have all numbers of their type.
+    Floats are spread * N(0, 1), or spread * |N(0, 1)| + 0.1 if ``positive``. Integers are at least 0 and less than
+    ``below``; with None, and of bytes always, all numbers of their type.
     """
     span = 1 + sum((extent - 1) * stride for extent, stride in zip(spec.shape, spec.strides, strict=True))
     dtype, limits = torch_dtype(spec.dtype), (0, below or 0)

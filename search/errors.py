@@ -60,7 +60,7 @@ class Command(Argument):
     """What a message advises to run, by the name of a command: a function of that name in Python."""
 
     def __str__(self) -> str:
-        return f"`fuseplan.planner.{str.__str__(self)}()`"
+        return f"`fuseplan.{str.__str__(self)}()`"
 
 
 class SpelledError(Exception):
@@ -73,11 +73,13 @@ class SpelledError(Exception):
         return self.spelled(str)
 
     def spelled(self, spell: Callable[[Argument], str]) -> str:
-        """The message with each argument written as ``spell`` says."""
+        """The message with each argument, of an error in it too, written as ``spell`` says."""
         message, *values = self.args
         if not values:
             return str(message)
-        return str(message).format(*(spell(one) if isinstance(one, Argument) else one for one in values))
+        return str(message).format(*(
+            spell(one) if isinstance(one, Argument) else one.spelled(spell) if isinstance(one, SpelledError) else one
+            for one in values))
 
 
 class SearchError(SpelledError):

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from fuseplan.costmodel.devices import KINDS, Kind, is_cpu, local_kind
-from fuseplan.planner.errors import Argument, DeviceError
+from fuseplan.planner.errors import Argument, DeviceError, PlanError
+from fuseplan.search.errors import plain
 
 #: What a user may ask for.
 DEVICES = ("auto", *KINDS)
+
+
+def check_device_key(key: str, known: Iterable[str]) -> None:
+    """A :class:`PlanError` that lists the keys there are, where this is none of them."""
+    if key not in (known := set(known)):
+        raise PlanError("{} {!r}: no device with records has that key; there are {}", Argument("device_key"), key,
+                        ", ".join(map(plain, sorted(known))) or "none")
 
 
 def device_kind(device: str) -> Kind:

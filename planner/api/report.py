@@ -13,8 +13,8 @@ from fuseplan.costmodel.accuracy import accuracy_frame
 from fuseplan.costmodel.devices import kind_of_key
 from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.api.answer import first_screen
-from fuseplan.planner.api.device import DEVICES, device_kind
-from fuseplan.planner.errors import Argument, PlanError, one_family
+from fuseplan.planner.api.device import DEVICES, check_device_key, device_kind
+from fuseplan.planner.errors import Argument, FuseplanError, PlanError, one_family
 from fuseplan.planner.models.sources import alias_of
 from fuseplan.planner.reports import accuracy, against, frames, step_words, steps
 from fuseplan.planner.reports.document import Document, write_text
@@ -237,27 +237,30 @@ def report(
         return Report(data)
     try:
         other = report(model, device=device, device_key=device_key, regime=regime, db=against)
-    except PlanError as error:
-        raise PlanError("{} {}: {}", Argument("against"), plain(str(against)), error) from None
+    except FuseplanError as error:
+        other_db = [Argument("against") if one == "db" and isinstance(one, Argument) else one for one in error.args]
+        raise PlanError("{} {}: {}", Argument("against"), plain(str(against)), FuseplanError(*other_db)) from None
     return Report(data, other.data)
 
 
 def open_layers(db: str | Path | None, device: str, device_key: str | None = None) -> tuple[LayeredDatabase, str]:
     """The stored and the shipped records of a device, and its key."""
-    here = device in DEVICES
-    if device_key is None and not here:
-        with Database(db, mode="inspect") as stored:
-            device_key = _named(device, stored.devices())
     versions = None  # which software another machine has is not known here
+    if device_key is not None or device not in DEVICES:
+        with Database(db, mode="inspect") as stored:
+            known = {*stored.device_keys(), *shipped_devices()}
+        if device_key is None:
+            device_key = _named(device, known)
+        check_device_key(device_key, known)
     if device_key is None:
         kind = device_kind(device)
         device_key, versions = current_identity(kind).key(), Versions.current(kind)
     return LayeredDatabase(Database(db, mode="inspect", versions=versions), shipped_files(device_key)), device_key
 
 
-def _named(words: str, stored: Iterable[str]) -> str:
+def _named(words: str, known: Iterable[str]) -> str:
     """The key of the one device with records that has ``words`` in its name."""
-    known = sorted({*stored, *shipped_devices()})
+    known = sorted(known)
     wanted = "-".join(words.lower().split())
     found = [key for key in known if wanted and wanted in key]
     if len(found) == 1:

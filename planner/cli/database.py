@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,10 +10,11 @@ import typer
 from typer import Argument, Option
 
 from fuseplan.costmodel.devices import kind_of_key
-from fuseplan.planner.api.device import device_kind
+from fuseplan.planner.api.device import check_device_key, device_kind
 from fuseplan.planner.cli.output.options import answers, current
 from fuseplan.planner.cli.source import DbOption, Device
 from fuseplan.planner.reports.document import Table
+from fuseplan.search.errors import counted
 
 if TYPE_CHECKING:
     from fuseplan.search.store.database import Database
@@ -20,11 +22,11 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="List, show, export, import, verify and prune stored records.")
 
 
-def open_database(url: str | None, write: bool = False) -> Database:
-    """The tuning database. One that cannot be used is an error."""
+def open_database(url: str | None) -> Database:
+    """The tuning database, to look into. One that cannot be used, or was asked for and is not there, is an error."""
     from fuseplan.search.store.database import Database
 
-    return Database(url, mode="write" if write else "inspect")
+    return Database(url, mode="inspect")
 
 
 @app.command("ls")
@@ -62,20 +64,23 @@ def list_misses(
     from fuseplan.search.store.record import Versions
     from fuseplan.search.store.rows import MOST_MISSES
 
+    with open_database(db) as database:
+        where, found = database.where, {str(one["device"]) for one in database.misses()}
+        gone = dropped(database)
+        if device_key is not None:
+            check_device_key(device_key, database.device_keys())
     if device is not None and device_key is None:
         from fuseplan.costmodel.identity import current_identity
 
         device_key = current_identity(device_kind(device)).key()
     rows: list[tuple[str | int, ...]] = []
-    with Database(db, mode="inspect") as database:
-        where, found = database.where, {str(one["device"]) for one in database.misses()}
-        gone = dropped(database)
     for key in sorted(found if device_key is None else found & {device_key}):
         with Database(db, mode="inspect", versions=Versions.current(kind_of_key(key))) as database:
             logged = logged_misses(LayeredDatabase(database, shipped_files(key)), key)
         rows += [(*one.row(), key) for one in logged]
     if gone:
-        current().say(f"{gone} misses that came least were dropped from {where}: it keeps {MOST_MISSES} at most")
+        dropped_ones = counted(gone, "miss that came least was", "misses that came least were")
+        current().say(f"{dropped_ones} dropped from {where}: it keeps {MOST_MISSES} at most")
     if not rows:
         current().say(f"no misses are logged {'' if device_key is None else 'for this device '}in {where}")
     if rows or not current().at_once:
@@ -121,12 +126,10 @@ def export_records(
     from fuseplan.search.store.transfer import export
 
     database = open_database(db)
-    if device is not None and device not in {*database.devices(), *(one.key.device for one in database.records())}:
-        from fuseplan.planner.errors import ConfigError
-
-        raise ConfigError(f"--device-key {device!r}: {database.where} has no such device; list it with `plan db ls`")
+    if device is not None:
+        check_device_key(device, database.device_keys())
     count = export(database, file, device)
-    current().say(f"{count} entries of {database.where} written to {file}")
+    current().say(f"{counted(count, 'entry', 'entries')} of {database.where} written to {file}")
 
 
 @app.command("import")
@@ -135,14 +138,16 @@ def import_records(
     file: Annotated[Path, Argument(help="File that `plan db export` wrote.")], db: DbOption = None
 ) -> None:
     """Read an export into the database: whole, or not at all."""
+    from fuseplan.search.store.database import Database
     from fuseplan.search.store.transfer import import_bundle, read_bundle
 
     read_bundle(file)  # one that is refused makes no database
-    database = open_database(db, write=True)
+    database = Database(db)
     found = import_bundle(database, file)
     left = ", ".join(f"{count} {why}" for why, count in found.left.items())
     current().say(
-        f"{found.taken} entries of {file} imported into {database.where}" + (f"; not taken: {left}" if left else ""))
+        f"{counted(found.taken, 'entry', 'entries')} of {file} imported into {database.where}"
+        + (f"; not taken: {left}" if left else ""))
 
 
 @app.command()
@@ -160,7 +165,7 @@ def pull(
         raise ConfigError("two servers are given; pull one" if server else "give the URL of a server")
     where = server or str(db)
     file, count = copy(where)
-    current().say(f"{count} rows of {location_name(resolve_url(where))} written to {file}")
+    current().say(f"{counted(count, 'row')} of {location_name(resolve_url(where))} written to {file}")
 
 
 @app.command()
@@ -175,8 +180,7 @@ def verify(db: DbOption = None) -> None:
         rows = tuple((one.table, one.row, one.what) for one in problems)
         current().add(Table("problems", ("table", "row", "what"), rows))
         cures = dict.fromkeys(one.cure for one in problems if one.cure)
-        count = f"{len(problems)} problem{'s' * (len(problems) > 1)}"
-        current().tell("; ".join((f"{count} in {database.where}", *cures)))
+        current().tell("; ".join((f"{counted(len(problems), 'problem')} in {database.where}", *cures)))
         raise typer.Exit(2)
     current().tell(f"{database.where} is sound")
 
@@ -190,11 +194,23 @@ def prune(
     db: DbOption = None,
 ) -> None:
     """Delete finished trials and damaged rows, and more where asked for."""
+    from fuseplan.search.errors import CorruptDatabaseError
+    from fuseplan.search.store.database import Database
     from fuseplan.search.store.maintenance import prune_database as delete
     from fuseplan.search.store.record import Versions
 
-    database = open_database(db, write=True)
+    screen, aside = current(), list[str]()
+    with suppress(CorruptDatabaseError), open_database(db) as found:  # a corrupt one is set aside below
+        if device is not None:
+            check_device_key(device, found.device_keys())
+        if found.engine is None:
+            screen.say(f"nothing to delete: there is no tuning database at {found.where} yet")
+            return
+    database = Database(db, tell=aside.append)
     keep = Versions.current(device_kind("auto")) if stale else None
     removed = delete(database, keep_versions=keep, device=device, misses=misses)
+    for line in aside:
+        screen.warn(line)
     counts = ", ".join(f"{count} {table}" for table, count in removed.items() if count)
-    current().say(f"{counts or 'nothing'} deleted from {database.where}")
+    screen.say(f"the damaged file was set aside whole; {database.where} is new and empty" if aside else
+               f"{counts or 'nothing'} deleted from {database.where}")

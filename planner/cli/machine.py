@@ -157,7 +157,7 @@ def _known(find: Callable[[], Any]) -> Any:
 def _held(db: str | None, key: str) -> dict[str, object]:
     from fuseplan.search.store.database import Database
 
-    with Database(db, mode="inspect") as database:
+    with Database(db, mode="peek") as database:
         engine, spec = database.engine, database.get_device(key)
         where = database.where if engine is not None else f"{database.where} (not there yet)"
         if engine is not None and engine.dialect.name != "sqlite":

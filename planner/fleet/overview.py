@@ -93,16 +93,16 @@ def fleet_status(
             devices = pd.DataFrame(device_statuses(client), columns=list(DEVICE_COLUMNS))
             versions = {one.device: one.versions for kind in KINDS for one in described(client, kind)}
             labels |= known_labels(client)
-    with Database(db, mode="inspect") as database:
+    with Database(db, mode="peek") as database:
         held, missed = leases.listed(database), database.misses()
         labels |= {str(row["workload"]): str(row["label"]) for row in missed}
         labels |= {one.key.workload: one.label for one in database.everything()}
         keys = {*versions, *database.devices(), *(str(row["device"]) for row in missed)}
-        where = database.where
+        where = database.where if database.engine is not None else f"{database.where}, which is not there yet"
     keys |= {here} - {""}
     rows: list[tuple[str, str, str, str, int, str]] = []
     for key in sorted(keys):
-        with Database(db, mode="inspect", versions=versions.get(key)) as database:
+        with Database(db, mode="peek", versions=versions.get(key)) as database:
             store = LayeredDatabase(database, shipped_files(key))
             if wanted is not None:
                 rows += _without_plan(store, key, wanted(key))

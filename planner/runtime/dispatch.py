@@ -135,17 +135,17 @@ def _by_inductor(
 def _open(device_type: str, options: DispatchOptions) -> Session:
     settings = PlanSettings(numerics=options.numerics, regime=options.regime_on(device_type))
     known = None
-    if options.on_miss == "tune":
-        try:
-            return open_session(device_type, options.db, settings, patient=False)
-        except DatabaseError as error:
-            known = str(error)
-            warn_once(known, "nothing is tuned now, since it could not be stored: %s", known)
 
     def tell(message: str) -> None:
         if known is None or not message.startswith(known):
             warn_once(message, "%s", message)
 
+    if options.on_miss == "tune":
+        try:
+            return open_session(device_type, options.db, settings, patient=False, tell=tell)
+        except DatabaseError as error:
+            known = str(error)
+            warn_once(known, "nothing is tuned now, since it could not be stored: %s", known)
     return open_session(device_type, options.db, settings, mode="read", tell=tell)
 
 

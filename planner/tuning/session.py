@@ -167,7 +167,7 @@ def open_session(
 
     The device is ``"cpu"``, ``"cuda"``, or ``"auto"`` (CUDA where there is one). ``database`` is a file or SQLAlchemy
     URL, None for the user's default file; one in mode ``"read"`` never raises. Who writes and is ``patient`` waits for
-    a server that goes away later. ``tell`` takes what mode ``"read"`` warns of.
+    a server that goes away later. ``tell`` takes warnings.
 
     Raises:
         DeviceError: There is no such device here.

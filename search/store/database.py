@@ -22,13 +22,21 @@ from sqlalchemy import URL, ColumnElement, Connection, Engine, Select, Table, se
 from fuseplan.search.errors import BusyDatabaseError, DatabaseError, ReadOnlyDatabaseError, RecordError, plain
 from fuseplan.search.store import codec, rows, tables
 from fuseplan.search.store.connections import BUSY_S, DRIVER_ERRORS, connected, insist, transaction
-from fuseplan.search.store.location import NOWHERE, file_size, location_name, make_folder, resolve_url, sqlite_file
+from fuseplan.search.store.location import (
+    NOWHERE,
+    absent,
+    file_size,
+    location_name,
+    make_folder,
+    resolve_url,
+    sqlite_file,
+)
 from fuseplan.search.store.record import PlanRecord, RecordKey, Trial, TuningRecord, Versions, now
 from fuseplan.search.store.rows import R
 from fuseplan.search.store.snapshot import instead_of
 
 T = TypeVar("T")
-OpenMode = Literal["write", "inspect", "read"]
+OpenMode = Literal["write", "inspect", "peek", "read"]
 #: Servers and locked files that dispatch has said it goes on without, and until when no graph asks for one again.
 _AWAY: dict[URL, float] = {}
 AWAY_S = 60.0
@@ -94,10 +102,11 @@ class Database:
     """One tuning database, in a file or behind a SQLAlchemy URL; None stands for the user's default file.
 
     Mode ``"write"`` creates what is missing and sets a corrupt database of ours aside. It waits for a server that goes
-    away, once this process has reached it, unless it is not ``patient``. ``"inspect"`` changes nothing. ``"read"``
-    never raises and never writes records: what cannot be read is empty, with one warning, but in place of a server that
-    is away its snapshot is read (:mod:`.snapshot`). Look-ups compare records with ``versions``; None accepts any.
-    ``tell`` takes that warning; None warns as Python does.
+    away, once this process has reached it, unless it is not ``patient``. ``"inspect"`` changes nothing, and a database
+    that was asked for has to be there; for ``"peek"`` it need not be. ``"read"`` never raises and never writes records:
+    what cannot be read is empty, with one warning, but in place of a server that is away its snapshot is read
+    (:mod:`.snapshot`). Look-ups compare records with ``versions``; None accepts any. ``tell`` takes warnings; None
+    warns as Python does.
 
     Raises:
         DatabaseError: But in ``"read"`` mode, the location cannot be used; the message says what to do.
@@ -120,12 +129,15 @@ class Database:
             self.url = resolve_url(location)
             if mode == "write":
                 known = self.url in _REACHED
-                self.engine = insist(self.url, lambda: tables.open_for_writing(self.url), self._patient and known)
+                self.engine = insist(
+                    self.url, lambda: tables.open_for_writing(self.url, tell=tell), self._patient and known)
                 _REACHED.add(self.url)
             elif mode == "read" and time.monotonic() < _AWAY.get(self.url, 0.0):
                 self._go_without(None)
             else:
                 self.engine = tables.open_for_reading(self.url, _LOOKUP_S if mode == "read" else BUSY_S)
+                if self.engine is None and mode == "inspect" and location is not None:
+                    raise absent(self.url)
         except DatabaseError as error:
             if mode != "read":
                 raise
@@ -195,6 +207,11 @@ class Database:
 
     def devices(self) -> dict[str, dict[str, Any]]:
         return dict(self._read(tables.DEVICES))
+
+    def device_keys(self) -> set[str]:
+        """Keys of the devices that anything readable or not is stored of."""
+        of = (tables.DEVICES, tables.TUNINGS, tables.PLANS, tables.MISSES)
+        return {str(row["device"]) for table in of for row in self._run(select(table.c.device).distinct())}
 
     def captures(self, prefix: str) -> dict[str, dict[str, Any]]:
         """Readable captures whose names start with ``prefix``, oldest first."""

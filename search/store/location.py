@@ -21,7 +21,7 @@ from sqlalchemy import make_url
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import SQLAlchemyError
 
-from fuseplan.search.errors import Argument, DatabaseError, ForeignDatabaseError, ReadOnlyDatabaseError, plain
+from fuseplan.search.errors import Argument, Command, DatabaseError, ForeignDatabaseError, ReadOnlyDatabaseError, plain
 from fuseplan.search.store.record import SCHEMA_VERSION, now
 
 #: Marks a SQLite file as ours, in its header ("fuse").
@@ -132,6 +132,12 @@ def server_limits(url: URL, patience_s: float) -> dict[str, Any]:
     elif driver == "pg8000":
         limits = {"timeout": STATEMENT_S}
     return {name: value for name, value in limits.items() if name not in url.query}
+
+
+def absent(url: URL) -> DatabaseError:
+    """The error for a place that has no tuning database."""
+    return DatabaseError("there is no tuning database at {}; correct the path, or let {} make one there",
+                         location_name(url), Command("tune"))
 
 
 def identity(file: Path) -> FileIdentity | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import sqlalchemy as sa
 from sqlalchemy import URL, Engine
 
-from fuseplan.search.errors import DatabaseError, plain
+from fuseplan.search.errors import DatabaseError, counted, plain
 from fuseplan.search.store import location, tables
 from fuseplan.search.store.connections import connected, transaction
 from fuseplan.search.store.location import location_name, resolve_url
@@ -42,7 +42,7 @@ def pull(where: str) -> tuple[Path, int]:
     if url.get_backend_name() == "sqlite":
         raise DatabaseError(f"{location_name(url)} is a file, so there is nothing to pull; give the URL of a server")
     if (server := tables.open_for_reading(url)) is None:
-        raise DatabaseError(f"there is no tuning database at {location_name(url)} yet; `plan tune --db` makes one")
+        raise location.absent(url)
     file = snapshot_path(url)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -88,5 +88,5 @@ def _age(pulled: str) -> str:
     if math.isinf(minutes):
         return "at an unknown time"
     if minutes < 120:
-        return f"{max(int(minutes), 0)} minutes ago"
+        return f"{counted(max(int(minutes), 0), 'minute')} ago"
     return f"{minutes // 60:.0f} hours ago" if minutes < 48 * 60 else f"{minutes // (24 * 60):.0f} days ago"

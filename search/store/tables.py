@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import sqlalchemy as sa
@@ -79,11 +80,14 @@ _FACTS = sa.select(META.c.name, META.c.value)
 _FACTS_AND_REVISION = _FACTS.union_all(sa.select(sa.literal(""), REVISION.c.version_num))
 
 
-def open_for_writing(url: sa.URL, set_aside: int = _ATTEMPTS, patience_s: float = connections.BUSY_S) -> sa.Engine:
+def open_for_writing(
+    url: sa.URL, set_aside: int = _ATTEMPTS, patience_s: float = connections.BUSY_S,
+    tell: Callable[[str], None] | None = None,
+) -> sa.Engine:
     """An engine whose tables exist; :class:`DatabaseError` where that cannot be, or it is not ours to change.
 
-    A corrupt database of ours is kept beside a fresh one, at most ``set_aside`` times, with a warning that names both
-    files. A statement waits up to ``patience_s`` seconds for what another process holds.
+    A corrupt database of ours is kept beside a fresh one, at most ``set_aside`` times; ``tell`` takes the sentence that
+    names both files, None warns. A statement waits up to ``patience_s`` seconds for what another process holds.
     """
     file = location.make_folder(url)
     with location.locked(file):
@@ -99,8 +103,8 @@ def open_for_writing(url: sa.URL, set_aside: int = _ATTEMPTS, patience_s: float 
             why = str(error)
     # None: another process has been quicker, and what lies there now is fresh.
     if (moved := location.move_aside(file, found, why)) is not None:
-        warnings.warn(f"{why}; kept as {plain(str(moved))}, started afresh", stacklevel=3)
-    return open_for_writing(url, set_aside - 1, patience_s)
+        (tell or partial(warnings.warn, stacklevel=3))(f"{why}; kept as {plain(str(moved))}, started afresh")
+    return open_for_writing(url, set_aside - 1, patience_s, tell)
 
 
 def open_for_reading(url: sa.URL, patience_s: float = connections.BUSY_S) -> sa.Engine | None:

@@ -282,7 +282,7 @@ NO_MODEL = object()
     (lambda p, db: p.tune(pattern="swiglu", shape=(3, 8), device="tpu", db=db), ["device", "tpu"]),
     (lambda p, db: p.tune(pattern="swiglu", shape=(3, 8), device="cpu", db="/proc/nowhere/t.db"), ["/proc/nowhere"]),
     (lambda p, db: p.explain(pattern="swiglu", shape=(3, 8), workload="nine", db=db), ["nine", "3x8"]),
-    (lambda p, db: p.report("gpt9", device="h200", db=db), ["gpt9", "fuseplan.planner.tune()"]),
+    (lambda p, db: p.report("gpt9", device="h200", db=db), ["gpt9", "`fuseplan.tune()`"]),
     (lambda p, db: p.report(device="b200", db=db), ["b200", "h200"]),
     (lambda p, db: p.report(device="h200", db=db).step_changes, ["against"]),
     (lambda p, db: p.misses(device="tpu", db=db), ["tpu"]),

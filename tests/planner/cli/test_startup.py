@@ -49,8 +49,9 @@ def test_looking_into_a_database_imports_nothing_heavy(tmp_path: Path) -> None:
 
 
 def test_a_command_that_needs_pytorch_says_so_first(tmp_path: Path) -> None:
+    samples.sample_database(tmp_path / "tuning.db").close()
     done = subprocess.run(
-        [sys.executable, "-m", "fuseplan.planner", "report", "--device", "h200", "--db", str(tmp_path / "none.db")],
+        [sys.executable, "-m", "fuseplan.planner", "report", "--device", "h200", "--db", str(tmp_path / "tuning.db")],
         capture_output=True, text=True, check=True,
     )
     assert "PyTorch" in done.stderr.splitlines()[0] and "h200" in done.stdout

@@ -386,4 +386,6 @@ def test_table_html_escapes_and_aligns() -> None:
 def test_misses_of_another_regime_are_left_out(tmp_path: Path) -> None:
     with samples.sample_database(tmp_path / "tuning.db") as database:
         assert len(frames.load_report(database, samples.DEVICE, regime="eager").misses) == 1
+        key = replace(samples.SWIGLU_PLAN.key, regime="graph")
+        database.put_plan(replace(samples.SWIGLU_PLAN, key=key))
         assert frames.load_report(database, samples.DEVICE, regime="graph").misses == ()

@@ -188,6 +188,20 @@ def test_a_corrupt_database_is_no_obstacle(
     assert fuseplan.planner.stats().from_model == 1
 
 
+def test_a_corrupt_database_is_set_aside_in_plain_words_where_misses_are_tuned(
+    db: Path, kernels: ReferenceBackend, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
+) -> None:
+    db.write_bytes(b"SQLite format 3\0" + b"\xff" * 4000)
+    db.write_bytes(db.read_bytes()[:68] + b"fuse" + db.read_bytes()[72:])
+    x = torch.randn(3, 8)
+    with caplog.at_level(logging.WARNING, "fuseplan"):
+        result = compiled(swiglu, db, on_miss="tune")(x, x)
+    torch.testing.assert_close(result, swiglu(x, x))
+    (said,) = [one.getMessage() for one in caplog.records if "is corrupt" in one.getMessage()]
+    assert "kept as" in said and ".corrupt-" in said
+    assert not [one for one in recwarn if "corrupt" in str(one.message)]
+
+
 def test_a_planner_that_fails_is_counted(db: Path, kernels: ReferenceBackend, monkeypatch: Any) -> None:
     def fails(self: Any, graph: Any, **options: Any) -> Any:
         raise ZeroDivisionError("no groups")

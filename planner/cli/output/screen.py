@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -181,10 +179,12 @@ def check_writable(path: Path, option: str) -> None:
     path = path.expanduser()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        number = errno.EISDIR if path.is_dir() else 0 if os.access(
-            path if path.exists() else path.parent, os.W_OK) else errno.EACCES
-        why = os.strerror(number) if number else ""
+        is_new = not path.exists()
+        if not path.is_fifo():  # its reader would take this for the end
+            path.open("ab").close()  # permissions alone say nothing to root
+        if is_new:
+            path.resolve().unlink()
     except OSError as error:
-        why = f"{error.filename}: {error.strerror}"
-    if why:
-        raise ConfigError(f"cannot write {option} {path} ({why}); give a file that can be written")
+        where = "" if str(error.filename) == str(path) else f"{error.filename}: "
+        raise ConfigError(
+            f"cannot write {option} {path} ({where}{error.strerror}); give a file that can be written") from None

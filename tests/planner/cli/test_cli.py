@@ -232,6 +232,17 @@ def test_probe_prints_stores_and_plots(plan: Run, tmp_path: Path, monkeypatch: p
         assert stored_spec(database, current_identity("cpu").key()) == measured
 
 
+@pytest.mark.parametrize("file", ["/proc/plot.png", "{folder}/text/plot.png", "{folder}/folder.png"])
+def test_a_plot_that_cannot_be_written_is_refused_before_anything_is_measured(
+    plan: Run, db: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    monkeypatch.setattr(session, "probe", lambda *_: pytest.fail("the device is measured"))
+    (db.parent / "text").touch()
+    (db.parent / "folder.png").mkdir()
+    assert_user_error(
+        plan("probe", "--device", "cpu", "--db", db, "--plot", file.format(folder=db.parent)), "cannot write --plot")
+
+
 def test_a_worse_probe_replaces_no_better_one(plan: Run, db: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """fp32 at a third, as at a load of 62; the doubtful probe is tried twice, and stored only where it is asked for."""
     stored = replace(samples.SPEC, identity=current_identity("cpu"))
@@ -242,7 +253,8 @@ def test_a_worse_probe_replaces_no_better_one(plan: Run, db: Path, monkeypatch: 
     monkeypatch.setattr(session, "probe", lambda kind, *_: asked.append(kind) or worse)
     status, out, err = plan("probe", "--device", "cpu", "--db", db)
     assert status == 0 and asked == ["cpu", "cpu"]
-    assert "doubtful: the machine was busy" in err and "not stored" in err
+    assert f"of this device, made at {worse.measured_at}, is doubtful: the machine was busy; run `plan probe`" in err
+    assert "not stored" in err
     assert "peak fp32 50 Gop/s, stored 150" in err and "plan probe --force" in err and "stored in" not in out
     known = current_identity("cpu").key()
     with Database(db, mode="read") as database:
@@ -349,7 +361,7 @@ def test_a_tune_measures_in_worker_processes(plan: Run, db: Path) -> None:
     status, out, err = plan("tune", "--pattern", "swiglu", "--shape", "3x8", "--device", "cpu", "--db", db,
                             "--trials", "1", "--seconds", "0.1")
     assert status == 0, err
-    assert re.search(r"^measured [1-9]\d* of \d+ candidates in 1 regions", out, re.MULTILINE) and str(db) in out
+    assert re.search(r"^measured [1-9]\d* of \d+ candidates in 1 region \(", out, re.MULTILINE) and str(db) in out
 
 
 def test_tune_stores_and_the_second_run_measures_nothing(
@@ -368,7 +380,7 @@ def test_tune_stores_and_the_second_run_measures_nothing(
     assert re.match(r"where the time went: [\d.]+ s = starting [\d.]+ s, ", account)
     status, out, err = plan(*command)
     assert status == 0, err
-    assert "nothing was measured: all 1 distinct regions came from the database" in out
+    assert "nothing was measured: the one distinct region came from the database" in out
     assert "stored" in out
 
     status, out, err = plan("explain", *toy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -121,9 +122,22 @@ def test_code_is_highlighted_on_a_terminal_and_plain_in_a_pipe(capsys: pytest.Ca
 def test_a_file_that_cannot_be_written_is_named_before_anything_is_measured(tmp_path: Path) -> None:
     check_writable(tmp_path / "new" / "file.csv", "--out")
     assert not (tmp_path / "new" / "file.csv").exists()
-    for bad in (tmp_path, Path("/proc/nowhere/file.csv"), Path("/dev/null/file.csv")):
-        with pytest.raises(ConfigError, match=f"--out {bad} "):
+    (tmp_path / "file").write_text("kept")
+    check_writable(tmp_path / "file", "--out")
+    assert (tmp_path / "file").read_text() == "kept"
+    # Root may write everywhere, by its permissions.
+    for bad in (tmp_path, tmp_path / "file" / "new.csv", Path("/proc/new.csv"), Path("/proc/nowhere/file.csv"),
+                Path("/dev/null/file.csv")):
+        with pytest.raises(ConfigError, match=rf"^cannot write --out {bad} \(.*\); give a file that can be written$"):
             check_writable(bad, "--out")
+
+
+def test_a_look_whether_a_file_can_be_written_leaves_links_and_pipes_alone(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    check_writable(tmp_path / "link", "--out")
+    assert (tmp_path / "link").is_symlink() and not (tmp_path / "there").exists()
+    os.mkfifo(tmp_path / "pipe")
+    check_writable(tmp_path / "pipe", "--out")  # would wait for a reader
 
 
 def test_a_log_has_a_line_for_each_phase_and_one_now_and_then() -> None:

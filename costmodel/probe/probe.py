@@ -125,7 +125,7 @@ def assemble(
     noise = statistics.median(timing.noise for timing in timings)  # of everything that was timed twice
     problems = list(doubts(noise, load))
     if short:
-        problems.insert(0, f"probe cut short ({'; '.join(short)}); rerun when idle")
+        problems.insert(0, f"probe cut short ({'; '.join(short)})")
     bandwidth = bandwidth_curve(measured.streams)
     thread_bandwidth = bandwidth_curve(measured.thread_streams) if measured.thread_streams else None
     if thread_bandwidth is not None:
@@ -134,7 +134,7 @@ def assemble(
         if ratio < _BUSY_RATIO:
             problems.append(
                 f"{identity.cores} threads streamed at {ratio:.2f} times the bandwidth of one: other processes are "
-                "using the processor, and every number of this probe may be too low; probe again when it is idle"
+                "using the processor, and every number may be too low"
             )
     return DeviceSpec(
         identity=identity,

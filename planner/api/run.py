@@ -20,7 +20,7 @@ from fuseplan.planner.tuning.graph_stream import CaptureElsewhere
 from fuseplan.planner.tuning.progress import SILENT, Progress
 from fuseplan.planner.tuning.session import Session, open_session
 from fuseplan.planner.tuning.tune import Batch, TuneResult
-from fuseplan.search.errors import NothingCompilesError
+from fuseplan.search.errors import NothingCompilesError, counted
 from fuseplan.search.store.database import check_usable
 from fuseplan.search.store.leases import Leases
 from fuseplan.search.store.location import left_behind
@@ -30,8 +30,9 @@ from fuseplan.search.tune.time_account import TimeAccount
 
 
 def doubts(spec: DeviceSpec) -> list[str]:
-    """What makes a probe's numbers doubtful."""
-    return [f"this probe is doubtful: {problem}; run `plan probe` when it is idle" for problem in spec.problems]
+    """What makes a probe's numbers doubtful, when it was made and what to do, in one line; none of a good one."""
+    return [f"the probe of this device, made at {spec.measured_at}, is doubtful: {'; '.join(spec.problems)}; run "
+            "`plan probe` again when the machine is idle"] if spec.problems else []
 
 
 def ready(session: Session, account: TimeAccount | None = None, progress: Progress = SILENT) -> Session:
@@ -85,8 +86,8 @@ class Ran:
                     f"TorchInductor's code was timed with its defaults; this process changes {', '.join(changed)}")
             if hidden := sum(plan.record.undecided for _, plan in result.distinct()):
                 warnings.append(
-                    f"noise hides the answer in {hidden} regions: until a tune on a quieter machine they are planned "
-                    "by the cost model")
+                    f"noise hides the answer in {counted(hidden, 'region')}: until a tune on a quieter machine the "
+                    "cost model plans there")
             if any(isinstance(failure.error, NothingCompilesError) for failure in result.failures):
                 failures.append("nothing compiles here")
             elif result.failures and not result.distinct():
@@ -147,7 +148,9 @@ def outcome(result: TuneResult) -> str:
         what = "searched" if result.renewed else "measured"
         came = f"come with fuseplan ({shipped}) or from the database ({stored})"
         came = came if shipped else "came from the database"
-        return f"nothing was {what}: all {len(distinct)} distinct regions {came}{again} ({result.elapsed_s:.1f} s)"
-    known = f"{stored} regions were stored already" + (f", {shipped} come with fuseplan" if shipped else "") + again
-    return (f"measured {result.measured} of {result.enumerated} candidates in {measured} regions ({known}); "
-            f"tuning took {result.elapsed_s:.1f} s")
+        every = "the one distinct region" if len(distinct) == 1 else f"all {len(distinct)} distinct regions"
+        return f"nothing was {what}: {every} {came}{again} ({result.elapsed_s:.1f} s)"
+    known = f"{counted(stored, 'region was', 'regions were')} stored already"
+    known += (f", {counted(shipped, 'comes', 'come')} with fuseplan" if shipped else "") + again
+    return (f"measured {result.measured} of {counted(result.enumerated, 'candidate')} in {counted(measured, 'region')} "
+            f"({known}); tuning took {result.elapsed_s:.1f} s")

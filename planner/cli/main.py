@@ -134,7 +134,12 @@ def _option(argument: Argument) -> str:
 
 
 def _one_line(text: str) -> str:
-    return plain(" ".join(text.split())) or "no message"
+    """Text on one line, without what pydantic, which checks options for typer, puts before an error's message.
+
+    >>> _one_line("Invalid value for '--device': Value error, 'tpu' is not one of 'cpu', 'cuda'.")
+    "Invalid value for '--device': 'tpu' is not one of 'cpu', 'cuda'."
+    """
+    return plain(" ".join(text.replace("Value error, ", "").split())) or "no message"
 
 
 def _show_warning(

@@ -24,7 +24,7 @@ from fuseplan.costmodel.devices import is_cpu
 from fuseplan.planner.errors import Argument, DeviceError, FuseplanError
 from fuseplan.planner.fleet.security import is_open, own_security, security_for
 from fuseplan.planner.fleet.terms import device_of, unit
-from fuseplan.search.errors import MachineFailureError, SearchError
+from fuseplan.search.errors import MachineFailureError, SearchError, counted
 from fuseplan.search.workers.worker import usable_cores
 
 LOCAL = "local"
@@ -102,21 +102,22 @@ def connected(workers: str, kind: str) -> Iterator[Client]:
             client = stack.enter_context(Client(stack.enter_context(SpecCluster(
                 started, scheduler, security=common["security"], silence_logs=logging.CRITICAL))))
         else:
-            client = stack.enter_context(scheduler_client(workers))
+            client = stack.enter_context(fleet_client(workers))
         end = time.monotonic() + _FIRST_WORKER_S
         while not device_workers(client, kind):  # until a worker owns one
             known = len(workers_of(client))
             if time.monotonic() > end or (workers != LOCAL and known):
-                others = f"none of its {known} workers owns" if known else "it has no worker that owns"
+                others = f"none of its {counted(known, 'worker')} owns" if known else "it has no worker that owns"
                 raise DeviceError("{} {}: {} a device of type {}; start one on each host with `plan fleet worker {}`",
                                   Argument("workers"), workers, others, kind, workers)
             time.sleep(0.1)
         yield client
 
 
-def scheduler_client(address: str) -> Client:
-    """A client of the scheduler at this address; warns of an open one.
+def scheduler_client(address: str, named: str = "URL", otherwise: str = "") -> Client:
+    """A client of the scheduler at this address, which is the argument ``named``; warns of an open one.
 
+    The error ends with what else can be given, ``otherwise``.
     :class:`DeviceError` where none answers, ConfigError where the address does not go with TLS.
     """
     for name in ("distributed.comm", "distributed.client"):  # what they say is said here in one line
@@ -126,12 +127,17 @@ def scheduler_client(address: str) -> Client:
         client = Client(address, timeout=CONNECT_S, security=security)
     except (OSError, ValueError, TimeoutError):
         keys = " that takes these certificates" if address.startswith("tls://") else " without TLS"
-        raise DeviceError("{} {}: no scheduler answers there{}; start one with `dask scheduler`, or give local",
-                          Argument("workers"), address, keys) from None
+        raise DeviceError("{} {!r}: no scheduler answers there{}; start one with `dask scheduler`{}", named, address,
+                          keys, otherwise) from None
     if is_open(address):
         warnings.warn(f"{address} has no key: whoever reaches that port, or a worker's, can run code there; "
                       "docs/fleet.md says how to use TLS and a firewall", stacklevel=1)
     return client
+
+
+def fleet_client(workers: str) -> Client:
+    """A client of the scheduler whose workers tune; errors as :func:`scheduler_client`."""
+    return scheduler_client(workers, Argument("workers"), f", or give {LOCAL}")
 
 
 def nannies(kind: str, **options: Any) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ from fuseplan.planner.capture.trace import Graphs
 from fuseplan.planner.cost.prices import part_shares
 from fuseplan.planner.errors import Argument, ConfigError, DeviceError, NothingForDeviceError, PlanError
 from fuseplan.planner.fleet import terms, worker_state
-from fuseplan.planner.fleet.cluster import LOCAL, ask_workers, connected, device_workers, scheduler_client, workers_of
+from fuseplan.planner.fleet.cluster import LOCAL, ask_workers, connected, device_workers, fleet_client, workers_of
 from fuseplan.planner.fleet.scheduler import RegionScheduler
 from fuseplan.planner.fleet.terms import RegionOutcome, Terms, WorkerDevice
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
@@ -97,7 +97,7 @@ def fleet_kind(workers: str, device: str) -> Kind:
         return device_kind(device)
     if device != "auto":
         return kind_of_key(device)
-    with scheduler_client(workers) as client:
+    with fleet_client(workers) as client:
         return "cuda" if device_workers(client, "cuda") else "cpu"
 
 

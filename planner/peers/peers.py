@@ -152,9 +152,11 @@ def peer_names(text: str | None, device_type: str, without: Sequence[str] = ()) 
         words = {" ".join(word.lower().replace("-", " ").split()) for word in text.split(",") if word.strip()}
         spelt = {name.replace("-", " "): name for name in PEERS} | {"max autotune": MAX_AUTOTUNE}
         wanted = {spelt.get(word, word) for word in words}
+        known = [name.replace(" ", "-") for name in PEERS]
+        there = ", ".join(known)
         for name in sorted(wanted - PEERS.keys()):
-            hint = meant(name, PEERS, f"known: {', '.join(PEERS)}")
-            raise ConfigError("{}: there is no peer {!r}; {}", Argument("peers"), name, hint)
+            raise ConfigError("{}: there is no peer {!r}; {}", Argument("peers"), name.replace(" ", "-"),
+                              meant(name, known, f"known: {there}"))
         if not wanted:
-            raise ConfigError("{} is empty; known: {}", Argument("peers"), ", ".join(PEERS))
+            raise ConfigError("{} is empty; known: {}", Argument("peers"), there)
     return tuple(name for name in PEERS if name in wanted and name not in without)

@@ -12,7 +12,9 @@ import pandas as pd
 import pytest
 import report_samples as samples
 
+import fuseplan.planner
 from fuseplan.planner.cli import main
+from fuseplan.planner.errors import FuseplanError
 from fuseplan.planner.reports import frames
 from fuseplan.search.store.database import Database
 
@@ -60,7 +62,7 @@ def test_a_device_with_records_is_named_by_any_part_of_its_name(
     where = sampled[:2]
     status, out, err = plan("report", *where, "--device", "Sample CPU")
     assert status == 0 and "silu+mul 32x8192" in out, err
-    status, out, err = plan("report", "--db", tmp_path / "none.db", "--device", "h200")  # shipped
+    status, out, err = plan("report", *where, "--device", "h200")  # shipped
     assert status == 0 and "nvidia-h200" in out, err
     assert_user_error(plan("report", *where, "--device", "b200"), "no device with records", samples.DEVICE, "h200")
     assert_user_error(plan("report", *where, "--device", "a"), "several devices", samples.DEVICE, "h200")
@@ -121,5 +123,24 @@ def test_steps_come_first_and_a_pipe_has_every_column(plan: Run, sampled: tuple[
     assert "key" in header.split("\t") and "│" not in "".join(lines)
 
 
+@pytest.mark.parametrize(("line", "words"), [
+    ("report nosuch", "'topic': 'nosuch' is not one of"), ("probe --device tpu", "'--device': 'tpu' is not one of"),
+    ("report --format pdf", "'--format': 'pdf' is not one of"),
+])
+def test_what_is_wrong_with_an_option_is_said_in_plain_words(plan: Run, line: str, words: str) -> None:
+    assert_user_error(plan(*line.split()), words)
+
+
 def test_report_of_an_unknown_model(plan: Run, sampled: tuple[str, ...]) -> None:
-    assert_user_error(plan("report", "--model", "gpt9", *sampled), "gpt9", "plan tune")
+    assert_user_error(plan("report", "--model", "gpt9", *sampled), "gpt9", "run `plan tune` for it", "`plan report`")
+    python = r"run `fuseplan\.tune\(\)` for it first; `fuseplan\.report\(\)` without model"
+    with pytest.raises(FuseplanError, match=python):
+        fuseplan.planner.report("gpt9", db=sampled[1], device_key=samples.DEVICE)
+
+
+def test_report_of_nothing(plan: Run, tmp_path: Path) -> None:
+    samples.known_machine(tmp_path / "tuning.db")
+    here = ("--device", "cpu", "--db", tmp_path / "tuning.db")
+    assert_user_error(plan("report", *here), "has no record of device cpu-", "run `plan tune` first")
+    with pytest.raises(FuseplanError, match=r"run `fuseplan\.tune\(\)` first"):
+        fuseplan.planner.report(device="cpu", db=tmp_path / "tuning.db")

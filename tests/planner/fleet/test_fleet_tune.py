@@ -246,8 +246,10 @@ def test_the_command_answers_like_a_tune_here(db: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(("line", "words"), [
-    ("tune --workers tcp://127.0.0.1:9 --pattern swiglu --shape 3x8", ("tcp://127.0.0.1:9", "dask scheduler")),
-    ("fleet status tcp://127.0.0.1:9", ("tcp://127.0.0.1:9", "dask scheduler")),
+    ("tune --workers tcp://127.0.0.1:9 --pattern swiglu --shape 3x8",
+     ("--workers 'tcp://127.0.0.1:9'", "dask scheduler", "or give local")),
+    ("fleet status tcp://127.0.0.1:9", ("URL 'tcp://127.0.0.1:9'", "dask scheduler`")),
+    ("fleet worker foo", ("URL 'foo'", "dask scheduler`")),
     ("fleet status --manifest models.toml --pack-weights", ("--manifest", "leave out")),
     ("fleet status --manifest models.toml --pattern swiglu", ("--manifest", "leave out")),
     ("tune --workers local --pattern swiglu --shape 3x8 --device cpu --db sqlite://", ("memory", "--db")),
@@ -259,6 +261,7 @@ def test_mistakes_are_told_in_one_line(
     assert main.run(line.split()) == 2
     (told,) = [one for one in capsys.readouterr().err.splitlines() if one.startswith("plan: error")]
     assert all(word in told for word in words)
+    assert ("--workers" in told) == ("--workers tcp" in line)
 
 
 @pytest.mark.parametrize("line", [

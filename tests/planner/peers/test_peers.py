@@ -80,6 +80,15 @@ def test_an_unknown_peer_is_a_mistake_with_a_hint() -> None:
         peer_names("eager,ligr", "cuda")
 
 
+@pytest.mark.parametrize("text", ["zzz", ","])
+def test_peers_are_listed_as_they_are_accepted(text: str) -> None:
+    with pytest.raises(ConfigError, match="known: ") as refused:
+        peer_names(text, "cpu")
+    listed = str(refused.value).partition("known: ")[2].split(", ")
+    assert len(listed) == len(PEERS) and "inductor-max-autotune" in listed
+    assert all(" " not in name and len(peer_names(name, "cpu")) == 1 for name in listed)
+
+
 # -- peers of our own -------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from fuseplan.planner.reports.document import Table
+from fuseplan.planner.reports.document import Table, frame_rows
 from fuseplan.planner.reports.drawing import templates
 from fuseplan.planner.reports.frames import ReportData
 from fuseplan.planner.reports.step_words import answers, bars, time_text
@@ -33,12 +33,12 @@ def first_screen(
         more_steps=max(0, len(found) - _WORKLOADS), duration=time_text,
         columns=[str(name).removesuffix("_us").replace("_", " ") for name in shown.columns],
         rows=[[_cell(str(name), value) for name, value in zip(shown, row, strict=True)]
-              for row in shown.itertuples(index=False)],
+              for row in frame_rows(shown)],
         more=len(table) - len(shown))
 
 
 def _cell(name: str, value: Any) -> str:
-    if value is None or value != value:
+    if value is None:
         return ""
     if name.endswith("_us"):
         return time_text(value).replace(" ", "\N{NO-BREAK SPACE}")

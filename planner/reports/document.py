@@ -9,7 +9,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -170,7 +170,12 @@ def apart(before: DocumentPart | None, after: DocumentPart) -> bool:
 
 def table_of(frame: pd.DataFrame, name: str, title: str = "", **more: Any) -> Table:
     """A frame's columns and rows, without its index; ``more`` are fields of :class:`Table`."""
-    return Table(name, tuple(map(str, frame.columns)), tuple(frame.itertuples(index=False, name=None)), title, **more)
+    return Table(name, tuple(map(str, frame.columns)), tuple(frame_rows(frame)), title, **more)
+
+
+def frame_rows(frame: pd.DataFrame) -> Iterator[tuple[Any, ...]]:
+    """Rows of Python's own numbers, None where a value is missing: integers stay integers."""
+    yield from frame.astype(object).where(frame.notna(), None).itertuples(index=False, name=None)
 
 
 def write_text(path: str | Path, text: str) -> Path:

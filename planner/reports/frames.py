@@ -101,12 +101,16 @@ def load_report(
         raise PlanError("nothing is stored for model {!r} on this device ({}); run {} for it first" + known_here,
                         model, hint, Command("tune"), Command("report"), Argument("model"))
     if not plans and not records:
-        raise PlanError(f"the database has no record of device {device}; run `plan tune` first")
+        raise PlanError("the database has no record of device {}; run {} first", device, Command("tune"))
     if model:
         regions = [(workload, region) for workload in workloads for region in workload.regions]
         wanted = {key for one, region in regions for key in (one.plan_key(region), *one.part_keys(region))}
         plans = {key: plan for key, plan in plans.items() if key in wanted}
     if regime is not None:
+        if regime not in (stored := sorted({key.regime for key in plans or records})):
+            raise PlanError("{} {}: no such plan is stored {}; stored: {}", Argument("regime"), regime,
+                            f"for model {model!r} on this device" if model else f"for device {device}",
+                            ", ".join(stored) or "none")
         plans = {key: plan for key, plan in plans.items() if key.regime == regime}
         records = {key: record for key, record in records.items() if key.regime == regime}
         workloads = tuple(workload for workload in workloads if workload.regime == regime)
@@ -152,7 +156,8 @@ def group_frame(data: ReportData) -> pd.DataFrame:
     names = ["workload", "group", "place", "ops", "times", "answer", "backend", "config", "fused_us", "unfused_us",
              "speedup", "predicted_us", "lower_bound_us", "noise", "measured_configs", "enumerated_configs", "source",
              "doubt", "regime", "key"]
-    return pd.DataFrame(list(rows.values()), columns=names)
+    whole = dict.fromkeys(("times", "measured_configs", "enumerated_configs"), "Int64")  # missing in some rows
+    return pd.DataFrame(list(rows.values()), columns=names).astype(whole)
 
 
 def _group_row(group: GroupChoice, record: TuningRecord | None, by_ops_us: float | None) -> dict[str, Any]:
@@ -261,7 +266,7 @@ def region_frame(data: ReportData) -> pd.DataFrame:
     ]
     names = ["workload", "region", "times", "ops", "kernels", "planned_us", "unfused_us", "speedup", "predicted_us",
              "candidates", "measured_candidates", "gap", "peak_bytes", "unfused_peak_bytes", "regime", "key"]
-    return pd.DataFrame(rows, columns=names)
+    return pd.DataFrame(rows, columns=names).astype({"times": "Int64"})
 
 
 def coverage_frame(data: ReportData) -> pd.DataFrame:

@@ -15,7 +15,7 @@ from fuseplan.planner.partition.plan_record import LOST
 from fuseplan.planner.reports import frames
 from fuseplan.planner.reports.accuracy import accuracy_text, rejected_groups
 from fuseplan.planner.reports.against import against_lines, groups_against
-from fuseplan.planner.reports.document import missing
+from fuseplan.planner.reports.document import frame_rows, missing
 from fuseplan.planner.reports.drawing import group_class, group_name, partition_svg, templates
 from fuseplan.planner.reports.frames import ReportData
 from fuseplan.planner.reports.log_plot import LogPlot
@@ -25,6 +25,7 @@ from fuseplan.planner.reports.step_trace import trace_link
 from fuseplan.planner.reports.step_words import answers, bars, time_text
 from fuseplan.planner.reports.steps import PARTS, Step, steps
 from fuseplan.planner.tuning.summary import RegionSummary
+from fuseplan.search.errors import counted
 from fuseplan.search.store.record import GroupChoice, PlanRecord, RecordKey, now
 
 #: More drawings than this make a page nobody scrolls through: of layers, and of other regions, the most expensive ones.
@@ -134,8 +135,8 @@ def _by_device(frame: pd.DataFrame) -> pd.DataFrame:
 def _record_words(groups: pd.DataFrame, regions: pd.DataFrame) -> Iterator[str]:
     """The three answers as far as records without a model have them."""
     ratios = regions["speedup"].dropna()
-    faster = (f" {int((ratios > 1).sum())} of {len(ratios)} regions with matmuls, such as a layer, run faster than "
-              f"unfused, half of all at least {ratios.median():.2f}x as fast." if len(ratios) else "")
+    faster = (f" {int((ratios > 1).sum())} of {counted(len(ratios), 'region')} with matmuls, such as a layer, run "
+              f"faster than unfused, half of all at least {ratios.median():.2f}x as fast." if len(ratios) else "")
     yield ("No whole step was timed here: these records tell regions of models, not how often each runs; "
            f"to tune a model on such a device times its steps.{faster}")
     timed = groups.assign(saved_us=groups["unfused_us"] - groups["fused_us"]).dropna(subset=["saved_us"])
@@ -254,7 +255,7 @@ def table_html(frame: pd.DataFrame, caption: str, percent: Sequence[str] = ()) -
     return Markup(templates().get_template("table.html.j2").render(
         caption=caption, columns=[(str(name).replace("_", " "), kind) for name, kind in zip(frame, kinds, strict=True)],
         rows=[[_cell(value, name in percent) for name, value in zip(frame, row, strict=True)]
-              for row in frame.itertuples(index=False)]))
+              for row in frame_rows(frame)]))
 
 
 def _cell(value: Any, as_percent: bool) -> str:

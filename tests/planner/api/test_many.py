@@ -18,6 +18,7 @@ import report_samples as samples
 from dispatch_samples import fresh_start
 from fast_tunes import count_instead_of_timing
 from model_samples import CONFIGS
+from paths import ROOT
 
 import fuseplan.planner
 from fuseplan.costmodel.identity import current_identity
@@ -128,6 +129,9 @@ def test_regions_are_measured_once_over_all_models(db: Path, tmp_path: Path, sto
     assert Counter(workload.partition(":")[0] for workload in told.heard) == {
         "small": len(first), "deep": len(second - first)}
 
+    page = (ROOT / "docs" / "many-models.md").read_text()
+    columns = [*found.models, *found.regions, *found.totals]
+    assert not [one for one in columns if f"`{one}`" not in page]
     assert found.regions["key"].is_unique and not found.regions["stored"].any()
     assert set(zip(found.regions["key"], found.regions["numerics"], strict=True)) == first | second
     uses = Counter(

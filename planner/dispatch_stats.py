@@ -15,15 +15,15 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from fuseplan.planner.module_paths import Paths, located, place
-from fuseplan.search.errors import OWN_FAULTS
+from fuseplan.search.errors import OWN_FAULTS, counted
 
 #: Where a region's plan came from.
 Source = Literal["database", "tuned", "model", "unfused"]
 
 
-def _told(words: str) -> int:
+def _told(noun: str, rest: str, plural: str = "") -> int:
     """A count that people are told in these words, where it is not 0."""
-    number: int = field(default=0, metadata={"words": words})
+    number: int = field(default=0, metadata={"words": (noun, rest, plural)})
     return number
 
 
@@ -58,20 +58,20 @@ class CompileStats:
     misses: int = 0
     bucketed: int = 0
     lookup_s: float = 0.0
-    whole_by_inductor: int = _told("graphs as a whole by TorchInductor's code, which was measured to be faster")
-    library_calls: int = _told("ops by a library's call that is faster than ATen's default")
-    quarantined: int = _told("stored plans are unsound and not used; `plan tune` replaces them")
-    in_place: int = _told("outputs reusing input buffers")
-    grouped_queries: int = _told("attention calls without a copy of keys for every query head")
-    dropped_masks: int = _told("constant attention masks removed")
-    added_masks: int = _told("attention calls with numbers for a mask, computed once")
-    copied_masks: int = _told("attention calls with a copy of their mask that fused kernels can read, made once")
-    uncopied_operands: int = _told("attention calls without copies of their operands")
-    paged_attention: int = _told("attention calls that read the pages of a cache where they lie")
-    capped_attention: int = _told("attention calls with capped scores as one op")
-    channels_last: int = _told("convolutions with channels last in memory")
-    merged_projections: int = _told("groups of linear ops as one, on packed weights")
-    recordings: int = _told("CUDA graphs recorded")
+    whole_by_inductor: int = _told("graph", "as a whole by TorchInductor's code, which was measured to be faster")
+    library_calls: int = _told("op", "by a library's call that is faster than ATen's default")
+    quarantined: int = _told("stored plan is", "unsound and not used; `plan tune` measures anew", "stored plans are")
+    in_place: int = _told("output", "reusing input buffers")
+    grouped_queries: int = _told("attention call", "without a copy of keys for every query head")
+    dropped_masks: int = _told("constant attention mask", "removed")
+    added_masks: int = _told("attention call", "with numbers for a mask, computed once")
+    copied_masks: int = _told("attention call", "with a copy of its mask that fused kernels can read, made once")
+    uncopied_operands: int = _told("attention call", "without copies of its operands")
+    paged_attention: int = _told("attention call", "on the pages of a cache where they lie")
+    capped_attention: int = _told("attention call", "with capped scores as one op")
+    channels_last: int = _told("convolution", "with channels last in memory")
+    merged_projections: int = _told("group", "of linear ops as one, on packed weights")
+    recordings: int = _told("CUDA graph", "recorded")
     fallbacks: Mapping[str, int] = field(default_factory=dict)
     notes: Mapping[str, int] = field(default_factory=dict)
     places: Mapping[str, str] = field(default_factory=dict)
@@ -91,14 +91,16 @@ class Stats(CompileStats):
     def __str__(self) -> str:
         """A few lines for people."""
         lines = [
-            f"{len(self.compiles)} graphs, {self.regions} regions: {self.groups_fused} groups fused "
-            f"({self.from_database} from the database, {self.from_tuned} tuned now, {self.from_model} by the model)",
-            f"{self.misses} misses, {sum(self.fallbacks.values())} groups, regions, graphs or calls fell back to "
-            "unfused ops",
+            f"{counted(len(self.compiles), 'graph')}, {counted(self.regions, 'region')}: "
+            f"{counted(self.groups_fused, 'group')} fused ({self.from_database} from the database, {self.from_tuned} "
+            f"tuned now, {self.from_model} by the model)",
+            counted(self.misses, "miss, ", "misses, ") + counted(
+                sum(self.fallbacks.values()), "group, region, graph or call",
+                "groups, regions, graphs or calls") + " fell back to unfused ops",
         ]
         lines += [f"  {self._named(reason, count)}" for reason, count in sorted(self.fallbacks.items())]
         told = ((getattr(self, one.name), one.metadata.get("words")) for one in fields(self))
-        lines += [f"{number} {words}" for number, words in told if words and number]
+        lines += [f"{counted(number, words[0], words[2])} {words[1]}" for number, words in told if words and number]
         lines += [f"note: {self._named(reason, count)}" for reason, count in sorted(self.notes.items())]
         return "\n".join(lines)
 

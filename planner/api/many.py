@@ -30,6 +30,7 @@ from fuseplan.planner.tuning.plans import PlanSettings
 from fuseplan.planner.tuning.progress import SILENT, Progress
 from fuseplan.planner.tuning.session import Session
 from fuseplan.planner.tuning.tune import Batch, TuneResult
+from fuseplan.search.errors import counted
 from fuseplan.search.store.record import RecordKey
 from fuseplan.search.tune.time_account import TimeAccount
 
@@ -86,8 +87,9 @@ class TunedMany(TuneAnswer):
 
     def course(self) -> Iterator[str]:
         total = self.totals
-        yield (f"{total['models']} model{'s' * (total['models'] != 1)}, {total['regions']} regions, "
-               f"{total['distinct']} distinct: {total['stored']} were stored, {total['measured']} measured now in "
+        models, regions = (counted(int(total[f"{name}s"]), name) for name in ("model", "region"))
+        stored = counted(int(total["stored"]), "was stored", "were stored")
+        yield (f"{models}, {regions}, {total['distinct']} distinct: {stored}, {total['measured']} measured now in "
                f"{total['tune_s']:.1f} s")
         for result in self.results:
             what = result.session.settings
@@ -236,7 +238,7 @@ class Models:
             columns=["region", "place", "models", "uses", "first_model", "stored", "regime", "numerics", "key"])
         warnings, failure = ran.complaints()
         lost = [one.failure for one in captured if one.failure]
-        why = f"{len(lost)} of {len(captured)} models cannot be captured" if lost else ""
+        why = f"{len(lost)} of {counted(len(captured), 'model')} cannot be captured" if lost else ""
         return TunedMany(
             self.title, ran.session.database.where, models, regions, totals, data,
             tuple(result for _, result in ran.results), warnings=tuple(dict.fromkeys((*lost, *warnings))),
@@ -260,7 +262,7 @@ class Models:
             return row | {"outcome": "nothing to plan"}
         came = Counter(plan.source for _, plan in tuned.distinct() if plan.region.key in own)
         failed = len(own) - came.total()
-        words = f"{failed} regions failed" if failed else "tuned" if came["tuned"] else "nothing new"
+        words = f"{counted(failed, 'region')} failed" if failed else "tuned" if came["tuned"] else "nothing new"
         took_s = sum(plan.elapsed_s for plan in tuned.plans if self._of[settings, plan.workload] is one)
         row |= {"stored": came["database"], "measured": came["tuned"], "failed": failed, "outcome": words,
                 "tune_s": round(took_s, 2)}

@@ -64,15 +64,18 @@ class TunedMisses(TuneAnswer):
             yield f"no misses are logged for this device in {self.where}"
             return
         tuned = self.regions[self.regions["planned_us"].notna()]
-        yield (f"tuned {counted(len(tuned), 'missed region')}, looked up {int(tuned['count'].sum())} times; "
-               f"{self.forgotten} misses have a plan now and are logged no more")
+        gone = counted(self.forgotten, "miss has a plan now and is", "misses have a plan now and are")
+        yield (f"tuned {counted(len(tuned), 'missed region')}, looked up {counted(int(tuned['count'].sum()), 'time')}; "
+               f"{gone} logged no more")
         if failed := len(self.regions) - len(tuned):
             yield f"{counted(failed, 'missed region')} could not be tuned; `outcome` says why"
         yield from self.words
         if waiting := int((self.left["tunable"] == "yes").sum()):
-            yield f"{waiting} misses can be tuned still; `plan tune --misses --most {self.most}` goes on"
+            more = counted(waiting, "miss", "misses")
+            yield f"{more} can be tuned still; `plan tune --misses --most {self.most}` goes on"
         if others := len(self.left) - waiting:
-            yield f"{others} misses cannot be tuned by themselves; `plan db misses` says why"
+            alone = counted(others, "miss cannot be tuned by itself", "misses cannot be tuned by themselves")
+            yield f"{alone}; `plan db misses` says why"
 
     def _repr_html_(self) -> str:
         columns = ("label", "count", "place", "outcome", "unfused_us", "planned_us")
@@ -163,7 +166,7 @@ def _row(missed: MissedRegion, failure: str, planned: WorkloadPlan | None = None
     records = [one.record for one in planned.plan.regions] if planned is not None else []
     unfused_us, planned_us = (sum(getattr(one, name) for one in records) for name in ("unfused_us", "planned_us"))
     fused = sum(group.is_kernel for one in records for group in one.groups)
-    what = f"{fused} group{'s' * (fused != 1)} fused" if fused else "left as it is"
+    what = f"{counted(fused, 'group')} fused" if fused else "left as it is"
     if any(one.undecided for one in records):
         what = "noise hides the answer"
     return {

@@ -21,6 +21,7 @@ from fuseplan.planner.models.workload import Workload
 from fuseplan.planner.peers.contestant import EAGER, MAX_AUTOTUNE, OURS
 from fuseplan.planner.peers.peers import without_chatter
 from fuseplan.planner.tuning.session import Session
+from fuseplan.search.errors import counted
 from fuseplan.search.timing.timers import Operands, Run, Sampler, Timer
 from fuseplan.search.timing.verify import errors
 
@@ -151,10 +152,10 @@ def first_tensor(output: Any) -> torch.Tensor:
 
 def dispatch_note(seen: CompileStats) -> str:
     """What dispatch did, so that a miss cannot pass for a result of the plan."""
-    words = f"{seen.from_database} groups from the database"
+    words = f"{counted(seen.from_database, 'group')} from the database"
     words += f", {seen.from_model} by the model" if seen.from_model else ""
-    words += f", {seen.misses} misses" if seen.misses else ""
+    words += f", {counted(seen.misses, 'miss', 'misses')}" if seen.misses else ""
     words += f", {seen.unfused} fell back: {'; '.join(seen.fallbacks)[:150]}" if seen.fallbacks else ""
-    words += f", {seen.recordings} CUDA graphs recorded" if seen.recordings else ""
+    words += f", {counted(seen.recordings, 'CUDA graph')} recorded" if seen.recordings else ""
     words += f"; {'; '.join(seen.notes)[:150]}" if seen.notes else ""
     return words

@@ -26,6 +26,7 @@ from fuseplan.planner.peers.peers import PEERS, fused
 from fuseplan.planner.runtime.lookup import look_up
 from fuseplan.planner.tuning.session import Session
 from fuseplan.planner.work.group_work import kernel_work
+from fuseplan.search.errors import counted
 from fuseplan.search.store.record import now
 from fuseplan.search.timing.operands import CACHE_MULTIPLE, cache_bytes, rotating_operands
 from fuseplan.search.timing.timers import Operands, Run, cold_timer, timer_for
@@ -95,7 +96,7 @@ def unfused_ops(graph: DataflowGraph, groups: Sequence[PlannedGroup]) -> list[st
 def plan_note(case: Case, seen: CompileStats) -> str:
     """Misses and fallbacks, so that they cannot pass for a result of the plan."""
     words = [] if case.groups else ["the plan fuses nothing"]
-    words += [f"{seen.misses} regions by the cost model, not tuned"] if seen.misses else []
+    words += [f"{counted(seen.misses, 'region')} by the cost model, not tuned"] if seen.misses else []
     words += [f"{count} fell back: {reason}" for reason, count in seen.fallbacks.items()]
     return "; ".join(words)
 

@@ -12,6 +12,7 @@ from fuseplan.planner.bench.patterns import COPY, LARGE_BYTES
 from fuseplan.planner.bench.rows import median_table
 from fuseplan.planner.peers.contestant import OURS
 from fuseplan.planner.reports.frames import geometric_mean
+from fuseplan.search.errors import counted
 
 #: A cell this far behind the best peer is listed.
 LOST = 0.97
@@ -47,14 +48,17 @@ def pattern_verdict(frame: pd.DataFrame) -> list[str]:
     lines: list[str] = []
     for mode, judged in table[table["vs_best"].notna()].groupby("mode", sort=False):
         ratios = judged["vs_best"]
-        lines.append(f"{mode}: {geometric_mean(ratios):.3f}x the best peer (geometric mean of {len(judged)} cells), "
-                     f"worst {ratios.min():.2f}x; {(ratios < LOST).sum()} under {LOST:.2f}x")
+        cells = counted(len(judged), "cell")
+        lines.append(f"{mode}: {geometric_mean(ratios):.3f}x the best peer (geometric mean of {cells}), worst "
+                     f"{ratios.min():.2f}x; {(ratios < LOST).sum()} under {LOST:.2f}x")
         for name, one in judged.groupby("pattern", sort=False)["vs_best"]:
-            lines.append(f"{mode}, {name}: {geometric_mean(one):.3f}x ({len(one)} cells), worst {one.min():.2f}x")
+            cells = counted(len(one), "cell")
+            lines.append(f"{mode}, {name}: {geometric_mean(one):.3f}x ({cells}), worst {one.min():.2f}x")
         share = judged.loc[judged["mb"] >= LARGE_BYTES / 1e6, "copy_share"].dropna()
         if len(share):
+            moving = counted(len(share), "cell moves", "cells move")
             lines.append(
-                f"{mode}: {len(share)} cells move {LARGE_BYTES / 1e6:.0f} MB or more, at {share.min():.1%} to "
+                f"{mode}: {moving} {LARGE_BYTES / 1e6:.0f} MB or more, at {share.min():.1%} to "
                 f"{share.max():.1%} of a copy's bandwidth; {(share < _COPY_SHARE).sum()} under {_COPY_SHARE:.0%}"
             )
     return lines + _losses(frame, table)
@@ -68,7 +72,7 @@ def _losses(frame: pd.DataFrame, table: pd.DataFrame) -> list[str]:
     for row in table[table["vs_best"] < LOST].to_dict("records"):
         cell = (row["pattern"], row["shape"], row["mode"])
         own, peer = facts[*cell, OURS], facts[*cell, row["best_peer"]]
-        words = [f"{row['mb']:.2f} MB at {row['gbps']:.0f} GB/s", f"{own['kernels']} kernels"]
+        words = [f"{row['mb']:.2f} MB at {row['gbps']:.0f} GB/s", counted(int(own["kernels"]), "kernel")]
         words += [f"{own['registers']} registers"] if own["registers"] else []
         words += [own["config"]] if own["config"] else []
         lines.append(
@@ -89,6 +93,6 @@ def notes(frame: pd.DataFrame) -> list[str]:
     lines = []
     for (contestant, subject, note), part in said.groupby(["contestant", "subject", "note"], sort=False):
         sizes = list(dict.fromkeys(part["workload"]))
-        where = sizes[0] if len(sizes) == 1 else f"{len(sizes)} sizes"
+        where = sizes[0] if len(sizes) == 1 else counted(len(sizes), "size")
         lines.append(f"{contestant}, {subject} ({where}): {note}")
     return lines

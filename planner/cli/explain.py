@@ -14,6 +14,7 @@ from fuseplan.planner.cli.output.options import answers, current
 from fuseplan.planner.cli.source import DbOption, DeviceOption, known_devices, known_models
 from fuseplan.planner.models.manifest import ModelArguments
 from fuseplan.planner.reports.document import Table
+from fuseplan.search.errors import counted
 
 if TYPE_CHECKING:
     from fuseplan.planner.api.explain import KernelSource, Planned
@@ -76,7 +77,8 @@ def _print_sources(kernels: Sequence[KernelSource], wanted: str, prelude: bool) 
         screen.code(f"{title}\n{mark} used by {', '.join(one.workloads)}\n\n{text.strip()}\n", one.language)
     if left := sum(len(part.splitlines()) for one, _ in texts for part in one.common if not prelude):
         mark = "//" if texts[0][0].language == "cpp" else "#"
-        screen.tell(f"{mark} left out: {left} lines that kernels have in common, includes and helpers (--prelude)")
+        lines = counted(left, "line")
+        screen.tell(f"{mark} left out: {lines} that kernels have in common, includes and helpers (--prelude)")
 
 
 @answers("that of the topic", page=True)

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from fuseplan.planner.cli.output.progress_log import ProgressLog
 from fuseplan.planner.reports.step_words import time_text
+from fuseplan.search.errors import counted
 
 if TYPE_CHECKING:
     from fuseplan.planner.graph.dataflow import Region
@@ -52,7 +53,8 @@ class TuneProgress:
         elif event.phase == "capture":
             self.say(f"capturing {event.label}", "stage")
         elif event.phase == "play off":
-            self.say(f"running {event.of} kernels and ops in turn, {event.label} among them")
+            what = counted(event.of, "kernel or op", "kernels and ops")
+            self.say(f"running {what} in turn, {event.label} among them")
         else:
             best = f", best {event.best_us:.1f} us" if event.best_us < float("inf") else ""
             self.say(f"{event.label}: {event.phase}, trial {event.trial} of {event.of}{best}")
@@ -99,8 +101,8 @@ class TuneLog(TuneProgress):
 
     def counted(self, done: int, of: int, workload: str = "") -> None:
         if workload and not self._where:
-            self._log.phase(f"tuning {of} regions" if of else "looking regions up")
-        self._where = f"{done} of {of} regions, {workload}" if workload else self._where
+            self._log.phase(f"tuning {counted(of, 'region')}" if of else "looking regions up")
+        self._where = f"{done} of {counted(of, 'region')}, {workload}" if workload else self._where
 
     def say(self, what: str, kind: Literal["trial", "stage", "answer"] = "trial") -> None:
         if kind == "trial":

@@ -25,6 +25,7 @@ from fuseplan.planner.errors import PlanError
 from fuseplan.planner.fleet import cluster, worker_state
 from fuseplan.planner.fleet.cluster import Watch, device_workers, devices_here, workers_of
 from fuseplan.planner.fleet.terms import RegionOutcome, RegionTask, Terms, capturing, device_of, measuring, preparing
+from fuseplan.search.errors import counted
 from fuseplan.search.tune.resources import Alike
 
 #: Regions that a worker has: the one that it tunes, those whose kernels are compiled meanwhile, and one to be
@@ -50,15 +51,15 @@ class Counts:
 
     def stored(self) -> str:
         """In words, for the end of a tune."""
-        return f"{self.regions_done} of {self.regions} regions are done and stored"
+        return f"{self.regions_done} of {counted(self.regions, 'region')} done and stored"
 
     def __str__(self) -> str:
         left = ""
         if self.ops_done:
             left_s = (time.monotonic() - self.began) * (self.ops - self.ops_done) / self.ops_done
             left = f", {timedelta(seconds=round(left_s))} left"
-        devices = f"{self.devices} device{'s' * (self.devices != 1)}"
-        return f"tuning on {devices}: {self.regions_done} of {self.regions} regions{left}"
+        devices, regions = counted(self.devices, "device"), counted(self.regions, "region")
+        return f"tuning on {devices}: {self.regions_done} of {regions}{left}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +125,7 @@ class RegionScheduler:
                 outcome: RegionOutcome = future.result()
             except KilledWorker as error:  # a region that costs every worker its life is at fault itself
                 outcome = RegionOutcome(failure=PlanError(
-                    f"{error.allowed_failures + 1} workers ended while they tuned it; their memory or a kernel may be "
+                    f"{counted(error.allowed_failures + 1, 'worker')} ended while tuning it; memory or a kernel may be "
                     "at fault"))
             self._rankings[device, terms] |= outcome.rankings
             if not outcome.stored and outcome.failure is None:  # a worker that waits for it does nothing else

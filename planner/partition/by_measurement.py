@@ -16,6 +16,7 @@ from fuseplan.planner.implementations.choices import Choice, RegionProblem
 from fuseplan.planner.partition.guided_loop import GuidedResult, Priced, guided_partition, predicted_partition
 from fuseplan.planner.partition.whole_region import play_off
 from fuseplan.search import policy
+from fuseplan.search.errors import counted
 from fuseplan.search.timing.contest import Contest
 from fuseplan.search.timing.sequence import Part
 
@@ -206,6 +207,6 @@ class MeasuredRegion:
 def _reason(result: GuidedResult) -> str:
     proof = "optimal" if result.optimal else f"within {result.gap:.1%} of the bound"
     return (
-        f"measured {result.measured} of {result.enumerated} choices in {result.iterations} rounds; "
-        f"{proof} over the candidates"
+        f"measured {result.measured} of {counted(result.enumerated, 'choice')} in "
+        f"{counted(result.iterations, 'round')}; {proof} over the candidates"
     )

@@ -16,6 +16,7 @@ from fuseplan.costmodel.device import Calibration
 from fuseplan.planner.partition.cover import CoverProblem, Option, best_cover_with, solve_cover
 from fuseplan.planner.reports.frames import ReportData, geometric_mean, time_of
 from fuseplan.planner.tuning.summary import RegionSummary
+from fuseplan.search.errors import counted
 from fuseplan.search.store.record import ATEN, Alternative, GroupChoice, PlanRecord, RecordKey
 
 
@@ -104,13 +105,15 @@ def accuracy_text(data: ReportData) -> list[str]:
     if not overall["pairs"]:
         return ["No prediction has been measured yet."]
     rank = "" if math.isnan(overall["spearman"]) else f"; rank correlation {overall['spearman']:.2f} (Spearman)"
-    lines = [f"Over {overall['pairs']} measured kernels and ops of all regions the prediction is off by "
-             f"{overall['median_error']:.0%} in the median (90th percentile {overall['p90_error']:.0%}){rank}."]
+    pairs = counted(int(overall["pairs"]), "measured kernel or op", "measured kernels and ops")
+    lines = [f"Over {pairs} of all regions the prediction is off by {overall['median_error']:.0%} in "
+             f"the median (90th percentile {overall['p90_error']:.0%}){rank}."]
     ratios = regret_table(data)["regret"] + 1.0
     if len(ratios):
+        regions = counted(len(ratios), "region")
         lines.append(
             f"Trusting the model alone to choose among what was measured would take {geometric_mean(ratios):.3g} times "
-            f"as long on average (geometric mean of {len(ratios)} regions) and {ratios.max():.3g} times at worst.")
+            f"as long on average (geometric mean of {regions}) and {ratios.max():.3g} times at worst.")
     fits = sorted(data.spec.calibrations.items()) if data.spec is not None else []
     return lines + [_held_out(backend, fit) for backend, fit in fits if fit.held_out_error is not None]
 
@@ -118,8 +121,9 @@ def accuracy_text(data: ReportData) -> list[str]:
 def _held_out(backend: str, fit: Calibration) -> str:
     p90 = "" if fit.held_out_p90 is None else f" (90th percentile {fit.held_out_p90:.0%})"
     rank = "" if fit.held_out_spearman is None else f"; rank correlation {fit.held_out_spearman:.2f}"
-    return (f"Calibrated on {fit.samples} distinct measured choices ({backend}), the model is off by "
-            f"{fit.held_out_error:.0%} in the median{p90} on held-out kernels{rank}.")
+    choices = counted(fit.samples, "distinct measured choice")
+    return (f"Calibrated on {choices} ({backend}), the model is off by {fit.held_out_error:.0%} in the median{p90} on "
+            f"held-out kernels{rank}.")
 
 
 @dataclass(frozen=True)

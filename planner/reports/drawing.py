@@ -19,6 +19,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from fuseplan.planner.reports.accuracy import compute_edges
 from fuseplan.planner.tuning.summary import RegionSummary
+from fuseplan.search.errors import counted
 from fuseplan.search.store.record import ATEN, PlanRecord
 
 #: How many colours of groups the page defines (CSS classes ``group0`` to ``group7``).
@@ -64,7 +65,9 @@ class Drawing:
 def templates() -> Environment:
     """The report's templates; what they are given is escaped."""
     loader = PackageLoader("fuseplan.planner.reports")
-    return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    found = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    found.filters["counted"] = counted
+    return found
 
 
 def group_name(number: int) -> str:

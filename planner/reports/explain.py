@@ -24,6 +24,7 @@ from fuseplan.planner.tuning.session import Session
 from fuseplan.planner.tuning.summary import RegionSummary, summarise
 from fuseplan.planner.tuning.whole_step import runs_by_inductor
 from fuseplan.search import policy
+from fuseplan.search.errors import counted
 from fuseplan.search.store.record import ATEN, GroupChoice, TuningRecord
 
 #: Examples of a kind that are spelled out; the rest is counted.
@@ -196,12 +197,14 @@ class _RegionWords:
         for one in fused[:_EXAMPLES]:
             times = [f"{one.measured_us:.2f} us measured"] if one.measured_us is not None else []
             times += [f"{one.predicted_us:.2f} us predicted"] if one.predicted_us is not None else []
-            ops = "one op" if len(one.ops) == 1 else f"{len(one.ops)} ops"
+            ops = counted(len(one.ops), "op")
             tuning = tuning_of(self.session, self.plan, one.workload)
             why = tuning.evidence.reason if tuning is not None and not tuning.fuse else one.reason
             yield f"  not chosen: {one.label}, {ops} ({'; '.join(times) or 'no time'}): {why}"
         if len(fused) > _EXAMPLES:
-            yield f"  and {len(fused) - _EXAMPLES} more measured groups that were not chosen"
+            more = counted(len(fused) - _EXAMPLES, "more measured group that was",
+                           "more measured groups that were")
+            yield f"  and {more} not chosen"
 
 
 def _refused(graph: DataflowGraph, refusals: Sequence[Refusal]) -> Iterator[str]:

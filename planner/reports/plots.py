@@ -14,6 +14,7 @@ from fuseplan.planner.reports.accuracy import measured_choices
 from fuseplan.planner.reports.frames import ReportData
 from fuseplan.planner.reports.log_plot import NAME_LETTERS, Curve, LogPlot, Point
 from fuseplan.planner.reports.step_words import time_text
+from fuseplan.search.errors import counted
 from fuseplan.search.store.record import ATEN, RecordKey, TuningRecord
 
 _KINDS = {"unfused": "unfused", "fused": "fused"}
@@ -70,8 +71,8 @@ def roofline_plot(spec: DeviceSpec, data: ReportData) -> LogPlot:
         if peaks.get("fp32", highest) < highest:
             curves.append(Curve([(peaks["fp32"] / fastest_gbps, peaks["fp32"]), (right, peaks["fp32"])],
                                 "fp32 roof", "cache"))
-    words = (f"Roofline of {spec.identity.name}: {len(groups)} groups by operations per byte and operations per "
-             "second, unfused and fused, under the measured bandwidth and peak.")
+    words = (f"Roofline of {spec.identity.name}: {counted(len(groups), 'group')} by operations per byte and operations "
+             "per second, unfused and fused, under the measured bandwidth and peak.")
     return LogPlot(words, ("operations per byte", "Gop/s"), points, curves, _KINDS)
 
 
@@ -100,7 +101,8 @@ def scatter_plot(data: ReportData) -> LogPlot:
               abs(math.log(predicted_us / measured_us)) * measured_us)
         for key, one, predicted_us, measured_us in measured_choices(data.decided().values()) if measured_us > 0
     ]
-    words = f"Predicted against measured time of {len(points)} kernels; the band is plus or minus 25 percent."
+    kernels = counted(len(points), "kernel")
+    words = f"Predicted against measured time of {kernels}; the band is plus or minus 25 percent."
     return LogPlot(words, ("measured, us", "predicted, us"), points, kinds=_KINDS, band=1.25)
 
 

@@ -10,6 +10,7 @@ from fuseplan.costmodel.devices import is_cpu, kind_of_key
 from fuseplan.planner.reports.frames import ReportData
 from fuseplan.planner.reports.steps import BETWEEN, Saved, Step, ratio, steps
 from fuseplan.search import policy
+from fuseplan.search.errors import counted
 
 #: Groups that are named: of all workloads, and of one.
 _SHOWN, _SHOWN_OF_ONE = 5, 3
@@ -28,8 +29,8 @@ def step_lines(data: ReportData, shown: int = _SHOWN, every: bool = False) -> It
     told = found if every else [one for one in found if one.times is not None] or found
     yield from map(step_words, told)
     if rest := len(found) - len(told):
-        more = "1 more workload was not timed as a whole step" if rest == 1 else (
-            f"{rest} more workloads were not timed as whole steps")
+        more = counted(rest, "more workload was not timed as a whole step",
+                       "more workloads were not timed as whole steps")
         yield f"    {more}; `plan report steps` lists {'it' if rest == 1 else 'them'}"
     best: dict[str, tuple[Step, Saved]] = {}
     for one in told:
@@ -44,7 +45,9 @@ def step_lines(data: ReportData, shown: int = _SHOWN, every: bool = False) -> It
         doubt = f"; {words}" if (words := saved.doubt(one.unfused_us)) else ""
         yield f"    saves {time_text(saved.saved_us)} of {one.name}, {each}: {saved.name}{doubt}"
     if len(ordered) > shown:
-        yield f"    {len(ordered) - shown} other groups save less; `plan report steps` lists them"
+        rest = len(ordered) - shown
+        others = counted(rest, "other group saves", "other groups save")
+        yield f"    {others} less; `plan report steps` lists {'it' if rest == 1 else 'them'}"
 
 
 def step_words(one: Step) -> str:
@@ -69,7 +72,7 @@ def _range(one: Step) -> str:
         return ""
     low, high = one.gains
     steady = "" if high <= (1 + policy.STEADY_SPREAD) * low else "unsteady: "
-    return f", {steady}{low:.2f} to {high:.2f} in {one.times.rounds} round{'s' * (one.times.rounds > 1)}"
+    return f", {steady}{low:.2f} to {high:.2f} in {counted(one.times.rounds, 'round')}"
 
 
 def _beside(one: Step, unit: str) -> str:
@@ -98,7 +101,7 @@ def _doubt(one: Step) -> str:
 
 def _left_out(one: Step) -> str:
     """What the times are without; "" for most models."""
-    return f"; excludes {one.left_out} unplanned op{'s' * (one.left_out > 1)}" if one.left_out else ""
+    return f"; excludes {counted(one.left_out, 'unplanned op')}" if one.left_out else ""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Table, literal_column, select
 
 from fuseplan.kernels.registry import malformed_config
-from fuseplan.search.errors import DatabaseError, RecordError, SchemaVersionError, plain
+from fuseplan.search.errors import DatabaseError, RecordError, SchemaVersionError, counted, plain
 from fuseplan.search.store import codec, location, rows, tables
 from fuseplan.search.store.connections import connected
 from fuseplan.search.store.database import Database
@@ -43,7 +43,8 @@ def ls_rows(database: Database) -> list[tuple[str | float, ...]]:
             times = (record.best_us, record.unfused.median_us, record.gain)
             found.append(("tuning", *identity, answer, record.backend, *times, when))
         else:
-            answer = f"{sum(group.is_kernel for group in record.groups)} fused of {len(record.groups)} groups"
+            fused = sum(group.is_kernel for group in record.groups)
+            answer = f"{fused} fused of {counted(len(record.groups), 'group')}"
             found.append(("plan", *identity, answer, "", record.planned_us, record.unfused_us, record.margin, when))
     return found
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from fuseplan.planner.reports.document import Table, cell_text
+from fuseplan.search.errors import counted
 
 #: Characters of a text column where there is room, and the fewest to which it is cut before a column is left out.
 _WIDEST, _LEAST = 44, 16
@@ -106,4 +107,4 @@ def left_out_line(columns: Sequence[str], width: int) -> str:
         line = f"left out: {', '.join(columns[:shown])}{more} (--format csv, or a wider window)"
         if len(line) <= width:
             return line
-    return f"{len(columns)} {'column' if len(columns) == 1 else 'columns'} left out (--format csv, or a wider window)"
+    return f"{counted(len(columns), 'column')} left out (--format csv, or a wider window)"

@@ -183,7 +183,7 @@ def test_a_bad_row_costs_its_own_region(edit: Edit, tmp_path: Path, monkeypatch:
     assert (done.from_database, done.from_model, done.misses, done.quarantined) == (1, 0, 0, 1)
     assert sum("a stored plan is not used" in reason for reason in done.fallbacks) == 1
     assert sum("is not used" in message for message in caplog.messages) == 1
-    assert "1 stored plans are unsound" in str(done)
+    assert "1 stored plan is unsound" in str(done)
 
 
 @pytest.mark.parametrize(

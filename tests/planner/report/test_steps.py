@@ -247,7 +247,9 @@ def test_the_groups_that_save_most_are_named_where_they_do(load: Load) -> None:
         "saves 90.0 us of decode b4, 10 x (40.0 us -> 31.0 us): linear 1x8",
     ]
     short = list(step_words.step_lines(load(None), shown=1))
-    assert len(short) == 5 and "2 other groups save less" in short[4]
+    assert len(short) == 5 and short[4].endswith("2 other groups save less; `plan report steps` lists them")
+    short = list(step_words.step_lines(load(None), shown=2))
+    assert short[5].endswith("1 other group saves less; `plan report steps` lists it")
 
 
 def test_a_group_in_several_regions_is_one_line(load: Load) -> None:

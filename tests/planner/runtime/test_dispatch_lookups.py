@@ -65,7 +65,7 @@ def test_stored_plans_are_hits(db: Path, kernels: ReferenceBackend) -> None:
         torch.testing.assert_close(one, other)
     done = fuseplan.planner.stats()
     assert (done.from_database, done.from_model, done.misses) == (2, 0, 0)
-    assert done.lookup_s > 0 and str(done).startswith("1 graphs, 1 regions: 2 groups fused (2 from the database")
+    assert done.lookup_s > 0 and str(done).startswith("1 graph, 1 region: 2 groups fused (2 from the database")
 
 
 def tuned_by_the_model(monkeypatch: pytest.MonkeyPatch) -> list[str]:

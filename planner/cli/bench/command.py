@@ -85,6 +85,7 @@ def bench(
     CUDA everything is timed both launched from Python and replayed from a CUDA graph; patterns also with a cold cache.
     An interrupted bench keeps the cells and workloads that it has finished.
     """
+    from fuseplan.costmodel.identity import current_identity
     from fuseplan.planner.api.request import plan_settings
     from fuseplan.planner.api.run import ready
     from fuseplan.planner.bench.patterns import PatternBench
@@ -100,13 +101,14 @@ def bench(
     if regime is None:
         regime = "graph" if topic == "patterns" and is_gpu(kind) else "eager"
     settings = plan_settings(kind, given.numerics, regime)
+    file = topics.results_folder(current_identity(kind).key(), out) / f"{topic}.csv"
     kept = {INDUCTOR: inductor, MAX_AUTOTUNE: inductor and max_autotune}
     without, spend = tuple(name for name in kept if not kept[name]), seconds or _SECONDS[topic]
     if topic == "patterns":
         cells = topics.cells_of(pattern or (), shape or (), rows, cols, DTYPES.get(given.dtype, given.dtype))
         peers, modes_of_all = peer_names(rivals, kind, without), topics.modes_of(modes, kind)
+        check_writable(file, "--out")  # before anything is stored or measured
         session = open_session(kind, db, settings, mode="write" if tune else "inspect")
-        check_writable(topics.results_folder(session, out) / f"{topic}.csv", "--out")  # before anything is measured
         session = ready(session, progress=current()) if tune else session
         topics.measure_patterns(
             PatternBench(session, peers, modes_of_all, spend), *cells,
@@ -117,7 +119,7 @@ def bench(
     source = find_source(given.model, given.config, given.module, kind, given.dtype, layers)
     workloads = workloads_for(source, kind, given.decode, given.kv_len, given.prefill)
     standard = [name for name in STANDARD_PEERS if name not in without]
-    check_writable(topics.results_folder(session, out) / f"{topic}.csv", "--out")
+    check_writable(file, "--out")
     topics.measure_model(session, source, workloads, standard, spend, out)
 
 

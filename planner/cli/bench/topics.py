@@ -28,9 +28,9 @@ from fuseplan.search.tune.tuner import Budget, make_pool
 from fuseplan.search.workers.worker import WorkerPool
 
 
-def results_folder(session: Session, out: Path | None) -> Path:
-    """Where results go: ``out``, else the device's folder."""
-    return (out if out is not None else Path("results") / evidence.folder_name(session.device)).expanduser()
+def results_folder(device: str, out: Path | None) -> Path:
+    """Where results go: ``out``, else the folder of the device, by its key."""
+    return (out if out is not None else Path("results") / evidence.folder_name(device)).expanduser()
 
 
 def publish(
@@ -42,7 +42,7 @@ def publish(
     words = [*evidence.quietness(facts), *words]
     for line in words:
         current().tell(line)
-    folder, start = results_folder(session, out), evidence.file_name(name)
+    folder, start = results_folder(session.device, out), evidence.file_name(name)
     for path in evidence.write_results(folder, start, frames, facts, words, tables, legend):
         current().say(f"written: {path}")
 
@@ -89,7 +89,7 @@ def measure_patterns(
 
     Without a ``budget`` nothing is tuned. ``said`` is told, too.
     """
-    log = RowLog(results_folder(bench.session, out) / f"{name}-cells.csv", resume)
+    log = RowLog(results_folder(bench.session.device, out) / f"{name}-cells.csv", resume)
     missing = [cell for cell in cells if not log.has(cell.key)]
     tuned = bench.session
     try:

@@ -128,7 +128,7 @@ def test_patterns_are_measured_and_published(plan: Run, tmp_path: Path) -> None:
     assert frame["workload"].unique().tolist() == ["1x17", "3x17"] and frame["median_us"].notna().all()
     text = (tmp_path / "out" / "patterns-swiglu-cells.md").read_text()
     assert "eager, swiglu: " in text and "| best_peer | vs_best |" in text
-    assert "1 regions by the cost model, not tuned" in out
+    assert "1 region by the cost model, not tuned" in out
     facts = json.loads((tmp_path / "out" / "patterns-swiglu-cells.json").read_text())
     assert facts["versions"]["torch"] == version("torch")
 

@@ -54,11 +54,11 @@ def test_the_verdict_answers_the_bars() -> None:
         "cold: 1.061x the best peer (geometric mean of 2 cells), worst 0.90x; 1 under 0.97x"
     )
     assert "cold, swiglu: 1.061x (2 cells), worst 0.90x" in lines
-    assert "cold: 1 cells move 256 MB or more, at 93.0% to 93.0% of a copy's bandwidth; 1 under 94%" in lines
-    assert "graph: 1.000x the best peer (geometric mean of 1 cells), worst 1.00x; 0 under 0.97x" in lines
+    assert "cold: 1 cell moves 256 MB or more, at 93.0% to 93.0% of a copy's bandwidth; 1 under 94%" in lines
+    assert "graph: 1.000x the best peer (geometric mean of 1 cell), worst 1.00x; 0 under 0.97x" in lines
     assert lines[-1] == (
         "lost: cold, swiglu 9x8: 0.90x inductor (100.00 [88.00 to 101.50] against 90.00 us, noise 1.0%); "
-        "400.00 MB at 4000 GB/s, 1 kernels, 32 registers, triton num_warps=4"
+        "400.00 MB at 4000 GB/s, 1 kernel, 32 registers, triton num_warps=4"
     )
     assert sum(line.startswith("lost") for line in lines) == 1
 

@@ -15,6 +15,7 @@ from check_commands import LINES, Scene, untried
 from fuseplan.planner.cli import main
 from fuseplan.planner.cli.source import decimal, whole
 from fuseplan.planner.errors import in_words
+from fuseplan.search.store.database import Database
 
 #: Every sixth, and some that once ran on, or left with another status.
 SOME = [
@@ -70,6 +71,7 @@ def test_sigterm_ends_a_command_as_ctrl_c_does(
 
 
 def test_a_reader_that_has_had_enough_is_no_error(tmp_path: Path) -> None:
+    Database(tmp_path / "tuning.db").close()
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "wb") as closed:

@@ -81,7 +81,7 @@ def check(model: Counter, db: Path, table: bool = False, **options: Any) -> None
 def test_dispatch_leaves_the_graph_to_it(model: Counter, db: Path) -> None:
     check(model, db)
     assert stats().whole_by_inductor == 1 and not stats().groups_fused and not stats().misses
-    assert "1 graphs as a whole by TorchInductor's code" in str(stats())
+    assert "1 graph as a whole by TorchInductor's code" in str(stats())
 
 
 def test_a_plan_for_eagers_roundings_does_not(model: Counter, db: Path) -> None:

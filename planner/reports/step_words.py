@@ -95,8 +95,11 @@ def _memory(one: Step) -> str:
 
 
 def _doubt(one: Step) -> str:
-    """That the run's own noise could be the difference; "" where not, and where nothing was run."""
-    return f"; within the noise of {one.times.noise:.0%}" if one.times is not None and one.hidden else ""
+    """That noise could be the difference, or rounds contradict each other; "" where not, and where nothing was run."""
+    if one.times is not None and one.hidden:
+        return f"; within the noise of {one.times.noise:.0%}"
+    low, high = one.gains or (1.0, 1.0)
+    return "; faster in some rounds, slower in others" if low < 1 < high else ""
 
 
 def _left_out(one: Step) -> str:

@@ -139,6 +139,12 @@ def test_a_range_that_is_small_is_not_called_unsteady(load: Load) -> None:
     assert "(1.68x, 1.65 to 1.70 in 8 rounds; torch.compile 1.50 ms)" in step_words.step_words(decode(data))
 
 
+@pytest.mark.parametrize(("low", "told"), [(0.63, True), (1.01, False)])
+def test_rounds_that_contradict_each_other_are_told(load: Load, low: float, told: bool) -> None:
+    data = load(StepTimes(2100.0, 1250.0, 0.01, 900.0, gain_low=low, gain_high=4.15, rounds=14))
+    assert ("faster in some rounds, slower in others" in step_words.step_words(decode(data))) is told
+
+
 @pytest.mark.parametrize(("high", "told"), [(72.4, "45 to 72"), (45.3, "45")])
 def test_the_speed_of_memory_is_told(load: Load, high: float, told: str) -> None:
     data = load(StepTimes(2100.0, 1250.0, 0.01, 900.0, gain_low=1.3, gain_high=2.0, rounds=16, read_low=45.0,

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fuseplan
+from fuseplan.search.store.database import Database
 
 
 @pytest.mark.parametrize(("rows", "dtype", "capability", "calls"), [
@@ -30,7 +31,8 @@ def test_large_weights_and_few_rows_on_a_cpu_that_is_known(
                           nn.SiLU(), nn.Linear(515, 1031, dtype=dtype), nn.SiLU(), small).eval()
     model[2].weight.data = model[2].weight.data[:, :].t().contiguous().t()  # no row of these lies in one piece
     x = torch.randn(rows, 513, dtype=dtype)
-    db = tmp_path / "none.db"
+    db = tmp_path / "empty.db"
+    Database(db).close()
     groups = fuseplan.explain(model, x, db=db).groups
     with torch.no_grad():
         found = torch.compile(model, backend="fuseplan", options={"db": str(db)})(x)

@@ -107,7 +107,7 @@ def test_a_lock_that_comes_between_two_look_ups(where: str, how: str) -> None:
 @pytest.mark.parametrize("how", ["sqlite delete", "sqlite wal", "postgresql plan_records"])
 def test_a_tuner_tries_again_until_the_lock_is_gone(where: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of its tries is short here; the lock goes at the third."""
-    monkeypatch.setattr(tables.open_for_writing, "__defaults__", (1, 0.01))
+    monkeypatch.setattr(tables.open_for_writing, "__defaults__", (1, 0.01, None))
     monkeypatch.setattr(connections, "_SERVERS", {})
     tries, sleep = [], connections.time.sleep
     with contextlib.ExitStack() as lock, Database(where, versions=HERE) as tuner:
@@ -131,7 +131,7 @@ def test_a_tuner_tries_again_until_the_lock_is_gone(where: str, how: str, monkey
 def test_a_lock_that_stays_is_an_error_in_the_end(
     where: str, how: str, patient: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables.open_for_writing, "__defaults__", (1, 0.01))
+    monkeypatch.setattr(tables.open_for_writing, "__defaults__", (1, 0.01, None))
     tries: list[float] = []
     monkeypatch.setattr(connections.time, "sleep", tries.append)
     with Database(where, patient=patient) as tuner:

@@ -51,11 +51,11 @@ def test_no_line_is_wider_than_the_terminal(shown: Shown, tmp_path: Path, width:
 
 def test_a_report_begins_with_steps_and_the_groups_that_save_most(shown: Shown, tmp_path: Path) -> None:
     samples.sample_database(tmp_path / "tuning.db").close()
-    first = shown(80, "report", "--device", "h100", "--db", tmp_path / "tuning.db")[:24]
-    steps = [at for at, line in enumerate(first) if re.match(r"\S.*: [\d.]+ -> [\d.]+ ms a step \([\d.]+x\)", line)]
+    first = shown(80, "report", "--device", "h100", "--db", tmp_path / "tuning.db")[:28]
+    steps = [at for at, line in enumerate(first) if re.match(r"\S.*: [\d.]+ -> [\d.]+ ms a step \([\d.]+x, ", line)]
     saves = [at for at, line in enumerate(first) if line.startswith("    saves ")]
     assert first[0].startswith("llama-3.1-8b on cuda-nvidia-h100")
-    assert len(steps) == 7 and len(saves) == 5 and saves[0] > steps[-1]  # an answer may take two lines
+    assert len(steps) == 7 and len(saves) == 5 and saves[0] > steps[-1]  # an answer takes three lines
     amounts = [float(first[at].split()[1]) for at in saves]
     assert amounts == sorted(amounts, reverse=True)
 

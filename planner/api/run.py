@@ -107,8 +107,8 @@ def run_here(
 ) -> list[tuple[Wanted, Ran]]:
     """Tune what is wanted on this device; errors are those of :func:`~fuseplan.planner.tuning.tune.tune`.
 
-    What was finished before an error is stored. A stored region is not measured again, so an interrupted run goes on,
-    and two runs share their work.
+    An error loses no finished region: each is stored at once. A stored region is not measured again, so the same
+    command goes on after an interruption, and two runs share their work.
     """
     kind, how = request.kind, request.how
     if is_gpu(kind):

@@ -73,7 +73,7 @@ def enumerate_candidates(
 ) -> Enumeration:
     """The fusion groups of a region, each of ``max_ops`` ops at most.
 
-    Where there are more than ``max_candidates``, :func:`connected_sets` says which are kept: each costs a lowering.
+    Each has to be lowered, which takes time: of more than ``max_candidates``, :func:`connected_sets` keeps a part.
     """
     dependencies = region_dependencies(graph, region)
     ops = [dependencies.flow.nodes[at].op for at in dependencies.members]

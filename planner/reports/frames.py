@@ -40,7 +40,7 @@ class ReportData:
         misses: Look-ups that found nothing, as the database counts them.
         shipped: Keys of plans that come with the package.
         steps: Measured whole steps, by :func:`~fuseplan.planner.tuning.whole_step.step_key`.
-        timed_here: Keys of those that were not timed on another machine, and come with the package.
+        timed_here: Keys of those in the user's database; the others come with the package, from another machine.
     """
 
     device: str
@@ -106,15 +106,15 @@ def load_report(
         regions = [(workload, region) for workload in workloads for region in workload.regions]
         wanted = {key for one, region in regions for key in (one.plan_key(region), *one.part_keys(region))}
         plans = {key: plan for key, plan in plans.items() if key in wanted}
+    misses = tuple(one for one in logged_misses(database, device) if regime in (None, one.key.regime))
     if regime is not None:
-        if regime not in (stored := sorted({key.regime for key in plans or records})):
+        if regime not in (stored := sorted({key.regime for key in plans or records})) and not misses:
             raise PlanError("{} {}: no such plan is stored {}; stored: {}", Argument("regime"), regime,
                             f"for model {model!r} on this device" if model else f"for device {device}",
                             ", ".join(stored) or "none")
         plans = {key: plan for key, plan in plans.items() if key.regime == regime}
         records = {key: record for key, record in records.items() if key.regime == regime}
         workloads = tuple(workload for workload in workloads if workload.regime == regime)
-    misses = tuple(one for one in logged_misses(database, device) if regime in (None, one.key.regime))
     shipped = frozenset(key for key, found in database.get_plans(plans).items() if found.shipped)
     models = {workload.model for workload in workloads}
     if not model and len(models) == 1:

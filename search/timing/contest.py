@@ -195,8 +195,9 @@ def decisive(
 def middle_of_three(run: Callable[[], Contest], incumbent: str) -> Contest:
     """One run, or the middle one of three where noise hides whether anybody is faster than ``incumbent``.
 
-    Gains vary with where operands lie in memory, which no longer run on the same operands shows; of long calls they
-    hardly do. Where nobody is faster in two runs, the middle one of three says the same, and the third is left out.
+    Gains vary with where operands lie in memory, which no longer run on the same operands shows. Where nobody is faster
+    in two runs, the middle one of three says the same, and the third is left out. Long calls (``policy.LONG_CALL_US``)
+    run once: three runs would take a quarter of a minute, and a tie keeps the incumbent.
     """
     def gain(found: Contest) -> float:
         return max((found.gain(name, incumbent) for name in found.samples if name != incumbent), default=-math.inf)

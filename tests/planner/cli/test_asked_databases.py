@@ -14,8 +14,9 @@ import fuseplan.planner
 from fuseplan.planner.cli import main
 from fuseplan.planner.errors import FuseplanError, PlanError
 from fuseplan.planner.reports.frames import load_report
-from fuseplan.search.store.database import Database
+from fuseplan.search.store.database import Database, Missed
 from fuseplan.search.store.location import default_path
+from fuseplan.search.store.record import RecordKey
 
 Run = Callable[[str], tuple[int, str, str]]
 
@@ -125,3 +126,12 @@ def test_a_regime_without_plans_is_told_with_those_that_have_some(plan: Run, sam
     assert err.startswith("plan: error: --regime graph: no such plan is stored") and err.endswith("stored: eager")
     with Database(sampled) as database, pytest.raises(PlanError, match=r"stored for model 'llama' .*; stored: eager"):
         load_report(database, samples.DEVICE, model="llama", regime="graph")
+
+
+def test_misses_of_a_regime_without_plans_are_reported(plan: Run, sampled: Path) -> None:
+    """Plans for launches alone were tuned, and dispatch asked for others."""
+    with Database(sampled) as database:
+        database.log_misses([Missed(RecordKey("e" * 64, samples.DEVICE, regime="graph"), "gelu 9x17 float32")])
+    status, out, err = plan(f"report --db {sampled} --device-key {samples.DEVICE} --regime graph --format json")
+    assert (status, err) == (0, "")
+    assert "gelu 9x17" in out and "gelu 7x13" not in out

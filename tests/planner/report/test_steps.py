@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import check_gain
 import pytest
 import report_samples as samples
 
@@ -164,6 +165,23 @@ def test_a_step_that_torch_compile_wins_says_so(load: Load) -> None:
     assert step_words.answers(decode(data))[0].startswith("2.00x as fast: a step takes 1.05 ms")
     (row,) = steps.step_frame(data).query("workload == 'decode b4'").itertuples()
     assert row.by_inductor and row.speedup == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(("times", "by_compile_us", "spread", "alone"), [
+    (StepTimes(2100.0, 1250.0, 0.01), None, (None, None), None),
+    (StepTimes(2100.0, 1250.0, 0.01, inductor_us=1500.0, inductor_mode="max-autotune", alone=1.32, gain_low=1.61,
+               gain_high=1.72, rounds=7), 1500.0, (1.61, 1.72), 1.32),
+    (StepTimes(2100.0, 1250.0, 0.01, inductor_us=1050.0, by_inductor=True, alone=0.8), 1050.0, (None, None), 1.0),
+])
+def test_the_check_of_gains_reads_what_a_step_says(
+    load: Load, times: StepTimes, by_compile_us: float | None, spread: tuple[float | None, ...], alone: float | None
+) -> None:
+    line = step_words.step_words(decode(load(times)))
+    printed = check_gain.Printed.of(f"a group is fused\n{line}\n    saves 1 us of decode b4")
+    assert printed is not None and printed.line == line and printed.gain == round(2100 / times.best_us, 2)
+    assert (printed.times["eager"], printed.times["fuseplan"]) == (2100.0, times.best_us)
+    assert (printed.times.get("torch.compile"), (printed.low, printed.high), printed.alone) == (
+        by_compile_us, spread, alone)
 
 
 def test_no_part_takes_negative_time_where_a_step_takes_less_than_its_parts(load: Load) -> None:

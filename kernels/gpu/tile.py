@@ -9,7 +9,7 @@ from itertools import accumulate
 from fuseplan.kernels.ir.backend import Config
 from fuseplan.kernels.ir.index import Size, evaluate, is_static, product
 from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, Const, Iota, KernelIR, Segment, operands
-from fuseplan.kernels.ir.reduction_loops import rescaled_sums, schedule
+from fuseplan.kernels.ir.reduction_loops import folds_in_parts, rescaled_sums, schedule
 
 #: Threads of a warp, where how a kernel is written depends on it: of those that run today.
 WARP = 32
@@ -65,8 +65,10 @@ def tile_of(segment: Segment, config: Config) -> Tile:
 
 
 def splits_of(segment: Segment, config: Config) -> int:
-    """Programs that share the inner dimension of a tile."""
-    return int(config.get("splits", 1)) if segment.products else 1
+    """Programs that share what a tile sums or folds: the inner dimension, or the columns of a loop."""
+    splits = int(config.get("splits", 1))
+    shared = splits > 1 and (segment.products or (tile_of(segment, config).looped and folds_in_parts(segment)))
+    return splits if shared else 1
 
 
 def chunk_width(buffers: Sequence[Buffer], segment: Segment, config: Config) -> int:

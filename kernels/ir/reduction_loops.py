@@ -87,6 +87,17 @@ def folds_across(segment: Segment) -> bool:
     return not few and lies_apart(segment, segment.col_axis - 1) < lies_apart(segment, segment.col_axis)
 
 
+def folds_in_parts(segment: Segment) -> bool:
+    """Whether parts of a row can be folded apart, and then together: sums and the like in float32 that need no other
+    fold, and nothing for each column after them.
+    """
+    folds = [instr for instr in segment.body if isinstance(instr, Reduce)]
+    sizes = is_static(*segment.rows, segment.cols) and not segment.products
+    if not folds or not sizes or max(reduction_depths(segment)) > 1 or any(one.dtype != "float32" for one in folds):
+        return False
+    return not any(phase.elements or phase.stores for phase in schedule(segment)[1:])
+
+
 def lies_apart(segment: Segment, axis: int) -> int:
     """Loads and stores whose elements lie apart along an axis."""
     indices = [access.index for access in segment.accesses]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from fuseplan.kernels.gpu.overlap import OVERLAP, OVERLAP_CHOICES, default_overlap, overlap_tunables, pointless_overlap
-from fuseplan.kernels.gpu.tile import Tile, chunk_width, live_words, next_power_of_2, programs, tile_of
+from fuseplan.kernels.gpu.tile import Tile, chunk_width, live_words, next_power_of_2, programs, splits_of, tile_of
 from fuseplan.kernels.ir.backend import Config, Target, Tunable
 from fuseplan.kernels.ir.index import Size, is_static
 from fuseplan.kernels.ir.ir import ITEMSIZE, KernelIR, Load, Segment
-from fuseplan.kernels.ir.reduction_loops import folds_across, reduction_depths, schedule
+from fuseplan.kernels.ir.reduction_loops import folds_across, folds_in_parts, reduction_depths, schedule
 
 #: Rows wider than this are walked in blocks by default; configs may hold up to the second number in registers.
 DEFAULT_PERSISTENT_COLS = 16384
@@ -28,6 +28,8 @@ _SECTOR_BYTES, _LINE_BYTES = 32, 128
 _HELD_TILE, _LOOPED_TILE = 8192, 4096
 #: Multiprocessors where no device is named: those of an H200.
 _TYPICAL_CORES = 132
+#: Programs that share the columns of a tile: at most, for each multiprocessor, and blocks that each folds at least.
+MOST_SPLITS, _SPLITS_EACH, _SPLIT_BLOCKS = 512, 2, 4
 #: What a dynamic size counts as where a choice needs a number.
 _TYPICAL_SIZE = 4096
 
@@ -41,7 +43,7 @@ PARAMETERS = (
     Tunable("num_warps", (1, 2, 4, 8, 16, 32)),
     Tunable("loads", ("early", "late")),
     Tunable("num_stages", (1, 2, 3, 4, 5)),
-    Tunable("splits", (1, 2, 4)),
+    Tunable("splits", tuple(2**power for power in range(MOST_SPLITS.bit_length()))),
 )
 
 
@@ -73,7 +75,22 @@ def tunables(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
         found.append(Tunable("loads", ("early", "late")))
     if any(not is_static(s.cols) or min(cols) < s.cols for s in ir.segments if s.has_reduction()):
         found.append(Tunable("num_stages", (1, 2, 3)))
+    splits = max(default_splits(ir, segment, target.cores) for segment in ir.segments)
+    if splits > 1:
+        found.append(Tunable("splits", tuple(2**power for power in range(min(2 * splits, MOST_SPLITS).bit_length()))))
     return tuple(found)
+
+
+def default_splits(ir: KernelIR, segment: Segment, cores: int = _TYPICAL_CORES, rows: int = 0) -> int:
+    """Programs that share the columns of a tile of so many rows, by default of a line or one: those of a long fold
+    where there are fewer tiles than multiprocessors.
+    """
+    if not folds_in_parts(segment):
+        return 1
+    rows = rows or (line_rows(ir, segment, cores) if folds_across(segment) else 1)
+    tiles, blocks = -(-_static(segment.num_rows) // rows), _static(segment.cols) * rows // _LOOPED_TILE
+    splits = min(_SPLITS_EACH * cores // max(tiles, 1), blocks // _SPLIT_BLOCKS, MOST_SPLITS)
+    return 1 << splits.bit_length() - 1 if splits > 1 else 1
 
 
 def _late_loads(segment: Segment) -> bool:
@@ -113,6 +130,10 @@ def _redundant(ir: KernelIR, config: Config, tiles: list[Tile]) -> str | None:
         return f"block_rows={rows} is more than any segment has"
     if not any(tile.looped for tile in tiles) and int(config.get("num_stages", 1)) != 1:
         return "num_stages has no effect without a loop"
+    splits = int(config.get("splits", 1))
+    if splits > 1 and not any(splits <= -(-_static(segment.cols) // tile.cols) and splits_of(segment, config) > 1
+                              for tile, segment in zip(tiles, ir.segments, strict=True)):
+        return f"no loop over columns has blocks for {splits} splits"
     folding = [tile for tile, segment in zip(tiles, ir.segments, strict=True) if segment.has_reduction()]
     if config.get("loads") == "late" and all(tile.looped for tile in folding):
         return "loads has no effect on a looped reduction"
@@ -229,13 +250,16 @@ def line_rows(ir: KernelIR, segment: Segment, cores: int = _TYPICAL_CORES) -> in
     """Rows of a default block that folds across: of a line, or of a sector where there would be too few blocks."""
     narrowest = min((ITEMSIZE[ir.buffers[load.buffer].dtype] for load in segment.loads), default=4)
     rows = _LINE_BYTES // narrowest
-    while rows * narrowest > _SECTOR_BYTES and _static(segment.num_rows) // rows < 2 * cores:
+    while rows * narrowest > _SECTOR_BYTES and _static(segment.num_rows) // rows < 2 * cores and (
+            default_splits(ir, segment, cores, rows) == 1):
         rows //= 2
     return min(rows, next_power_of_2(_static(segment.num_rows)))
 
 
 def _reducing_config(ir: KernelIR, target: Target, block: tuple[int, int], warps: int, most: int) -> Config:
-    """A block, with warps from ``warps`` up to ``most`` until registers hold it, and the first of all other choices."""
+    """A block, with warps from ``warps`` up to ``most`` until registers hold it, its default splits, and the first of
+    all other choices.
+    """
     rows, cols = block
     words = max(live_words(segment) for segment in ir.segments)
     while warps < most and rows * cols // (target.gpu.warp * warps) * words > 128:
@@ -243,6 +267,7 @@ def _reducing_config(ir: KernelIR, target: Target, block: tuple[int, int], warps
     choices = {tunable.name: tunable.choices for tunable in tunables(ir, target)}
     cols = next((int(choice) for choice in choices["block_cols"] if int(choice) >= cols), cols)
     chosen: dict[str, int | str] = {"block_rows": rows, "block_cols": cols, "num_warps": warps}
+    chosen["splits"] = max(default_splits(ir, segment, target.cores) for segment in ir.segments)
     return {name: chosen.get(name, values[0]) for name, values in choices.items()}
 
 

@@ -36,12 +36,12 @@ class ContractionEmitter(SegmentEmitter):
         self, buffers: Sequence[Buffer], names: Sequence[str], segment: Segment, config: Config, arguments: str,
         name: str = "", share: Share | None = None,
     ) -> None:
-        super().__init__(buffers, names, segment, config)
+        super().__init__(buffers, names, segment, config, share)
         self.flat = self.tile.flat and config["block_rows"] == 1
         self.traps = not self.flat
         #: Rows that tensor cores multiply; a row alone is all of them.
         self.lanes = max(self.tile.rows, TENSOR_CORE_ROWS)
-        self.arguments, self.suffix, self.share = arguments, name, share or Share()
+        self.arguments, self.suffix = arguments, name
         self.block = int(config["block_inner"])
         self.functions: list[Function] = []
         live = ancestors(segment.body, (value for store in segment.stores for value in store.values))

@@ -63,13 +63,13 @@ def _body(
 ) -> list[str]:
     """The statements of a segment; functions that they call are added to ``helpers``."""
     segment = ir.segments[number]
-    if not segment.products:
-        plain = SegmentEmitter(ir.buffers, buffer_names(ir), segment, config)
-        plain.traps = contracts(ir)
-        return plain.lines()
-    if is_tiled(ir):
+    if segment.products and is_tiled(ir):
         return TileEmitter(ir.buffers, buffer_names(ir), segment, config, aligned).lines()
     share = shares(ir, config)[0][number]
+    if not segment.products:
+        plain = SegmentEmitter(ir.buffers, buffer_names(ir), segment, config, share)
+        plain.traps = contracts(ir)
+        return plain.lines()
     if share.splits > 1 and (reason := unsplittable(segment)) is not None:
         raise ValueError(reason)
     emitter = ContractionEmitter(ir.buffers, buffer_names(ir), segment, config, arguments, str(number), share)
@@ -94,7 +94,7 @@ def _function(name: str, signature: str, body: list[str]) -> str:
 
 def _program_count(segment: Segment, config: Config) -> str:
     tile = tile_of(segment, config)
-    if segment.products:
+    if segment.products or splits_of(segment, config) > 1:
         return str(segment_programs(segment, config, {}))
     blocks = ceil_div(segment.num_rows, tile.rows), tile.col_blocks
     return str(blocks[0] * blocks[1]) if is_static(*blocks) else " * ".join(map(triton_size, blocks))

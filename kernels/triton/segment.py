@@ -20,6 +20,7 @@ from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, Gather, Load, Segment, Stor
 from fuseplan.kernels.ir.ops import REDUCTIONS, fold_identity, op_spec
 from fuseplan.kernels.ir.reduction_loops import Phase, folds_across, rescaled_sums, schedule
 from fuseplan.kernels.triton.index import Coordinates, triton_size
+from fuseplan.kernels.triton.split_sums import Share, folds_handed_over, inner_range, split_of_program
 from fuseplan.kernels.triton.values import OUTSIDE, ValueEmitter, index_extent, literal, tl_type
 
 _INDENT = "    "
@@ -30,8 +31,12 @@ _FAR_APART = 4
 class SegmentEmitter(ValueEmitter):
     """Emits a segment for program number ``pid`` within it; beside tensor cores its checks trap, and do not assert."""
 
-    def __init__(self, buffers: Sequence[Buffer], names: Sequence[str], segment: Segment, config: Config) -> None:
+    def __init__(
+        self, buffers: Sequence[Buffer], names: Sequence[str], segment: Segment, config: Config,
+        share: Share | None = None,
+    ) -> None:
         super().__init__(buffers, segment, config)
+        self.share = share or Share()
         self.turned = not self.flat and folds_across(segment)
         self.down, self.across = ("None, :", ":, None") if self.turned else (":, None", "None, :")
         self.names, self.traps = names, bool(segment.products)
@@ -55,7 +60,7 @@ class SegmentEmitter(ValueEmitter):
         """The statements; ``pid``, the buffers and the dynamic sizes are in scope."""
         body = self._looped() if self.tile.looped else self.single_pass()
         body = [*self.coordinates.definitions(), *body]
-        lines = [*self._geometry("\n".join(body)), *body]
+        lines = [*split_of_program(self.share), *self._geometry("\n".join(body)), *body]
         return overlapped(_statements(lines), self.config, "tl.load(", "tl.store(")
 
     # -- positions ----------------------------------------------------------------------------------------
@@ -148,21 +153,30 @@ class SegmentEmitter(ValueEmitter):
     # -- several passes -----------------------------------------------------------------------------------
 
     def _looped(self) -> list[str]:
-        lines: list[str] = []
         phases = schedule(self.segment, rescale=self.chunk > 0)
-        for number, phase in enumerate(phases):
-            self.policies = self._policies(phases, number)
-            folds, row_folds = self.split_reductions(phase)
-            width = self.chunk if any(value in self.rescaled for value in folds) else 1
-            lines += self.values(phase.rows)
-            lines += self.stores(phase.row_stores)
-            lines += [self.accumulator(value, self.tile.cols // width) for value in folds]
-            if folds or phase.stores:
-                lines += self._loop(phase, folds, width)
-            for value in folds:
-                lines += self.fold(value, self._folded(value))
-            lines += [self.fold_per_row(value) for value in row_folds]
-        return [*lines, *self.checks(self.segment.checks)]
+        first, *others = (self._pass(phases, number) for number in range(len(phases)))
+        rest = [*(line for lines in others for line in lines), *self.checks(self.segment.checks)]
+        return [*first, *(rest if self.share.splits == 1 else self._handed_over(phases[0], rest))]
+
+    def _pass(self, phases: Sequence[Phase], number: int) -> list[str]:
+        phase = phases[number]
+        self.policies = self._policies(phases, number)
+        folds, row_folds = self.split_reductions(phase)
+        width = self.chunk if any(value in self.rescaled for value in folds) else 1
+        lines = [*self.values(phase.rows), *self.stores(phase.row_stores)]
+        lines += [self.accumulator(value, self.tile.cols // width) for value in folds]
+        if folds or phase.stores:
+            lines += self._loop(phase, folds, width)
+        for value in folds:
+            lines += self.fold(value, self._folded(value))
+        return [*lines, *(self.fold_per_row(value) for value in row_folds)]
+
+    def _handed_over(self, phase: Phase, rest: Sequence[str]) -> list[str]:
+        """Each program stores what it folded of its columns; the last one of a tile folds that, and does ``rest``."""
+        folds = self.split_reductions(phase)[0]
+        lanes = (1, "", "") if self.flat else (self.tile.rows, f"[{self.down}]", f"[{self.across}]")
+        folded = [line for value in folds for line in self.fold(value, f"all_{self.name(value)}")]
+        return folds_handed_over(self.share, [self.name(value) for value in folds], lanes, [*folded, *rest])
 
     def _policies(self, phases: Sequence[Phase], number: int) -> dict[Load, str]:
         """What is read again by the next pass is to stay in the cache until then, and to make room afterwards."""
@@ -198,7 +212,9 @@ class SegmentEmitter(ValueEmitter):
         else:
             body += [self.combined(value, self.masked_operand(value)) for value in folds]
         body += [*self.stores(phase.stores), *self.checks(phase.elements)]
-        bounds = f"0, {triton_size(self.segment.cols)}, {self.tile.cols}"
+        cols = triton_size(self.segment.cols)
+        walked = inner_range(self.share, int(cols), self.tile.cols) if self.share.splits > 1 else f"0, {cols}"
+        bounds = f"{walked}, {self.tile.cols}"
         head = f"for start in tl.range({bounds}, num_stages={self.config.get('num_stages', 1)}):"
         return [head, *(_INDENT + line for line in body)]
 

@@ -1,12 +1,12 @@
-"""Tiles whose inner dimension several programs share: who sums what, and what the last of them adds up.
+"""Tiles whose inner dimension, or whose columns, several programs share: who sums what, and what the last one adds up.
 
-Each program stores its sums; the last one to arrive at a tile adds them in the order of the splits, whoever that is, so
-the same call gives the same bits (split-K with a workspace).
+Each program stores its sums, or what it folded; the last one to arrive at a tile takes them together in the order of
+the splits, whoever that is, so the same call gives the same bits (split-K with a workspace).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fuseplan.kernels.gpu.tile import segment_programs, splits_of, tile_of
@@ -34,7 +34,7 @@ def shares(ir: KernelIR, config: Config) -> tuple[list[Share], int, int]:
     for segment in ir.segments:
         splits = splits_of(segment, config)
         found.append(Share(splits, tiles, numbers))
-        if segment.products:
+        if splits > 1 or segment.products:
             programs = segment_programs(segment, config, {})
             numbers += programs * numbers_each(segment, config)
             tiles += programs // splits
@@ -48,8 +48,8 @@ def scratch(ir: KernelIR, config: Config) -> tuple[int, int]:
 
 def numbers_each(segment: Segment, config: Config) -> int:
     """Float32 numbers that a program hands over at most: its sums, and folds of its rows."""
-    tile, lefts = tile_of(segment, config), {one.left for one in segment.products}
-    folds = sum(isinstance(instr, Reduce) for left in lefts for instr in left.body)
+    tile, bodies = tile_of(segment, config), {segment, *(one.left for one in segment.products)}
+    folds = sum(isinstance(instr, Reduce) for one in bodies for instr in one.body)
     return tile.rows * (len({instr for instr in segment.body if isinstance(instr, Dot)}) * tile.cols + folds)
 
 
@@ -88,19 +88,42 @@ def handed_over(
     if share.splits == 1:
         return list(rest)
     named = list(_places(sums, folds, tile))
-    first = f"{share.first_number} + ((pid * {share.splits} + {{}}) * {each})"
-    lines = [f"own = {PARTIALS} + {first.format('split')}"]
-    lines += [f"tl.store(own + {place}, {name})" for name, place, _ in named]
-    lines += [
-        "tl.debug_barrier()",
-        f"arrived = tl.atomic_add({COUNTERS} + {share.first_tile} + pid, 1, sem=\"acq_rel\")",
-        f"if arrived == {share.splits - 1}:",
-    ]
-    last = [f"tl.store({COUNTERS} + {share.first_tile} + pid, 0)"]
-    last += [f"{name} = tl.zeros({shape}, tl.float32)" for name, _, shape in named]
-    last += [f"for other in tl.static_range({share.splits}):", f"{_INDENT}part = {PARTIALS} + {first.format('other')}"]
+    last = [f"{name} = tl.zeros({shape}, tl.float32)" for name, _, shape in named]
+    last += [f"for other in tl.static_range({share.splits}):", f"{_INDENT}part = {_numbers(share, 'other', each)}"]
     last += [f'{_INDENT}{name} += tl.load(part + {place}, cache_modifier=".cg")' for name, place, _ in named]
-    return [*lines, *(_INDENT + line for line in (*last, *rest))]
+    return _last_goes_on(share, {name: place for name, place, _ in named}, each, [*last, *rest])
+
+
+def folds_handed_over(
+    share: Share, folds: Sequence[str], lanes: tuple[int, str, str], rest: Sequence[str]
+) -> list[str]:
+    """Store ``folds`` of a tile's rows; its last program does ``rest``, where ``all_<name>`` has what all of them stored
+    of each. ``lanes``: the tile's rows, how they and the splits lie in a tensor.
+    """
+    rows, down, across = lanes
+    at, each = f"tl.arange(0, {rows}){down}" if down else "0", rows * len(folds)
+    places = {name: f"{number * rows} + {at}" for number, name in enumerate(folds)}
+    parts = f"parts = {_numbers(share, f'tl.arange(0, {share.splits}){across}', each)}"
+    last = [f'all_{name} = tl.load(parts + {place}, cache_modifier=".cg")' for name, place in places.items()]
+    return _last_goes_on(share, places, each, [parts, *last, *rest])
+
+
+def _numbers(share: Share, split: str, each: int) -> str:
+    """Address of the first number of a split of this tile, each of which has ``each`` numbers."""
+    return f"{PARTIALS} + {share.first_number} + ((pid * {share.splits} + {split}) * {each})"
+
+
+def _last_goes_on(share: Share, places: Mapping[str, str], each: int, rest: Sequence[str]) -> list[str]:
+    """Store what is named at its place among the numbers of this split; the last program of the tile does ``rest``."""
+    counter = f"{COUNTERS} + {share.first_tile} + pid"
+    return [
+        f"own = {_numbers(share, 'split', each)}",
+        *(f"tl.store(own + {place}, {name})" for name, place in places.items()),
+        "tl.debug_barrier()",
+        f'arrived = tl.atomic_add({counter}, 1, sem="acq_rel")',
+        f"if arrived == {share.splits - 1}:",
+        *(_INDENT + line for line in (f"tl.store({counter}, 0)", *rest)),
+    ]
 
 
 def _places(sums: Sequence[str], folds: Sequence[str], tile: tuple[int, int]) -> Iterator[tuple[str, str, str]]:

@@ -20,12 +20,14 @@ from fuseplan.kernels.ir.index import Index, evaluate
 from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, Const, Instr, KernelIR, Load, Reduce, Segment, operands
 from fuseplan.kernels.ir.ops import op_spec
 from fuseplan.kernels.ir.reduction_loops import folds_across, reduction_depths
-from fuseplan.kernels.triton.config import DEFAULT_PERSISTENT_COLS, full_tile, line_rows
+from fuseplan.kernels.triton.config import DEFAULT_PERSISTENT_COLS, default_splits, full_tile, line_rows
 
 #: Dependent instructions of folding a row: shuffles within a warp, then an exchange between warps.
 _FOLD_STEPS = 4.0
 #: The same where an address is data, which is loaded before what lies there: a way to memory and back.
 _GATHER_STEPS = 5.0
+#: The same where programs hand over what they folded: a store, a counter and a load, each a way to memory and back.
+_HAND_OVER_STEPS = 3 * _GATHER_STEPS
 #: Instructions that a warp issues, one a cycle, in a step of 0.026 us: a tenth of what an elementwise kernel takes.
 _STEP_INSTRUCTIONS = 50.0
 #: Elements that one thread has to do: those of a small pointwise tile, and of a row at most that is held in registers.
@@ -60,7 +62,9 @@ def reduction_levels(segment: Segment) -> int:
 def _segment_effort(ir: KernelIR, segment: Segment) -> Work:
     sizes = segment.extents()
     together = line_rows(ir, segment) if folds_across(segment) else 1
-    elements, cols = math.prod(sizes), sizes[-1] * together
+    # Programs that share a long fold each have a part of it.
+    parts = default_splits(ir, segment)
+    elements, cols = math.prod(sizes), -(-sizes[-1] // parts) * together
     block_rows = full_tile(ir, segment)[0]
     per_row = segment.per_row
     issued, repeated = _issued(ir, segment, per_row, block_rows)
@@ -74,13 +78,14 @@ def _segment_effort(ir: KernelIR, segment: Segment) -> Work:
         waits = _chain(segment, per_row) + _EXCHANGE_STEPS * _barriers(ir, segment, sizes)
         return replace(found, row_bytes=0.0, row_loaded_bytes=0.0, steps=steps + waits)
     # A row that is too long to be held is loaded for each sweep along it.
-    sweeps = levels + 1 if cols > DEFAULT_PERSISTENT_COLS else 1
+    sweeps = levels + 1 if cols > DEFAULT_PERSISTENT_COLS and parts == 1 else 1
+    waits = _FOLD_STEPS * levels + _EXCHANGE_STEPS * _rounds(ir, segment, per_row, cols)
     return replace(
         found,
-        row_bytes=issued.row_bytes * together,
-        row_loaded_bytes=issued.row_loaded_bytes * sweeps * together,
+        row_bytes=issued.row_bytes * together / parts,
+        row_loaded_bytes=issued.row_loaded_bytes * sweeps * together / parts,
         row_instructions=each * max(cols - _ROW_COLS, 0.0),
-        steps=steps + _FOLD_STEPS * levels + _EXCHANGE_STEPS * _rounds(ir, segment, per_row, cols),
+        steps=steps + waits + (_HAND_OVER_STEPS if parts > 1 else 0.0),
     )
 
 

@@ -30,6 +30,11 @@ def _normed(x: Tensor) -> Tensor:
     return (x - x.mean(dims, keepdim=True)) * torch.rsqrt(x.var(dims, keepdim=True) + 1e-5)
 
 
+def _scaled(x: Tensor) -> Tensor:
+    """By its largest element, as numbers are scaled that are stored in 8 bits."""
+    return x * 2 / (x * 2).abs().amax().clamp(min=1e-12)
+
+
 #: What is computed; the shape, dtype and layout of x.
 CASES: dict[str, tuple[Callable[[Tensor], Any], tuple[int, ...], torch.dtype, bool]] = {
     "(2x + 1).sum(1)": (lambda x: (x * 2 + 1).sum(1), (32, 197, 768), _BF16, False),
@@ -48,6 +53,11 @@ CASES: dict[str, tuple[Callable[[Tensor], Any], tuple[int, ...], torch.dtype, bo
     "(x + 1).prod(1)": (lambda x: (x + 1).prod(1), (64, 16, 512), torch.float32, False),
     "(x + 1).logsumexp(1)": (lambda x: (x + 1).logsumexp(1), (64, 128, 512), torch.float32, False),
     "vector_norm(2x, dim=1)": (lambda x: torch.linalg.vector_norm(x * 2, dim=1), (64, 128, 512), _BF16, False),
+    "(x*x).sum()": (lambda x: (x * x).sum(), (4096, 4096), torch.float32, False),
+    "(x*x).sum(1), long": (lambda x: (x * x).sum(1), (4, 4194304), torch.float32, False),
+    "abs(2x).amax()": (lambda x: (x * 2).abs().amax(), (4096, 4096), _BF16, False),
+    "2x / abs(2x).amax()": (_scaled, (4096, 4096), _BF16, False),
+    "relu(x).mean((0, 2, 3))": (lambda x: torch.relu(x).mean((0, 2, 3)), (8, 3, 512, 512), torch.float32, False),
     "(x*x).sum((0, 2))": (lambda x: (x * x).sum((0, 2)), (64, 128, 512), torch.float32, False),
 }
 

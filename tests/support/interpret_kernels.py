@@ -55,6 +55,7 @@ def configs(backend: Backend, ir: KernelIR, longest: int = 8192) -> Iterator[Con
         yield {"block_rows": 1, "block_cols": 32, "num_warps": 1, "num_stages": 1, "loads": "early"}
         yield {"block_rows": 4, "block_cols": 16, "num_warps": 1, "num_stages": 2}
         yield {"block_rows": 1, "block_cols": 128, "num_warps": 1, "num_stages": 1}
+        yield {"block_rows": 2, "block_cols": 16, "num_warps": 1, "splits": 4}
         yield {"block_rows": 2, "block_cols": next_power_of_2(longest), "num_warps": 1, "loads": "early"}
     else:
         yield {tunable.name: tunable.choices[0] for tunable in backend.tunables(ir, SM90)}

@@ -108,7 +108,7 @@ def _segment_allows(segment: Segment, execution: Execution, position: int, sourc
         return False
     if execution.replicated and (execution.looped or len(segment.stores) > 1):
         return False
-    phases = schedule(segment, rescale=execution.rescaled)
+    phases = schedule(segment, rescale=execution.rescaled, centre=execution.looped)
     stored_in = next((number for number, phase in enumerate(phases) if position in phase.stores), None)
     if stored_in is None:
         return False

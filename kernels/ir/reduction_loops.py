@@ -10,10 +10,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fuseplan.kernels.ir.index import is_static
-from fuseplan.kernels.ir.ir import Apply, Cast, Const, Iota, Load, Reduce, Round, Segment, ancestors, operands
+from fuseplan.kernels.ir.ir import Apply, Cast, Const, Instr, Iota, Load, Reduce, Round, Segment, ancestors, operands
 
 #: So few rows side by side would leave most of a vector empty, and most of a line unread.
 _FEW_ROWS = 8
+#: How far a share that is stored as float32 may be off.
+_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
@@ -34,14 +36,17 @@ class Phase:
     stages: tuple[int, ...] = ()
 
 
-def schedule(segment: Segment, stage: bool = False, rescale: bool = False) -> tuple[Phase, ...]:
+def schedule(
+    segment: Segment, stage: bool = False, rescale: bool = False, centre: bool = False
+) -> tuple[Phase, ...]:
     """Split a segment into passes, one for each level of reductions, and a last one; dead values are dropped.
 
     A store is in the first pass that evaluates its value for a reduction anyway, else in the earliest that can take
     all such stores together. ``stage``: keep values that several passes need in a staging buffer where that saves
-    arithmetic; ``rescale``: fold :func:`rescaled_sums` in the pass of their maximum.
+    arithmetic; ``rescale``: fold :func:`rescaled_sums` in the pass of their maximum; ``centre``: fold
+    :func:`centred_sums` in the pass of their mean.
     """
-    beside = rescaled_sums(segment) if rescale else {}
+    beside = {**(rescaled_sums(segment) if rescale else {}), **(centred_sums(segment) if centre else {})}
     depths = reduction_depths(segment, beside)
     body, per_row = segment.body, segment.per_row
     live = ancestors(body, (*(value for store in segment.stores for value in store.values), *segment.checks))
@@ -55,7 +60,7 @@ def schedule(segment: Segment, stage: bool = False, rescale: bool = False) -> tu
         return tuple(value for value in values if not per_row[value])
 
     folded = [tuple(value for value in reductions if depths[value] == number + 1) for number in numbers]
-    # A rescaled sum needs what its maximum folds.
+    # A rescaled sum needs what its maximum folds, a centred one what its mean does.
     roots = [{operands(body[beside.get(value, value)])[0] for value in folds} for folds in folded]
     stores = _place_stores(segment, depths, [elements(needed) for needed in roots])
     row_stores = tuple(n for n, store in enumerate(segment.stores) if segment.store_per_row(store))
@@ -79,6 +84,11 @@ def schedule(segment: Segment, stage: bool = False, rescale: bool = False) -> tu
     )
 
 
+def sweeps(segment: Segment, rescale: bool = False, centre: bool = False) -> int:
+    """How often a kernel that cannot hold a row walks along it; see :func:`schedule`."""
+    return sum(bool(phase.reductions or phase.stores) for phase in schedule(segment, False, rescale, centre))
+
+
 def folds_across(segment: Segment) -> bool:
     """Whether rows lie side by side and what they fold lies apart: several rows at a time then read whole lines."""
     if not segment.rows or not segment.has_reduction():
@@ -89,13 +99,14 @@ def folds_across(segment: Segment) -> bool:
 
 def folds_in_parts(segment: Segment) -> bool:
     """Whether parts of a row can be folded apart, and then together: sums and the like in float32 that need no other
-    fold, and nothing for each column after them.
+    fold but their mean, and nothing for each column after them.
     """
     folds = [instr for instr in segment.body if isinstance(instr, Reduce)]
-    sizes = is_static(*segment.rows, segment.cols) and not segment.products
-    if not folds or not sizes or max(reduction_depths(segment)) > 1 or any(one.dtype != "float32" for one in folds):
+    if not folds or not is_static(*segment.rows, segment.cols) or any(one.dtype != "float32" for one in folds):
         return False
-    return not any(phase.elements or phase.stores for phase in schedule(segment)[1:])
+    if segment.products or max(reduction_depths(segment, centred_sums(segment))) > 1:
+        return False
+    return not any(phase.elements or phase.stores for phase in schedule(segment, centre=True)[1:])
 
 
 def lies_apart(segment: Segment, axis: int) -> int:
@@ -135,6 +146,43 @@ def rescaled_sums(segment: Segment) -> dict[int, int]:
         if {one.dtype for one in (total, power, difference, largest, body[element])} == {total.dtype}:
             found[value] = top
     return found
+
+
+def centred_sums(segment: Segment) -> dict[int, int]:
+    """Sums of ``(x - mean(x)) ** 2`` over static columns, each with the sum of ``x`` in whose pass it can be folded.
+
+    Each lane keeps the mean of what it has seen, and the sum of squares around it; at the end those of all lanes are
+    taken together (Welford, *Note on a method for calculating corrected sums of squares and products*, 1962; Chan,
+    Golub and LeVeque, *Updating formulae and a pairwise algorithm for computing sample variances*, 1979).
+    """
+    body, per_row = segment.body, segment.per_row
+    found: dict[int, int] = {}
+    for value, squares in enumerate(body):
+        if not isinstance(squares, Reduce) or squares.kind != "sum" or squares.dtype != "float32":
+            continue
+        square = body[squares.arg]
+        if not isinstance(square, Apply) or square.op != "mul" or square.args[0] != square.args[1]:
+            continue
+        difference = body[square.args[0]]
+        if not isinstance(difference, Apply) or difference.op != "sub" or per_row[difference.args[0]]:
+            continue
+        element, mean = difference.args
+        total = _total_of_mean(segment, body[mean])
+        if total is not None and operands(body[total]) == (element,) and body[element].dtype == "float32":
+            found[value] = total
+    return found
+
+
+def _total_of_mean(segment: Segment, mean: Instr) -> int | None:
+    """The sum over the columns that is divided by how many there are, by a number that the sum is multiplied with."""
+    if not isinstance(mean, Apply) or mean.op != "mul" or not is_static(segment.cols):
+        return None
+    totals = [one for one in mean.args if isinstance(segment.body[one], Reduce)]
+    shares = [one.value for one in map(segment.body.__getitem__, mean.args) if isinstance(one, Const)]
+    if len(totals) != 1 or len(shares) != 1 or abs(shares[0] * segment.cols - 1) > _ROUNDING:
+        return None
+    total = segment.body[totals[0]]
+    return totals[0] if isinstance(total, Reduce) and (total.kind, total.dtype) == ("sum", "float32") else None
 
 
 def _place_stores(

@@ -18,7 +18,7 @@ from fuseplan.kernels.ir.backend import Config
 from fuseplan.kernels.ir.index import Index, divides
 from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, Gather, Load, Segment, Store
 from fuseplan.kernels.ir.ops import REDUCTIONS, fold_identity, op_spec
-from fuseplan.kernels.ir.reduction_loops import Phase, folds_across, rescaled_sums, schedule
+from fuseplan.kernels.ir.reduction_loops import Phase, centred_sums, folds_across, rescaled_sums, schedule
 from fuseplan.kernels.triton.index import Coordinates, triton_size
 from fuseplan.kernels.triton.split_sums import Share, folds_handed_over, inner_range, split_of_program
 from fuseplan.kernels.triton.values import OUTSIDE, ValueEmitter, index_extent, literal, tl_type
@@ -42,6 +42,7 @@ class SegmentEmitter(ValueEmitter):
         self.names, self.traps = names, bool(segment.products)
         self.chunk = chunk_width(buffers, segment, config)
         self.rescaled = rescaled_sums(segment) if self.chunk else {}
+        self.centred = centred_sums(self.segment) if self.tile.looped else {}
         #: Which loads of the current pass the cache is to keep, or to let go.
         self.policies: dict[Load, str] = {}
         self.masks_rows = not self.tile.flat and divides(self.tile.rows, segment.num_rows) is None
@@ -153,7 +154,7 @@ class SegmentEmitter(ValueEmitter):
     # -- several passes -----------------------------------------------------------------------------------
 
     def _looped(self) -> list[str]:
-        phases = schedule(self.segment, rescale=self.chunk > 0)
+        phases = schedule(self.segment, rescale=self.chunk > 0, centre=True)
         first, *others = (self._pass(phases, number) for number in range(len(phases)))
         rest = [*(line for lines in others for line in lines), *self.checks(self.segment.checks)]
         return [*first, *(rest if self.share.splits == 1 else self._handed_over(phases[0], rest))]
@@ -165,9 +166,13 @@ class SegmentEmitter(ValueEmitter):
         width = self.chunk if any(value in self.rescaled for value in folds) else 1
         lines = [*self.values(phase.rows), *self.stores(phase.row_stores)]
         lines += [self.accumulator(value, self.tile.cols // width) for value in folds]
+        centred = [value for value in folds if value in self.centred]
+        lines += [self.accumulator(value, self.tile.cols).replace("acc", "mean", 1) for value in centred]
         if folds or phase.stores:
             lines += self._loop(phase, folds, width)
+        lines += self._seen() if centred else []
         for value in folds:
+            lines += self._off_centre(value, f"mean{value}") if value in self.centred else []
             lines += self.fold(value, self._folded(value))
         return [*lines, *(self.fold_per_row(value) for value in row_folds)]
 
@@ -175,7 +180,14 @@ class SegmentEmitter(ValueEmitter):
         """Each program stores what it folded of its columns; the last one of a tile folds that, and does ``rest``."""
         folds = self.split_reductions(phase)[0]
         lanes = (1, "", "") if self.flat else (self.tile.rows, f"[{self.down}]", f"[{self.across}]")
-        folded = [line for value in folds for line in self.fold(value, f"all_{self.name(value)}")]
+        folded = self._parts_seen() if self.centred else []
+        for value in folds:
+            text = f"all_{self.name(value)}"
+            if value in self.centred:
+                mean = f"all_{self.name(self.centred[value])} / tl.maximum(all_seen, 1.0)"
+                folded += self._off_centre(value, mean, "all_")
+                text += f" + all_seen * all_off{value} * all_off{value}"
+            folded += self.fold(value, text)
         return folds_handed_over(self.share, [self.name(value) for value in folds], lanes, [*folded, *rest])
 
     def _policies(self, phases: Sequence[Phase], number: int) -> dict[Load, str]:
@@ -210,13 +222,60 @@ class SegmentEmitter(ValueEmitter):
         if width > 1:
             body += self._rescaling(folds)
         else:
-            body += [self.combined(value, self.masked_operand(value)) for value in folds]
+            body += [self.combined(value, self.masked_operand(value)) for value in folds if value not in self.centred]
+            body += self._centring([value for value in folds if value in self.centred])
         body += [*self.stores(phase.stores), *self.checks(phase.elements)]
-        cols = triton_size(self.segment.cols)
-        walked = inner_range(self.share, int(cols), self.tile.cols) if self.share.splits > 1 else f"0, {cols}"
-        bounds = f"{walked}, {self.tile.cols}"
+        bounds = f"{', '.join(self._range())}, {self.tile.cols}"
         head = f"for start in tl.range({bounds}, num_stages={self.config.get('num_stages', 1)}):"
         return [head, *(_INDENT + line for line in body)]
+
+    def _range(self) -> tuple[str, str]:
+        """Where the columns of this program begin and end."""
+        cols = self.segment.cols
+        if self.share.splits == 1 or not isinstance(cols, int):
+            return "0", triton_size(cols)
+        first, end = inner_range(self.share, cols, self.tile.cols).split(", ", 1)
+        return first, end
+
+    # -- sums of squares around a mean --------------------------------------------------------------------
+
+    def _centring(self, folds: Sequence[int]) -> list[str]:
+        """Take columns into each lane's mean, and into its sum of squares around that."""
+        if not folds:
+            return []
+        lines = [f"share = 1.0 / ((start - {_bracketed(self._range()[0])}) // {self.tile.cols} + 1)"]
+        for value in folds:
+            apart = f"{self.operand(self.reduction(self.centred[value]).arg)} - mean{value}"
+            lines += [
+                f"apart{value} = " + (f"tl.where(in_cols, {apart}, 0.0)" if self.masks_cols else apart),
+                f"mean{value} += apart{value} * share",
+                f"acc{value} += apart{value} * apart{value} * (1.0 - share)",
+            ]
+        return lines
+
+    def _seen(self) -> list[str]:
+        """How many columns each lane has seen, and all lanes."""
+        (first, end), block = self._range(), self.tile.cols
+        columns = end if self.share.splits == 1 else f"tl.maximum({end} - {_bracketed(first)}, 0)"
+        seen = f"(columns - {self._lanes(block)} + {block - 1}) // {block}"
+        return [f"columns = {columns}", f"seen = ({seen}).to(tl.float32)"]
+
+    def _parts_seen(self) -> list[str]:
+        """The same of all programs of the tile."""
+        cols, block, splits = self.segment.cols, self.tile.cols, self.share.splits
+        assert isinstance(cols, int)
+        each = -(-cols // (block * splits)) * block
+        seen = f"tl.minimum(tl.maximum({cols} - {self._lanes(splits)} * {each}, 0), {each})"
+        return [f"all_columns = {cols}", f"all_seen = ({seen}).to(tl.float32)"]
+
+    def _lanes(self, count: int) -> str:
+        """Numbers from 0, where a tile's columns lie in a tensor."""
+        return f"tl.arange(0, {count})" + ("" if self.flat else f"[{self.across}]")
+
+    def _off_centre(self, value: int, mean: str, prefix: str = "") -> list[str]:
+        """How far lanes' means are from that of all columns."""
+        total = self.name(self.centred[value])
+        return [f"{prefix}off{value} = {mean} - {total} / tl.maximum({prefix}columns, 1)"]
 
     # -- sums that follow a maximum -----------------------------------------------------------------------
 
@@ -240,7 +299,13 @@ class SegmentEmitter(ValueEmitter):
     def _folded(self, value: int) -> str:
         """What the lanes of an accumulator are folded to: ``v<top>`` exists by the time its sum does."""
         top = self.rescaled.get(value)
+        if value in self.centred:
+            return f"acc{value} + seen * off{value} * off{value}"
         return f"acc{value}" if top is None else f"acc{value} * {_exponential(f'acc{top} - {self.name(top)}')}"
+
+
+def _bracketed(text: str) -> str:
+    return f"({text})" if " " in text else text
 
 
 def _exponential(text: str) -> str:

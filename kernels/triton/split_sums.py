@@ -97,8 +97,9 @@ def handed_over(
 def folds_handed_over(
     share: Share, folds: Sequence[str], lanes: tuple[int, str, str], rest: Sequence[str]
 ) -> list[str]:
-    """Store ``folds`` of a tile's rows; its last program does ``rest``, where ``all_<name>`` has what all of them stored
-    of each. ``lanes``: the tile's rows, how they and the splits lie in a tensor.
+    """Store ``folds`` of a tile's rows; its last program does ``rest``, where ``all_<name>`` has what all have stored.
+
+    ``lanes``: the tile's rows, how they and the splits lie in a tensor.
     """
     rows, down, across = lanes
     at, each = f"tl.arange(0, {rows}){down}" if down else "0", rows * len(folds)

@@ -6,7 +6,7 @@ from fuseplan.kernels.gpu.overlap import OVERLAP, has_waves
 from fuseplan.kernels.gpu.tile import Tile, access_width, chunk_width, programs, tile_of
 from fuseplan.kernels.ir.backend import Config, Target
 from fuseplan.kernels.ir.ir import KernelIR, Segment
-from fuseplan.kernels.ir.reduction_loops import schedule
+from fuseplan.kernels.ir.reduction_loops import sweeps
 from fuseplan.kernels.triton.config import default_config, infeasible
 
 #: Columns from which a row is worth walking in halves, and rows for each multiprocessor.
@@ -77,7 +77,7 @@ def _passes(ir: KernelIR, segment: Segment, config: Config) -> int:
     if not tile_of(segment, config).looped:
         return 1
     rescale = chunk_width(ir.buffers, segment, config) > 0
-    return sum(bool(phase.reductions or phase.stores) for phase in schedule(segment, rescale=rescale))
+    return sweeps(segment, rescale, centre=True)
 
 
 def _fitting_suggestion(ir: KernelIR, config: Config, target: Target) -> tuple[Config, ...]:

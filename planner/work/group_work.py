@@ -15,11 +15,12 @@ from fuseplan.kernels.ir.gathers import footprint, gathered_elements, value_axes
 from fuseplan.kernels.ir.index import Index
 from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, Buffer, Dot, KernelIR, Reduce, Segment, Store, ancestors
 from fuseplan.kernels.ir.ops import op_spec
+from fuseplan.kernels.ir.reduction_loops import sweeps
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable, group_nodes, lower
 from fuseplan.planner.ops.table import kind_of, mutates, op_of
 from fuseplan.planner.work.aten_overheads import aten_overheads
-from fuseplan.planner.work.kernel_overheads import kernel_overheads, lanes, reduction_levels, requested_bytes, threads
+from fuseplan.planner.work.kernel_overheads import kernel_overheads, lanes, requested_bytes, threads
 from fuseplan.planner.work.library_work import library_work
 
 
@@ -32,7 +33,7 @@ def kernel_work(ir: KernelIR, hot: Sequence[bool] | None = None, device_type: st
     repeated = 0.0
     flops: dict[str, float] = {}
     for segment in ir.segments:
-        passes = _passes(segment)
+        passes = sweeps(segment, centre=not is_cpu(device_type))
         for load in segment.loads:
             if load.gather is None and segment.col_axis in load.index.axes():
                 elements = footprint(load.index, segment.extents())
@@ -123,12 +124,6 @@ def _traffic(ir: KernelIR) -> tuple[Traffic, ...]:
         written_bytes = sum(_stored(segment, one, sizes) * ITEMSIZE[ir.buffers[one.buffer].dtype] for one in stores)
         found.append(Traffic(float(loaded_bytes + written_bytes), requested_bytes(ir, segment), float(written_bytes)))
     return tuple(found)
-
-
-def _passes(segment: Segment) -> int:
-    """Sweeps over the columns of a row: one per level of reductions that feed each other, plus that of stores there."""
-    levels = reduction_levels(segment)
-    return levels + (not levels or not all(map(segment.store_per_row, segment.stores)))
 
 
 def _count_flops(segment: Segment, flops: dict[str, float]) -> None:

@@ -19,7 +19,7 @@ from fuseplan.kernels.ir.gathers import value_axes
 from fuseplan.kernels.ir.index import Index, evaluate
 from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, Const, Instr, KernelIR, Load, Reduce, Segment, operands
 from fuseplan.kernels.ir.ops import op_spec
-from fuseplan.kernels.ir.reduction_loops import folds_across, reduction_depths
+from fuseplan.kernels.ir.reduction_loops import folds_across, reduction_depths, sweeps
 from fuseplan.kernels.triton.config import DEFAULT_PERSISTENT_COLS, default_splits, full_tile, line_rows
 
 #: Dependent instructions of folding a row: shuffles within a warp, then an exchange between warps.
@@ -78,12 +78,12 @@ def _segment_effort(ir: KernelIR, segment: Segment) -> Work:
         waits = _chain(segment, per_row) + _EXCHANGE_STEPS * _barriers(ir, segment, sizes)
         return replace(found, row_bytes=0.0, row_loaded_bytes=0.0, steps=steps + waits)
     # A row that is too long to be held is loaded for each sweep along it.
-    sweeps = levels + 1 if cols > DEFAULT_PERSISTENT_COLS and parts == 1 else 1
+    walks = sweeps(segment, centre=True) if cols > DEFAULT_PERSISTENT_COLS else 1
     waits = _FOLD_STEPS * levels + _EXCHANGE_STEPS * _rounds(ir, segment, per_row, cols)
     return replace(
         found,
         row_bytes=issued.row_bytes * together / parts,
-        row_loaded_bytes=issued.row_loaded_bytes * sweeps * together / parts,
+        row_loaded_bytes=issued.row_loaded_bytes * walks * together / parts,
         row_instructions=each * max(cols - _ROW_COLS, 0.0),
         steps=steps + waits + (_HAND_OVER_STEPS if parts > 1 else 0.0),
     )

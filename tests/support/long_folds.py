@@ -19,13 +19,23 @@ from kernel_reference import run_reference
 from fuseplan.planner.lowering.lower import Lowered, lower
 
 #: Folds that programs can share: of everything, of rows that lie apart, of rows side by side, several of one row, with
-#: elements stored on the way, with infinite ones and none that is a number.
-LONG_FOLDS = ("sum", "largest", "rows", "across", "several", "stored", "not a number")
+#: elements stored on the way, with infinite ones and none that is a number; variances around large means, and of rows
+#: with infinite ones.
+LONG_FOLDS = ("sum", "largest", "rows", "across", "several", "stored", "not a number", "variances", "variances across",
+              "endless variances")
+#: Those that each program needs before it goes on.
+WHOLE_FOLDS = ("scaled", "normalised", "normalised across")
 
 
 def _input(name: str, length: int, dtype: torch.dtype) -> torch.Tensor:
-    shape = {"rows": (3, length), "across": (length, 5), "several": (2, length)}.get(name, (length,))
+    columns = {"rows": (3, length), "several": (2, length), "variances": (3, length), "endless variances": (3, length),
+               "normalised": (3, length)}
+    shape = (length, 5) if "across" in name else columns.get(name, (length,))
     x = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 9).to(dtype)
+    if name.startswith(("variances", "normalised")):
+        x = x + 10000 * (torch.arange(5) if "across" in name else torch.arange(3)[:, None])  # deviations are small
+    if name == "endless variances":
+        x[0, 0], x[1, length - 1], x[2, length // 2] = torch.inf, -torch.inf, torch.nan
     if name == "not a number":
         x[length // 2], x[length // 3] = torch.nan, torch.inf
     return x
@@ -39,17 +49,23 @@ def built(name: str, length: int, dtype: torch.dtype) -> tuple[Builder, tuple[st
         return b, (total, doubled) if name == "stored" else (total,)
     if name == "scaled":
         return b, (b("aten.div.Tensor", "x", b("aten.amax.default", b("aten.abs.default", "x"), dim=())),)
+    dim = 0 if "across" in name else 1
+    if "variances" in name:
+        return b, (b("aten.var.correction", "x", dim=(dim,), correction=1), b("aten.mean.dim", "x", dim=(dim,)))
+    if "normalised" in name:
+        apart = b("aten.sub.Tensor", "x", b("aten.mean.dim", "x", dim=(dim,), keepdim=True))
+        return b, (b("aten.div.Tensor", apart, b("aten.std.correction", "x", dim=(dim,), correction=0, keepdim=True)),)
     if name in ("largest", "not a number"):
         return b, (b("aten.amax.default", doubled, dim=()),)
     if name == "several":
         folds = [b(f"aten.{kind}.default", doubled, dim=(1,)) for kind in ("amax", "amin")]
         means = b("aten.mean.dim", "x", dim=(1,))
         return b, (b("aten.sub.Tensor", *folds), means)
-    return b, (b("aten.sum.dim_IntList", doubled, dim=(0 if name == "across" else 1,)),)
+    return b, (b("aten.sum.dim_IntList", doubled, dim=(dim,)),)
 
 
 def lowered_fold(name: str, length: int, dtype: torch.dtype = torch.float32) -> Lowered:
-    """One of :data:`LONG_FOLDS`, or one that cannot be shared (``"scaled"``), of so many columns."""
+    """One of :data:`LONG_FOLDS` or :data:`WHOLE_FOLDS`, of so many columns."""
     b, outputs = built(name, length, dtype)
     return lower(b.graph(*outputs), [node.name for node in b.nodes], "fp32", outputs)
 
@@ -63,7 +79,7 @@ def main(cache_dir: str, configs: str) -> None:
 
     mend()
     backend, rows = TritonBackend(cache_dir), []
-    for name in LONG_FOLDS:
+    for name in (*LONG_FOLDS, *WHOLE_FOLDS):
         lowered = lowered_fold(name, 1031)
         inputs = built(name, 1031, torch.float32)[0].values(lowered.inputs)
         expected = run_reference(lowered.ir, wide(inputs))

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 import ir_samples as samples
 import pytest
+from long_folds import lowered_fold
 
 from fuseplan.kernels.ir.ir import Apply, Reduce, Segment, operands
-from fuseplan.kernels.ir.reduction_loops import Phase, rescaled_sums, schedule
+from fuseplan.kernels.ir.reduction_loops import Phase, centred_sums, rescaled_sums, schedule, sweeps
 
 SEGMENTS = [
     pytest.param(segment, id=f"{samples.label(sample)}-{number}")
@@ -69,6 +70,17 @@ def test_softmax_takes_three_passes_and_stages_the_exponential() -> None:
     staged = schedule(segment, stage=True)
     assert staged[1].stages == (exponential,) == staged[2].reads
     assert exponential not in staged[2].elements
+
+
+@pytest.mark.parametrize("name", ["normalised", "normalised across"])
+def test_a_variance_is_folded_in_the_pass_of_its_mean(name: str) -> None:
+    (segment,) = lowered_fold(name, 1031).ir.segments
+    total, squares = (value for value, instr in enumerate(segment.body) if isinstance(instr, Reduce))
+    assert centred_sums(segment) == {squares: total}
+    phases = schedule(segment, centre=True)
+    assert [phase.reductions for phase in phases] == [(total, squares), ()]
+    assert simulate(segment, phases, centred_sums(segment)) == {0}
+    assert (sweeps(segment), sweeps(segment, centre=True)) == (3, 2)
 
 
 def test_softmax_takes_two_passes_where_its_sum_is_rescaled() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from long_folds import LONG_FOLDS, lowered_fold
+from long_folds import LONG_FOLDS, WHOLE_FOLDS, lowered_fold
 from paths import SUPPORT
 
 from fuseplan.kernels.gpu.tile import programs
@@ -39,7 +39,7 @@ def test_they_are_right_under_the_interpreter(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr[-2000:]
     rows = json.loads(result.stdout)
-    assert len(rows) == len(LONG_FOLDS) * len(CONFIGS)
+    assert len(rows) == len((*LONG_FOLDS, *WHOLE_FOLDS)) * len(CONFIGS)
     assert [row for row in rows if not row["error"] <= 1.0 or not row["repeats"]] == []
 
 
@@ -54,10 +54,11 @@ def test_programs_share_them_where_there_would_be_few(name: str, backend: Triton
     assert programs(ir, alone, {}) < SM90.cores and backend.scratch(ir, alone) == (0, 0) != backend.scratch(ir, config)
 
 
-def test_what_is_scaled_by_its_fold_is_not_shared(backend: TritonBackend) -> None:
-    """Each program would need the whole fold before it goes on."""
-    ir = lowered_fold("scaled", 2**22).ir
-    assert "splits" not in backend.default_config(ir, SM90)
+@pytest.mark.parametrize("name", WHOLE_FOLDS)
+def test_what_needs_its_fold_before_it_goes_on_is_not_shared(name: str, backend: TritonBackend) -> None:
+    ir = lowered_fold(name, 2**22).ir
+    default = backend.default_config(ir, SM90)
+    assert "splits" not in default and backend.prepare(ir, default, SM90).spill_bytes == 0
     config = {"block_rows": 1, "block_cols": 1024, "num_warps": 4, "splits": 4}
     assert "splits" in (backend.infeasible(ir, config, SM90) or "") and backend.scratch(ir, config) == (0, 0)
 

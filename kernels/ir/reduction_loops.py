@@ -151,9 +151,9 @@ def rescaled_sums(segment: Segment) -> dict[int, int]:
 def centred_sums(segment: Segment) -> dict[int, int]:
     """Sums of ``(x - mean(x)) ** 2`` over static columns, each with the sum of ``x`` in whose pass it can be folded.
 
-    Each lane keeps the mean of what it has seen, and the sum of squares around it; at the end those of all lanes are
-    taken together (Welford, *Note on a method for calculating corrected sums of squares and products*, 1962; Chan,
-    Golub and LeVeque, *Updating formulae and a pairwise algorithm for computing sample variances*, 1979).
+    Each lane sums how far its columns are from its first one, and the squares of that: neither cancels, for the first
+    one is among them. At the end the squares around the means of all lanes are taken together (Chan, Golub and LeVeque,
+    *Algorithms for computing the sample variance*, The American Statistician 37, 1983).
     """
     body, per_row = segment.body, segment.per_row
     found: dict[int, int] = {}

@@ -167,12 +167,13 @@ class SegmentEmitter(ValueEmitter):
         lines = [*self.values(phase.rows), *self.stores(phase.row_stores)]
         lines += [self.accumulator(value, self.tile.cols // width) for value in folds]
         centred = [value for value in folds if value in self.centred]
-        lines += [self.accumulator(value, self.tile.cols).replace("acc", "mean", 1) for value in centred]
+        lines += [self.accumulator(value, self.tile.cols).replace("acc", name, 1)
+                  for value in centred for name in ("first", "apart")]
         if folds or phase.stores:
             lines += self._loop(phase, folds, width)
         lines += self._seen() if centred else []
         for value in folds:
-            lines += self._off_centre(value, f"mean{value}") if value in self.centred else []
+            lines += self._off_centre(value) if value in self.centred else []
             lines += self.fold(value, self._folded(value))
         return [*lines, *(self.fold_per_row(value) for value in row_folds)]
 
@@ -184,9 +185,9 @@ class SegmentEmitter(ValueEmitter):
         for value in folds:
             text = f"all_{self.name(value)}"
             if value in self.centred:
-                mean = f"all_{self.name(self.centred[value])} / tl.maximum(all_seen, 1.0)"
-                folded += self._off_centre(value, mean, "all_")
-                text += f" + all_seen * all_off{value} * all_off{value}"
+                total = self.name(self.centred[value])
+                folded.append(f"all_off = all_{total} / tl.maximum(all_seen, 1.0) - {total} / {self.segment.cols}")
+                text += " + all_seen * all_off * all_off"
             folded += self.fold(value, text)
         return folds_handed_over(self.share, [self.name(value) for value in folds], lanes, [*folded, *rest])
 
@@ -240,16 +241,16 @@ class SegmentEmitter(ValueEmitter):
     # -- sums of squares around a mean --------------------------------------------------------------------
 
     def _centring(self, folds: Sequence[int]) -> list[str]:
-        """Take columns into each lane's mean, and into its sum of squares around that."""
-        if not folds:
-            return []
-        lines = [f"share = 1.0 / ((start - {_bracketed(self._range()[0])}) // {self.tile.cols} + 1)"]
+        """Take columns into each lane's sums of how far they are from its first one, and of the squares of that."""
+        lines = [f"is_first = start == {self._range()[0]}"] if folds else []
         for value in folds:
-            apart = f"{self.operand(self.reduction(self.centred[value]).arg)} - mean{value}"
+            element = self.operand(self.reduction(self.centred[value]).arg)
+            first, apart = ("is_first & in_cols", "tl.where(in_cols, {}, 0.0)") if self.masks_cols else ("is_first", "{}")
             lines += [
-                f"apart{value} = " + (f"tl.where(in_cols, {apart}, 0.0)" if self.masks_cols else apart),
-                f"mean{value} += apart{value} * share",
-                f"acc{value} += apart{value} * apart{value} * (1.0 - share)",
+                f"first{value} = tl.where({first}, {element}, first{value})",
+                f"off = {apart.format(f'{element} - first{value}')}",
+                f"apart{value} += off",
+                f"acc{value} += off * off",
             ]
         return lines
 
@@ -261,21 +262,21 @@ class SegmentEmitter(ValueEmitter):
         return [f"columns = {columns}", f"seen = ({seen}).to(tl.float32)"]
 
     def _parts_seen(self) -> list[str]:
-        """The same of all programs of the tile."""
+        """How many columns each program of the tile has seen."""
         cols, block, splits = self.segment.cols, self.tile.cols, self.share.splits
         assert isinstance(cols, int)
         each = -(-cols // (block * splits)) * block
         seen = f"tl.minimum(tl.maximum({cols} - {self._lanes(splits)} * {each}, 0), {each})"
-        return [f"all_columns = {cols}", f"all_seen = ({seen}).to(tl.float32)"]
+        return [f"all_seen = ({seen}).to(tl.float32)"]
 
     def _lanes(self, count: int) -> str:
         """Numbers from 0, where a tile's columns lie in a tensor."""
         return f"tl.arange(0, {count})" + ("" if self.flat else f"[{self.across}]")
 
-    def _off_centre(self, value: int, mean: str, prefix: str = "") -> list[str]:
-        """How far lanes' means are from that of all columns."""
-        total = self.name(self.centred[value])
-        return [f"{prefix}off{value} = {mean} - {total} / tl.maximum({prefix}columns, 1)"]
+    def _off_centre(self, value: int) -> list[str]:
+        """How far the mean of each lane is from that of all columns."""
+        mean = f"{self.name(self.centred[value])} / tl.maximum(columns, 1)"
+        return [f"off{value} = first{value} - {mean} + apart{value} / tl.maximum(seen, 1.0)"]
 
     # -- sums that follow a maximum -----------------------------------------------------------------------
 
@@ -300,7 +301,7 @@ class SegmentEmitter(ValueEmitter):
         """What the lanes of an accumulator are folded to: ``v<top>`` exists by the time its sum does."""
         top = self.rescaled.get(value)
         if value in self.centred:
-            return f"acc{value} + seen * off{value} * off{value}"
+            return f"acc{value} - apart{value} * apart{value} / tl.maximum(seen, 1.0) + seen * off{value} * off{value}"
         return f"acc{value}" if top is None else f"acc{value} * {_exponential(f'acc{top} - {self.name(top)}')}"
 
 

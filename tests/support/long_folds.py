@@ -33,7 +33,7 @@ def _input(name: str, length: int, dtype: torch.dtype) -> torch.Tensor:
     shape = (length, 5) if "across" in name else columns.get(name, (length,))
     x = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 9).to(dtype)
     if name.startswith(("variances", "normalised")):
-        x = x + 10000 * (torch.arange(5) if "across" in name else torch.arange(3)[:, None])  # deviations are small
+        x = x + 100 * (torch.arange(5) if "across" in name else torch.arange(3)[:, None])  # deviations are small
     if name == "endless variances":
         x[0, 0], x[1, length - 1], x[2, length // 2] = torch.inf, -torch.inf, torch.nan
     if name == "not a number":

@@ -18,10 +18,12 @@ from fuseplan.kernels.gpu.tile import programs
 from fuseplan.kernels.ir.backend import SM90
 from fuseplan.kernels.triton.backend import TritonBackend
 
-#: A tile of several rows, one row, and one of which splits have nothing to do.
+#: A tile of several rows, one row, one whose third split has fewer columns than a block and whose fourth has none, and
+#: one of which splits have nothing to do.
 CONFIGS: tuple[Mapping[str, int], ...] = (
     {"block_rows": 4, "block_cols": 32, "num_warps": 1, "splits": 4},
     {"block_rows": 1, "block_cols": 64, "num_warps": 2, "splits": 8, "num_stages": 2},
+    {"block_rows": 1, "block_cols": 256, "num_warps": 1, "splits": 4},
     {"block_rows": 2, "block_cols": 2048, "num_warps": 2, "splits": 4},
 )
 

@@ -171,7 +171,7 @@ static void run_share(void* data) {
   FP_NAME(call->buffers, call->sizes, call->how, call->tasks * me / team, call->tasks * (me + 1) / team);
 }
 
-extern "C" void fuseplan_launch(void* const* buffers, const i64* sizes, const Launch* how) {
+static void run_tasks(void* const* buffers, const i64* sizes, const Launch* how) {
   const i64 count = tasks(sizes, how);
   i64 threads = least(how->threads, count);
   if (threads > 1 && how->grain) threads = least(threads, elements(sizes) / how->grain);

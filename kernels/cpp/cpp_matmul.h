@@ -102,4 +102,5 @@ static void FP_NAME(void* const* buffers, const i64*, const Launch*, i64 begin, 
         put(out + row * N + n + c, sum_of(sums[c * M + row]) + (bias ? get(bias + n + c) : 0.0f));
   }
 }
+extern "C" void fuseplan_launch(void* const* buffers, const i64* sizes, const Launch* how) { run_tasks(buffers, sizes, how); }
 extern "C" void fuseplan_shapes(const i64*, i64*) {}

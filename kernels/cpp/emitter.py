@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from fuseplan.kernels.cpp.entry import checks_alone, entry_points, is_tiled, outside_flag, symbol_lines
+from fuseplan.kernels.cpp.ranges import in_ranges
 from fuseplan.kernels.cpp.row_vectors import RowVectors, as_row_vectors
 from fuseplan.kernels.cpp.row_vectors_emitter import RowVectorsWriter
 from fuseplan.kernels.cpp.types import ELEMENT_TYPE, SCALAR_TYPE, VECTOR_TYPE, assign_registers, indent
@@ -33,28 +35,59 @@ def emit_cpp(ir: KernelIR, unroll: int = 2, stage: bool = False, stream: bool = 
     over a row need in a buffer; ``stream``: write results past the caches.
     """
     names = {name: f"n{number}" for number, name in enumerate(ir.symbols)}
-    segments = simplified_segments(ir)
+    tasks, rest, folds = simplified(ir)
     # What somebody else sees is written only after all checks; what a call makes is dropped where one fails.
-    whole = (one.whole if isinstance(one, RowVectors) else one for one in segments)
-    before = tuple(dict.fromkeys(map(checks_alone, whole))) if ir.overwritten and may_fail(ir) else ()
-    simple = KernelIR(ir.buffers, (*segments, *(one for one in before if one.checks)))
+    whole = (one.whole if isinstance(one, RowVectors) else one for one in tasks.segments)
+    before = tuple(dict.fromkeys(map(checks_alone, whole))) if _checks_first(ir) else ()
+    others = (*rest, *(one for one in before if one.checks))
+    simple, count = KernelIR(tasks.buffers, (*tasks.segments, *others)), len(tasks.segments)
     kinds, widest = assign_registers(simple)
     floats = {buffer.dtype for buffer in ir.outputs if "float" in buffer.dtype}
     rough = bool(floats) and floats <= {"bfloat16", "float16"}
     macros = {"FP_WIDEST": widest, "FP_STREAM": int(stream), "FP_ROUGH": int(rough), "FP_NAME": kernel_name(ir)}
     lines = [*(f"#define {name} {value}" for name, value in macros.items()), prelude()]
     for number, segment in enumerate(simple.segments):
-        checks = () if before and number < len(segments) else segment.checks
+        checks = () if before and number < count else segment.checks
         writer = RowVectorsWriter if isinstance(segment, RowVectors) else _ColumnsWriter
         lines += _function(number, writer(simple.buffers, segment, kinds[number], names, checks, unroll, stage))
-    return "\n".join([*lines, *entry_points(simple, len(segments), names)]) + "\n"
+    return "\n".join([*lines, *entry_points(ir, simple, count, folds, names)]) + "\n"
+
+
+def _checks_first(ir: KernelIR) -> bool:
+    return bool(ir.overwritten) and may_fail(ir)
+
+
+class Simplified(NamedTuple):
+    """A kernel as it is emitted. Behind its buffers, ``tasks`` has those of parts, which folds of kinds ``folds``
+    combine before ``rest`` runs.
+    """
+
+    tasks: KernelIR
+    rest: tuple[Segment, ...]
+    folds: tuple[str, ...]
 
 
 @lru_cache(maxsize=64)
+def simplified(ir: KernelIR) -> Simplified:
+    """Cut where masks change, with as few axes as possible, and with the columns of long folds shared among tasks."""
+    buffers, folds = [*ir.buffers], list[str]()
+    segments, rest = list[Segment](), list[Segment]()
+    for piece in (piece for segment in ir.segments for piece in split_columns(segment)):
+        whole = coalesce(piece, within_divisions=True)
+        shared = None if _checks_first(ir) else in_ranges(whole, len(buffers))
+        if shared is None:
+            segments.append(as_row_vectors(whole))
+            continue
+        segments += shared.segments
+        rest.append(shared.rest)
+        buffers += shared.parts
+        folds += shared.kinds
+    return Simplified(KernelIR(tuple(buffers), tuple(segments)), tuple(rest), tuple(folds))
+
+
 def simplified_segments(ir: KernelIR) -> tuple[Segment, ...]:
-    """The segments as they are emitted: cut where their masks change, with as few axes as possible."""
-    pieces = (piece for segment in ir.segments for piece in split_columns(segment))
-    return tuple(as_row_vectors(coalesce(piece, within_divisions=True)) for piece in pieces)
+    """The segments that tasks share."""
+    return simplified(ir).tasks.segments
 
 
 @lru_cache(maxsize=1)

@@ -65,8 +65,9 @@ def test_every_recipe_has_a_sample() -> None:
 @pytest.mark.parametrize(
     ("op", "operands", "attrs", "words"),
     [
-        ("aten.sum.dim_IntList", (torch.randn(1, 1).expand(256, 129),), {"dim": (0, 1)}, "reduces all"),
-        ("aten.sum.default", (torch.randn(32769),), {}, "reduces all"),
+        ("aten.var.correction", (torch.randn(1, 1).expand(256, 129),), {"dim": (0, 1)}, "all of 2 dimensions"),
+        ("aten.sum.default", (torch.randn(32769).double(),), {}, "all of 1 dimensions"),
+        ("aten.argmax.default", (torch.randn(32769),), {}, "all of 1 dimensions"),
         ("aten.mean.dim", (IMAGE,), {"dim": (0, 2, 3)}, "one run of memory"),
         ("aten.group_norm.default", (IMAGE.transpose(2, 3),), {
             "num_groups": 2, "weight": None, "bias": None}, "one run of memory"),

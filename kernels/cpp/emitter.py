@@ -5,6 +5,7 @@ What does not change the binary (threads, rows per task, column tile) is an argu
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -35,22 +36,21 @@ def emit_cpp(ir: KernelIR, unroll: int = 2, stage: bool = False, stream: bool = 
     over a row need in a buffer; ``stream``: write results past the caches.
     """
     names = {name: f"n{number}" for number, name in enumerate(ir.symbols)}
-    tasks, rest, folds = simplified(ir)
+    tasks, stages, folds = simplified(ir)
     # What somebody else sees is written only after all checks; what a call makes is dropped where one fails.
     whole = (one.whole if isinstance(one, RowVectors) else one for one in tasks.segments)
     before = tuple(dict.fromkeys(map(checks_alone, whole))) if _checks_first(ir) else ()
-    others = (*rest, *(one for one in before if one.checks))
-    simple, count = KernelIR(tasks.buffers, (*tasks.segments, *others)), len(tasks.segments)
+    simple = KernelIR(tasks.buffers, (*tasks.segments, *(one for one in before if one.checks)))
     kinds, widest = assign_registers(simple)
     floats = {buffer.dtype for buffer in ir.outputs if "float" in buffer.dtype}
     rough = bool(floats) and floats <= {"bfloat16", "float16"}
     macros = {"FP_WIDEST": widest, "FP_STREAM": int(stream), "FP_ROUGH": int(rough), "FP_NAME": kernel_name(ir)}
     lines = [*(f"#define {name} {value}" for name, value in macros.items()), prelude()]
     for number, segment in enumerate(simple.segments):
-        checks = () if before and number < count else segment.checks
+        checks = () if before and number < len(tasks.segments) else segment.checks
         writer = RowVectorsWriter if isinstance(segment, RowVectors) else _ColumnsWriter
         lines += _function(number, writer(simple.buffers, segment, kinds[number], names, checks, unroll, stage))
-    return "\n".join([*lines, *entry_points(ir, simple, count, folds, names)]) + "\n"
+    return "\n".join([*lines, *entry_points(ir, simple, stages, folds, names)]) + "\n"
 
 
 def _checks_first(ir: KernelIR) -> bool:
@@ -58,31 +58,30 @@ def _checks_first(ir: KernelIR) -> bool:
 
 
 class Simplified(NamedTuple):
-    """A kernel as it is emitted. Behind its buffers, ``tasks`` has those of parts, which folds of kinds ``folds``
-    combine before ``rest`` runs.
+    """A kernel as it is emitted. ``stages`` says how many of its segments run at a time. It has buffers of parts behind
+    its own, and of each of those ``folds`` has the stage that makes it and the kind of the fold that combines it.
     """
 
     tasks: KernelIR
-    rest: tuple[Segment, ...]
-    folds: tuple[str, ...]
+    stages: tuple[int, ...]
+    folds: tuple[tuple[int, str], ...]
 
 
 @lru_cache(maxsize=64)
 def simplified(ir: KernelIR) -> Simplified:
     """Cut where masks change, with as few axes as possible, and with the columns of long folds shared among tasks."""
-    buffers, folds = [*ir.buffers], list[str]()
-    segments, rest = list[Segment](), list[Segment]()
+    buffers, folds, stages = [*ir.buffers], list[tuple[int, str]](), defaultdict[int, list[Segment]](list)
     for piece in (piece for segment in ir.segments for piece in split_columns(segment)):
-        whole = coalesce(piece, within_divisions=True)
-        shared = None if _checks_first(ir) else in_ranges(whole, len(buffers))
-        if shared is None:
-            segments.append(as_row_vectors(whole))
-            continue
-        segments += shared.segments
-        rest.append(shared.rest)
-        buffers += shared.parts
-        folds += shared.kinds
-    return Simplified(KernelIR(tuple(buffers), tuple(segments)), tuple(rest), tuple(folds))
+        rest, stage = coalesce(piece, within_divisions=True), 0
+        while not _checks_first(ir) and (shared := in_ranges(rest, len(buffers))):
+            stages[stage] += shared.segments
+            folds += [(stage, kind) for kind in shared.kinds]
+            buffers += shared.parts
+            rest, stage = shared.rest, stage + 1
+        stages[stage].append(as_row_vectors(rest))
+    ordered = [stages[stage] for stage in range(len(stages))]
+    segments = tuple(segment for stage in ordered for segment in stage)
+    return Simplified(KernelIR(tuple(buffers), segments), tuple(map(len, ordered)), tuple(folds))
 
 
 def simplified_segments(ir: KernelIR) -> tuple[Segment, ...]:

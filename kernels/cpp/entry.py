@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -68,23 +69,21 @@ def outside_flag(buffers: Sequence[Buffer]) -> str:
 
 
 def entry_points(
-    ir: KernelIR, simple: KernelIR, count: int, folds: Sequence[str], names: Mapping[str, str]
+    ir: KernelIR, simple: KernelIR, stages: Sequence[int], folds: Sequence[tuple[int, str]], names: Mapping[str, str]
 ) -> list[str]:
-    """``elements``, ``tasks``, what runs tasks of the first ``count`` segments of a simplified kernel (see
-    ``cpp_loops.h``), ``fuseplan_launch``, and ``fuseplan_shapes``: sizes, then strides, of every output for given
-    dynamic sizes.
+    """``elements``, what runs tasks of the segments of a simplified kernel (see ``cpp_loops.h``), ``fuseplan_launch``,
+    and ``fuseplan_shapes``: sizes, then strides, of every output for given dynamic sizes.
 
-    The other segments run after all tasks where parts are folded. Else they are checks, which each thread makes first:
-    they are few, and no thread waits for another.
+    Each thread first makes the checks, segments that no stage has: they are few, and no thread waits for another.
     """
     sizes = symbol_lines(names)
-    elements, tasks, runs, others = [], [], [], []
+    elements, tasks, runs, checks = [], [], [], []
     for number, segment in enumerate(simple.segments):
         call, tiled = f"segment{number}(buffers, sizes, ", is_tiled(segment)
         rows = " * ".join(["(i64)1", *(cpp_size(extent, names) for extent in segment.rows)])
         cols = cpp_size(segment.cols, names)
-        if number >= count:
-            others.append(f"{call}0, {rows}{f', 0, {cols}' if tiled else ''});")
+        if number >= sum(stages):
+            checks.append(f"{call}0, {rows}{f', 0, {cols}' if tiled else ''});")
             continue
         rows = f"({rows})"
         chunks = f"ceil_div({rows}, how->rows_per_task)"
@@ -92,34 +91,40 @@ def entry_points(
         elements.append(f"{rows} * {cols} * {cpp_size(task_elements(segment), names)}")
         tasks.append(f"{chunks} * {tiles}")
         runs += _run_segment(call, tiled, rows, cols, chunks, tiles)
-    checks = [*others, f"if (*{outside_flag(ir.buffers)}) return;"] if others and not folds else []
+    checks += [f"if (*{outside_flag(ir.buffers)}) return;"] if checks else []
     parts, combined = _parts(simple.buffers, len(ir.buffers), folds)
+    launch = [*sizes, *parts, "i64 begin = 0, end = 0;"]
+    for stage, count in enumerate(stages):
+        done = sum(stages[:stage])
+        once = stage > 0 and all(segment.cols == 1 for segment in simple.segments[done : done + count])
+        launch += [f"begin = end; end += {' + '.join(tasks[done : done + count])};",
+                   f"{'FP_NAME' if once else 'run_tasks'}(buffers, sizes, how, begin, end);", *combined[stage]]
     shapes = (size for buffer in ir.outputs for size in (*buffer.shape, *buffer.strides))
     stores = [f"shapes[{number}] = {cpp_size(size, names)};" for number, size in enumerate(shapes)]
     return [
         "static i64 elements(const i64* sizes) {", *indent([*sizes, f"return {' + '.join(elements)};"]), "}",
-        "static i64 tasks(const i64* sizes, const Launch* how) {",
-        *indent([*sizes, f"return {' + '.join(tasks)};"]), "}",
         "static void FP_NAME(void* const* buffers, const i64* sizes, const Launch* how, i64 begin, i64 end) {",
         *indent([*sizes, *checks, *runs, "results_done();"]), "}",
         'extern "C" void fuseplan_launch(void* const* given, const i64* sizes, const Launch* how) {',
-        *indent([*parts, "run_tasks(buffers, sizes, how);", *combined, *(others if folds else [])]), "}",
+        *indent(launch), "}",
         'extern "C" void fuseplan_shapes(const i64* sizes, i64* shapes) {', *indent([*sizes, *stores]), "}",
     ]
 
 
-def _parts(buffers: Sequence[Buffer], given: int, folds: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The memory of parts, behind the buffers ``given`` and before the flag; and their folds, in the first of them."""
-    memory, combined = [], []
+def _parts(
+    buffers: Sequence[Buffer], given: int, folds: Sequence[tuple[int, str]]
+) -> tuple[list[str], Mapping[int, list[str]]]:
+    """The memory of parts, behind the buffers ``given`` and before the flag; and their folds, by stage."""
+    memory, combined = [], defaultdict[int, list[str]](list)
     arguments = [f"given[{number}]" for number in range(given)]
-    for number, (buffer, kind) in enumerate(zip(buffers[given:], folds, strict=True)):
+    for number, (buffer, (stage, kind)) in enumerate(zip(buffers[given:], folds, strict=True)):
         ranges, rows = buffer.shape
         memory.append(f"Scratch<{STORAGE_TYPE[buffer.dtype]}> part{number}({ranges * rows});")
         arguments.append(f"part{number}.data")
         one, other = f"part{number}.data + row", f"part{number}.data + at * {rows} + row"
         total = REDUCTIONS[kind].cpp_combine.format(f"get({one})", f"get({other})")
-        combined.append(f"for (i64 at = 1; at < {ranges}; ++at)")
-        combined.append(f"  for (i64 row = 0; row < {rows}; ++row) put({one}, {total});")
+        combined[stage] += [f"for (i64 at = 1; at < {ranges}; ++at)",
+                            f"  for (i64 row = 0; row < {rows}; ++row) put({one}, {total});"]
     arguments.append(f"given[{given}]")
     return [*memory, f"void* const buffers[] = {{{', '.join(arguments)}}};"], combined
 

@@ -1,11 +1,12 @@
 """Long folds of few rows: tasks share the columns, each folds a range, and what they fold is combined after all tasks.
 
-That is done in the order of the ranges, which sizes alone decide on: threads do not change a bit of a result.
+That is done in the order of the ranges, which sizes alone decide on: threads do not change a bit of a result. What
+needs a fold becomes a segment of its own, whose tasks begin then, and whose folds may have ranges as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from fuseplan.kernels.cpp.row_vectors import as_row_vectors
@@ -24,7 +25,7 @@ _SIDE_BY_SIDE, _ALIGNED = 64, 64
 @dataclass(frozen=True)
 class InRanges:
     """A segment with shared columns: ``segments`` fold its ranges into ``parts`` (ranges x rows), folds of ``kinds``
-    combine those in the first range's place, and ``rest`` then does once for each row what follows.
+    combine those in the first range's place, and ``rest`` is what then follows, of one column if only once a row.
     """
 
     segments: tuple[Segment, ...]
@@ -34,17 +35,21 @@ class InRanges:
 
 
 def in_ranges(segment: Segment, first: int) -> InRanges | None:
-    """The segment with its columns shared, where its rows are few and long, and what follows its folds is neither a
-    fold nor done for each column. ``first`` is the number of the first of its parts among the buffers.
+    """The segment with its columns shared, where its rows are few and long: one, where later passes read it again, for
+    of several each may stay in a cache. ``first`` is the number of the first of its parts among the buffers.
     """
-    most, phases, body = _most_ranges(segment), schedule(segment), segment.body
-    if most < 2 or len(phases) != 2 or phases[1].elements or phases[1].stores:
+    most, (now, *later), body = _most_ranges(segment), schedule(segment), segment.body
+    again = len(later) > 1 or any(phase.elements or phase.stores for phase in later)
+    if most < 2 or not later or (again and segment.num_rows > 1):
         return None
-    at_end = [store for store in segment.stores if segment.store_per_row(store)]
-    stores = [store for store in segment.stores if store not in at_end]
+    stores = [segment.stores[number] for number in now.stores]
+    at_end = [store for number, store in enumerate(segment.stores) if number not in now.stores]
     row = flatten((Index.coord(*axis) for axis in enumerate(segment.rows)), row_major_strides(segment.rows))
-    numbers = {value: first + number for number, value in enumerate(phases[0].reductions)}
-    folding = _part(segment, body, [*stores, *(Store(number, row, value) for value, number in numbers.items())], False)
+    numbers = {value: first + number for number, value in enumerate(now.reductions)}
+    stores += [Store(number, row, value) for value, number in numbers.items()]
+    checks = {value: one.gather.check for value, one in enumerate(body) if isinstance(one, Load) and one.gather}
+    early = {value for value, check in checks.items() if {value, check} & {*now.elements}}
+    folding = _part(segment, body, stores, early)
     held = [Load(one.dtype, numbers[value], row) if value in numbers else one for value, one in enumerate(body)]
     ranges = min((_ranges(folding, first, (0, *choice)) for choice in _choices(segment.cols, most)), key=_cost)
     count, size = ranges.rows[0], ranges.cols
@@ -53,7 +58,8 @@ def in_ranges(segment: Segment, first: int) -> InRanges | None:
     shape = (count + bool(left), segment.num_rows)
     folds = [one for value in numbers if isinstance(one := body[value], Reduce)]
     parts = tuple(Buffer("part", one.dtype, shape, row_major_strides(shape), is_output=True) for one in folds)
-    rest = replace(_part(segment, held, at_end, True), cols=1)
+    rest = _part(segment, held, at_end, {*checks} - early)
+    rest = coalesce(rest, within_divisions=True) if again else replace(rest, cols=1)
     shared = tuple(as_row_vectors(coalesce(piece, within_divisions=True)) for piece in pieces)
     return InRanges(shared, rest, parts, tuple(one.kind for one in folds))
 
@@ -89,9 +95,7 @@ def _ranges(segment: Segment, first: int, place: tuple[int, int, int], low: int 
     return replace(moved, rows=(count, *segment.rows), cols=size, stores=tuple(stores))
 
 
-def _part(segment: Segment, body: Sequence[Instr], stores: Sequence[Store], per_row: bool) -> Segment:
-    """Some stores with all that they need, and the lookups that are made once a row or for each column."""
-    lookups = [value for value, one in enumerate(body)
-               if isinstance(one, Load) and one.gather is not None and segment.per_row[value] == per_row]
+def _part(segment: Segment, body: Sequence[Instr], stores: Sequence[Store], lookups: Collection[int]) -> Segment:
+    """Some stores and lookups with all that they need."""
     made, places = needed(body, [*lookups, *(value for store in stores for value in store.values)])
     return replace(segment, body=made, stores=tuple(store.with_values(places.__getitem__) for store in stores))

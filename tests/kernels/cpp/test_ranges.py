@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from fuseplan.kernels.cpp.config import count_tasks
 from fuseplan.kernels.cpp.emitter import simplified_segments
 from fuseplan.kernels.ir.backend import OutsideTable, Target, fused_call
 from fuseplan.kernels.ir.index import Index, Size, symbol
-from fuseplan.kernels.ir.ir import Buffer, Gather, KernelIR, Load
+from fuseplan.kernels.ir.ir import Buffer, KernelIR, Load
 
 REASON = CppBackend().unavailable()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")
@@ -222,29 +223,51 @@ def test_what_is_shared_by_columns_is_divided_along_with_them(backend: CppBacken
 
 @pytest.mark.parametrize("over", [False, True])
 def test_an_index_outside_its_table_fails_in_any_range(backend: CppBackend, over: bool) -> None:
-    """One for each column, and one for each row that is looked up after the fold."""
+    """One for each column, whether its element is needed or not, and one for a row that is looked up after the fold."""
     cols = LONG[1]
     buffers = [samples.contiguous("table", "float32", (100,)), samples.contiguous("ids", "int64", (cols,)),
-               samples.contiguous("at", "int64", (1,)), samples.contiguous("kept", "float32", (1,)),
-               replace(samples.contiguous("y", "float32", (1,), True), over=3 if over else None)]
+               samples.contiguous("more", "int64", (cols,)), samples.contiguous("at", "int64", (1,)),
+               samples.contiguous("kept", "float32", (1,)),
+               replace(samples.contiguous("y", "float32", (1,), True), over=4 if over else None)]
     b = samples.Body(buffers, (1,), cols)
     total = b.reduce("sum", b.gather("table", (Index(0),), b.load("ids", b.at[1:]), 0, 0.0))
+    b.gather("table", (Index(0),), b.load("more", b.at[1:]), 0, 0.0)
     b.store("y", b.at[:1], b("add", total, b.gather("table", (Index(0),), b.load("at", (Index(0),)), 0, 0.0)))
     ir = KernelIR(tuple(buffers), (b.segment(),))
-    assert any(isinstance(one, Load) and isinstance(one.gather, Gather) for one in b.instrs)
     table, ids, at, kept = torch.rand(100), torch.randint(0, 100, (cols,)), torch.tensor([7]), torch.ones(1)
     wanted = table.double()[ids].sum() + table[7]
     call = fused_call(backend.load(ir, backend.default_config(ir, TARGET), TARGET), ir)
-    torch.testing.assert_close(call(table, ids, at, kept.clone()).double(), wanted[None], rtol=1e-5, atol=0)
-    for place in (0, cols // 2, cols - 1, None):
-        wrong, row = ids.clone(), at.clone()
-        (row if place is None else wrong)[place or 0] = 100
+    torch.testing.assert_close(call(table, ids, ids, at, kept.clone()).double(), wanted[None], rtol=1e-5, atol=0)
+    for number, place in itertools.product((0, 1), (0, cols // 2, cols - 1)):
+        wrong = [ids.clone(), ids.clone()]
+        wrong[number][place] = 100
         with pytest.raises(OutsideTable):
-            call(table, wrong, row, kept)
+            call(table, *wrong, at, kept)
         assert kept.item() == 1.0
+    with pytest.raises(OutsideTable):
+        call(table, ids, ids, torch.tensor([-1]), kept)
+    assert kept.item() == 1.0
 
 
-def test_folds_of_folds_and_many_rows_are_left_alone() -> None:
+@pytest.mark.parametrize("path", ["extension", "ctypes"])
+@pytest.mark.parametrize("sample", [
+    samples.softmax(1, LONG[0]), samples.softmax(1, LONG[2], "bfloat16"), samples.layer_norm(1, LONG[1]),
+    samples.rms_norm(1, LONG[1]),
+], ids=samples.label)
+def test_one_row_is_shared_fold_after_fold(
+    backend: CppBackend, sample: samples.Sample, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if path == "ctypes":
+        monkeypatch.setattr(launch, "load_launcher", lambda *_: None)
+    inputs = sample.inputs()
+    made = calls(backend, sample.ir, *inputs)
+    assert same_bits(made) and len(simplified_segments(sample.ir)) > 1
+    for actual, wanted in zip(made[0], run_reference(sample.ir, inputs), strict=True):
+        tolerance = 4e-3 if actual.dtype == torch.bfloat16 else 5e-6
+        torch.testing.assert_close(actual.double(), wanted, rtol=tolerance, atol=tolerance * float(wanted.abs().max()))
+
+
+def test_folds_of_folds_of_several_rows_and_many_rows_are_left_alone() -> None:
     assert tasks(samples.softmax(2, 2**18).ir) == 2
     assert tasks(folds(("sum",), "float32", 2**18, (256,))) == 256
     assert tasks(folds(("sum",), "float32", 2**16)) == 1

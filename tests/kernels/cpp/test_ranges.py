@@ -115,26 +115,28 @@ def test_several_folds_of_any_layout(backend: CppBackend, layout: Layout) -> Non
     assert backend.default_config(ir, TARGET)["threads"] == (2 if cols >= 8192 else 1)
 
 
+@pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize("path", ["extension", "ctypes", "no OpenMP"])
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16", "int64", "int32", "uint8", "bool"])
 def test_types_keep_their_own_parts(
-    backend: CppBackend, dtype: str, path: str, monkeypatch: pytest.MonkeyPatch
+    backend: CppBackend, dtype: str, path: str, across: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if path == "ctypes":
         monkeypatch.setattr(launch, "load_launcher", lambda *_: None)
     if path == "no OpenMP":
         monkeypatch.setattr(launch, "shared_openmp", lambda: (0,) * 4)
     kinds = ("max", "min") if dtype == "bool" else ("sum", "max", "min", "prod")
-    ir = folds(kinds, dtype, 131_101, (2,))
+    ir = folds(kinds, dtype, 20_011, behind=(11,)) if across else folds(kinds, dtype, 131_101, (2,))
     x = samples.Sample("folds", ir).inputs()[0]
+    rows = x.T if across else x
     if dtype != "bool":
-        x = torch.where(torch.arange(131_101) % 9001 == 5, x, 1)
+        rows.masked_fill_(torch.arange(rows.shape[1]) % 9001 != 5, 1)
     else:
-        x[0], x[1] = False, True
-        x[0, 77_777], x[1, 131_100] = True, False
+        rows[0], rows[1] = False, True
+        rows[0, 17_777], rows[1, -1] = True, False
     made = calls(backend, ir, x)
     assert same_bits(made)
-    for actual, wanted in zip(made[0], expected(ir, x, 1), strict=True):
+    for actual, wanted in zip(made[0], expected(ir, x, 0 if across else 1), strict=True):
         if actual.dtype.is_floating_point:
             torch.testing.assert_close(actual.double(), wanted, rtol=1e-13 if dtype == "float64" else 4e-3, atol=0)
         else:

@@ -59,14 +59,14 @@ def config_space(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
     return (
         Tunable("threads", (1,) if small else tuple(sorted({*thread_choices(target.cores), int(default["threads"])}))),
         Tunable("rows_per_task", _ROWS_PER_TASK if many_rows else (1,)),
-        Tunable("col_tile", _tiles(segments)),
+        Tunable("col_tile", tile_choices(segments)),
         Tunable("unroll", _UNROLLS),
         Tunable("stage", (0, 1) if any(map(_staged, segments)) else (0,)),
         Tunable("stream", (0, 1) if size is not None and size >= _STREAM_BYTES else (0,)),
     )
 
 
-def _tiles(segments: tuple[Segment, ...]) -> tuple[int, ...]:
+def tile_choices(segments: tuple[Segment, ...]) -> tuple[int, ...]:
     """Column tiles to choose from; one where no segment is tiled."""
     if any(isinstance(segment, RowVectors) for segment in segments):
         return _ROW_TILES
@@ -95,7 +95,7 @@ def infeasible(ir: KernelIR, config: Config, target: Target) -> str | None:
     if rows > max(1, *(int(segment.num_rows) for segment in segments), 1):
         return "more rows per task than rows"
     widest = max((int(segment.cols) for segment in segments if is_tiled(segment)), default=0)
-    if any(tile > smaller >= widest > 0 for smaller in _tiles(segments)):
+    if any(tile > smaller >= widest > 0 for smaller in tile_choices(segments)):
         return "a column tile wider than the row"
     if int(config.get("stage", 0)) and stage_bytes(segments) > _STAGE_BYTES:
         return f"staging needs {stage_bytes(segments)} bytes a thread"
@@ -163,7 +163,7 @@ def default_settings(ir: KernelIR, target: Target) -> Config:
 
 def _default_task(segments: tuple[Segment, ...], threads: int) -> tuple[int, int]:
     """Rows and columns of a task: the largest that are still small, and leave several tasks to each thread."""
-    tiles = _tiles(segments)
+    tiles = tile_choices(segments)
     strided = tiles == _STRIDED_COL_TILES
     if not _is_static(segments):
         return (_ROWS_PER_TASK[-1] if strided else _ROWS_PER_TASK[0], tiles[0])

@@ -154,7 +154,6 @@ FP_INLINE i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
 FP_INLINE i64 least(i64 a, i64 b) { return a < b ? a : b; }
 
 static i64 elements(const i64* sizes);
-static i64 tasks(const i64* sizes, const Launch* how);
 // Runs tasks [begin, end). Never inlined, so that profilers of machine code see it by its name.
 __attribute__((noinline))
 static void FP_NAME(void* const* buffers, const i64* sizes, const Launch* how, i64 begin, i64 end);
@@ -163,20 +162,21 @@ struct Call {
   void* const* buffers;
   const i64* sizes;
   const Launch* how;
-  i64 tasks;
+  i64 begin, count;
 };
 static void run_share(void* data) {
   const Call* call = (const Call*)data;
   const i64 team = call->how->num_threads(), me = call->how->thread_num();
-  FP_NAME(call->buffers, call->sizes, call->how, call->tasks * me / team, call->tasks * (me + 1) / team);
+  const i64 first = call->begin + call->count * me / team, last = call->begin + call->count * (me + 1) / team;
+  FP_NAME(call->buffers, call->sizes, call->how, first, last);
 }
 
-extern "C" void fuseplan_launch(void* const* buffers, const i64* sizes, const Launch* how) {
-  const i64 count = tasks(sizes, how);
-  i64 threads = least(how->threads, count);
+// The same with threads; all have ended when it returns.
+static void run_tasks(void* const* buffers, const i64* sizes, const Launch* how, i64 begin, i64 end) {
+  i64 threads = least(how->threads, end - begin);
   if (threads > 1 && how->grain) threads = least(threads, elements(sizes) / how->grain);
   if (threads > 1 && how->parallel) threads = least(threads, how->max_threads());
-  if (threads <= 1 || !how->parallel) return FP_NAME(buffers, sizes, how, 0, count);
-  Call call = {buffers, sizes, how, count};
+  if (threads <= 1 || !how->parallel) return FP_NAME(buffers, sizes, how, begin, end);
+  Call call = {buffers, sizes, how, begin, end - begin};
   how->parallel(run_share, &call, (unsigned)threads, 0);
 }

@@ -5,11 +5,14 @@ What does not change the binary (threads, rows per task, column tile) is an argu
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from fuseplan.kernels.cpp.entry import checks_alone, entry_points, is_tiled, outside_flag, symbol_lines
+from fuseplan.kernels.cpp.ranges import in_ranges
 from fuseplan.kernels.cpp.row_vectors import RowVectors, as_row_vectors
 from fuseplan.kernels.cpp.row_vectors_emitter import RowVectorsWriter
 from fuseplan.kernels.cpp.types import ELEMENT_TYPE, SCALAR_TYPE, VECTOR_TYPE, assign_registers, indent
@@ -33,28 +36,57 @@ def emit_cpp(ir: KernelIR, unroll: int = 2, stage: bool = False, stream: bool = 
     over a row need in a buffer; ``stream``: write results past the caches.
     """
     names = {name: f"n{number}" for number, name in enumerate(ir.symbols)}
-    segments = simplified_segments(ir)
+    tasks, stages, folds = simplified(ir)
     # What somebody else sees is written only after all checks; what a call makes is dropped where one fails.
-    whole = (one.whole if isinstance(one, RowVectors) else one for one in segments)
-    before = tuple(dict.fromkeys(map(checks_alone, whole))) if ir.overwritten and may_fail(ir) else ()
-    simple = KernelIR(ir.buffers, (*segments, *(one for one in before if one.checks)))
+    whole = (one.whole if isinstance(one, RowVectors) else one for one in tasks.segments)
+    before = tuple(dict.fromkeys(map(checks_alone, whole))) if _checks_first(ir) else ()
+    simple = KernelIR(tasks.buffers, (*tasks.segments, *(one for one in before if one.checks)))
     kinds, widest = assign_registers(simple)
     floats = {buffer.dtype for buffer in ir.outputs if "float" in buffer.dtype}
     rough = bool(floats) and floats <= {"bfloat16", "float16"}
     macros = {"FP_WIDEST": widest, "FP_STREAM": int(stream), "FP_ROUGH": int(rough), "FP_NAME": kernel_name(ir)}
     lines = [*(f"#define {name} {value}" for name, value in macros.items()), prelude()]
     for number, segment in enumerate(simple.segments):
-        checks = () if before and number < len(segments) else segment.checks
+        checks = () if before and number < len(tasks.segments) else segment.checks
         writer = RowVectorsWriter if isinstance(segment, RowVectors) else _ColumnsWriter
         lines += _function(number, writer(simple.buffers, segment, kinds[number], names, checks, unroll, stage))
-    return "\n".join([*lines, *entry_points(simple, len(segments), names)]) + "\n"
+    return "\n".join([*lines, *entry_points(ir, simple, stages, folds, names)]) + "\n"
+
+
+def _checks_first(ir: KernelIR) -> bool:
+    return bool(ir.overwritten) and may_fail(ir)
+
+
+class Simplified(NamedTuple):
+    """A kernel as it is emitted. ``stages`` says how many of its segments run at a time. It has buffers of parts behind
+    its own, and of each of those ``folds`` has the stage that makes it and the kind of the fold that combines it.
+    """
+
+    tasks: KernelIR
+    stages: tuple[int, ...]
+    folds: tuple[tuple[int, str], ...]
 
 
 @lru_cache(maxsize=64)
+def simplified(ir: KernelIR) -> Simplified:
+    """Cut where masks change, with as few axes as possible, and with the columns of long folds shared among tasks."""
+    buffers, folds, stages = [*ir.buffers], list[tuple[int, str]](), defaultdict[int, list[Segment]](list)
+    for piece in (piece for segment in ir.segments for piece in split_columns(segment)):
+        rest, stage = coalesce(piece, within_divisions=True), 0
+        while not _checks_first(ir) and (shared := in_ranges(rest, len(buffers))):
+            stages[stage] += shared.segments
+            folds += [(stage, kind) for kind in shared.kinds]
+            buffers += shared.parts
+            rest, stage = shared.rest, stage + 1
+        stages[stage].append(as_row_vectors(rest))
+    ordered = [stages[stage] for stage in range(len(stages))]
+    segments = tuple(segment for stage in ordered for segment in stage)
+    return Simplified(KernelIR(tuple(buffers), segments), tuple(map(len, ordered)), tuple(folds))
+
+
 def simplified_segments(ir: KernelIR) -> tuple[Segment, ...]:
-    """The segments as they are emitted: cut where their masks change, with as few axes as possible."""
-    pieces = (piece for segment in ir.segments for piece in split_columns(segment))
-    return tuple(as_row_vectors(coalesce(piece, within_divisions=True)) for piece in pieces)
+    """The segments that tasks share."""
+    return simplified(ir).tasks.segments
 
 
 @lru_cache(maxsize=1)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fuseplan.kernels.cpp.row_vectors import RowVectors, task_elements
-from fuseplan.kernels.cpp.types import cpp_size, indent
+from fuseplan.kernels.cpp.types import STORAGE_TYPE, cpp_size, indent
 from fuseplan.kernels.ir.gathers import value_axes
 from fuseplan.kernels.ir.ir import Buffer, KernelIR, Reduce, Segment
+from fuseplan.kernels.ir.ops import REDUCTIONS
 from fuseplan.kernels.ir.reduction_loops import lies_apart
 from fuseplan.kernels.ir.rewrite import needed
 
@@ -66,19 +68,21 @@ def outside_flag(buffers: Sequence[Buffer]) -> str:
     return f"(int*)buffers[{len(buffers)}]"
 
 
-def entry_points(ir: KernelIR, count: int, names: Mapping[str, str]) -> list[str]:
-    """``elements``, ``tasks``, what runs tasks of the first ``count`` segments (see ``cpp_loops.h``), and
-    ``fuseplan_shapes``: sizes, then strides, of every output for given dynamic sizes.
+def entry_points(
+    ir: KernelIR, simple: KernelIR, stages: Sequence[int], folds: Sequence[tuple[int, str]], names: Mapping[str, str]
+) -> list[str]:
+    """``elements``, what runs tasks of the segments of a simplified kernel (see ``cpp_loops.h``), ``fuseplan_launch``,
+    and ``fuseplan_shapes``: sizes, then strides, of every output for given dynamic sizes.
 
-    Each thread first makes the checks that are the other segments: they are few, and no thread waits for another.
+    Each thread first makes the checks, segments that no stage has: they are few, and no thread waits for another.
     """
     sizes = symbol_lines(names)
     elements, tasks, runs, checks = [], [], [], []
-    for number, segment in enumerate(ir.segments):
+    for number, segment in enumerate(simple.segments):
         call, tiled = f"segment{number}(buffers, sizes, ", is_tiled(segment)
         rows = " * ".join(["(i64)1", *(cpp_size(extent, names) for extent in segment.rows)])
         cols = cpp_size(segment.cols, names)
-        if number >= count:
+        if number >= sum(stages):
             checks.append(f"{call}0, {rows}{f', 0, {cols}' if tiled else ''});")
             continue
         rows = f"({rows})"
@@ -88,16 +92,41 @@ def entry_points(ir: KernelIR, count: int, names: Mapping[str, str]) -> list[str
         tasks.append(f"{chunks} * {tiles}")
         runs += _run_segment(call, tiled, rows, cols, chunks, tiles)
     checks += [f"if (*{outside_flag(ir.buffers)}) return;"] if checks else []
+    parts, combined = _parts(simple.buffers, len(ir.buffers), folds)
+    launch = [*sizes, *parts, "i64 begin = 0, end = 0;"]
+    for stage, count in enumerate(stages):
+        done = sum(stages[:stage])
+        once = stage > 0 and all(segment.cols == 1 for segment in simple.segments[done : done + count])
+        launch += [f"begin = end; end += {' + '.join(tasks[done : done + count])};",
+                   f"{'FP_NAME' if once else 'run_tasks'}(buffers, sizes, how, begin, end);", *combined[stage]]
     shapes = (size for buffer in ir.outputs for size in (*buffer.shape, *buffer.strides))
     stores = [f"shapes[{number}] = {cpp_size(size, names)};" for number, size in enumerate(shapes)]
     return [
         "static i64 elements(const i64* sizes) {", *indent([*sizes, f"return {' + '.join(elements)};"]), "}",
-        "static i64 tasks(const i64* sizes, const Launch* how) {",
-        *indent([*sizes, f"return {' + '.join(tasks)};"]), "}",
         "static void FP_NAME(void* const* buffers, const i64* sizes, const Launch* how, i64 begin, i64 end) {",
         *indent([*sizes, *checks, *runs, "results_done();"]), "}",
+        'extern "C" void fuseplan_launch(void* const* given, const i64* sizes, const Launch* how) {',
+        *indent(launch), "}",
         'extern "C" void fuseplan_shapes(const i64* sizes, i64* shapes) {', *indent([*sizes, *stores]), "}",
     ]
+
+
+def _parts(
+    buffers: Sequence[Buffer], given: int, folds: Sequence[tuple[int, str]]
+) -> tuple[list[str], Mapping[int, list[str]]]:
+    """The memory of parts, behind the buffers ``given`` and before the flag; and their folds, by stage."""
+    memory, combined = [], defaultdict[int, list[str]](list)
+    arguments = [f"given[{number}]" for number in range(given)]
+    for number, (buffer, (stage, kind)) in enumerate(zip(buffers[given:], folds, strict=True)):
+        ranges, rows = buffer.shape
+        memory.append(f"Scratch<{STORAGE_TYPE[buffer.dtype]}> part{number}({ranges * rows});")
+        arguments.append(f"part{number}.data")
+        one, other = f"part{number}.data + row", f"part{number}.data + at * {rows} + row"
+        total = REDUCTIONS[kind].cpp_combine.format(f"get({one})", f"get({other})")
+        combined[stage] += [f"for (i64 at = 1; at < {ranges}; ++at)",
+                            f"  for (i64 row = 0; row < {rows}; ++row) put({one}, {total});"]
+    arguments.append(f"given[{given}]")
+    return [*memory, f"void* const buffers[] = {{{', '.join(arguments)}}};"], combined
 
 
 def _run_segment(call: str, tiled: bool, rows: str, cols: str, chunks: str, tiles: str) -> list[str]:

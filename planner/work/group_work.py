@@ -60,7 +60,7 @@ def kernel_work(ir: KernelIR, hot: Sequence[bool] | None = None, device_type: st
         traffic=_traffic(ir) if len(ir.segments) > 1 else (),
         elements=float(sum(math.prod(segment.extents()) for segment in ir.segments)),
         lanes=lanes(ir) if is_cpu(device_type) else 0.0,
-        threads=threads(ir),
+        threads=threads(ir) if is_cpu(device_type) else 0,
         more_results=max(0, len(ir.outputs) - len(ir.overwritten) - 1),
     )
 

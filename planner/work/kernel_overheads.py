@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 from fuseplan.costmodel.work import Work
-from fuseplan.kernels.cpp.config import BYTES_PER_THREAD, ir_bytes
-from fuseplan.kernels.cpp.emitter import simplified_segments
+from fuseplan.kernels.cpp.config import BYTES_PER_THREAD, count_tasks, ir_bytes, tile_choices
+from fuseplan.kernels.cpp.emitter import simplified, simplified_segments
 from fuseplan.kernels.cpp.row_vectors import RowVectors
 from fuseplan.kernels.gpu.tile import next_power_of_2
 from fuseplan.kernels.ir.gathers import value_axes
@@ -207,12 +207,14 @@ _ROW_LANES = 4 * _LANES
 
 def lanes(ir: KernelIR) -> float:
     """Of a static kernel, in units of a vector instruction for one element."""
-    return sum(_segment_lanes(ir, segment) for segment in simplified_segments(ir))
+    tasks = simplified(ir).tasks
+    return sum(_segment_lanes(tasks, segment) for segment in tasks.segments)
 
 
 def threads(ir: KernelIR) -> int:
-    """How many threads a static kernel has enough to do for."""
-    return max(1, (ir_bytes(ir) or 0) // BYTES_PER_THREAD)
+    """How many threads a static kernel has enough to do for, and tasks."""
+    segments = simplified_segments(ir)
+    return max(1, min((ir_bytes(ir) or 0) // BYTES_PER_THREAD, count_tasks(segments, 1, tile_choices(segments)[0])))
 
 
 def _segment_lanes(ir: KernelIR, segment: Segment) -> float:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import ir_samples as samples
 import pytest
 import torch
 from graphs import Builder
 
+from fuseplan.kernels.cpp.config import BYTES_PER_THREAD, ir_bytes
 from fuseplan.kernels.ir.index import Index
 from fuseplan.kernels.ir.ir import Apply, Buffer, Instr, KernelIR, Load, Reduce, Segment, Store
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
@@ -77,6 +79,13 @@ def test_segments_add() -> None:
 def test_threads_are_worth_waking_for_enough_bytes(rows: int, expected: int) -> None:
     at = Index.coord(0, rows) * PITCH + Index.coord(1, COLS)
     assert threads(kernel(Load("float32", 0, at), store=at, rows=rows)) == expected
+
+
+def test_no_more_threads_than_tasks_are_worth_waking() -> None:
+    """Whatever their bytes: one long fold has ranges, and two long softmaxes are two tasks."""
+    long, two = folded(torch.empty(1, 2**22), 1), samples.softmax(2, 2**22).ir
+    assert ir_bytes(two) > 100 * BYTES_PER_THREAD
+    assert threads(two) == 2 < 16 < threads(long) <= ir_bytes(long) // BYTES_PER_THREAD
 
 
 def test_an_aten_op_is_known_by_its_name_and_type_and_has_no_lanes() -> None:

@@ -245,10 +245,10 @@ class SegmentEmitter(ValueEmitter):
         lines = [f"is_first = start == {self._range()[0]}"] if folds else []
         for value in folds:
             element = self.operand(self.reduction(self.centred[value]).arg)
-            first, apart = ("is_first & in_cols", "tl.where(in_cols, {}, 0.0)") if self.masks_cols else ("is_first", "{}")
+            off, real = f"{element} - first{value}", " & in_cols" if self.masks_cols else ""
             lines += [
-                f"first{value} = tl.where({first}, {element}, first{value})",
-                f"off = {apart.format(f'{element} - first{value}')}",
+                f"first{value} = tl.where(is_first{real}, {element}, first{value})",
+                f"off = tl.where(in_cols, {off}, 0.0)" if real else f"off = {off}",
                 f"apart{value} += off",
                 f"acc{value} += off * off",
             ]

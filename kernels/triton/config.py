@@ -26,10 +26,14 @@ _RESCALING: Config = {"block_rows": 1, "block_cols": 8192, "num_warps": 32}
 _SECTOR_BYTES, _LINE_BYTES = 32, 128
 #: Elements of a default tile that folds across memory: held in registers, and of a block that is one of many.
 _HELD_TILE, _LOOPED_TILE = 8192, 4096
+#: What a thread loads of a tile that it holds, and its registers, at most by default.
+_HELD_BYTES, _HELD_REGISTERS = 256, 160
 #: Multiprocessors where no device is named: those of an H200.
 _TYPICAL_CORES = 132
-#: Programs that share the columns of a tile: at most, for each multiprocessor, and blocks that each folds at least.
-MOST_SPLITS, _SPLITS_EACH, _SPLIT_BLOCKS = 512, 2, 4
+#: Programs that share the columns of a tile: at most, and blocks that each folds at least; and how many there are for
+#: each multiprocessor, of one row and across memory.
+MOST_SPLITS, _SPLIT_BLOCKS = 512, 4
+_SPLITS_EACH, _SPLITS_ACROSS = 2, 4
 #: What a dynamic size counts as where a choice needs a number.
 _TYPICAL_SIZE = 4096
 
@@ -87,9 +91,10 @@ def default_splits(ir: KernelIR, segment: Segment, cores: int = _TYPICAL_CORES, 
     """
     if not folds_in_parts(segment):
         return 1
-    rows = rows or (line_rows(ir, segment, cores) if folds_across(segment) else 1)
+    across = folds_across(segment)
+    rows, each = rows or (line_rows(ir, segment, cores) if across else 1), _SPLITS_ACROSS if across else _SPLITS_EACH
     tiles, blocks = -(-_static(segment.num_rows) // rows), _static(segment.cols) * rows // _LOOPED_TILE
-    splits = min(_SPLITS_EACH * cores // max(tiles, 1), blocks // _SPLIT_BLOCKS, MOST_SPLITS)
+    splits = min(each * cores // max(tiles, 1), blocks // _SPLIT_BLOCKS, MOST_SPLITS)
     return 1 << splits.bit_length() - 1 if splits > 1 else 1
 
 
@@ -110,17 +115,19 @@ def infeasible(ir: KernelIR, config: Config, target: Target) -> str | None:
         return f"{threads} threads, a program has {target.gpu.most_threads} at most"
     tiles = [tile_of(segment, config) for segment in ir.segments]
     for segment, tile in zip(ir.segments, tiles, strict=True):
-        per_thread = tile.elements / threads
-        # Everything live is held at once, at least one element of each value.
-        need = _BASE_REGISTERS + round(max(1.0, per_thread) * live_words(segment, in_place=True))
-        if need > limit:
+        if (need := _registers(segment, tile, threads)) > limit:
             return f"about {need} registers a thread, the limit is {limit}"
-        if not segment.has_reduction() and per_thread > 64:
+        if not segment.has_reduction() and (per_thread := tile.elements / threads) > 64:
             return f"{per_thread:.0f} elements a thread in a pointwise tile"
     reason = _redundant(ir, config, tiles) or _starved(ir, config, tiles, target)
     if reason or ir.symbols:
         return reason
     return pointless_overlap(config, programs(ir, config, {}), max(tile.elements for tile in tiles), target)
+
+
+def _registers(segment: Segment, tile: Tile, threads: int) -> int:
+    """Registers of a thread: everything live is held at once, at least one element of each value."""
+    return _BASE_REGISTERS + round(max(1.0, tile.elements / threads) * live_words(segment, in_place=True))
 
 
 def _redundant(ir: KernelIR, config: Config, tiles: list[Tile]) -> str | None:
@@ -282,8 +289,15 @@ def _default_across(ir: KernelIR, target: Target) -> Config:
         rows *= 2
     wanted = widest if held else max(32, _LOOPED_TILE // rows)
     cols = next((int(choice) for choice in choices["block_cols"] if int(choice) >= wanted), wanted)
-    warps = max(1, min(16, rows * cols // (target.gpu.warp * 16)))
-    return _reducing_config(ir, target, (rows, cols), warps, 16)
+    # What is held is folded by few warps, each with all its loads in flight: a fold is an exchange between them.
+    each = 16
+    if held:
+        each = _HELD_BYTES // max((ITEMSIZE[ir.buffers[load.buffer].dtype] for load in main.loads), default=4)
+    warps = max(1, min(16, rows * cols // (target.gpu.warp * each)))
+    tile = Tile(rows, cols, False, 1)
+    while held and warps < 16 and _registers(main, tile, target.gpu.warp * warps) > _HELD_REGISTERS:
+        warps *= 2
+    return _reducing_config(ir, target, (rows, cols), warps, warps if held else 16)
 
 
 def _default_reduction(ir: KernelIR, target: Target) -> Config:

@@ -37,6 +37,8 @@ sys.dont_write_bytecode = False
 SLOW = Path(__file__).with_name("slow.txt")
 #: Seconds of one of the others in the mean: some files have hundreds.
 QUICK_S = 0.05
+#: Which cases of a function run with coverage, which takes as long again: what one runs, most of the others run, too.
+COVERED = {0, *(4**power for power in range(8))}
 
 
 def pytest_sessionstart() -> None:
@@ -60,17 +62,23 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark slow cases. A worker of pytest-xdist takes long files first, so that none runs alone at the end."""
+    """Mark slow cases, and what is not covered. A worker of pytest-xdist takes long files first, so that none runs alone
+    at the end.
+    """
     rows = (line.split(maxsplit=1) for line in SLOW.read_text().splitlines())
-    slow_s, file_s = {name: float(seconds) for seconds, name in rows}, Counter[str]()
+    slow_s, file_s, cases = {name: float(seconds) for seconds, name in rows}, Counter[str](), Counter[str]()
     for name, seconds in slow_s.items():
         file_s[name.partition("::")[0]] += seconds
     for item in items:
-        if item.nodeid in slow_s or item.nodeid.partition("[")[0] in slow_s:
+        function = item.nodeid.partition("[")[0]
+        slow = item.nodeid in slow_s or function in slow_s
+        if slow:
             item.add_marker("slow")
-            item.add_marker("uncovered")  # its time would double, and quicker tests cover the same code
         else:
             file_s[item.nodeid.partition("::")[0]] += QUICK_S
+        if slow or cases[function] not in COVERED:
+            item.add_marker("uncovered")  # its time would double, and others cover the same code
+        cases[function] += 1
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: -file_s[item.nodeid.partition("::")[0]])
 

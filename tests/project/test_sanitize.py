@@ -17,17 +17,19 @@ from sanitize import SINGLE, Attempt, Findings, Run, read_logs
 pytest.importorskip("xdist")
 
 #: Runs its command and writes what compute-sanitizer would: an error for each line that its processes left for it.
+#: The control, which needs a GPU, is taken to have run.
 TOOL = r'''#!{python}
 import os, subprocess, sys, pathlib
 if "--version" in sys.argv: print("Version 0.0 (a fake)"); sys.exit()
 log = pathlib.Path(sys.argv[sys.argv.index("--log-file") + 1])
 command = sys.argv[sys.argv.index(str(log)) + 1:]
+control = "sanitize_control.py" in " ".join(command)
 checked = log.with_suffix("")
 checked.mkdir()
-process = subprocess.Popen(command, env={{**os.environ, "CHECKED": str(checked)}})
+process = subprocess.Popen(["true"] if control else command, env={{**os.environ, "CHECKED": str(checked)}})
 try: status = process.wait()
 except KeyboardInterrupt: status = process.wait()
-if "sanitize_control.py" in " ".join(command): (checked / "1.errors").write_text("Invalid __global__ write of size 4\n")
+if control: (checked / "1.errors").write_text("Invalid __global__ write of size 4\n")
 wrong = [line for path in checked.glob("*.errors") for line in path.read_text().splitlines()]
 lines = ["COMPUTE-SANITIZER", *wrong, f"ERROR SUMMARY: {{len(wrong)}} errors"]
 if {dying_words} or not list(checked.glob("*.died")):

@@ -21,7 +21,7 @@ _NAMES = {
     "misses": ("key", "label", "regime", "numerics"),
 }
 #: Differences, which may be below zero, and numbers that some rows rightly have not.
-_SIGNED = {"saved_us", "share"}
+_SIGNED = {"saved_us", "share", "spearman"}
 _OPTIONAL = {
     "steps": {"speedup", "speedup_low", "speedup_high", "floor_us", "over_floor", "noise", "inductor_us", "doubt",
               "read_low_gbps", "read_high_gbps"},
@@ -74,8 +74,7 @@ def _numbers(frame: pd.DataFrame, optional: set[str] | None) -> Iterator[str]:
             if isinstance(value, int | float) and not missing:
                 if math.isinf(value):
                     yield f"{column} {value} in row {number}"
-                signed = column in _SIGNED or (frame[frame.columns[1]][number] == CACHE_REUSE) or column == "spearman"
-                if value < 0 and not signed:
+                if value < 0 and column not in _SIGNED and frame[frame.columns[1]][number] != CACHE_REUSE:
                     yield f"{column} {value} in row {number}"
 
 
@@ -89,22 +88,27 @@ def _of_groups(groups: pd.DataFrame) -> Iterator[str]:
 
 
 def _of_steps(report: Report) -> Iterator[str]:
-    names = ["workload", "regime"]
+    all_parts, all_saved = _by_step(report.parts), _by_step(report.saved)
     for row in _rows(report.steps):
+        step = row["workload"], row["regime"]
         below = row["floor_us"] is not None and min(row["unfused_us"], row["planned_us"]) < row["floor_us"]
         if below and not row["doubt"]:
             yield f"steps: floor above what was measured of {row['workload']}"
-        parts = _of(report.parts, row, names)
+        parts = all_parts.get(step, [])
         for side in ("unfused_us", "planned_us"):
             if BETWEEN in {one["part"] for one in parts} and not _close([one[side] for one in parts], row[side]):
                 yield f"parts: {side} of {row['workload']} do not add up to its step"
-        for one in _of(report.saved, row, names):
+        for one in all_saved.get(step, []):
             if one["saved_us"] > row["unfused_us"] * (1 + _ROUNDING) and not one["doubt"]:
                 yield f"saved: {one['saved_us']} us of a step of {row['unfused_us']} us"
 
 
-def _of(frame: pd.DataFrame, row: dict[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
-    return [one for one in _rows(frame) if all(one[name] == row[name] for name in names)]
+def _by_step(frame: pd.DataFrame) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """The rows of each step."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in _rows(frame):
+        found.setdefault((row["workload"], row["regime"]), []).append(row)
+    return found
 
 
 def _close(parts: Sequence[float], whole: float) -> bool:

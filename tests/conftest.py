@@ -62,8 +62,9 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark slow cases, and what is not covered. A worker of pytest-xdist takes long files first, so that none runs alone
-    at the end.
+    """Mark slow cases, and what is not covered.
+
+    A worker of pytest-xdist takes long files first, so that none runs alone at the end.
     """
     rows = (line.split(maxsplit=1) for line in SLOW.read_text().splitlines())
     slow_s, file_s, cases = {name: float(seconds) for seconds, name in rows}, Counter[str](), Counter[str]()

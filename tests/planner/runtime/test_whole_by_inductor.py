@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import report_samples as samples
 import torch
 from fast_tunes import count_instead_of_timing
 from torch import nn
@@ -48,7 +49,7 @@ def model() -> Counter:
 @pytest.fixture(scope="module")
 def db(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A database with the plan of either model, and steps that Inductor won."""
-    path = tmp_path_factory.mktemp("inductor") / "tuning.db"
+    path = samples.known_machine(tmp_path_factory.mktemp("inductor") / "tuning.db")
     with pytest.MonkeyPatch.context() as patch:
         count_instead_of_timing(patch)
         for table in (False, True):

@@ -171,7 +171,7 @@ static void run_share(void* data) {
   FP_NAME(call->buffers, call->sizes, call->how, first, last);
 }
 
-// The same with threads; all have ended when it returns.
+// Runs tasks [begin, end) on several threads, and returns when all of these have ended.
 static void run_tasks(void* const* buffers, const i64* sizes, const Launch* how, i64 begin, i64 end) {
   i64 threads = least(how->threads, end - begin);
   if (threads > 1 && how->grain) threads = least(threads, elements(sizes) / how->grain);

@@ -58,8 +58,12 @@ def _checks_first(ir: KernelIR) -> bool:
 
 
 class Simplified(NamedTuple):
-    """A kernel as it is emitted. ``stages`` says how many of its segments run at a time. It has buffers of parts behind
-    its own, and of each of those ``folds`` has the stage that makes it and the kind of the fold that combines it.
+    """A kernel as it is emitted.
+
+    Attributes:
+        tasks: The kernel with its segments cut; behind its own buffers it has one for the parts of each long fold.
+        stages: How many of its segments each stage runs; a stage begins when the one before it has ended.
+        folds: For each buffer of parts, the stage that fills it, and the kind of fold that combines the parts.
     """
 
     tasks: KernelIR

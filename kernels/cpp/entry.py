@@ -74,7 +74,8 @@ def entry_points(
     """``elements``, what runs tasks of the segments of a simplified kernel (see ``cpp_loops.h``), ``fuseplan_launch``,
     and ``fuseplan_shapes``: sizes, then strides, of every output for given dynamic sizes.
 
-    Each thread first makes the checks, segments that no stage has: they are few, and no thread waits for another.
+    Segments that belong to no stage are checks. Each thread makes all of them first: they are few, and so no thread
+    waits for another.
     """
     sizes = symbol_lines(names)
     elements, tasks, runs, checks = [], [], [], []

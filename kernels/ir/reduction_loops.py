@@ -174,7 +174,7 @@ def centred_sums(segment: Segment) -> dict[int, int]:
 
 
 def _total_of_mean(segment: Segment, mean: Instr) -> int | None:
-    """The sum over the columns that is divided by how many there are, by a number that the sum is multiplied with."""
+    """The sum that ``mean`` multiplies with one over the number of columns; None where it is no such mean."""
     if not isinstance(mean, Apply) or mean.op != "mul" or not is_static(segment.cols):
         return None
     totals = [one for one in mean.args if isinstance(segment.body[one], Reduce)]

@@ -86,8 +86,9 @@ def tunables(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
 
 
 def default_splits(ir: KernelIR, segment: Segment, cores: int = _TYPICAL_CORES, rows: int = 0) -> int:
-    """Programs that share the columns of a tile of so many rows, by default of a line or one: those of a long fold
-    where there are fewer tiles than multiprocessors.
+    """Programs that share the columns of a tile: several for a long fold with fewer tiles than multiprocessors, else 1.
+
+    ``rows``: those of the tile; 0 for as many as the default tile has.
     """
     if not folds_in_parts(segment):
         return 1

@@ -167,8 +167,7 @@ class SegmentEmitter(ValueEmitter):
         lines = [*self.values(phase.rows), *self.stores(phase.row_stores)]
         lines += [self.accumulator(value, self.tile.cols // width) for value in folds]
         centred = [value for value in folds if value in self.centred]
-        lines += [self.accumulator(value, self.tile.cols).replace("acc", name, 1)
-                  for value in centred for name in ("first", "apart")]
+        lines += [self.accumulator(value, self.tile.cols, name) for value in centred for name in ("first", "apart")]
         if folds or phase.stores:
             lines += self._loop(phase, folds, width)
         lines += self._seen() if centred else []
@@ -204,12 +203,12 @@ class SegmentEmitter(ValueEmitter):
                 found[instr] = "evict_first"
         return found
 
-    def accumulator(self, value: int, cols: int) -> str:
+    def accumulator(self, value: int, cols: int, name: str = "acc") -> str:
         """The beginning of a fold, with ``cols`` numbers for each row."""
         dtype = self.fold_type(value)
         identity = literal(fold_identity(self.reduction(value).kind, dtype), dtype)
         shape = (cols,) if self.flat else (cols, self.tile.rows) if self.turned else (self.tile.rows, cols)
-        return f"acc{self.prefix}{value} = tl.full({shape}, {identity}, {tl_type(dtype)})"
+        return f"{name}{self.prefix}{value} = tl.full({shape}, {identity}, {tl_type(dtype)})"
 
     def combined(self, value: int, operand: str) -> str:
         """Take more numbers into a fold."""

@@ -212,7 +212,7 @@ def lanes(ir: KernelIR) -> float:
 
 
 def threads(ir: KernelIR) -> int:
-    """How many threads a static kernel has enough to do for, and tasks."""
+    """How many threads a static kernel keeps busy: no more than it has tasks."""
     segments = simplified_segments(ir)
     return max(1, min((ir_bytes(ir) or 0) // BYTES_PER_THREAD, count_tasks(segments, 1, tile_choices(segments)[0])))
 

@@ -14,6 +14,8 @@ from fuseplan.kernels.ir.ir import Buffer, KernelIR
 from fuseplan.kernels.ir.ops import torch_dtype
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
 from fuseplan.planner.graph.execute import bind_call
+from fuseplan.planner.ops.op import INTEGERS
+from fuseplan.planner.ops.table import kind_of, op_of
 
 #: Rows of a table that are made at least. More would only take memory: whatever a kernel looks up lies in these.
 MOST_TABLE_ROWS = 8192
@@ -96,6 +98,27 @@ def start_bags(nodes: Sequence[OpNode], specs: Mapping[str, TensorSpec], inputs:
             starts.copy_(torch.arange(starts.numel(), device=starts.device) * size)
 
 
+def choose_positions(
+    nodes: Sequence[OpNode], specs: Mapping[str, TensorSpec], inputs: Mapping[str, torch.Tensor],
+    generator: torch.Generator,
+) -> None:
+    """Let integers among the ``inputs`` that opaque ops read be positions that exist: any along the dimension where an
+    op scatters, 0 for other ops.
+    """
+    most: dict[str, int] = {}
+    for node in reversed(nodes):
+        if kind_of(node, specs) == "opaque":
+            most |= {value: 1 for value in node.inputs if specs[value].dtype in INTEGERS}
+            if op_of(node.op).family == "scatter":
+                shape = specs[node.inputs[0]].shape or (1,)
+                most[node.inputs[1]] = int(shape[node.attrs["dim"]])
+        elif node.op.split(".")[1] in _CARRIERS and node.inputs and node.outputs[0] in most:
+            most[node.inputs[0]] = most[node.outputs[0]]
+    for name in most.keys() & inputs.keys():
+        own = _without_repeats(inputs[name])
+        own.copy_(torch.randint(max(1, most[name]), own.shape, generator=generator, device=own.device))
+
+
 def _paged(nodes: Sequence[OpNode], buffers: Mapping[str, Buffer]) -> tuple[dict[str, int], dict[str, int], set[str]]:
     """Of caches in pages, and of the tables that list these: how many pages are read at most. And what masks them."""
     pages, tables, masks = dict[str, int](), dict[str, int](), set[str]()
@@ -112,15 +135,21 @@ def _paged(nodes: Sequence[OpNode], buffers: Mapping[str, Buffer]) -> tuple[dict
 
 def _hide_last(mask: torch.Tensor) -> None:
     """Make of a tensor [..., keys] a mask that shows all keys but some last ones."""
-    for dim, stride in enumerate(mask.stride()[:-1]):
-        if stride == 0:  # batches or heads that share a mask
-            mask = mask.narrow(dim, 0, 1)
     keys = mask.shape[-1]
+    mask = _without_repeats(mask, mask.dim() - 1)  # batches or heads may share it
     hidden = torch.arange(keys, device=mask.device) >= keys - keys // _HIDDEN_SHARE
     if mask.dtype == torch.bool:
         mask.copy_(~hidden)
     elif mask.dtype.is_floating_point:
         mask.copy_(torch.zeros_like(hidden, dtype=mask.dtype).masked_fill_(hidden, -torch.inf))
+
+
+def _without_repeats(tensor: torch.Tensor, dims: int | None = None) -> torch.Tensor:
+    """A view of a tensor without the elements that repeat others along the first so many dimensions, or along any."""
+    for dim, stride in enumerate(tensor.stride()[:dims]):
+        if stride == 0 and tensor.shape[dim]:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def _flowing_into(nodes: Sequence[OpNode], operands: Mapping[str, int]) -> set[str]:

@@ -21,7 +21,7 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.graph.execute import bind_call, resolve_op
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.implementations.direct_calls import Direct
-from fuseplan.planner.implementations.sample_inputs import sample_inputs, start_bags
+from fuseplan.planner.implementations.sample_inputs import choose_positions, sample_inputs, start_bags
 from fuseplan.planner.libraries.library_call import Call, LibraryCall, OpGroup
 from fuseplan.planner.lowering.lower import group_nodes, lower
 from fuseplan.planner.ops.table import kind_of
@@ -72,7 +72,9 @@ class TunableGroup:
         def made(most: int | None) -> list[torch.Tensor]:
             generator = torch.Generator(device).manual_seed(seed)
             found = sample_inputs(self.ir, self.nodes, self.operands, generator, most)
-            start_bags(self.nodes, self.specs, dict(zip(self.operands, found, strict=True)))
+            named = dict(zip(self.operands, found, strict=True))
+            start_bags(self.nodes, self.specs, named)
+            choose_positions(self.nodes, self.specs, named, generator)
             return found
 
         if not computes_indices(self.ir):

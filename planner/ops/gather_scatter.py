@@ -145,4 +145,5 @@ WRITES = {
            writes=lambda node, specs: None),
     **rows("write", "index_put_.* scatter_.*"),
     **rows("write", "index_add_.*", wraps=True),
+    **rows("scatter", "index_add.* index_copy.* index_fill.* index_reduce.* scatter.* scatter_add.* scatter_reduce.*"),
 }

@@ -26,7 +26,7 @@ ViewMap: TypeAlias = Callable[[OpNode, str, Position, Specs], Position]
 
 Family: TypeAlias = Literal[
     "view", "pointwise", "activation", "conversion", "rearrangement", "lookup", "write", "reduction", "normalisation",
-    "matmul", "product", "convolution", "attention", "order", "composed", "check", "state", "other",
+    "matmul", "product", "convolution", "attention", "order", "scatter", "composed", "check", "state", "other",
 ]
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
@@ -41,9 +41,10 @@ class Op:
     """What the planner knows of an op by its name: how a kernel computes it, where one can, and what else it is."""
 
     #: ``"matmul"``: one product of two operands, to which a row may be added; ``"product"``: another matrix product.
-    #: ``"order"``: it puts elements in order. ``"write"``: it writes to elements of operand 0. ``"composed"``: a trace
-    #: has it as the ops that PyTorch computes it by. ``"check"``: it only checks something at run time. ``"state"``: it
-    #: changes the state of autograd, and no number.
+    #: ``"order"``: it puts elements in order. ``"write"``: it writes to elements of operand 0. ``"scatter"``: it gives
+    #: operand 0 with other elements where operand 1 says along a dimension. ``"composed"``: a trace has it as the ops
+    #: that PyTorch computes it by. ``"check"``: it only checks something at run time. ``"state"``: it changes the state
+    #: of autograd, and no number.
     family: Family = "other"
     #: Emits the value at a position of the op's (first) result. None: no kernel computes the op.
     build: Build | None = None

@@ -136,6 +136,14 @@ def is_function(name: str) -> bool:
         isinstance(one.type, torch.TensorType) and one.alias_info is None for one in op._schema.returns)
 
 
+def can_stand_alone(node: OpNode, specs: Specs) -> bool:
+    """Whether ATen can run an opaque op by itself on numbers of our choice: integers that it reads may be positions."""
+    values = (*node.inputs, *node.outputs)
+    return (
+        node.op.startswith("aten.") and bool(node.outputs) and is_function(node.op) and "device" not in node.attrs
+        and all(specs[value].dtype in DTYPES for value in values) and not node.attrs.get("dropout_p"))
+
+
 def why_opaque(node: OpNode, specs: Specs) -> str | None:
     """Why no generated kernel can absorb the op, None when one can."""
     if not op_of(node.op).is_fusible:

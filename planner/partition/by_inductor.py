@@ -29,7 +29,7 @@ from fuseplan.planner.implementations.choices import Choice, Implementations, Pl
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.inductor import fails_otherwise, whole_candidate
 from fuseplan.planner.partition.plan_record import PlanWriter
-from fuseplan.planner.partition.whole_region import planned_parts, play_off, unmeasured_part
+from fuseplan.planner.partition.whole_region import opaque_ops, opaque_parts, planned_parts, play_off, unmeasured_part
 from fuseplan.search import policy
 from fuseplan.search.store.record import INDUCTOR, PlanRecord
 from fuseplan.search.timing.contest import Contest, sum_of_contests
@@ -159,14 +159,16 @@ def compare_step(table: GroupTable, plans: Plans, ways: Implementations, tuner: 
         return InductorStep(why=str(error))
     counts = Counter(region.key for region, _ in plans)
     contests, weights = list[Contest](), list[float]()
+    opaque = opaque_parts(table, ways)
     for taken, group in groups:
         own = [plans[number] for number in taken]
         once = sum(record.planned_us for _, record in own)
         all_times = {region.key: counts[region.key] * record.planned_us for region, record in own}
-        weights.append(sum(all_times.values()) / once)
+        weights.append(sum(all_times.values()) / once if own else 1.0)
         code = Choice(group, ways.inductor)
+        others = {choice: part for choice, part in opaque.items() if choice.group.ops[0] in group.ops}
         found = play_off(tuner.play_off, table, {
-            _PLAN: planned_parts(table, own, ways), INDUCTOR: {code: unmeasured_part(table, code)}})
+            _PLAN: {**planned_parts(table, own, ways), **others}, INDUCTOR: {code: unmeasured_part(table, code)}})
         if found is None:
             return InductorStep(why="its run failed")
         contests.append(found)
@@ -183,7 +185,7 @@ def step_groups(
     table: GroupTable, regions: Sequence[Region], ways: Implementations
 ) -> list[tuple[list[int], Candidate]]:
     """Groups of a step's ops, each with the numbers of its regions: all of them, or of a large step two of each region
-    that repeats, and the others. RefusedError where TorchInductor is not asked for its code.
+    that repeats, and the others with the opaque ops. RefusedError where TorchInductor is not asked for its code.
     """
     flow, seen = compute_graph_of(table.graph), Counter[str]()
     numbers = range(len(regions))
@@ -198,6 +200,7 @@ def step_groups(
         (chosen, [name for number in chosen for name in regions[number].ops if flow.is_member(flow.position[name])])
         for chosen in (taken, [number for number in numbers if number not in repeated])
     ]
+    of_groups[-1][1].extend(flow.names[at] for at in opaque_ops(table.graph))
     count = sum(len(ops) for _, ops in of_groups)
     if count > policy.MOST_OPS_OF_A_STEP:
         raise RefusedError(f"it has {count} ops, and TorchInductor is asked about {policy.MOST_OPS_OF_A_STEP}")

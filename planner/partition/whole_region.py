@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from fuseplan.planner.graph.dataflow import Region
-from fuseplan.planner.groups.candidates import single_candidates
+from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+from fuseplan.planner.groups.candidates import candidate_at, single_candidates
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import region_parts
 from fuseplan.planner.implementations.choices import Choice, Implementations, Plans, in_order, recorded_choices
 from fuseplan.planner.implementations.group_table import GroupTable
+from fuseplan.planner.ops.table import can_stand_alone
 from fuseplan.search import policy
 from fuseplan.search.store.record import INDUCTOR, PlanRecord
 from fuseplan.search.timing.contest import Contest
@@ -120,6 +121,19 @@ def plain_parts(table: GroupTable, regions: Iterable[Region], ways: Implementati
     """What ATen runs of regions, or of their parts."""
     singles = (one for region in regions for one in single_candidates(table.graph, region))
     return {Choice(one, ways.aten): ways.aten.part(table, one, "", {}) for one in singles}
+
+
+def opaque_ops(graph: DataflowGraph) -> list[int]:
+    """The positions of opaque ops that ATen can run on numbers of our choice: they take their time in any step."""
+    flow = compute_graph_of(graph)
+    return [at for at, node in enumerate(flow.nodes)
+            if flow.kinds[at] == "opaque" and can_stand_alone(node, graph.specs)]
+
+
+def opaque_parts(table: GroupTable, ways: Implementations) -> dict[Choice, Part]:
+    """What ATen runs of opaque ops."""
+    alone = (candidate_at(compute_graph_of(table.graph), [at]) for at in opaque_ops(table.graph))
+    return {Choice(one, ways.aten): ways.aten.part(table, one, "", {}) for one in alone}
 
 
 def planned_parts(table: GroupTable, parts: Plans, ways: Implementations) -> dict[Choice, Part]:

@@ -56,7 +56,7 @@ class Step:
     Attributes:
         unfused_us, planned_us: Measured end to end, else the sum of its regions.
         parts: For each part microseconds unfused and as planned, of what was measured by itself.
-        left_out: Ops that are in no region with a plan, and so in no time here.
+        left_out: Ops that are in no time here: ATen alone can run them, and not on numbers of our choice.
     """
 
     workload: WorkloadSummary
@@ -139,6 +139,7 @@ def _step(data: ReportData, workload: WorkloadSummary, planned: list[tuple[Regio
         before_us = math.fsum(region.occurrences * plan.unfused_us for region, plan in planned)
         planned_us = math.fsum(region.occurrences * plan.planned_us for region, plan in planned)
     held = sum(region.occurrences * (len(region.kinds) - region.kinds.count("view")) for region, _ in planned)
+    held += times.opaque if times is not None else 0
     return Step(
         workload, data.name_of(workload), times, before_us, planned_us,
         {part: (a, b) for part, (a, b) in parts.items()}, tuple(ordered), max(0, workload.ops - workload.views - held),

@@ -1,7 +1,8 @@
 """A whole step of a model, end to end: all its regions one after another, as ATen runs them and as planned.
 
 Repeated layers share weights and caches, so that a step fits where the model would not; each layer's are larger than a
-cache, and read from memory as if they were its own. Ops that only ATen runs are on neither side.
+cache, and read from memory as if they were its own. Opaque ops are on each side, as ATen runs them, where they can run
+on numbers of our choice.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fuseplan.planner.implementations.choices import Implementations, implementa
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.inductor import InductorMode
 from fuseplan.planner.partition.by_inductor import compare_step
-from fuseplan.planner.partition.whole_region import plain_parts, planned_parts
+from fuseplan.planner.partition.whole_region import opaque_ops, opaque_parts, plain_parts, planned_parts
 from fuseplan.planner.tuning.plans import GraphPlan
 from fuseplan.planner.tuning.session import Session
 from fuseplan.search import policy
@@ -57,6 +58,7 @@ class StepTimes:
         created: ISO 8601 UTC time.
         samples: Microseconds of each round by side.
         read_low, read_high: The range of the speed, in GB/s, at which the CPU read memory meanwhile.
+        opaque: How many ops that only ATen can run are in all these times.
     """
 
     unfused_us: Amount
@@ -75,6 +77,7 @@ class StepTimes:
     samples: Mapping[str, tuple[Amount, ...]] = field(default_factory=dict)
     read_low: Amount | None = None
     read_high: Amount | None = None
+    opaque: int = 0
 
     @property
     def gains(self) -> tuple[float, float] | None:
@@ -230,7 +233,8 @@ def _times(session: Session, table: GroupTable, contest: Contest) -> StepTimes:
         None, None)
     return StepTimes(
         unfused, planned, contest.noise, floor, now(), session.device, gain_low=low, gain_high=high,
-        rounds=len(contest.samples[_PLANNED]), samples=contest.samples, read_low=slow, read_high=fast)
+        rounds=len(contest.samples[_PLANNED]), samples=contest.samples, read_low=slow, read_high=fast,
+        opaque=len(opaque_ops(table.graph)))
 
 
 def _sides(
@@ -239,6 +243,8 @@ def _sides(
     """Both sides of a step: parts by name, the names that each side runs in order, and values that are returned."""
     graph, flow = table.graph, compute_graph_of(table.graph)
     members = {at for one in plan.regions for name in one.region.ops if flow.is_member(at := flow.position[name])}
+    opaque = opaque_parts(table, ways)
+    members |= {flow.position[name] for choice in opaque for name in choice.group.ops}
     made = {value for at in members for value in flow.nodes[at].outputs}
     parts: dict[str, Part] = {}
     sides: dict[str, list[str]] = {_UNFUSED: [], _PLANNED: []}
@@ -258,4 +264,8 @@ def _sides(
                 reads, makes = (tuple(names.get(a, a) for a in values) for values in (part.reads, part.makes))
                 sides[side].append(name := f"{number}.{side}.{at}")
                 parts[name] = replace(part, reads=reads, makes=makes)
+    for choice, part in opaque.items():
+        parts[choice.group.ops[0]] = part
+        for names_of_side in sides.values():
+            names_of_side.append(choice.group.ops[0])
     return parts, sides, flow.needed_outside(members)

@@ -205,6 +205,8 @@ def test_unplanned_ops_are_said_to_be_missing(load: Load) -> None:
     assert "excludes 3 unplanned ops" in step_words.step_words(decode(more))
     assert "excludes 3 unplanned ops" in step_words.answers(decode(more))[0]
     assert steps.step_frame(more).set_index("workload").loc["decode b4", "left_out"] == 3
+    assert "excludes" not in step_words.step_words(decode(replace(more, steps={
+        key: replace(times, opaque=3) for key, times in more.steps.items()})))
 
 
 def test_steps_that_were_timed_come_first(load: Load) -> None:

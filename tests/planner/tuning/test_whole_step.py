@@ -152,6 +152,44 @@ def test_both_sides_compute_the_model_with_shared_weights(session: Session) -> N
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("scatters", ["aten.index_add.default", "aten.scatter_add.default"])
+def test_opaque_ops_are_part_of_a_step(session: Session, scatters: str) -> None:
+    """What they make at positions that exist is the model's, and so is what TorchInductor's code makes of it."""
+    session = replace(session, settings=replace(session.settings, inductor="default"))
+    run = torch.scatter_add if "scatter" in scatters else torch.index_add
+    target = torch.randint(4097, (127, 1)).expand(127, 3) if "scatter" in scatters else torch.randint(4097, (127,))
+    b = Builder(x=torch.randn(127, 3), table=torch.zeros(4097, 3), target=target)
+    total = b(scatters, b("aten.relu.default", "table"), "target", b("aten.silu.default", "x"), dim=-2)
+    graph = b.graph(b("aten.tanh.default", b("aten.add.Tensor", total, "table")))
+    bench = Bench({**TIMES, "inductor": 60.0})
+    found = measure_step(session, graph, planned(session, graph), bench)
+    assert isinstance(found, StepTimes) and found.opaque == 1 and bench.asked == 2
+    given = {(tuple(one.shape), one.dtype): one for one in bench.operands}
+    x, table = (given[shape, torch.float32].double() for shape in ((127, 3), (4097, 3)))
+    (positions,) = (one for one in bench.operands if one.dtype == torch.int64)
+    assert 1000 < int(positions.max()) < 4097 and int(positions.min()) >= 0
+    expected = torch.tanh(run(table.relu(), 0, positions, torch.nn.functional.silu(x)) + table)
+    assert bench.results is not None and bench.results.keys() == {"planned", "inductor"}
+    for result in bench.results.values():
+        torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_opaque_ops_read_through_views_exists(session: Session) -> None:
+    """TorchInductor's code takes what lies behind views; other integers than positions of one op may be any's: 0."""
+    session = replace(session, settings=replace(session.settings, inductor="default"))
+    b = Builder(x=torch.randn(127, 3), table=torch.zeros(5, 3), target=torch.randint(5, (127, 1)),
+                counts=torch.randint(9, (127,)))
+    at = b("aten.expand.default", "target", size=(127, 3))
+    total = b("aten.scatter_add.default", b("aten.relu.default", "table"), at, b("aten.silu.default", "x"), dim=0)
+    graph = b.graph(b("aten.tanh.default", total), b("aten.cumsum.default", "counts", dim=0))
+    bench = Bench({**TIMES, "inductor": 60.0})
+    found = measure_step(session, graph, planned(session, graph), bench)
+    assert isinstance(found, StepTimes) and found.opaque == 2 and bench.asked == 2
+    integers = [one for one in bench.operands if one.dtype == torch.int64]
+    assert {int(one.max()) for one in integers if one.dim() == 2} == {4}
+    assert {int(one.max()) for one in integers if one.dim() == 1} == {0}
+
+
 def test_layers_make_no_operands_of_their_own(session: Session) -> None:
     made = []
     for count in (3, 9):

@@ -98,25 +98,29 @@ def start_bags(nodes: Sequence[OpNode], specs: Mapping[str, TensorSpec], inputs:
             starts.copy_(torch.arange(starts.numel(), device=starts.device) * size)
 
 
-def choose_positions(
-    nodes: Sequence[OpNode], specs: Mapping[str, TensorSpec], inputs: Mapping[str, torch.Tensor],
-    generator: torch.Generator,
-) -> None:
-    """Let integers among the ``inputs`` that opaque ops read be positions that exist: any along the dimension where an
-    op scatters, 0 for other ops.
+def opaque_positions(nodes: Sequence[OpNode], specs: Mapping[str, TensorSpec]) -> dict[str, int]:
+    """Of integer values that opaque ops read: all below this are positions that exist. They are any along the dimension
+    where an op scatters; of other ops only 0 is known to be one.
     """
-    most: dict[str, int] = {}
+    below: dict[str, int] = {}
     for node in reversed(nodes):
         if kind_of(node, specs) == "opaque":
-            most |= {value: 1 for value in node.inputs if specs[value].dtype in INTEGERS}
+            below |= {value: 1 for value in node.inputs if specs[value].dtype in INTEGERS}
             if op_of(node.op).family == "scatter":
                 shape = specs[node.inputs[0]].shape or (1,)
-                most[node.inputs[1]] = int(shape[node.attrs["dim"]])
-        elif node.op.split(".")[1] in _CARRIERS and node.inputs and node.outputs[0] in most:
-            most[node.inputs[0]] = most[node.outputs[0]]
-    for name in most.keys() & inputs.keys():
+                below[node.inputs[1]] = max(1, int(shape[node.attrs["dim"]]))
+        elif node.op.split(".")[1] in _CARRIERS and node.inputs and node.outputs[0] in below:
+            below[node.inputs[0]] = below[node.outputs[0]]
+    return below
+
+
+def choose_positions(
+    below: Mapping[str, int], inputs: Mapping[str, torch.Tensor], generator: torch.Generator
+) -> None:
+    """Let some of the ``inputs`` be random integers below so many."""
+    for name in below.keys() & inputs.keys():
         own = _without_repeats(inputs[name])
-        own.copy_(torch.randint(max(1, most[name]), own.shape, generator=generator, device=own.device))
+        own.copy_(torch.randint(below[name], own.shape, generator=generator, device=own.device))
 
 
 def _paged(nodes: Sequence[OpNode], buffers: Mapping[str, Buffer]) -> tuple[dict[str, int], dict[str, int], set[str]]:

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from fuseplan.costmodel.work import Work
-from fuseplan.kernels.ir.gathers import computes_indices
+from fuseplan.kernels.ir.gathers import computes_indices, index_limits
 from fuseplan.kernels.ir.index import number, symbols_of
 from fuseplan.kernels.ir.ir import Buffer, KernelIR
 from fuseplan.kernels.ir.ops import float_of_bits, torch_dtype
@@ -21,7 +21,12 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.graph.execute import bind_call, resolve_op
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.implementations.direct_calls import Direct
-from fuseplan.planner.implementations.sample_inputs import choose_positions, sample_inputs, start_bags
+from fuseplan.planner.implementations.sample_inputs import (
+    choose_positions,
+    opaque_positions,
+    sample_inputs,
+    start_bags,
+)
 from fuseplan.planner.libraries.library_call import Call, LibraryCall, OpGroup
 from fuseplan.planner.lowering.lower import group_nodes, lower
 from fuseplan.planner.ops.table import kind_of
@@ -67,6 +72,12 @@ class TunableGroup:
         """Names of what a call is given: the inputs, with what is packed named once."""
         return tuple(name for number, name in enumerate(self.inputs) if number not in self.packed[1:])
 
+    @cached_property
+    def positions(self) -> Mapping[int, int]:
+        below = opaque_positions(self.nodes, self.specs)
+        return {**index_limits(self.ir),
+                **{number: below[name] for number, name in enumerate(self.operands) if name in below}}
+
     def make_inputs(self, seed: int, device: str) -> list[torch.Tensor]:
         """Fresh random tensors (:func:`sample_inputs`), smaller until all that the chain looks up exists."""
         def made(most: int | None) -> list[torch.Tensor]:
@@ -74,7 +85,7 @@ class TunableGroup:
             found = sample_inputs(self.ir, self.nodes, self.operands, generator, most)
             named = dict(zip(self.operands, found, strict=True))
             start_bags(self.nodes, self.specs, named)
-            choose_positions(self.nodes, self.specs, named, generator)
+            choose_positions(opaque_positions(self.nodes, self.specs), named, generator)
             return found
 
         if not computes_indices(self.ir):

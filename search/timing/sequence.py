@@ -15,7 +15,7 @@ import networkx as nx
 import torch
 
 from fuseplan.kernels.ir.backend import Backend, Config, Target, config_key
-from fuseplan.kernels.ir.gathers import computes_indices, index_limits
+from fuseplan.kernels.ir.gathers import computes_indices
 from fuseplan.search.timing.signs import goes_on
 from fuseplan.search.timing.subject import Subject
 from fuseplan.search.timing.timers import Run
@@ -73,7 +73,7 @@ class SharedOperands:
         self._parts.append(part)
         found: list[str | int] = []
         ir = part.subject.ir
-        indexed, limits = computes_indices(ir), index_limits(ir)
+        indexed, limits = computes_indices(ir), part.subject.positions
         for position, tensor in enumerate(self._inputs(part.subject)):
             integer = not (tensor.is_floating_point() or tensor.dtype == torch.bool)
             name = part.reads[position] if part.reads and (integer or not indexed) else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -32,6 +33,10 @@ class Subject(Protocol):
     @property
     def hot_inputs(self) -> tuple[bool, ...]:
         """Per input: True for an activation just produced on the device, False for a weight, cold in memory."""
+
+    @property
+    def positions(self) -> Mapping[int, int]:
+        """By the number of an input of integers that pick elements: all below this are positions that exist."""
 
     def make_inputs(self, seed: int, device: str) -> list[torch.Tensor]:
         """Fresh random tensors, one per IR input buffer, with the buffer's dtype, shape and strides."""

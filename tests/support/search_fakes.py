@@ -105,6 +105,10 @@ class FakeSubject:
     def ir(self) -> KernelIR:
         return muladd_ir(self.rows, self.cols)
 
+    @property
+    def positions(self) -> Mapping[int, int]:
+        return {}
+
     def make_inputs(self, seed: int, device: str) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(seed)
         shapes = [(self.rows, self.cols), (self.rows, self.cols), (self.cols,)]

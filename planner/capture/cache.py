@@ -32,8 +32,8 @@ from fuseplan.search.timing.contest import no_collection
 
 #: What a first capture imports, for seconds.
 _IMPORTED = (
-    "torch._dynamo", "torch._inductor.config", "transformers.generation", "transformers.modeling_utils",
-    "transformers.models.auto.modeling_auto",
+    "torch._dynamo", "torch._inductor.config", "transformers.generation", "transformers.modeling_layers",
+    "transformers.modeling_utils", "transformers.models.auto.modeling_auto",
 )
 #: Folders whose sources decide what a captured graph looks like.
 _CODE = (Path(__file__).parent.parent, Path(fuseplan.kernels.__path__[0]))
@@ -42,7 +42,8 @@ _CODE = (Path(__file__).parent.parent, Path(fuseplan.kernels.__path__[0]))
 def warm_up() -> None:
     """Import what capturing a model of a config needs, as far as it is there, for processes that are forked later.
 
-    Their fake tensors make no context on a GPU. Only a backward pass needs it, and it takes many processes seconds.
+    What a model's module imports while the model is built makes its tensors on the model's device. Fake tensors make no
+    context on a GPU: only a backward pass needs it, and it takes many processes seconds.
     """
     for name in _IMPORTED:
         with suppress(ImportError):

@@ -141,6 +141,7 @@ class InductorStep:
 
     Attributes:
         ratio: Its time over the plan's; None where it was not run.
+        more_us: How much longer than the plan it took.
         wins: Whether it is faster beyond doubt, or loses less where two conditions differ, and may run the whole graph.
         alone: As ``ratio``, on a GPU without the host that launches; None where that was not run.
     """
@@ -149,6 +150,17 @@ class InductorStep:
     wins: bool = False
     alone: float | None = None
     why: str = ""
+    more_us: float = 0.0
+
+    def time_us(self, planned_us: float) -> float | None:
+        """What it should take of a step that takes so long as planned; None where it was not run.
+
+        Layers that are timed alone have a device without gaps between launches, or a cache to themselves, which helps
+        one of both more. Of the same ratio and the same difference, what flatters the plan less counts.
+        """
+        if self.ratio is None:
+            return None
+        return min(planned_us * self.ratio, planned_us + self.more_us) if self.ratio > 1 else planned_us * self.ratio
 
 
 def compare_step(table: GroupTable, plans: Plans, ways: Implementations, tuner: Tuner) -> InductorStep:
@@ -173,12 +185,12 @@ def compare_step(table: GroupTable, plans: Plans, ways: Implementations, tuner: 
             return InductorStep(why="its run failed")
         contests.append(found)
     contest = sum_of_contests(contests, weights)
-    ratio, *rest = (
-        one.time(INDUCTOR).median_us / one.time(_PLAN).median_us for one in contest.conditions or (contest,))
+    times = [(one.time(INDUCTOR).median_us, one.time(_PLAN).median_us) for one in contest.conditions or (contest,)]
+    ratio, *rest = (inductor_us / planned_us for inductor_us, planned_us in times)
     alone = rest[0] if rest else None
     is_better = contest.accepts(INDUCTOR, _PLAN) or (len(contest.conditions) > 1 and contest.is_safer(INDUCTOR, _PLAN))
     wins = is_better and may_run_whole(table.graph, table.device_type)
-    return InductorStep(ratio, wins, alone)
+    return InductorStep(ratio, wins, alone, more_us=times[0][0] - times[0][1])
 
 
 def step_groups(

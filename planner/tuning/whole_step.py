@@ -168,8 +168,10 @@ def measure_again(session: Session, graph: DataflowGraph, plan: GraphPlan, tuner
     found = _times(session, table, replace(contest, samples=samples, noise=max(contest.noise, first.noise)))
     if first.inductor_us is not None:
         ratio = first.inductor_us / first.planned_us
-        again = compare_step(table, [(one.region, one.record) for one in plan.regions], ways, tuner).ratio
-        ratio = ratio if again is None else math.sqrt(ratio * again)
+        planned_us = contest.time(_PLANNED).median_us
+        again_us = compare_step(
+            table, [(one.region, one.record) for one in plan.regions], ways, tuner).time_us(planned_us)
+        ratio = ratio if again_us is None else math.sqrt(ratio * again_us / planned_us)
         found = replace(found, inductor_us=found.planned_us * ratio, by_inductor=first.by_inductor, alone=first.alone,
                         inductor_mode=first.inductor_mode)
     session.database.put_capture(f"{_PREFIX}/{step_key(counted(plan))}", asdict(found))
@@ -202,9 +204,9 @@ def _measured(
     found = _times(session, table, outcome.value)
     if session.settings.inductor != "off":
         other = compare_step(table, [(one.region, one.record) for one in plan.regions], ways, tuner)
-        if other.ratio is not None:
+        if (inductor_us := other.time_us(found.planned_us)) is not None:
             found = replace(
-                found, inductor_us=found.planned_us * other.ratio, by_inductor=other.wins, alone=other.alone,
+                found, inductor_us=inductor_us, by_inductor=other.wins, alone=other.alone,
                 inductor_mode=ways.inductor.compiled_for)
         elif other.why:
             logger.info("TorchInductor's code for the step is not timed: %s", other.why)

@@ -335,12 +335,25 @@ def test_inductors_time_is_that_of_all_layers(
     class Fewer(Bench):
         def time_sides(self, parts: Any, sides: Any, kept: Any) -> Outcome:
             lengths["inductor" in sides] = len(sides["planned"])
-            self.times_us = {"planned": 10.0, "inductor": 15.0} if "inductor" in sides else TIMES
+            self.times_us = {"planned": 100.0, "inductor": 150.0} if "inductor" in sides else TIMES
             return super().time_sides(parts, sides, kept)
 
     found = measure_step(session, graph, planned(session, graph), Fewer(TIMES))
     assert isinstance(found, StepTimes) and found.inductor_us == pytest.approx(75.0) and not found.by_inductor
     assert (lengths[True] == lengths[False]) is all_take_part
+
+
+def test_of_a_ratio_and_a_difference_what_flatters_the_plan_less_counts(session: Session) -> None:
+    """Few layers by themselves, launched back to back, took the plan 10 us, and TorchInductor's code 25."""
+    session = replace(session, settings=replace(session.settings, inductor="default"))
+    _, graph = layers()
+
+    class Alone(Bench):
+        def play_off(self, parts: Any, sides: Any, kept: Any) -> Contest | None:
+            return replace(self, times_us={"planned": 10.0, "inductor": 25.0}).time_sides(parts, sides, kept).value  # type: ignore[no-any-return]
+
+    found = measure_step(session, graph, planned(session, graph), Alone(TIMES))
+    assert isinstance(found, StepTimes) and found.inductor_us == pytest.approx(50.0 + 15.0)
 
 
 def test_what_occurs_once_has_a_ratio_of_its_own(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:

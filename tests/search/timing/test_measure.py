@@ -55,6 +55,18 @@ def test_long_calls_are_timed_one_by_one() -> None:
         assert [int(inputs[0]) for inputs in calls] == [*range(number + 1)]
 
 
+@pytest.mark.parametrize(("us", "count"), [(700.0, 4), (3000.0, 2), (9000.0, 1)])
+def test_a_gpu_that_waits_for_its_host_is_timed_over_several_calls(us: float, count: int) -> None:
+    class Launched(VirtualTimer):
+        least_calls = CudaEagerTimer.least_calls
+
+    calls: list[tuple[torch.Tensor, ...]] = []
+    sample = Launched().prepare(taking(us, calls=calls), OPERANDS)
+    calls.clear()
+    assert sample() == pytest.approx(us)
+    assert len(calls) == count + (count > 1)  # and one before them, to have its code in the host's caches
+
+
 def test_what_one_contestant_has_just_read_is_not_what_the_next_one_reads() -> None:
     calls: list[tuple[torch.Tensor, ...]] = []
     timer = VirtualTimer()

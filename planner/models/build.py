@@ -177,6 +177,7 @@ def construct(source: ModelSource, device: torch.device | str) -> Model:
         both = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq)
         auto = next((one for one in both if type(config) in one._model_mapping), AutoModel)
     try:
+        auto._model_mapping.get(type(config), None)  # imports its modules, whose constants belong on no GPU
         with quiet(), torch.device(device), _unfilled():
             module = auto.from_config(config, dtype=getattr(torch, source.dtype or "bfloat16"))
     except Exception as error:

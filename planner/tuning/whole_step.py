@@ -21,7 +21,7 @@ from fuseplan.planner.groups.regions import find_regions
 from fuseplan.planner.implementations.choices import Implementations, implementations_for, in_order
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.inductor import InductorMode
-from fuseplan.planner.partition.by_inductor import compare_step
+from fuseplan.planner.partition.by_inductor import InductorStep, compare_step
 from fuseplan.planner.partition.whole_region import opaque_ops, opaque_parts, plain_parts, planned_parts
 from fuseplan.planner.tuning.plans import GraphPlan
 from fuseplan.planner.tuning.session import Session
@@ -33,7 +33,6 @@ from fuseplan.search.timing.contest import Contest, middle_range
 from fuseplan.search.timing.operands import MEMORY, memory_bytes
 from fuseplan.search.timing.sequence import Part
 from fuseplan.search.tune.tuner import Tuner
-from fuseplan.search.workers.worker import Outcome
 
 logger = logging.getLogger(__name__)
 _PREFIX, _UNTIMED = "step", "untimed"
@@ -160,7 +159,8 @@ def measure_again(session: Session, graph: DataflowGraph, plan: GraphPlan, tuner
 
     TorchInductor's time over the plan's becomes the geometric mean of both runs; who runs the step stays as it was.
     """
-    table, ways, outcome = _run(session, graph, plan, tuner)
+    table, ways = _table_and_ways(session, graph)
+    outcome = tuner.time_sides(*_sides(table, plan, ways))
     if not outcome.ok:
         return
     contest: Contest = outcome.value
@@ -195,33 +195,32 @@ def _measured(
         return Untimed(f"it takes about {unfused_us * 1e-6:.2g} s, and steps of more than "
                        f"{policy.LONGEST_STEP_US * 1e-6:g} s are told by the sum of their regions")
     on_start(unfused_us)
-    table, ways, outcome = _run(session, graph, plan, tuner)
+    table, ways = _table_and_ways(session, graph)
+    other = InductorStep()
+    if session.settings.inductor != "off":  # first, since compiling its code takes time from a host that launches
+        other = compare_step(table, [(one.region, one.record) for one in plan.regions], ways, tuner)
+    outcome = tuner.time_sides(*_sides(table, plan, ways))
     if not outcome.ok:
         untimed = Untimed(outcome.failure, tuner.budget.job_limit_s)
         if outcome.timed_out:
             session.database.put_capture(f"{_UNTIMED}/{key}", asdict(untimed))
         return untimed
     found = _times(session, table, outcome.value)
-    if session.settings.inductor != "off":
-        other = compare_step(table, [(one.region, one.record) for one in plan.regions], ways, tuner)
-        if (inductor_us := other.time_us(found.planned_us)) is not None:
-            found = replace(
-                found, inductor_us=inductor_us, by_inductor=other.wins, alone=other.alone,
-                inductor_mode=ways.inductor.compiled_for)
-        elif other.why:
-            logger.info("TorchInductor's code for the step is not timed: %s", other.why)
+    if (inductor_us := other.time_us(found.planned_us)) is not None:
+        found = replace(
+            found, inductor_us=inductor_us, by_inductor=other.wins, alone=other.alone,
+            inductor_mode=ways.inductor.compiled_for)
+    elif other.why:
+        logger.info("TorchInductor's code for the step is not timed: %s", other.why)
     session.database.put_capture(f"{_PREFIX}/{key}", asdict(found))
     return found
 
 
-def _run(
-    session: Session, graph: DataflowGraph, plan: GraphPlan, tuner: Tuner
-) -> tuple[GroupTable, Implementations, Outcome]:
-    """The table of a step's groups, the ways to run them, and what came of timing both sides: a :class:`Contest`."""
+def _table_and_ways(session: Session, graph: DataflowGraph) -> tuple[GroupTable, Implementations]:
+    """The groups of a step's graph, and the ways to run them."""
     settings = session.settings
     table = GroupTable(graph, settings.numerics, session.target.device_type)
-    ways = implementations_for(settings.regime, session.backends, session.target, settings.inductor)
-    return table, ways, tuner.time_sides(*_sides(table, plan, ways))
+    return table, implementations_for(settings.regime, session.backends, session.target, settings.inductor)
 
 
 def _times(session: Session, table: GroupTable, contest: Contest) -> StepTimes:

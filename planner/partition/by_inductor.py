@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import networkx as nx
@@ -29,10 +29,11 @@ from fuseplan.planner.implementations.choices import Choice, Implementations, Pl
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.inductor import fails_otherwise, whole_candidate
 from fuseplan.planner.partition.plan_record import PlanWriter
-from fuseplan.planner.partition.whole_region import opaque_ops, opaque_parts, planned_parts, play_off, unmeasured_part
+from fuseplan.planner.partition.whole_region import planned_parts, play_off, unmeasured_part
 from fuseplan.search import policy
 from fuseplan.search.store.record import INDUCTOR, PlanRecord
 from fuseplan.search.timing.contest import Contest, sum_of_contests
+from fuseplan.search.timing.sequence import Part
 from fuseplan.search.tune.tuner import Tuner
 
 _PLAN = "planned"
@@ -163,15 +164,16 @@ class InductorStep:
         return min(planned_us * self.ratio, planned_us + self.more_us) if self.ratio > 1 else planned_us * self.ratio
 
 
-def compare_step(table: GroupTable, plans: Plans, ways: Implementations, tuner: Tuner) -> InductorStep:
-    """Time both, interleaved. ``plans`` are those of all regions of a step, in order."""
+def compare_step(
+    table: GroupTable, plans: Plans, opaque: Mapping[Choice, Part], ways: Implementations, tuner: Tuner
+) -> InductorStep:
+    """Time both, interleaved: by ``plans`` of all regions of a step, in order, and beside these its ``opaque`` ops."""
     try:
-        groups = step_groups(table, [region for region, _ in plans], ways)
+        groups = step_groups(table, [region for region, _ in plans], [choice.group.ops[0] for choice in opaque], ways)
     except RefusedError as error:
         return InductorStep(why=str(error))
     counts = Counter(region.key for region, _ in plans)
     contests, weights = list[Contest](), list[float]()
-    opaque = opaque_parts(table, ways)
     for taken, group in groups:
         own = [plans[number] for number in taken]
         once = sum(record.planned_us for _, record in own)
@@ -194,10 +196,10 @@ def compare_step(table: GroupTable, plans: Plans, ways: Implementations, tuner: 
 
 
 def step_groups(
-    table: GroupTable, regions: Sequence[Region], ways: Implementations
+    table: GroupTable, regions: Sequence[Region], opaque: Sequence[str], ways: Implementations
 ) -> list[tuple[list[int], Candidate]]:
     """Groups of a step's ops, each with the numbers of its regions: all of them, or of a large step two of each region
-    that repeats, and the others with the opaque ops. RefusedError where TorchInductor is not asked for its code.
+    that repeats, and the others with the ``opaque`` ops. RefusedError where TorchInductor is not asked for its code.
     """
     flow, seen = compute_graph_of(table.graph), Counter[str]()
     numbers = range(len(regions))
@@ -212,7 +214,7 @@ def step_groups(
         (chosen, [name for number in chosen for name in regions[number].ops if flow.is_member(flow.position[name])])
         for chosen in (taken, [number for number in numbers if number not in repeated])
     ]
-    of_groups[-1][1].extend(flow.names[at] for at in opaque_ops(table.graph))
+    of_groups[-1][1].extend(opaque)
     count = sum(len(ops) for _, ops in of_groups)
     if count > policy.MOST_OPS_OF_A_STEP:
         raise RefusedError(f"it has {count} ops, and TorchInductor is asked about {policy.MOST_OPS_OF_A_STEP}")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+from fuseplan.planner.graph.dataflow import Region
 from fuseplan.planner.groups.candidates import candidate_at, single_candidates
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import region_parts
@@ -123,16 +123,11 @@ def plain_parts(table: GroupTable, regions: Iterable[Region], ways: Implementati
     return {Choice(one, ways.aten): ways.aten.part(table, one, "", {}) for one in singles}
 
 
-def opaque_ops(graph: DataflowGraph) -> list[int]:
-    """The positions of opaque ops that ATen can run on numbers of our choice: they take their time in any step."""
-    flow = compute_graph_of(graph)
-    return [at for at, node in enumerate(flow.nodes)
-            if flow.kinds[at] == "opaque" and can_stand_alone(node, graph.specs)]
-
-
 def opaque_parts(table: GroupTable, ways: Implementations) -> dict[Choice, Part]:
-    """What ATen runs of opaque ops."""
-    alone = (candidate_at(compute_graph_of(table.graph), [at]) for at in opaque_ops(table.graph))
+    """What ATen runs of the opaque ops that it can run by themselves: they take their time in any step."""
+    flow = compute_graph_of(table.graph)
+    alone = (candidate_at(flow, [at]) for at, node in enumerate(flow.nodes)
+             if flow.kinds[at] == "opaque" and can_stand_alone(node, table.graph.specs))
     return {Choice(one, ways.aten): ways.aten.part(table, one, "", {}) for one in alone}
 
 

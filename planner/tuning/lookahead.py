@@ -20,6 +20,7 @@ from fuseplan.planner.implementations.inductor import compile_ahead, start_compi
 from fuseplan.planner.implementations.tunable_group import TunableGroup
 from fuseplan.planner.partition.by_inductor import step_groups
 from fuseplan.planner.partition.guided_loop import Prices, predicted_partition
+from fuseplan.planner.partition.whole_region import opaque_parts
 from fuseplan.search.errors import OWN_FAULTS
 from fuseplan.search.tune.tuner import Tuner
 
@@ -73,8 +74,10 @@ class Lookahead:
         self.tuner.run_aside(start_compilers)
         if step and ways.inductor.compiled_for == "default":  # max-autotune would use the device
             with suppress(RefusedError):
-                for _, group in step_groups(self.table(graph), step, ways):
-                    self.tuner.compile_aside(compile_ahead, ways.inductor.subject(self.table(graph), group))
+                table = self.table(graph)
+                opaque = [choice.group.ops[0] for choice in opaque_parts(table, ways)]
+                for _, group in step_groups(table, step, opaque, ways):
+                    self.tuner.compile_aside(compile_ahead, ways.inductor.subject(table, group))
 
     def send(self, graph: DataflowGraph, regions: Sequence[Region]) -> None:
         """Prepare the islands of these regions, after those that were sent before; each key once."""

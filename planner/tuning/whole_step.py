@@ -18,11 +18,11 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import same_values
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import find_regions
-from fuseplan.planner.implementations.choices import Implementations, implementations_for, in_order
+from fuseplan.planner.implementations.choices import Choice, Implementations, implementations_for, in_order
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.inductor import InductorMode
 from fuseplan.planner.partition.by_inductor import InductorStep, compare_step
-from fuseplan.planner.partition.whole_region import opaque_ops, opaque_parts, plain_parts, planned_parts
+from fuseplan.planner.partition.whole_region import opaque_parts, plain_parts, planned_parts
 from fuseplan.planner.tuning.plans import GraphPlan
 from fuseplan.planner.tuning.session import Session
 from fuseplan.search import policy
@@ -33,6 +33,7 @@ from fuseplan.search.timing.contest import Contest, middle_range
 from fuseplan.search.timing.operands import MEMORY, memory_bytes
 from fuseplan.search.timing.sequence import Part
 from fuseplan.search.tune.tuner import Tuner
+from fuseplan.search.workers.worker import Outcome
 
 logger = logging.getLogger(__name__)
 _PREFIX, _UNTIMED = "step", "untimed"
@@ -159,18 +160,16 @@ def measure_again(session: Session, graph: DataflowGraph, plan: GraphPlan, tuner
 
     TorchInductor's time over the plan's becomes the geometric mean of both runs; who runs the step stays as it was.
     """
-    table, ways = _table_and_ways(session, graph)
-    outcome = tuner.time_sides(*_sides(table, plan, ways))
-    if not outcome.ok:
+    ran = _run(session, graph, plan, tuner)
+    if not ran.outcome.ok:
         return
-    contest: Contest = outcome.value
+    contest: Contest = ran.outcome.value
     samples = {side: (*first.samples.get(side, ()), *own) for side, own in contest.samples.items()}
-    found = _times(session, table, replace(contest, samples=samples, noise=max(contest.noise, first.noise)))
+    found = _times(session, ran, replace(contest, samples=samples, noise=max(contest.noise, first.noise)))
     if first.inductor_us is not None:
         ratio = first.inductor_us / first.planned_us
         planned_us = contest.time(_PLANNED).median_us
-        again_us = compare_step(
-            table, [(one.region, one.record) for one in plan.regions], ways, tuner).time_us(planned_us)
+        again_us = ran.inductor.time_us(planned_us)
         ratio = ratio if again_us is None else math.sqrt(ratio * again_us / planned_us)
         found = replace(found, inductor_us=found.planned_us * ratio, by_inductor=first.by_inductor, alone=first.alone,
                         inductor_mode=first.inductor_mode)
@@ -195,38 +194,53 @@ def _measured(
         return Untimed(f"it takes about {unfused_us * 1e-6:.2g} s, and steps of more than "
                        f"{policy.LONGEST_STEP_US * 1e-6:g} s are told by the sum of their regions")
     on_start(unfused_us)
-    table, ways = _table_and_ways(session, graph)
-    other = InductorStep()
-    if session.settings.inductor != "off":  # first, since compiling its code takes time from a host that launches
-        other = compare_step(table, [(one.region, one.record) for one in plan.regions], ways, tuner)
-    outcome = tuner.time_sides(*_sides(table, plan, ways))
-    if not outcome.ok:
-        untimed = Untimed(outcome.failure, tuner.budget.job_limit_s)
-        if outcome.timed_out:
+    ran = _run(session, graph, plan, tuner)
+    if not ran.outcome.ok:
+        untimed = Untimed(ran.outcome.failure, tuner.budget.job_limit_s)
+        if ran.outcome.timed_out:
             session.database.put_capture(f"{_UNTIMED}/{key}", asdict(untimed))
         return untimed
-    found = _times(session, table, outcome.value)
+    found, other = _times(session, ran, ran.outcome.value), ran.inductor
     if (inductor_us := other.time_us(found.planned_us)) is not None:
         found = replace(
-            found, inductor_us=inductor_us, by_inductor=other.wins, alone=other.alone,
-            inductor_mode=ways.inductor.compiled_for)
+            found, inductor_us=inductor_us, by_inductor=other.wins, alone=other.alone, inductor_mode=ran.mode)
     elif other.why:
         logger.info("TorchInductor's code for the step is not timed: %s", other.why)
     session.database.put_capture(f"{_PREFIX}/{key}", asdict(found))
     return found
 
 
-def _table_and_ways(session: Session, graph: DataflowGraph) -> tuple[GroupTable, Implementations]:
-    """The groups of a step's graph, and the ways to run them."""
-    settings = session.settings
+@dataclass(frozen=True)
+class _Ran:
+    """What came of timing a step with so many ``opaque`` ops: a :class:`Contest` of its sides, and of TorchInductor."""
+
+    table: GroupTable
+    outcome: Outcome
+    inductor: InductorStep
+    mode: InductorMode
+    opaque: int
+
+
+def _run(session: Session, graph: DataflowGraph, plan: GraphPlan, tuner: Tuner) -> _Ran:
+    """Time a step; without its opaque ops where it fails with them, which may not take the numbers that we chose.
+
+    TorchInductor comes first: while it compiles, a host launches more slowly.
+    """
+    settings, plans = session.settings, [(one.region, one.record) for one in plan.regions]
     table = GroupTable(graph, settings.numerics, session.target.device_type)
-    return table, implementations_for(settings.regime, session.backends, session.target, settings.inductor)
+    ways = implementations_for(settings.regime, session.backends, session.target, settings.inductor)
+    for opaque in (opaque_parts(table, ways), {}):
+        inductor = InductorStep() if settings.inductor == "off" else compare_step(table, plans, opaque, ways, tuner)
+        outcome = tuner.time_sides(*_sides(table, plan, opaque, ways))
+        if outcome.ok or outcome.timed_out or not opaque:
+            break
+    return _Ran(table, outcome, inductor, ways.inductor.compiled_for, len(opaque))
 
 
-def _times(session: Session, table: GroupTable, contest: Contest) -> StepTimes:
+def _times(session: Session, ran: _Ran, contest: Contest) -> StepTimes:
     """The times of a step, of a run of both sides."""
     assert session.spec is not None
-    floor = floor_us(table, session.spec, "graph" if session.settings.regime == "graph" else "eager")
+    floor = floor_us(ran.table, session.spec, "graph" if session.settings.regime == "graph" else "eager")
     unfused, planned = (contest.time(side).median_us for side in (_UNFUSED, _PLANNED))
     low, high = contest.gain_range(_PLANNED, _UNFUSED)
     read = memory_bytes(session.target.l2_bytes) * 1e-3
@@ -235,16 +249,15 @@ def _times(session: Session, table: GroupTable, contest: Contest) -> StepTimes:
     return StepTimes(
         unfused, planned, contest.noise, floor, now(), session.device, gain_low=low, gain_high=high,
         rounds=len(contest.samples[_PLANNED]), samples=contest.samples, read_low=slow, read_high=fast,
-        opaque=len(opaque_ops(table.graph)))
+        opaque=ran.opaque)
 
 
 def _sides(
-    table: GroupTable, plan: GraphPlan, ways: Implementations
+    table: GroupTable, plan: GraphPlan, opaque: Mapping[Choice, Part], ways: Implementations
 ) -> tuple[dict[str, Part], dict[str, list[str]], list[str]]:
     """Both sides of a step: parts by name, the names that each side runs in order, and values that are returned."""
     graph, flow = table.graph, compute_graph_of(table.graph)
     members = {at for one in plan.regions for name in one.region.ops if flow.is_member(at := flow.position[name])}
-    opaque = opaque_parts(table, ways)
     members |= {flow.position[name] for choice in opaque for name in choice.group.ops}
     made = {value for at in members for value in flow.nodes[at].outputs}
     parts: dict[str, Part] = {}

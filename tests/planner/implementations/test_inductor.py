@@ -273,7 +273,7 @@ def test_what_is_compiled_ahead_is_found_in_torchinductors_caches(
     graph = record(around, (x,), {})[0].graph
     table, ways = GroupTable(graph, "fp32", "cpu"), implementations_for("eager", (), Target("cpu", "x86_64", 2))
     regions = find_regions(graph)
-    ((taken, group),) = step_groups(table, regions, ways)
+    ((taken, group),) = step_groups(table, regions, [], ways)
     assert taken == list(range(len(regions)))
     subject = ways.inductor.subject(table, group)
     counts = torch._dynamo.utils.counters

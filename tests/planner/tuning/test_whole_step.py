@@ -194,6 +194,23 @@ def test_what_opaque_ops_read_through_views_exists(session: Session) -> None:
     assert {int(one.max()) for one in integers if one.dim() == 1} == {0}
 
 
+def test_a_step_is_timed_without_opaque_ops_that_do_not_take_what_they_are_given(session: Session) -> None:
+    session = replace(session, settings=replace(session.settings, inductor="default"))
+    b = Builder(x=torch.randn(127, 3), count=torch.randint(1, 9, (127,)))
+    share = b("aten.floor_divide.default", "count", "count")  # by 0
+    graph = b.graph(share, b("aten.tanh.default", b("aten.silu.default", "x")))
+
+    class Careful(Bench):
+        def time_sides(self, parts: Any, sides: Any, kept: Any) -> Outcome:
+            try:
+                return super().time_sides(parts, sides, kept)
+            except RuntimeError as error:
+                return Outcome(failure=str(error))
+
+    found = measure_step(session, graph, planned(session, graph), Careful({**TIMES, "inductor": 60.0}))
+    assert isinstance(found, StepTimes) and found.opaque == 0 and found.inductor_us == pytest.approx(60.0)
+
+
 def test_layers_make_no_operands_of_their_own(session: Session) -> None:
     made = []
     for count in (3, 9):
@@ -237,7 +254,7 @@ def test_rounds_of_another_time_are_added(session: Session) -> None:
     assert isinstance(first, StepTimes) and first.inductor_us == pytest.approx(60.0)
     fails = Bench(TIMES, fails=Outcome(failure="no memory"))
     measure_again(session, graph, plan, fails, first)
-    assert stored_steps(session.database) == {step_key(counted(plan)): first} and fails.asked == 1
+    assert stored_steps(session.database) == {step_key(counted(plan)): first} and fails.asked == 2
     measure_again(session, graph, plan, Bench({"unfused": 300.0, "planned": 30.0, "inductor": 81.0}), first)
     (found,) = stored_steps(session.database).values()
     assert (found.unfused_us, found.planned_us, found.rounds) == (250.0, 40.0, 6)
@@ -394,7 +411,7 @@ def test_a_plan_of_inductors_code_is_timed_in_its_own_mode(session: Session) -> 
 
     ways = implementations_for("eager", session.backends, TARGET, "max-autotune")
     plans = [(one.region, replace(one.record, groups=(whole,)))]
-    compare_step(GroupTable(graph, "fp32", "cpu"), plans, ways, Modes(TIMES))  # type: ignore[arg-type]
+    compare_step(GroupTable(graph, "fp32", "cpu"), plans, {}, ways, Modes(TIMES))  # type: ignore[arg-type]
     assert modes == {"planned": ["default"], "inductor": ["max-autotune"]}
 
 

@@ -14,8 +14,7 @@ from fuseplan.kernels.ir.ir import Buffer, KernelIR
 from fuseplan.kernels.ir.ops import torch_dtype
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
 from fuseplan.planner.graph.execute import bind_call
-from fuseplan.planner.ops.op import INTEGERS
-from fuseplan.planner.ops.table import kind_of, op_of
+from fuseplan.planner.ops.table import chosen_integers, kind_of, op_of
 
 #: Rows of a table that are made at least. More would only take memory: whatever a kernel looks up lies in these.
 MOST_TABLE_ROWS = 8192
@@ -105,7 +104,7 @@ def opaque_positions(nodes: Sequence[OpNode], specs: Mapping[str, TensorSpec]) -
     below: dict[str, int] = {}
     for node in reversed(nodes):
         if kind_of(node, specs) == "opaque":
-            below |= {value: 1 for value in node.inputs if specs[value].dtype in INTEGERS}
+            below |= dict.fromkeys(chosen_integers(node, specs), 1)
             if op_of(node.op).family == "scatter":
                 shape = specs[node.inputs[0]].shape or (1,)
                 below[node.inputs[1]] = max(1, int(shape[node.attrs["dim"]]))

@@ -136,6 +136,13 @@ def is_function(name: str) -> bool:
         isinstance(one.type, torch.TensorType) and one.alias_info is None for one in op._schema.returns)
 
 
+def chosen_integers(node: OpNode, specs: Specs) -> tuple[str, ...]:
+    """The integers that an opaque op reads other than to scatter: of the numbers we may choose, only 0 is known to do.
+    """
+    read = node.inputs[:1] + node.inputs[2:] if op_of(node.op).family == "scatter" else node.inputs
+    return tuple(value for value in read if specs[value].dtype in INTEGERS)
+
+
 def can_stand_alone(node: OpNode, specs: Specs) -> bool:
     """Whether ATen can run an opaque op by itself on numbers of our choice: integers that it reads may be positions."""
     values = (*node.inputs, *node.outputs)

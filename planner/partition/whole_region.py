@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from fuseplan.planner.graph.dataflow import Region
+from fuseplan.planner.graph.dataflow import OpNode, Region
 from fuseplan.planner.groups.candidates import candidate_at, single_candidates
 from fuseplan.planner.groups.compute_graph import compute_graph_of
 from fuseplan.planner.groups.regions import region_parts
 from fuseplan.planner.implementations.choices import Choice, Implementations, Plans, in_order, recorded_choices
 from fuseplan.planner.implementations.group_table import GroupTable
-from fuseplan.planner.ops.table import can_stand_alone
+from fuseplan.planner.ops.table import can_stand_alone, chosen_integers
 from fuseplan.search import policy
 from fuseplan.search.store.record import INDUCTOR, PlanRecord
 from fuseplan.search.timing.contest import Contest
@@ -124,10 +124,18 @@ def plain_parts(table: GroupTable, regions: Iterable[Region], ways: Implementati
 
 
 def opaque_parts(table: GroupTable, ways: Implementations) -> dict[Choice, Part]:
-    """What ATen runs of the opaque ops that it can run by themselves: they take their time in any step."""
-    flow = compute_graph_of(table.graph)
+    """What ATen runs of the opaque ops that it can run by themselves: they take their time in any step.
+
+    An op is left out where others read the same integers: numbers that are chosen for it would mislead them.
+    """
+    graph, flow = table.graph, compute_graph_of(table.graph)
+
+    def shares(node: OpNode) -> bool:
+        sources = {one for value in chosen_integers(node, graph.specs) for one in flow.sources_of(value)}
+        return any(len(flow.readers.get(one, ())) > 1 for one in sources)
+
     alone = (candidate_at(flow, [at]) for at, node in enumerate(flow.nodes)
-             if flow.kinds[at] == "opaque" and can_stand_alone(node, table.graph.specs))
+             if flow.kinds[at] == "opaque" and can_stand_alone(node, graph.specs) and not shares(node))
     return {Choice(one, ways.aten): ways.aten.part(table, one, "", {}) for one in alone}
 
 

@@ -15,7 +15,7 @@ from reference_backend import ReferenceBackend
 from scripted_tuner import TARGET, ScriptedTuner
 
 from fuseplan.costmodel.device import Peak
-from fuseplan.planner.graph.dataflow import DataflowGraph
+from fuseplan.planner.graph.dataflow import DataflowGraph, Ref
 from fuseplan.planner.graph.execute import run_node
 from fuseplan.planner.implementations.choices import implementations_for
 from fuseplan.planner.implementations.group_table import GroupTable
@@ -192,6 +192,17 @@ def test_what_opaque_ops_read_through_views_exists(session: Session) -> None:
     integers = [one for operands, _ in bench.runs for one in operands if one.dtype == torch.int64]
     assert {int(one.max()) for one in integers if one.dim() == 2} == {4}
     assert {int(one.max()) for one in integers if one.dim() == 1} == {0}
+
+
+def test_an_opaque_op_does_not_choose_positions_for_others(session: Session) -> None:
+    """0 in the place of all positions would hide a cache from what reads it."""
+    b = Builder(table=torch.randn(4097, 3), at=torch.randint(4097, (127,)))
+    found = b("aten.silu.default", b("aten.index.Tensor", "table", "at", indices=(Ref(1),)))
+    graph = b.graph(found, b("aten.cumsum.default", "at", dim=0))
+    bench = Bench(TIMES)
+    times = measure_step(session, graph, planned(session, graph), bench)
+    assert isinstance(times, StepTimes) and times.opaque == 0
+    assert {int(one.max()) > 1000 for one in bench.operands if one.dtype == torch.int64} == {True}
 
 
 def test_a_step_is_timed_without_opaque_ops_that_do_not_take_what_they_are_given(session: Session) -> None:

@@ -4,33 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
 
 import pandas as pd
 
-
-@dataclass(frozen=True)
-class MeasuredPair:
-    """A ``choice`` for a ``group`` of some ``kind`` (``add+rms_norm``) in a ``regime`` (``graph/decode``)."""
-
-    group: str
-    choice: str
-    predicted_us: float
-    measured_us: float
-    kind: str = ""
-    regime: str = ""
+#: Of a measured choice: its group's key, itself, its kind (``cpp``), its regime, and both times.
+_COLUMNS = ("group", "choice", "kind", "regime", "predicted_us", "measured_us")
 
 
-def accuracy_frame(pairs: Iterable[MeasuredPair]) -> pd.DataFrame:
-    """One row per pair, with ``ratio`` (predicted / measured) and ``relative_error`` (``|ratio - 1|``).
+def accuracy_frame(choices: Iterable[tuple[str, str, str, str, float, float]]) -> pd.DataFrame:
+    """One row per choice, with ``ratio`` (predicted / measured) and ``relative_error`` (``|ratio - 1|``).
 
     Both are NaN where a time is not positive and finite. An empty input gives an empty frame with all columns.
 
-    >>> accuracy_frame([MeasuredPair("swiglu", "fused", 3.0, 2.0)])[["ratio", "relative_error"]].values.tolist()
+    >>> accuracy_frame([("swiglu", "fused", "cpp", "eager", 3.0, 2.0)])[["ratio", "relative_error"]].values.tolist()
     [[1.5, 0.5]]
     """
-    columns = ["group", "choice", "kind", "regime", "predicted_us", "measured_us"]
-    frame = pd.DataFrame(map(asdict, pairs), columns=columns)
+    frame = pd.DataFrame(choices, columns=_COLUMNS)
     times_us = frame[["predicted_us", "measured_us"]].astype(float)
     usable = ((times_us > 0) & (times_us < math.inf)).all(axis=1)
     frame["ratio"] = (times_us["predicted_us"] / times_us["measured_us"]).where(usable)

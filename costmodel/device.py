@@ -163,7 +163,7 @@ class DeviceSpec:
         noise: The median relative change between two measurements of the same thing.
         measured_at: ISO 8601, UTC.
         thread_bandwidth: Of a single thread (CPUs with more than one).
-        fits: Linear fits behind the latencies (``launch:<pattern>``, ``eager``) and the last level (``memory``).
+        fits: Linear fits behind the latencies (``launch:<pattern>``, ``eager``); older specs have others beside these.
         problems: What made the measurement doubtful, in words.
         view_us: Host time of an ATen call that makes a view; 0 where it was not measured (older specs).
         calls: Times of common ATen ops on a CPU, by name and type (``aten.mul.Tensor.float32``); empty where they were

@@ -19,8 +19,6 @@ _OUTLIER = 0.05
 _MIN_TRANSFER_SHARE = 0.2
 #: Sizes up to this fit every first-level cache pair and every GPU's idle time, so only launching varies.
 _LAUNCH_BYTES = 64 * 2**10
-#: A footprint this many times the last-level cache leaves little of itself there.
-_MEMORY_RATIO = 2.0
 
 
 @dataclass(frozen=True)
@@ -106,16 +104,6 @@ def bandwidth_curve(streams: Sequence[StreamTiming]) -> BandwidthCurve:
     if not points:
         raise ValueError("every streaming size was launch-bound: probe larger sizes")
     return BandwidthCurve(tuple(points))
-
-
-def memory_fit(streams: Sequence[StreamTiming], l2_bytes: int) -> LinearFit:
-    """``t0`` and bandwidth of the last level, over footprints well past the last-level cache (at least three)."""
-    ordinary = sorted((s for s in streams if s.typical), key=lambda stream: stream.footprint_bytes)
-    sizes = sorted({stream.footprint_bytes for stream in ordinary})
-    past = [size for size in sizes if size >= _MEMORY_RATIO * l2_bytes] if l2_bytes else []
-    first = min([*past, *sizes[-3:]])
-    large = [stream for stream in ordinary if stream.footprint_bytes >= first]
-    return fit_linear([s.footprint_bytes for s in large], [s.timing.typical_us for s in large])
 
 
 def peaks(rates: Sequence[RateTiming]) -> dict[str, Peak]:

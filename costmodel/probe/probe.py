@@ -13,7 +13,7 @@ import torch
 from fuseplan.costmodel.device import DeviceSpec, Latency, LinearFit, Mode
 from fuseplan.costmodel.devices import ByDevice, is_gpu
 from fuseplan.costmodel.identity import DeviceIdentity, current_identity, current_versions
-from fuseplan.costmodel.probe.fit import bandwidth_curve, fit_launches, fit_linear, memory_fit, peaks
+from fuseplan.costmodel.probe.fit import bandwidth_curve, fit_launches, fit_linear, peaks
 from fuseplan.costmodel.probe.measurements import Measurements
 from fuseplan.costmodel.probe.timing import ProbeListener, TimeBudget, TimedCall
 
@@ -117,7 +117,6 @@ def assemble(
     """The spec that follows from the raw timings, from how busy the machine was, and from what time was short for."""
     typical, _ = fit_launches(measured.streams)
     fits = {f"launch:{pattern}": fit for pattern, fit in typical.items()}
-    fits["memory"] = memory_fit(measured.streams, identity.l2_bytes)
     sizes = sorted(measured.eager)
     fits["eager"] = fit_linear(sizes, [measured.eager[size].typical_us for size in sizes])
     timings = [stream.timing for stream in (*measured.streams, *measured.thread_streams)]

@@ -24,7 +24,6 @@ from fuseplan.search import policy
 from fuseplan.search.store.record import TuningRecord
 from fuseplan.search.timing.contest import Contest
 from fuseplan.search.tune.tuner import Tuner
-from fuseplan.search.workers.jobs import UNFUSED
 
 
 class ModelPrices:
@@ -143,13 +142,12 @@ class MeasuredPrices(ModelPrices):
         def result() -> Contest | None:
             if (found := run()) is None:
                 return None
-            contest = found.contest.renamed({UNFUSED: plain.implementation.name})
             for choice in (plain, *calls):
                 name = choice.implementation.name
-                timed = Screening(contest.time(name).median_us) if name in contest.samples else Screening(
+                timed = Screening(found.contest.time(name).median_us) if name in found.contest.samples else Screening(
                     None, found.failed[name])
                 self._screened_s[choice] = self._noted_s(choice, timed)
-            return contest
+            return found.contest
 
         return result
 

@@ -111,8 +111,7 @@ def fleet_status(
                          for one in logged_misses(store, key)]
     return FleetStatus(
         where, devices,
-        pd.DataFrame([(labels.get(one.key.workload, ""), one.owner, one.taken, one.left_s, one.key.device,
-                       one.key.regime, one.key.numerics, one.key.workload) for one in held],
+        pd.DataFrame([one | {"label": labels.get(one["workload"], ""), "key": one["workload"]} for one in held],
                      columns=list(LEASE_COLUMNS)),
         pd.DataFrame(rows, columns=list(MISSING_COLUMNS)),
     )

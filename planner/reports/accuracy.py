@@ -11,7 +11,7 @@ from itertools import product
 import networkx as nx
 import pandas as pd
 
-from fuseplan.costmodel.accuracy import MeasuredPair, accuracy_frame, accuracy_summary
+from fuseplan.costmodel.accuracy import accuracy_frame, accuracy_summary
 from fuseplan.costmodel.device import Calibration
 from fuseplan.planner.partition.cover import CoverProblem, Option, best_cover_with, solve_cover
 from fuseplan.planner.reports.frames import ReportData, geometric_mean, time_of
@@ -31,11 +31,10 @@ def measured_choices(
                 yield plan.key, one, one.predicted_us, one.measured_us
 
 
-def accuracy_pairs(data: ReportData) -> list[MeasuredPair]:
-    """Predicted and measured time of what distinct parts measured."""
+def accuracy_pairs(data: ReportData) -> list[tuple[str, str, str, str, float, float]]:
+    """Predicted and measured time of what distinct parts measured, as :func:`accuracy_frame` takes them."""
     return [
-        MeasuredPair(key.workload, f"{one.implementation} {one.label}", predicted_us, measured_us,
-                     kind=one.implementation, regime=key.regime)
+        (key.workload, f"{one.implementation} {one.label}", one.implementation, key.regime, predicted_us, measured_us)
         for key, one, predicted_us, measured_us in measured_choices(data.decided().values())
     ]
 

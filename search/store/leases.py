@@ -17,7 +17,7 @@ import uuid
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple
 from functools import partial
 from typing import Any, TypeVar
 
@@ -37,16 +37,6 @@ RENEWED_S = 5.0
 #: Seconds between looks at what somebody else is at work on.
 POLL_S = 0.25
 _KEY = tuple(tables.LEASES.primary_key)
-
-
-@dataclass(frozen=True)
-class Lease:
-    """A key that ``owner`` is at work on since ``taken`` (ISO 8601), for ``left_s`` seconds more unless renewed."""
-
-    key: RecordKey
-    owner: str
-    taken: str
-    left_s: float
 
 
 class Leases:
@@ -186,8 +176,8 @@ def clock_s(connection: sa.Connection) -> float:
     return float(connection.execute(sa.select(clock(connection))).scalar_one())
 
 
-def listed(database: Database) -> list[Lease]:
-    """The leases that count now, those taken first first."""
+def listed(database: Database) -> list[dict[str, Any]]:
+    """The leases that count now, those taken first first: the columns of each, and how many seconds are ``left_s``."""
     if database.engine is None:
         return []
     with connected(database.engine) as connection:
@@ -195,7 +185,4 @@ def listed(database: Database) -> list[Lease]:
             return []  # an older database
         left = (tables.LEASES.c.expires - clock(connection)).label("left_s")
         found = connection.execute(sa.select(tables.LEASES, left).where(left > 0).order_by(tables.LEASES.c.taken))
-        return [
-            Lease(RecordKey(row.workload, row.device, row.regime, row.numerics), row.owner, row.taken, row.left_s)
-            for row in found
-        ]
+        return [row._asdict() for row in found]

@@ -55,11 +55,6 @@ class Contest:
         own = self.samples[name]
         return measurement_of(own, self.regime, len(own), self.noise)
 
-    def renamed(self, names: Mapping[str, str]) -> Contest:
-        """The same with some contestants called otherwise."""
-        samples = {names.get(name, name): own for name, own in self.samples.items()}
-        return replace(self, samples=samples, conditions=tuple(one.renamed(names) for one in self.conditions))
-
     def gain(self, challenger: str, incumbent: str) -> float:
         """Median of the paired differences over the incumbent's median; positive when the challenger is faster."""
         differences = self._differences(challenger, incumbent)

@@ -22,7 +22,7 @@ from fuseplan.search import policy
 from fuseplan.search.errors import SubjectError
 from fuseplan.search.store.database import Database, reservations
 from fuseplan.search.store.leases import Leases
-from fuseplan.search.store.record import Measurement, RecordKey, Trial, TuningRecord, Versions, now
+from fuseplan.search.store.record import ATEN, Measurement, RecordKey, Trial, TuningRecord, Versions, now
 from fuseplan.search.timing.contest import Contest
 from fuseplan.search.timing.sequence import Parts, Sides
 from fuseplan.search.timing.subject import Subject
@@ -168,7 +168,7 @@ class Tuner:
             for trial in self._resources.trials(key):
                 if not trial.backend and trial.median_us is not None:
                     return Measurement(trial.median_us, 0.0, 1, 0, self.regime)
-            return next((one.contest.time(jobs.UNFUSED) for one in self._contests.get(subject.key, ())), None)
+            return next((one.contest.time(ATEN) for one in self._contests.get(subject.key, ())), None)
 
         def find() -> Measurement:
             outcome = self._resources.call("timing unfused ops", jobs.time_unfused, subject, of=[subject])

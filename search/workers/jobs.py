@@ -23,7 +23,7 @@ from fuseplan.kernels.native.overlap import span_bytes
 from fuseplan.search import policy
 from fuseplan.search.errors import OWN_FAULTS
 from fuseplan.search.store.limits import WORST_ERROR
-from fuseplan.search.store.record import Measurement
+from fuseplan.search.store.record import ATEN, Measurement
 from fuseplan.search.timing.contest import Contest, Rounds, contest, decisive, mean_contest, middle_of_three, screen
 from fuseplan.search.timing.operands import MEMORY, cache_bytes, copy_with_layout, memory_read, rotating_operands
 from fuseplan.search.timing.sequence import Parts, SharedOperands, Sides, sequence
@@ -156,7 +156,7 @@ def time_unfused(bench: Bench, subject: Subject) -> Measurement:
 
 @dataclass(frozen=True)
 class Calls:
-    """ATen's op (:data:`UNFUSED`) and right calls of libraries in one run; and what is wrong with the others."""
+    """ATen's op (:data:`ATEN`) and right calls of libraries in one run; and what is wrong with the others."""
 
     contest: Contest
     failed: Mapping[str, str]
@@ -167,7 +167,7 @@ def contest_calls(bench: Bench, plain: Subject, calls: Mapping[str, Subject], op
     """Check libraries' calls against the ``ops`` that they stand for, and time the right ones beside these."""
     with torch.no_grad():
         desk = _Desk(bench, plain)  # perhaps run in the middle of another subject's tune, whose desk stays
-        runs: dict[str, Run] = {UNFUSED: plain.eager}
+        runs: dict[str, Run] = {ATEN: plain.eager}
         failed: dict[str, str] = {}
         for name, subject in calls.items():
             try:
@@ -180,7 +180,7 @@ def contest_calls(bench: Bench, plain: Subject, calls: Mapping[str, Subject], op
                 runs[name] = subject.eager
             else:
                 failed[name] = f"wrong result: {verdict.reason}"
-        return Calls(_launched_and_alone(bench, runs, desk.operands, UNFUSED), failed)
+        return Calls(_launched_and_alone(bench, runs, desk.operands, ATEN), failed)
 
 
 def screen_config(

@@ -55,7 +55,7 @@ def leased(db: str) -> dict[str, str]:
     """Who is at work on which region, part or group now."""
     with Database(db, mode="inspect") as database:
         found = listed(database) if database.engine is not None else []
-    return {one.key.workload: one.owner for one in found if one.key.workload != "probe"}
+    return {one["workload"]: one["owner"] for one in found if one["workload"] != "probe"}
 
 
 def killed_tunes(db: str, what: Sequence[str], kills: int, longest_s: float) -> set[str]:

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from fuseplan.costmodel.accuracy import MeasuredPair, accuracy_frame, accuracy_summary, spearman
+from fuseplan.costmodel.accuracy import accuracy_frame, accuracy_summary, spearman
 
 PAIRS = [
-    MeasuredPair("g1", "unfused", 10.0, 12.0, "swiglu", "graph/decode"),
-    MeasuredPair("g1", "triton", 4.0, 5.0, "swiglu", "graph/decode"),
-    MeasuredPair("g1", "ninetoothed", 5.0, 4.0, "swiglu", "graph/decode"),
-    MeasuredPair("g2", "unfused", 20.0, 20.0, "norm", "graph/prefill"),
-    MeasuredPair("g2", "triton", 30.0, 15.0, "norm", "graph/prefill"),
+    ("g1", "unfused", "swiglu", "graph/decode", 10.0, 12.0),
+    ("g1", "triton", "swiglu", "graph/decode", 4.0, 5.0),
+    ("g1", "ninetoothed", "swiglu", "graph/decode", 5.0, 4.0),
+    ("g2", "unfused", "norm", "graph/prefill", 20.0, 20.0),
+    ("g2", "triton", "norm", "graph/prefill", 30.0, 15.0),
 ]
 
 
@@ -59,7 +59,7 @@ def test_single_row_has_an_error_but_no_ranking() -> None:
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
 def test_unusable_times_are_kept_as_rows_but_not_counted(bad: float) -> None:
-    frame = accuracy_frame([*PAIRS[:2], MeasuredPair("g1", "broken", 1.0, bad), MeasuredPair("g1", "odd", bad, 1.0)])
+    frame = accuracy_frame([*PAIRS[:2], ("g1", "broken", "", "", 1.0, bad), ("g1", "odd", "", "", bad, 1.0)])
     assert len(frame) == 4
     assert np.isnan(frame["ratio"].iloc[2:]).all()
     summary = accuracy_summary(frame).iloc[0]

@@ -13,11 +13,11 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
 from fuseplan.planner.implementations.tunable_group import TunableGroup
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.leases import Leases
-from fuseplan.search.store.record import Evidence, Measurement, RecordKey, Trial, TuningRecord, Versions, now
+from fuseplan.search.store.record import ATEN, Evidence, Measurement, RecordKey, Trial, TuningRecord, Versions, now
 from fuseplan.search.timing.contest import Contest
 from fuseplan.search.timing.sequence import Part
 from fuseplan.search.tune.time_account import TimeAccount
-from fuseplan.search.workers.jobs import UNFUSED, Calls
+from fuseplan.search.workers.jobs import Calls
 
 TARGET = Target("cpu", "native", 2)
 
@@ -71,7 +71,7 @@ class ScriptedTuner:
         self, plain: TunableGroup, calls: Mapping[str, TunableGroup], ops: int = 1
     ) -> Callable[[], Calls | None]:
         """Every call of a library that is right, beside ATen's op."""
-        times = {UNFUSED: self.unfused_us} | {name: self.library_us[name] for name in calls if name in self.library_us}
+        times = {ATEN: self.unfused_us} | {name: self.library_us[name] for name in calls if name in self.library_us}
         samples = {name: (time_us,) * 5 for name, time_us in times.items()}
         failed = {name: "wrong result: it is a fake" for name in calls if name not in times}
         return lambda: Calls(Contest(samples, 0.0, "eager"), failed)

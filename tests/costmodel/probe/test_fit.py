@@ -15,7 +15,6 @@ from fuseplan.costmodel.probe.fit import (
     bandwidth_curve,
     fit_launches,
     fit_linear,
-    memory_fit,
     peaks,
 )
 from fuseplan.costmodel.probe.measurements import Measurements
@@ -124,14 +123,6 @@ def test_curve_of_launches_only_is_refused() -> None:
         bandwidth_curve([StreamTiming("neg", size, exact(5.0)) for size in SIZES[:3]])
 
 
-@pytest.mark.parametrize(("l2_bytes", "points"), [(4 * MIB, 4), (32 * MIB, 3), (512 * MIB, 3), (0, 3)])
-def test_memory_fit_uses_sizes_past_the_cache(l2_bytes: int, points: int) -> None:
-    # 8, 16, 32, 64 MiB are at least twice 4 MiB; never fewer than the three largest.
-    fit = memory_fit([stream("neg", size, 2.0, 50.0) for size in SIZES], l2_bytes)
-    assert fit.points == points
-    assert fit.gbps == pytest.approx(50.0, rel=1e-3)
-
-
 def test_peaks_keep_cheap_operations_out_of_the_typical_rate() -> None:
     found = peaks(
         [
@@ -160,7 +151,7 @@ def test_assembled_cpu_spec_without_a_launcher() -> None:
     assert spec.latency("kernel").best_us == 0.0  # no claim about a launcher that was not measured
     assert "graph" not in spec.launch
     assert spec.thread_bandwidth is None
-    assert set(spec.fits) == {"launch:neg", "memory", "eager"}
+    assert set(spec.fits) == {"launch:neg", "eager"}
 
 
 def test_noise_is_the_median_over_everything() -> None:

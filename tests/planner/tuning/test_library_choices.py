@@ -23,10 +23,10 @@ from fuseplan.planner.libraries.library_call import Call, LibraryCall, OpGroup
 from fuseplan.planner.tuning.planner import Planner, PlanSettings, RegionPlan
 from fuseplan.search import policy
 from fuseplan.search.store.database import Database
-from fuseplan.search.store.record import Versions
+from fuseplan.search.store.record import ATEN, Versions
 from fuseplan.search.timing.contest import Contest, mean_contest
 from fuseplan.search.timing.timers import CpuTimer
-from fuseplan.search.workers.jobs import UNFUSED, Bench, Calls, contest_calls
+from fuseplan.search.workers.jobs import Bench, Calls, contest_calls
 
 pytestmark = pytest.mark.usefixtures("any_gain")
 
@@ -113,7 +113,7 @@ def test_a_call_that_hardly_gains_leaves_the_matmul_to_aten(
 
 def test_medians_say_what_a_call_gains(tmp_path: Path, library: Doubled, monkeypatch: pytest.MonkeyPatch) -> None:
     """14 % from median to median, 4 % in the median of the differences."""
-    samples = {UNFUSED: (20.0, 20.0, 28.0, 28.0, 28.0), library.name: (19.0, 19.0, 24.0, 27.0, 27.0)}
+    samples = {ATEN: (20.0, 20.0, 28.0, 28.0, 28.0), library.name: (19.0, 19.0, 24.0, 27.0, 27.0)}
     found = Calls(Contest(samples, 0.0, "eager"), {})
     monkeypatch.setattr(ScriptedTuner, "contest_calls", lambda *_: lambda: found)
     plan, _, _ = planned(tmp_path, library_us={library.name: 24.0})
@@ -125,8 +125,8 @@ def test_launches_and_the_devices_own_time_decide_together(
     tmp_path: Path, library: Doubled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A call that takes 1.25 times as long to launch, and half as long on the device."""
-    launched = Contest({UNFUSED: (20.0,) * 7, library.name: (25.0,) * 7}, 0.0, "eager")
-    alone = Contest({UNFUSED: (18.0,) * 7, library.name: (9.0,) * 7}, 0.0, "graph")
+    launched = Contest({ATEN: (20.0,) * 7, library.name: (25.0,) * 7}, 0.0, "eager")
+    alone = Contest({ATEN: (18.0,) * 7, library.name: (9.0,) * 7}, 0.0, "graph")
     found = Calls(mean_contest(launched, alone, policy.MAX_LAUNCH_LOSS), {})
     monkeypatch.setattr(ScriptedTuner, "contest_calls", lambda *_: lambda: found)
     plan, _, _ = planned(tmp_path, library_us={library.name: 24.0})
@@ -169,7 +169,7 @@ def test_calls_of_one_op_are_checked_and_timed_beside_it(library: Doubled) -> No
         "right": library, "raises": Doubled(broken=True), "wrong": Wrong(),
     }.items()}
     found = contest_calls(Bench(TARGET, CpuTimer(), decide_s=0.002), plain, calls)
-    assert set(found.contest.samples) == {UNFUSED, "right"} and CALLS
+    assert set(found.contest.samples) == {ATEN, "right"} and CALLS
     assert found.failed["raises"] == "RuntimeError: no such algorithm"
     assert found.failed["wrong"].startswith("wrong result: output 0")
 

@@ -73,8 +73,8 @@ def test_three_owners_against_a_model_of_them(steps: list[tuple[str, int, list[R
                 mine[who].clear()
             else:
                 clock.s += LASTS_S / 2 + 1
-            found = {one.key: int(one.owner.split()[1]) for one in listed(database)}
-            assert found == {key: owner for key, (owner, ends) in held.items() if ends > clock.s}
+            found = {one["workload"]: int(one["owner"].split()[1]) for one in listed(database)}
+            assert found == {key.workload: owner for key, (owner, ends) in held.items() if ends > clock.s}
 
 
 KILLED = """
@@ -93,7 +93,7 @@ def test_the_lease_of_a_killed_process_ends_by_itself(file: Path, monkeypatch: p
     mine = Leases(Database(file))
     assert not mine.take(KEYS[:1])
     (lease,) = listed(Database(file))
-    assert 0 < lease.left_s <= LASTS_S <= 30  # a minute at most until somebody else goes on
+    assert 0 < lease["left_s"] <= LASTS_S <= 30  # a minute at most until somebody else goes on
     later = module.clock
     monkeypatch.setattr(module, "clock", lambda connection: later(connection) + LASTS_S + 1)
     assert mine.take(KEYS[:1]) == set(KEYS[:1])
@@ -177,4 +177,4 @@ def test_a_commit_that_sqlite_refuses_is_made_again(file: Path, monkeypatch: pyt
             monkeypatch.setattr(database.engine.dialect, "do_commit", refuse_once)
             step([KEYS[0]])
             assert next(refusals, None) is None
-            assert [lease.key for lease in listed(other)] == ([KEYS[0]] if step == own.take else [])
+            assert [lease["workload"] for lease in listed(other)] == ([KEYS[0].workload] if step == own.take else [])

@@ -10,11 +10,12 @@ import pytest
 import torch
 from search_fakes import CLOCK, CPU, FakeSubject, ShortTimer
 
+from fuseplan.search.store.record import ATEN
 from fuseplan.search.timing.contest import Contest
 from fuseplan.search.timing.sequence import Part
 from fuseplan.search.timing.timers import Run, Sampler, Timer
 from fuseplan.search.workers import jobs
-from fuseplan.search.workers.jobs import UNFUSED, Bench
+from fuseplan.search.workers.jobs import Bench
 
 
 class Clockwork:
@@ -80,17 +81,17 @@ def test_who_wins_is_best_in_both_together(launched_us: float, alone_us: float, 
     found = jobs.decide_sides(BENCH, {"a": Part(PLAN), "b": Part(other)}, {"plan": ["a"], "other": ["b"]}, ())
     assert found.accepts("other", "plan") is wins
     called = jobs.contest_calls(BENCH, PLAN, {"other": other}).contest
-    assert called.accepts("other", UNFUSED) is wins
+    assert called.accepts("other", ATEN) is wins
 
 
 def test_times_are_those_of_the_regime() -> None:
     other = Launched(key="other", eager_us=120.0, alone_us=40.0)
     found: Contest = jobs.contest_calls(BENCH, PLAN, {"other": other}).contest
     assert found.regime == "eager"
-    assert [found.time(name).median_us for name in (UNFUSED, "other")] == pytest.approx([100.0, 120.0])
+    assert [found.time(name).median_us for name in (ATEN, "other")] == pytest.approx([100.0, 120.0])
 
 
 def test_what_no_graph_records_is_judged_as_launched() -> None:
     other = Launched(key="other", eager_us=60.0, alone_us=-1.0)
     found = jobs.contest_calls(BENCH, PLAN, {"other": other}).contest
-    assert not found.conditions and found.accepts("other", UNFUSED)
+    assert not found.conditions and found.accepts("other", ATEN)

@@ -18,14 +18,14 @@ from fuseplan.kernels.ir.backend import Config, Target, config_key
 from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.search.errors import SubjectError
 from fuseplan.search.store.database import Database
-from fuseplan.search.store.record import RecordKey, Versions
+from fuseplan.search.store.record import ATEN, RecordKey, Versions
 from fuseplan.search.tune import group_search
 from fuseplan.search.tune import tuner as tuner_module
 from fuseplan.search.tune.group_search import GroupSearch
 from fuseplan.search.tune.resources import TuningResources
 from fuseplan.search.tune.time_account import TimeAccount
 from fuseplan.search.tune.tuner import Budget, Tuner
-from fuseplan.search.workers.jobs import UNFUSED, Bench
+from fuseplan.search.workers.jobs import Bench
 from fuseplan.search.workers.worker import Outcome
 
 
@@ -219,7 +219,7 @@ def test_an_op_timed_beside_all_calls_of_libraries_is_not_timed_again(db: Databa
     first = tune.contest_calls(SUBJECT, {"fast": fast, "slow": slow})()
     assert first is not None and first.contest.gain("fast", "slow") == pytest.approx(2 / 7)
     assert tune.contest_calls(SUBJECT, {"slow": slow})() == first
-    assert tune.time_unfused(SUBJECT) == first.contest.time(UNFUSED)
+    assert tune.time_unfused(SUBJECT) == first.contest.time(ATEN)
     assert executor.ran == ["contest_calls"]
     assert tune.contest_calls(SUBJECT, {"slow": slow, "other": fast})() != first
     assert tune.time_unfused(FakeSubject(key="another", eager_us=30.0)).median_us == pytest.approx(30.0)

@@ -79,8 +79,8 @@ def executable(
     return forward
 
 
-#: Why a graph, or a call of it, runs unfused.
-SHARED_MEMORY = "inputs share memory that the graph writes to; allocate them apart, as with x.clone()"
+#: Why a call runs unfused.
+_SHARED_MEMORY = "inputs share memory that the graph writes to; allocate them apart, as with x.clone()"
 
 
 def guarded_call(
@@ -94,8 +94,8 @@ def guarded_call(
             (written if position in traced.written else read).append(Operand.of(position, node.meta["val"]))
 
     def met() -> None:
-        tally.refuse(f"in a call, {SHARED_MEMORY}")
-        warn_once(SHARED_MEMORY, "a call of graph %s runs unfused: %s", tally.compile_id, SHARED_MEMORY)
+        tally.refuse(f"in a call, {_SHARED_MEMORY}")
+        warn_once(_SHARED_MEMORY, "a call of graph %s runs unfused: %s", tally.compile_id, _SHARED_MEMORY)
 
     return guarded(call, unfused, met, written, read) if written and len(written) + len(read) > 1 else call
 

@@ -189,6 +189,7 @@ def _takers(node: fx.Node, value: Sequence[Any]) -> Iterator[fx.Node]:
         if number not in takers and isinstance(item, torch.Tensor | list | tuple):
             with node.graph.inserting_after(node):
                 takers[number] = node.graph.call_function(operator.getitem, (node, number))
+            takers[number].meta["val"] = item
         if isinstance(item, torch.Tensor):
             yield takers[number]
         elif isinstance(item, list | tuple):

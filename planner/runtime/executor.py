@@ -21,7 +21,7 @@ from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementation import PlannedGroup
 from fuseplan.planner.implementations.profiler_ranges import add_ranges, ask_for_profilers, range_name
 from fuseplan.planner.module_paths import Paths, place
-from fuseplan.planner.runtime.buffer_donation import Memory, keep_freed, overwrite_operands, plan_reuse
+from fuseplan.planner.runtime.buffer_donation import Memory, keep_freed, plan_reuse
 from fuseplan.planner.runtime.logs import debug_logger, show_graph, show_kernels, warn_once
 from fuseplan.planner.runtime.placement import fused_graph
 from fuseplan.planner.runtime.short_views import shorten_views
@@ -54,7 +54,6 @@ def executable(
     reused = plan_reuse(graph, memory)
     if not target.is_gpu:
         keep_freed(memory.peak_bytes(graph))
-        tally.count("in_place", overwrite_operands(graph, traced, memory) if in_place else 0)
     shorten_views(graph, traced, memory, unguarded)
     bind_calls(graph, traced.module.graph)
     ask_for_profilers(graph)

@@ -43,9 +43,7 @@ class Traced:
         graph: The normalised graph of ``module``.
         node_of: The FX node that computes each value of ``graph`` (for an op with several results, the op's own node).
         placeholders: Position among the arguments of each tensor input; constants are not in it.
-        sizes: Position among the arguments of each dynamic size that is passed as an integer.
-        scalars: The FX node that computes a number from sizes, or reads it from an argument, by symbol.
-        constants: Tensors that the trace holds as attributes; they are graph inputs too.
+        scalars: The FX node that is a dynamic size among the arguments, or computes a number, by symbol.
         results: What the module returns, leaf by leaf: ``Ref(i)`` for ``graph.outputs[i]``, a size, or a constant.
         written: Positions among the arguments of tensors whose memory the graph writes to.
     """
@@ -54,9 +52,7 @@ class Traced:
     graph: DataflowGraph
     node_of: Mapping[str, fx.Node]
     placeholders: Mapping[str, int]
-    sizes: Mapping[str, int]
     scalars: Mapping[str, fx.Node]
-    constants: Mapping[str, torch.Tensor]
     results: tuple[Any, ...]
     written: frozenset[int]
 
@@ -88,9 +84,9 @@ class _Builder:
     specs: dict[str, TensorSpec] = field(default_factory=dict)
     nodes: dict[str, fx.Node] = field(default_factory=dict)
     placeholders: dict[str, int] = field(default_factory=dict)
-    size_arguments: dict[str, int] = field(default_factory=dict)
     scalars: dict[str, fx.Node] = field(default_factory=dict)
-    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    #: Names of tensors that the trace holds as attributes; those that are read are graph inputs too.
+    constants: set[str] = field(default_factory=set)
     ops: list[OpNode] = field(default_factory=list)
     accesses: dict[str, Access] = field(default_factory=dict)
     outputs: list[str] = field(default_factory=list)
@@ -131,7 +127,7 @@ class _Builder:
         if isinstance(fake, torch.SymInt):
             size = self.names.size(fake)
             if not isinstance(size, int) and size.is_Symbol:
-                self.size_arguments.setdefault(size.name, position)
+                self.scalars.setdefault(size.name, node)
             return size
         return fake
 
@@ -139,7 +135,7 @@ class _Builder:
         held = operator.attrgetter(str(node.target))(self.root)
         if not isinstance(held, torch.Tensor):
             return held
-        self.constants[node.name] = held
+        self.constants.add(node.name)
         fake = node.meta.get("val")
         return self._define(node.name, fake if isinstance(fake, torch.Tensor) else held, node)
 
@@ -309,8 +305,7 @@ class _Builder:
     def finish(self) -> Traced:
         ops = live(self.ops, self.accesses, self.outputs)
         used = {*(name for op in ops for name in op.inputs), *self.outputs}
-        constants = {name: held for name, held in self.constants.items() if name in used}
-        given = {*self.placeholders, *constants}
+        given = {*self.placeholders, *(self.constants & used)}
         kept = given.union(name for op in ops for name in op.outputs)
         names = {op.name for op in ops}
         graph = DataflowGraph(
@@ -330,7 +325,4 @@ class _Builder:
             position for name, position in self.placeholders.items()
             if self.storages.of(TracedTensor(name, self.nodes[name].meta["val"])) in storages
         )
-        return Traced(
-            self.root, graph, nodes, self.placeholders, self.size_arguments, self.scalars, constants, self.results,
-            written,
-        )
+        return Traced(self.root, graph, nodes, self.placeholders, self.scalars, self.results, written)

@@ -20,7 +20,7 @@ from fuseplan.planner.capture.modules import traceable
 from fuseplan.planner.graph.execute import parameters_of
 from fuseplan.planner.graph.merged_linear import MERGED, MergedLinear
 from fuseplan.planner.rewrites.packing import pack_operands
-from fuseplan.planner.rewrites.trace_edit import fake_value, named_arguments
+from fuseplan.planner.rewrites.trace_edit import named_arguments
 
 
 class Direct:
@@ -68,7 +68,7 @@ class FakeValues:
 
     def __getitem__(self, node: fx.Node) -> Any:
         source = self._nodes.get(node.meta.get("traced", ""))
-        return None if source is None else fake_value(source)
+        return None if source is None else source.meta.get("val")
 
 
 class _NoExample(Exception):

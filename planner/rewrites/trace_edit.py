@@ -25,19 +25,9 @@ def value_of(node: Any) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
-def fake_value(node: fx.Node) -> Any:
-    """The fake value of a node; where the trace has none for a ``getitem``, the item of what it takes it from."""
-    value = node.meta.get("val")
-    if value is None and node.target is operator.getitem:
-        whole, number = node.args
-        items = whole.meta.get("val") if isinstance(whole, fx.Node) else None
-        value = items[number] if isinstance(items, Sequence) and isinstance(number, int) else None
-    return value
-
-
 def fake_tensors(node: fx.Node) -> list[torch.Tensor]:
     """The fake tensors that a node stands for."""
-    return _tensors(fake_value(node))
+    return _tensors(node.meta.get("val"))
 
 
 def static_sizes(node: Any) -> tuple[int, ...] | None:

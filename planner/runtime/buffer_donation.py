@@ -8,58 +8,20 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from typing import Any
 
 import torch
 from torch import fx
 
 from fuseplan.kernels.ir.in_place import Reuse, choose_reuse
 from fuseplan.planner.capture.normalise import MODE_SWITCHES, Traced
-from fuseplan.planner.graph.execute import parameters_of
-from fuseplan.planner.implementations.direct_calls import FakeValues
 from fuseplan.planner.implementations.first_call import GroupCall
 from fuseplan.planner.ops.table import kind_of, op_of
-from fuseplan.planner.rewrites.trace_edit import fake_tensors, is_static
+from fuseplan.planner.rewrites.trace_edit import fake_tensors
 
 #: Calls that read no memory, besides ops with a schema.
 HARMLESS = (operator.getitem, *MODE_SWITCHES)
 #: glibc learns nothing from a larger block (32 MiB with what it adds); it takes these from the system each time.
 _LARGEST_KEPT = (32 << 20) - (64 << 10)
-
-
-def overwrite_operands(graph: fx.Graph, traced: Traced, memory: Memory) -> int:
-    """Let ATen's pointwise ops write over operands that nobody needs after them; how many do."""
-    values, count = FakeValues(traced.module.graph), 0
-    for node in graph.nodes:
-        target = _in_place(node.target)
-        # The first operand may be a number, as in ``2 ** x``.
-        if target is None or not isinstance(node.args[0], fx.Node):
-            continue
-        if _is_alike(values[node.args[0]], values[node]) and memory.dies_in(node, 0):
-            node.target = target
-            count += 1
-    return count
-
-
-def _in_place(target: Any) -> torch._ops.OpOverload | None:
-    """The op that writes what a pointwise op of ATen's computes over its first operand."""
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
-        return None
-    packet = getattr(getattr(torch.ops, target.namespace), f"{target._opname}_", None)
-    found = getattr(packet, target._overloadname, None)
-    if not isinstance(found, torch._ops.OpOverload):
-        return None
-    of_target, of_found = (parameters_of(str(op)) for op in (target, found))
-    alike = [one.name for one in of_target] == [one.name for one in of_found]
-    return found if alike and of_found[0].is_written else None
-
-
-def _is_alike(operand: Any, result: Any) -> bool:
-    """Whether a result of static sizes is of its operand's type, and laid out like it."""
-    if not isinstance(operand, torch.Tensor) or not isinstance(result, torch.Tensor):
-        return False
-    return is_static(operand) and operand.dtype == result.dtype and (
-        (operand.shape, operand.stride()) == (result.shape, result.stride()))
 
 
 def plan_reuse(graph: fx.Graph, memory: Memory) -> dict[GroupCall, Reuse]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -18,7 +18,6 @@ from torch import fx
 
 from fuseplan.costmodel.devices import KINDS, is_gpu
 from fuseplan.kernels.gpu.direct import prepare_first_launch
-from fuseplan.kernels.native.overlap import span_bytes
 from fuseplan.planner.capture.normalise import normalise
 from fuseplan.planner.capture.subclasses import Apart, take_apart
 from fuseplan.planner.capture.trace import trace_predispatch
@@ -28,7 +27,7 @@ from fuseplan.planner.implementations import inductor
 from fuseplan.planner.rewrites.merged_projections import merge_projections
 from fuseplan.planner.rewrites.packing import pack
 from fuseplan.planner.runtime.cuda_graphs import graphed
-from fuseplan.planner.runtime.executor import SHARED_MEMORY, executable, guarded_call
+from fuseplan.planner.runtime.executor import executable, guarded_call
 from fuseplan.planner.runtime.logs import show_plans, warn_once
 from fuseplan.planner.runtime.lookup import look_up
 from fuseplan.planner.runtime.options import DispatchOptions, parse_options
@@ -97,8 +96,6 @@ def _compile(apart: Apart, options: DispatchOptions, tally: Tally) -> Callable[.
         for reason, number in found.refused.items():
             tally.note(f"linear ops stay apart: {reason}", number)
     traced = normalise(module)
-    if _writes_shared(example_inputs, traced.written):
-        raise RefusedError(SHARED_MEMORY)
     session = _open(device_type, options)
     session.database.keeps_misses = options.log_misses
     on_miss = options.on_miss if options.on_miss != "tune" or session.database.mode == "write" else "model"
@@ -202,22 +199,3 @@ def _device_type(example_inputs: Sequence[Any]) -> str:
         if used - {current, None}:
             raise RefusedError(f"inputs are on GPU {max(used)}, not the current {current}; use torch.cuda.set_device")
     return device_type
-
-
-def _writes_shared(example_inputs: Sequence[Any], written: Collection[int]) -> bool:
-    """True when memory that is written holds a part of another input; disjoint parts of one allocation share nothing.
-
-    Later calls are checked by :func:`~fuseplan.kernels.native.overlap.guarded`, in the same way.
-    """
-    spans = {at: _span(item) for at, item in enumerate(example_inputs) if isinstance(item, torch.Tensor)}
-    return any(
-        mine == other and max(begin, first) < min(end, last)
-        for at in written for mine, begin, end in [spans[at]]
-        for position, (other, first, last) in spans.items() if position != at
-    )
-
-
-def _span(tensor: torch.Tensor) -> tuple[Any, Any, Any]:
-    """A tensor's storage, and its first byte there and the one after its last."""
-    begin = tensor.storage_offset() * tensor.element_size()
-    return tensor.untyped_storage()._cdata, begin, begin + span_bytes(tensor)

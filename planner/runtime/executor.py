@@ -21,7 +21,7 @@ from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementation import PlannedGroup
 from fuseplan.planner.implementations.profiler_ranges import add_ranges, ask_for_profilers, range_name
 from fuseplan.planner.module_paths import Paths, place
-from fuseplan.planner.runtime.buffer_donation import Memory, keep_freed, overwrite_operands, plan_reuse
+from fuseplan.planner.runtime.buffer_donation import Memory, keep_freed, plan_reuse
 from fuseplan.planner.runtime.logs import debug_logger, show_graph, show_kernels, warn_once
 from fuseplan.planner.runtime.placement import fused_graph
 from fuseplan.planner.runtime.short_views import shorten_views
@@ -54,7 +54,6 @@ def executable(
     reused = plan_reuse(graph, memory)
     if not target.is_gpu:
         keep_freed(memory.peak_bytes(graph))
-        tally.count("in_place", overwrite_operands(graph, traced, memory) if in_place else 0)
     shorten_views(graph, traced, memory, unguarded)
     bind_calls(graph, traced.module.graph)
     ask_for_profilers(graph)
@@ -79,8 +78,8 @@ def executable(
     return forward
 
 
-#: Why a graph, or a call of it, runs unfused.
-SHARED_MEMORY = "inputs share memory that the graph writes to; allocate them apart, as with x.clone()"
+#: Why a call runs unfused.
+_SHARED_MEMORY = "inputs share memory that the graph writes to; allocate them apart, as with x.clone()"
 
 
 def guarded_call(
@@ -94,8 +93,8 @@ def guarded_call(
             (written if position in traced.written else read).append(Operand.of(position, node.meta["val"]))
 
     def met() -> None:
-        tally.refuse(f"in a call, {SHARED_MEMORY}")
-        warn_once(SHARED_MEMORY, "a call of graph %s runs unfused: %s", tally.compile_id, SHARED_MEMORY)
+        tally.refuse(f"in a call, {_SHARED_MEMORY}")
+        warn_once(_SHARED_MEMORY, "a call of graph %s runs unfused: %s", tally.compile_id, _SHARED_MEMORY)
 
     return guarded(call, unfused, met, written, read) if written and len(written) + len(read) > 1 else call
 

@@ -189,6 +189,7 @@ def _takers(node: fx.Node, value: Sequence[Any]) -> Iterator[fx.Node]:
         if number not in takers and isinstance(item, torch.Tensor | list | tuple):
             with node.graph.inserting_after(node):
                 takers[number] = node.graph.call_function(operator.getitem, (node, number))
+            takers[number].meta["val"] = item
         if isinstance(item, torch.Tensor):
             yield takers[number]
         elif isinstance(item, list | tuple):
@@ -200,9 +201,7 @@ class _SymbolSources:
 
     def __init__(self, traced: Traced) -> None:
         source = traced.module.graph
-        placeholders = [node for node in source.nodes if node.op == "placeholder"]
         self._given = {name: node for name, node in traced.scalars.items() if node.graph is source}
-        self._given |= {name: placeholders[position] for name, position in traced.sizes.items()}
         self._hints, self._derived = traced.graph.symbols, traced.graph.derived
         #: A tensor, what to ask it for, and the dimension.
         self._sized: dict[str, tuple[fx.Node, Any, int]] = {}

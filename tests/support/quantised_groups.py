@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from graphs import Builder
 from torch import Tensor, fx
-from tracing import runner
+from tracing import constants, runner
 
 from fuseplan.planner.capture.normalise import normalise
 from fuseplan.planner.capture.trace import trace_predispatch
@@ -32,7 +32,7 @@ class Written(Builder):
 
         def run(*given: Any) -> list[Any]:
             named = {name: given[position] for name, position in trace.placeholders.items()}
-            self.tensors |= {**named, **trace.constants}
+            self.tensors |= {**named, **constants(trace)}
             return runner(trace)(*given)
 
         self.traced = trace.graph

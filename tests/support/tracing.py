@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from operator import attrgetter
 from typing import Any
 
 import sympy
@@ -22,16 +23,23 @@ def runner(trace: Traced) -> Callable[..., list[Any]]:
     """A callable with the fx module's signature that interprets the dataflow graph instead."""
 
     higher = [op for op in trace.graph if op.op.startswith("higher_order.")]
+    places = {node: at for at, node in enumerate(trace.module.graph.find_nodes(op="placeholder"))}
     opaque = {op.name: _higher_order(trace.module, trace.node_of[op.outputs[0]]) for op in higher}
 
     def run(*arguments: Any) -> list[Any]:
-        inputs = {name: arguments[position] for name, position in trace.placeholders.items()} | dict(trace.constants)
-        sizes = {name: int(arguments[position]) for name, position in trace.sizes.items()}
+        inputs = {name: arguments[position] for name, position in trace.placeholders.items()} | constants(trace)
+        sizes = {name: int(arguments[places[node]]) for name, node in trace.scalars.items() if node in places}
         tensors = run_graph(trace.graph, inputs, sizes, opaque)
         results = [tensors[item.position] if isinstance(item, Ref) else item for item in trace.results]
         return [evaluate(item, sizes) if isinstance(item, sympy.Expr) else item for item in results]
 
     return run
+
+
+def constants(trace: Traced) -> dict[str, torch.Tensor]:
+    """Graph inputs that the trace holds as attributes."""
+    held = (name for name in trace.graph.inputs if name not in trace.placeholders)
+    return {name: attrgetter(str(trace.node_of[name].target))(trace.module) for name in held}
 
 
 def _higher_order(module: fx.GraphModule, node: fx.Node) -> Callable[..., list[torch.Tensor]]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
-from tracing import check, only, ops, ordered, recording, runner
+from tracing import check, constants, only, ops, ordered, recording, runner
 
 from fuseplan.kernels.ir.index import symbol
 from fuseplan.planner.capture.normalise import Traced, normalise
@@ -182,9 +182,8 @@ def test_unused_ops_vanish_but_effects_stay() -> None:
 def test_constants_are_inputs() -> None:
     trace = check(lambda x: x * torch.tensor([1.0, 2.0, 3.0]), f32(4, 3))
     assert len(trace.placeholders) == 1
-    (name,) = trace.constants
-    assert name in trace.graph.inputs
-    assert torch.equal(trace.constants[name], torch.tensor([1.0, 2.0, 3.0]))
+    (constant,) = constants(trace).values()
+    assert torch.equal(constant, torch.tensor([1.0, 2.0, 3.0]))
 
 
 def test_results_are_listed_leaf_by_leaf() -> None:
@@ -309,9 +308,9 @@ def test_a_dynamic_graph_runs_at_other_sizes() -> None:
     trace = check(lambda x: x.reshape(x.shape[0], 2, -1).softmax(-1) * x.shape[0], f32(4, 6), dynamic=True)
     x = f32(9, 14)
     sizes = {"s0": 9, "s1": 14}
-    arguments = [x] * (1 + max([*trace.placeholders.values(), *trace.sizes.values()]))
-    for name, position in trace.sizes.items():
-        arguments[position] = sizes[name]  # type: ignore[call-overload]
+    placeholders = trace.module.graph.find_nodes(op="placeholder")
+    named = {node: sizes[name] for name, node in trace.scalars.items() if node.op == "placeholder"}
+    arguments = [named.get(node, x) for node in placeholders]
     torch.testing.assert_close(runner(trace)(*arguments)[0], x.reshape(9, 2, -1).softmax(-1) * 9)
 
 

@@ -103,6 +103,16 @@ def test_a_call_whose_inputs_overlap_is_as_in_eager(write: str, dynamic: bool, d
     assert fuseplan.planner.stats().groups_fused
 
 
+def test_a_graph_that_was_compiled_for_inputs_that_overlap_is_fused_for_others(db: Path) -> None:
+    function = writes_by(WRITES["mul_"])
+    fast = compiled(function, db)
+    same_as_eager(function, fast, LIES["overlapping slices"])
+    compiled_once = fuseplan.planner.stats()
+    assert sum(compiled_once.fallbacks.values()) == 1 and compiled_once.groups_fused
+    same_as_eager(function, fast, apart)
+    assert fuseplan.planner.stats() == compiled_once  # no graph is compiled again, and no call fell back
+
+
 def test_it_is_said_once_and_counted_every_time(db: Path, caplog: pytest.LogCaptureFixture) -> None:
     function = writes_by(WRITES["mul_"])
     fast = compiled(function, db)

@@ -256,8 +256,7 @@ class GroupSearch:
         return [(entry.backend, ir, entry.space.configs[position], target) for entry, position in batch]
 
     def _screen(self, entry: _Entry, position: int, compiled: Outcome) -> Trial:
-        config = entry.space.configs[position]
-        blank = Trial(self._key, entry.backend.name, dict(config), created=now())
+        blank = Trial(self._key, entry.backend.name, dict(entry.space.configs[position]), created=now())
         if not compiled.ok:
             return replace(blank, reason=f"{Trial.UNCOMPILED}: {compiled.failure}")
         spilled = compiled.value.get("spill_bytes", 0)
@@ -267,7 +266,7 @@ class GroupSearch:
         if spilled > self._default_spills.get(entry.backend.name, spilled):
             return replace(blank, reason=f"spills {spilled} bytes of registers")
         return screened(blank, self._resources.call(
-            "screening", jobs.screen_config, self._subject, entry.backend, config, self.on_device, of=[self._subject]
+            "screening", jobs.screen_config, self._subject, entry.backend, blank, self.on_device, of=[self._subject]
         ))
 
     def _note(self, entry: _Entry, position: int, trial: Trial) -> None:
@@ -298,9 +297,8 @@ class GroupSearch:
 
 def screened(blank: Trial, outcome: Outcome) -> Trial:
     """The trial that a screening (:func:`fuseplan.search.workers.jobs.screen_config`) makes of an untimed one."""
-    if not outcome.ok:
-        return replace(blank, reason=outcome.failure)
-    return replace(blank, **vars(outcome.value))
+    found: Trial = outcome.value if outcome.ok else replace(blank, reason=outcome.failure)
+    return found
 
 
 def _winner(standing: Sequence[jobs.Entrant], contest: Contest) -> jobs.Entrant:

@@ -7,19 +7,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 #: What is in no category.
 OTHER = "other"
-
-
-@dataclass(frozen=True)
-class Spent:
-    """Seconds in one category, without those of others entered meanwhile, and how often it was entered."""
-
-    seconds: float
-    times: int
 
 
 class TimeAccount:
@@ -52,20 +43,23 @@ class TimeAccount:
             self._book()
             self._open.pop()
 
-    def spent(self) -> dict[str, Spent]:
-        """What was booked until now by category, in the order of first use; :data:`OTHER` comes last."""
+    def spent(self) -> dict[str, tuple[float, int]]:
+        """What was booked until now by category, in the order of first use; :data:`OTHER` comes last.
+
+        Seconds, without those of others entered meanwhile, and how often it was entered.
+        """
         if threading.get_ident() == self._owner:
             self._book()
         seconds = {name: value for name, value in self._seconds.items() if name != OTHER}
         seconds[OTHER] = self._seconds.get(OTHER, 0.0)
-        return {name: Spent(value, self._times.get(name, 0)) for name, value in seconds.items()}
+        return {name: (value, self._times.get(name, 0)) for name, value in seconds.items()}
 
     def line(self) -> str:
         """All of it in one line: ``where the time went: 12.3 s = starting 4.0 s, timing ops 2.1 s (40x), ...``."""
         spent = self.spent()
-        often = {name: f" ({one.times}x)" if one.times > 1 else "" for name, one in spent.items()}
-        parts = [f"{name} {one.seconds:.1f} s{often[name]}" for name, one in spent.items() if one.seconds >= 0.05]
-        total_s = sum(one.seconds for one in spent.values())
+        parts = [f"{name} {own_s:.1f} s" + (f" ({times}x)" if times > 1 else "")
+                 for name, (own_s, times) in spent.items() if own_s >= 0.05]
+        total_s = sum(own_s for own_s, _ in spent.values())
         return f"where the time went: {total_s:.1f} s = {', '.join(parts) or f'{OTHER} 0.0 s'}"
 
     def _book(self) -> None:

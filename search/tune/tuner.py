@@ -224,10 +224,11 @@ class Tuner:
         found = []
         for (subject, record), refusal in zip(kernels, refusals, strict=True):
             outcome = next(compiled) if refusal is None else Outcome(failure=refusal)
+            blank = Trial(record.key, record.backend, record.config, created=now())
             if outcome.ok:
                 screen = partial(self._resources.call, "screening", jobs.screen_config, of=[subject])
-                outcome = self._resources.released(partial(screen, subject, backends[record.backend], record.config))
-            found.append(screened(Trial(record.key, record.backend, record.config, created=now()), outcome))
+                outcome = self._resources.released(partial(screen, subject, backends[record.backend], blank))
+            found.append(screened(blank, outcome))
         return found
 
     def play_off(self, parts: Parts, sides: Sides, kept: Collection[str] = ()) -> Contest | None:

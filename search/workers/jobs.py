@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -23,7 +23,7 @@ from fuseplan.kernels.native.overlap import span_bytes
 from fuseplan.search import policy
 from fuseplan.search.errors import OWN_FAULTS
 from fuseplan.search.store.limits import WORST_ERROR
-from fuseplan.search.store.record import ATEN, Measurement
+from fuseplan.search.store.record import ATEN, Measurement, Trial
 from fuseplan.search.timing.contest import Contest, Rounds, contest, decisive, mean_contest, middle_of_three, screen
 from fuseplan.search.timing.operands import MEMORY, cache_bytes, copy_with_layout, memory_read, rotating_operands
 from fuseplan.search.timing.sequence import Parts, SharedOperands, Sides, sequence
@@ -56,16 +56,6 @@ class Bench:
     seed: int = 0
     screen_s: float = 0.1
     decide_s: float = 0.6
-
-
-@dataclass(frozen=True)
-class Screened:
-    """A configuration that ran, checked, and timed if it is right: fields of the same names as a trial's."""
-
-    reason: str
-    error: float
-    median_us: float | None = None
-    device_us: float | None = None
 
 
 @dataclass(frozen=True)
@@ -184,22 +174,25 @@ def contest_calls(bench: Bench, plain: Subject, calls: Mapping[str, Subject], op
 
 
 def screen_config(
-    bench: Bench, subject: Subject, backend: Backend, config: Config, on_device: bool = False
-) -> Screened:
-    """Load a configuration, check it, and time it shortly when it is right; ``on_device`` also without the host."""
+    bench: Bench, subject: Subject, backend: Backend, blank: Trial, on_device: bool = False
+) -> Trial:
+    """The ``blank`` trial once its configuration was loaded, checked, and timed shortly when it is right; ``on_device``
+    also without the host.
+    """
     with torch.no_grad():
         desk = _desk(bench, subject)
-        kernel = backend.load(subject.ir, config, bench.target)
+        kernel = backend.load(subject.ir, blank.config, bench.target)
         verdict = check_result(kernel, subject, desk.oracle, desk.device)
-        error = min(verdict.error, WORST_ERROR)
+        checked = replace(blank, error=min(verdict.error, WORST_ERROR))
         if not verdict.ok:
-            return Screened(f"wrong result: {verdict.reason}", error)
+            return replace(checked, reason=f"wrong result: {verdict.reason}")
         run = fused_call(kernel, subject.ir)
         alone = bench.timer.of_device() if on_device else None
         # Where times depend much on the configuration, many are screened, and less tells them apart.
         seconds = bench.screen_s if backend.likeness(subject.ir) is None else bench.screen_s / 2
         device_us = None if alone is None else screen(alone, run, desk.operands, seconds).median_us
-        return Screened("", error, screen(bench.timer, run, desk.operands, seconds).median_us, device_us)
+        median_us = screen(bench.timer, run, desk.operands, seconds).median_us
+        return replace(checked, median_us=median_us, device_us=device_us)
 
 
 def decide_finalists(bench: Bench, subject: Subject, entrants: Sequence[Entrant]) -> Decision:

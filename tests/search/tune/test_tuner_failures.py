@@ -7,7 +7,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from fuseplan.kernels.ir.backend import config_key
 from fuseplan.search.errors import SubjectError
 from fuseplan.search.store import limits, maintenance
 from fuseplan.search.store.database import Database
-from fuseplan.search.store.record import TuningRecord
+from fuseplan.search.store.record import Trial, TuningRecord
 from fuseplan.search.workers.worker import Outcome, WorkerPool
 
 
@@ -178,7 +178,7 @@ class EndsHangs:
         self._pool, self._hanging = pool, hanging
 
     def call(self, function: Callable[..., Any], *args: Any, limit_s: float) -> Outcome:
-        configs = [config_key(arg) for arg in args if isinstance(arg, Mapping)]
+        configs = [config_key(arg.config) for arg in args if isinstance(arg, Trial)]
         return self._pool.call(function, *args, limit_s=0.5 if set(configs) & set(self._hanging) else limit_s)
 
     def __getattr__(self, name: str) -> Any:

@@ -9,6 +9,7 @@ from search_fakes import CPU, FakeBackend, FakeSubject, VirtualTimer
 
 from fuseplan.kernels.ir.backend import CompiledKernel, Config, Resources, Target
 from fuseplan.kernels.ir.ir import KernelIR
+from fuseplan.search.store.record import RecordKey, Trial
 from fuseplan.search.workers import jobs
 
 BENCH = jobs.Bench(CPU, VirtualTimer(), screen_s=0.01, decide_s=0.02)
@@ -53,11 +54,12 @@ class Writer(FakeBackend):
 
 
 def test_a_kernel_that_writes_nothing_is_refused_whatever_wrote_before_it() -> None:
-    idle, right = ({"tile": tile, "unroll": 1} for tile in (16, 32))
+    key = RecordKey("w", "dev")
+    idle, right = (Trial(key, "fake", {"tile": tile, "unroll": 1}) for tile in (16, 32))
     jobs.release()
     try:
         jobs.time_unfused(BENCH, Writes())
-        found = [jobs.screen_config(BENCH, Writes(), Writer(), config) for config in (idle, right, idle)]
+        found = [jobs.screen_config(BENCH, Writes(), Writer(), blank) for blank in (idle, right, idle)]
         assert [one.reason.partition(":")[0] for one in found] == ["wrong result", "", "wrong result"]
     finally:
         jobs.release()

@@ -18,6 +18,7 @@ from fuseplan.planner.capture.sizes import SizeNames
 from fuseplan.planner.graph.dataflow import Ref, TensorSpec
 from fuseplan.planner.graph.execute import Parameter, parameters_of
 from fuseplan.planner.ops.table import op_of
+from fuseplan.planner.rewrites.trace_edit import storage_of
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,13 @@ class Storages:
 
     def of(self, tensor: TracedTensor) -> int:
         """Identity of the memory: equal for a tensor, its views, and what an in-place op returns."""
-        address = int(tensor.fake.untyped_storage()._cdata)
+        address = storage_of(tensor.fake)
         return self._merged.get(address, address)
 
     def renew(self, tensor: TracedTensor) -> None:
         """Declare that from now on what the trace shows in the memory of ``tensor`` counts as another memory."""
         self._renewed -= 1
-        self._merged[int(tensor.fake.untyped_storage()._cdata)] = self._renewed
+        self._merged[storage_of(tensor.fake)] = self._renewed
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from typing import Any
 
 import sympy
 import torch
-import torch.utils._pytree as pytree
 from torch import fx
 
 from fuseplan.planner.capture.arguments import Bound, Storages, TracedTensor, bind_arguments, respell, tensors_in
@@ -29,7 +28,7 @@ from fuseplan.planner.capture.mutations import (
 )
 from fuseplan.planner.capture.sizes import SizeNames
 from fuseplan.planner.errors import CaptureError
-from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref, TensorSpec
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, TensorSpec
 from fuseplan.planner.lowering.roundings import Roundings
 from fuseplan.planner.ops.table import op_of
 
@@ -44,7 +43,6 @@ class Traced:
         node_of: The FX node that computes each value of ``graph`` (for an op with several results, the op's own node).
         placeholders: Position among the arguments of each tensor input; constants are not in it.
         scalars: The FX node that is a dynamic size among the arguments, or computes a number, by symbol.
-        results: What the module returns, leaf by leaf: ``Ref(i)`` for ``graph.outputs[i]``, a size, or a constant.
         written: Positions among the arguments of tensors whose memory the graph writes to.
     """
 
@@ -53,7 +51,6 @@ class Traced:
     node_of: Mapping[str, fx.Node]
     placeholders: Mapping[str, int]
     scalars: Mapping[str, fx.Node]
-    results: tuple[Any, ...]
     written: frozenset[int]
 
 
@@ -90,7 +87,6 @@ class _Builder:
     ops: list[OpNode] = field(default_factory=list)
     accesses: dict[str, Access] = field(default_factory=dict)
     outputs: list[str] = field(default_factory=list)
-    results: tuple[Any, ...] = ()
     names: SizeNames = field(default_factory=SizeNames)
     storages: Storages = field(default_factory=Storages)
     #: Pairs of ops that must keep their order although no access says so.
@@ -115,7 +111,7 @@ class _Builder:
             elif node.op == "call_function":
                 self.values[node] = self._call(node)
             elif node.op == "output":
-                self._output(node)
+                self.outputs = [leaf.name for leaf in tensors_in(self._resolve(node.args[0]))]
             else:
                 raise CaptureError(f"node {node.name} is a {node.op}; only ATen calls can be planned")
 
@@ -149,16 +145,6 @@ class _Builder:
     def _spec(self, fake: torch.Tensor) -> TensorSpec:
         shape = tuple(self.names.size(extent) for extent in fake.shape)
         return TensorSpec(shape, dtype_name(fake.dtype), tuple(self.names.size(stride) for stride in fake.stride()))
-
-    def _output(self, node: fx.Node) -> None:
-        leaves = []
-        for leaf in pytree.tree_leaves(self._resolve(node.args[0]), is_leaf=lambda item: item is None):
-            if isinstance(leaf, TracedTensor):
-                leaves.append(Ref(len(self.outputs)))
-                self.outputs.append(leaf.name)
-            else:
-                leaves.append(leaf)
-        self.results = tuple(leaves)
 
     def _call(self, node: fx.Node) -> Any:
         target, fake = node.target, node.meta.get("val")
@@ -325,4 +311,4 @@ class _Builder:
             position for name, position in self.placeholders.items()
             if self.storages.of(TracedTensor(name, self.nodes[name].meta["val"])) in storages
         )
-        return Traced(self.root, graph, nodes, self.placeholders, self.scalars, self.results, written)
+        return Traced(self.root, graph, nodes, self.placeholders, self.scalars, written)

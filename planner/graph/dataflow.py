@@ -71,7 +71,7 @@ class DataflowGraph:
     """Ops and values of one captured model.
 
     Attributes:
-        graph: ``networkx.DiGraph`` over op names, each with its ``op``; edges have ``values``, () for pure order.
+        graph: ``networkx.DiGraph`` over op names; edges have ``values``, () for pure order.
         specs: Tensor spec of every value, graph inputs included.
         inputs: Graph input values (activations and parameters), in call order.
         symbols: Dynamic sizes and numbers with their values at capture: a float for a symbol that is no integer.
@@ -111,7 +111,7 @@ class DataflowGraph:
         name = node.name
         if name in self.graph:
             raise ValueError(f"value {name} is produced twice")
-        self.graph.add_node(name, op=node)
+        self.graph.add_node(name)
         self._ops[name] = node
         self._position[name] = len(self._position)
         for value in node.outputs:

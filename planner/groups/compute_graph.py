@@ -192,19 +192,18 @@ class ComputeGraph:
         return None
 
 
-_FLOWS: WeakKeyDictionary[DataflowGraph, dict[tuple[bool, int], ComputeGraph]] = WeakKeyDictionary()
+_FLOWS: WeakKeyDictionary[DataflowGraph, dict[bool, ComputeGraph]] = WeakKeyDictionary()
 
 
 def compute_graph_of(graph: DataflowGraph, cut_at_anchors: bool = False) -> ComputeGraph:
-    """The graph's :class:`ComputeGraph`, remembered until it grows.
+    """The graph's :class:`ComputeGraph`, remembered for as long as the graph lives.
 
     With ``cut_at_anchors`` anchors and foreign ops count as opaque; islands of compute ops are left between them.
     """
     made = _FLOWS.setdefault(graph, {})
-    key = cut_at_anchors, len(graph)
-    if key not in made:
-        made[key] = ComputeGraph(graph, cut_at_anchors)
-    return made[key]
+    if cut_at_anchors not in made:
+        made[cut_at_anchors] = ComputeGraph(graph, cut_at_anchors)
+    return made[cut_at_anchors]
 
 
 def lower_group(graph: DataflowGraph, ops: Iterable[str], numerics: str = "fp32") -> Lowered:

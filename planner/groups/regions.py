@@ -114,7 +114,6 @@ class _Found:
     pieces: dict[Region, tuple[Region, ...]] = field(default_factory=dict)
 
 
-#: Regions by flow: a graph that grew has another flow.
 _FOUND: WeakKeyDictionary[ComputeGraph, _Found] = WeakKeyDictionary()
 
 

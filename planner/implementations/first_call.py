@@ -64,7 +64,6 @@ class FirstCall(GroupCall):
         calling: What was built.
     """
 
-    label: str
     build: Callable[[bool], tuple[Calling, ReuseOptions]]
     unfused: Callable[[Sequence[Any]], tuple[Any, Fused]]
     key: Hashable
@@ -76,10 +75,9 @@ class FirstCall(GroupCall):
     calling: Calling = field(init=False)
 
     def number(self, number: int) -> None:
-        """Its name in generated code: the first word of what it was called, and a number."""
+        """Give it a name in generated code: a number, and the first word of its own."""
         words = "".join(letter if letter.isalnum() else "_" for letter in self.name.split(" ")[0])
-        self.name = f"fused_{number}_{words}".rstrip("_")
-        self.__post_init__()
+        self.__name__ = self.__qualname__ = f"fused_{number}_{words}".rstrip("_")
 
     def bind(self, namespace: dict[str, Any], place: str, reuse: Reuse, give_up: Callable[[str], None]) -> None:
         """Take the name ``place`` in ``namespace``, to write over inputs as ``reuse`` says; ``give_up`` gets failures.
@@ -110,11 +108,11 @@ class FirstCall(GroupCall):
 
     def _compare(self, log: logging.Logger, result: Any, args: Sequence[Any]) -> None:
         expected, _ = self.unfused(args)
-        log.info("%s differs from its ATen ops by at most %.3g", self.label, largest_difference(result, expected))
+        log.info("%s differs from its ATen ops by at most %.3g", self.name, largest_difference(result, expected))
         if self.later is not self.call:
             copies = [arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
             difference = largest_difference(self.later(*copies), expected)
-            log.info("%s in place differs from its ATen ops by at most %.3g", self.label, difference)
+            log.info("%s in place differs from its ATen ops by at most %.3g", self.name, difference)
 
 
 def _failing_as(outside: Fused, call: Fused) -> Fused:

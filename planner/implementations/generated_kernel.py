@@ -138,7 +138,7 @@ class GeneratedKernel(Implementation):
         backend, config = able
         fails = backend.raises_outside and may_fail(ir)
         return FirstCall(
-            group.label, group.ops, lowered.inputs, lowered.outputs, ir.symbols, ir.outputs, label=group.label, ir=ir,
+            group.label, group.ops, lowered.inputs, lowered.outputs, ir.symbols, ir.outputs, ir=ir,
             build=partial(_build, backend, ir, config, self.target), source=partial(backend.source, ir, config),
             compilation=(backend, ir, config, self.target), key=(backend.name, ir.fingerprint(), config_key(config)),
             unfused=partial(run_unfused, traced, lowered, device_type),

@@ -209,8 +209,8 @@ class InductorCode(Implementation):
         run = partial(run_ops, subject.nodes, subject.inputs, subject.outputs, subject.device)
         return FirstCall(
             f"{self.name} {group.label}", group.ops, subject.inputs, subject.outputs, buffers=subject.ir.outputs,
-            label=group.label, build=partial(_build, subject, _mode_of(group.config)),
-            unfused=run, key=(self.name, *group.config.values(), subject.key),
+            build=partial(_build, subject, _mode_of(group.config)), unfused=run,
+            key=(self.name, *group.config.values(), subject.key),
         )
 
 

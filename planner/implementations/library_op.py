@@ -75,7 +75,7 @@ class LibraryOp(Implementation):
 
         return FirstCall(
             f"{self.name} {group.label}", group.ops, op.inputs, op.outputs,
-            buffers=without_body(op.specs, op.inputs, op.outputs).outputs, label=group.label, build=build,
+            buffers=without_body(op.specs, op.inputs, op.outputs).outputs, build=build,
             unfused=partial(run_ops, [op.node], op.inputs, op.outputs, op.device_type), key=(self.name, group.ops),
         )
 

@@ -14,6 +14,7 @@ import torch
 from fuseplan.costmodel.devices import KINDS, is_cpu
 from fuseplan.planner.errors import failure_reason
 from fuseplan.planner.graph.merged_linear import as_one, side_by_side
+from fuseplan.planner.rewrites.trace_edit import storage_of
 
 
 def pack(arguments: Sequence[Any], *groups: Sequence[int]) -> str | None:
@@ -24,7 +25,7 @@ def pack(arguments: Sequence[Any], *groups: Sequence[int]) -> str | None:
     """
     # The compiler that calls this would take tensors made here for fakes.
     with torch._subclasses.fake_tensor.unset_fake_temporarily(), torch.no_grad():
-        counts = Counter(_storage(one) for one in arguments if type(one) in (torch.Tensor, torch.nn.Parameter))
+        counts = Counter(storage_of(one) for one in arguments if type(one) in (torch.Tensor, torch.nn.Parameter))
         loose = []
         for group in groups:
             parameters = [arguments[at] for at in group]
@@ -71,12 +72,8 @@ def _why_not_alone(parameter: torch.nn.Parameter, counts: Counter[int]) -> str |
     # Private to PyTorch: where a version lacks it, only the graph's own arguments are compared. Two hold a storage that
     # nothing shares: the tensor, and Python's object for the storage.
     holders = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
-    if counts[_storage(parameter)] > 1 or holders(storage._cdata) > 2:
+    if counts[storage_of(parameter)] > 1 or holders(storage._cdata) > 2:
         return "a parameter shares its memory with another tensor"
     if is_cpu(parameter.device.type) and storage.is_shared():
         return "a parameter is in memory that processes share"
     return None
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

@@ -294,5 +294,5 @@ def shares_memory(node: fx.Node, tensors: Iterable[Any]) -> bool:
 
 
 def storage_of(value: torch.Tensor) -> int:
-    """Names the memory that a fake tensor lies in."""
+    """Names the memory that a tensor lies in."""
     return int(value.untyped_storage()._cdata)

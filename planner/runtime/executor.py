@@ -42,7 +42,7 @@ def executable(
     graph inputs whose strides no guard checks.
     """
     calls = _first_calls(traced, groups, target, tally, numerics, in_place)
-    kernels = [(call.label or call.name, call.source) for call in calls if call.source is not None]
+    kernels = [(call.name, call.source) for call in calls if call.source is not None]
     if kernels and target.is_gpu and (problem := launcher_problem()) is not None:
         tally.note(f"kernels go through Triton's launcher: {problem}")
     graph, refused = fused_graph(traced, list(calls))
@@ -71,7 +71,7 @@ def executable(
             group.implementation.count(group, tally)
             tally.count("in_place", len(reuse))
             library = "" if call.ir is not None else group.implementation.name
-            ranges[name] = range_name(call.label or call.name, library, places[group.label])
+            ranges[name] = range_name(group.label or call.name, library, places[group.label])
     add_ranges(module, ranges)
     show_kernels(kernels)
     show_graph(module.code, debug)

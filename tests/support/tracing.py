@@ -7,16 +7,14 @@ from copy import deepcopy
 from operator import attrgetter
 from typing import Any
 
-import sympy
 import torch
 import torch.utils._pytree as pytree
 from graph_runs import run_graph
 from torch import fx
 
-from fuseplan.kernels.ir.index import evaluate
 from fuseplan.planner.capture.normalise import Traced, normalise
 from fuseplan.planner.capture.trace import trace_predispatch
-from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode, Ref
+from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
 
 
 def runner(trace: Traced) -> Callable[..., list[Any]]:
@@ -30,10 +28,23 @@ def runner(trace: Traced) -> Callable[..., list[Any]]:
         inputs = {name: arguments[position] for name, position in trace.placeholders.items()} | constants(trace)
         sizes = {name: int(arguments[places[node]]) for name, node in trace.scalars.items() if node in places}
         tensors = run_graph(trace.graph, inputs, sizes, opaque)
-        results = [tensors[item.position] if isinstance(item, Ref) else item for item in trace.results]
-        return [evaluate(item, sizes) if isinstance(item, sympy.Expr) else item for item in results]
+        given, left = dict(zip(places, arguments, strict=True)), iter(tensors)
+        leaves = pytree.tree_leaves(trace.module.graph.output_node().args[0], is_leaf=lambda item: item is None)
+        return [
+            item if not isinstance(item, fx.Node)
+            else next(left) if isinstance(item.meta.get("val"), torch.Tensor) else _number(item, given)
+            for item in leaves
+        ]
 
     return run
+
+
+def _number(node: fx.Node, given: dict[fx.Node, Any]) -> Any:
+    """A number that a trace returns, computed as the trace does."""
+    if node in given:
+        return given[node]
+    target: Any = node.target
+    return target(*fx.map_arg(node.args, lambda one: _number(one, given)))
 
 
 def constants(trace: Traced) -> dict[str, torch.Tensor]:

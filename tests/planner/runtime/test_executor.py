@@ -168,7 +168,7 @@ def test_atens_op_takes_over_from_a_library_call_that_fails() -> None:
     tally, namespace = Tally(), dict[str, Any]()
     group = PlannedGroup(("y",), LibraryOp(MergedCall("merged.one", True), "merged.one"))
     call = FirstCall(
-        "call", group.ops, made.group.inputs, made.group.outputs, label="", build=lambda in_place: (calling, {}),
+        "call", group.ops, made.group.inputs, made.group.outputs, build=lambda in_place: (calling, {}),
         unfused=partial(run_ops, [made.group.node], made.group.inputs, made.group.outputs, "cpu"), key="y",
     )
     call.calling, call.reuse_options = call.build(True)

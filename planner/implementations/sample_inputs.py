@@ -98,8 +98,8 @@ def start_bags(nodes: Sequence[OpNode], specs: Mapping[str, TensorSpec], inputs:
 
 
 def opaque_positions(nodes: Sequence[OpNode], specs: Mapping[str, TensorSpec]) -> dict[str, int]:
-    """Of integer values that opaque ops read: all below this are positions that exist. They are any along the dimension
-    where an op scatters; of other ops only 0 is known to be one.
+    """By the names of integers that opaque ops read: all numbers below this are safe. Those are the positions along the
+    dimension where an op scatters, and 0 alone for other ops.
     """
     below: dict[str, int] = {}
     for node in reversed(nodes):

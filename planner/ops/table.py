@@ -137,8 +137,7 @@ def is_function(name: str) -> bool:
 
 
 def chosen_integers(node: OpNode, specs: Specs) -> tuple[str, ...]:
-    """The integers that an opaque op reads other than to scatter: of the numbers we may choose, only 0 is known to do.
-    """
+    """The integers that an opaque op reads, but for the positions at which it scatters: 0 is the one safe choice."""
     read = node.inputs[:1] + node.inputs[2:] if op_of(node.op).family == "scatter" else node.inputs
     return tuple(value for value in read if specs[value].dtype in INTEGERS)
 

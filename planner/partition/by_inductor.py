@@ -156,8 +156,9 @@ class InductorStep:
     def time_us(self, planned_us: float) -> float | None:
         """What it should take of a step that takes so long as planned; None where it was not run.
 
-        Layers that are timed alone have a device without gaps between launches, or a cache to themselves, which helps
-        one of both more. Of the same ratio and the same difference, what flatters the plan less counts.
+        A few layers, timed by themselves, have no gaps between launches, or a cache to themselves, and that helps one
+        of both more. The whole step may keep their ratio or their difference: the estimate that flatters the plan less
+        counts.
         """
         if self.ratio is None:
             return None

@@ -26,7 +26,7 @@ from fuseplan.search.workers.jobs import clocks_mhz
 LEGEND = "Times are medians in microseconds over interleaved rounds; `vs_x` is the time of x over ours."
 
 
-def environment(session: Session, model: str, command: Sequence[str] | None = None) -> dict[str, Any]:
+def environment(session: Session, model: str) -> dict[str, Any]:
     """Device, versions, clocks and commit, as JSON."""
     import torch
 
@@ -36,10 +36,7 @@ def environment(session: Session, model: str, command: Sequence[str] | None = No
     return {
         "created": now(),
         # Published evidence names files, not where they lie on one machine.
-        "command": [
-            Path(word).name if Path(word).is_absolute() else word
-            for word in (sys.argv if command is None else command)[1:]
-        ],
+        "command": [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]],
         "model": model,
         "device": identity,
         "device_key": session.device,

@@ -154,10 +154,7 @@ class PatternBench:
             entered[COPY] = copy = copy_of(facts["bytes"], device)
             race.enter([COPY], lambda _: (copy.run, {"compile_s": None}))
         sets = operand_sets(case, cache_bytes(target.l2_bytes), free_bytes(device) // 4)
-        own = {
-            name: [contestant.operands(one) for one in sets]
-            for name, contestant in entered.items() if contestant.prepare is not None
-        }
+        own = {name: [contestant.prepare(*one) for one in sets] for name, contestant in entered.items()}
         rows: list[PatternRow] = []
         for mode in self.modes:
             timer = cold_timer(target.l2_bytes) if mode == "cold" else timer_for(device, mode)
@@ -179,7 +176,7 @@ class _Judge:
 
     def error(self, contestant: Contestant) -> float:
         """Largest normwise relative error over the outputs; PeerError where one is missing, or has another shape."""
-        operands = contestant.operands(self._inputs)
+        operands = contestant.prepare(*self._inputs)
         outputs = contestant.outputs(contestant.run(*operands), operands)
         shapes = [tuple(one.shape) for one in outputs]
         wanted = [tuple(one.shape) for one in self._references]

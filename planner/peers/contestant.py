@@ -113,19 +113,15 @@ class Contestant:
 
     Attributes:
         run: What is timed: called with the operands.
-        prepare: Makes operands from the pattern's inputs, outside the timing; None for the inputs as they are.
+        prepare: Makes operands from the pattern's inputs, outside the timing.
         outputs: The pattern's outputs, in order, from what ``run`` returned and its operands.
         note: What was special, for the table.
     """
 
     run: Run
-    prepare: Callable[..., tuple[torch.Tensor, ...]] | None = None
+    prepare: Callable[..., tuple[torch.Tensor, ...]] = lambda *inputs: inputs
     outputs: Callable[[Any, Sequence[torch.Tensor]], Sequence[torch.Tensor]] = tensors_of
     note: str = ""
-
-    def operands(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """What ``run`` is called with."""
-        return tuple(inputs) if self.prepare is None else self.prepare(*inputs)
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def compile_cell(cell: Cell, device_type: str, name: str, lock: str) -> None:
     with torch.no_grad():
         case = make_case(cell, local_target(device_type))
         contestant = PEERS[name].build(case)
-        contestant.run(*contestant.operands(case.inputs))
+        contestant.run(*contestant.prepare(*case.inputs))
     if is_gpu(device_type):
         torch.cuda.synchronize()
         del case, contestant

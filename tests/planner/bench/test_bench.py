@@ -167,8 +167,9 @@ def test_busy_machine_is_said() -> None:
 # -- evidence ---------------------------------------------------------------------------------------------------
 
 
-def test_results_can_be_read_back(session: Session, tmp_path: Path) -> None:
-    facts = evidence.environment(session, "toy", ["plan", "bench", "--model", "toy"])
+def test_results_can_be_read_back(session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["plan", "bench", "--model", "toy"])
+    facts = evidence.environment(session, "toy")
     assert facts["command"] == ["bench", "--model", "toy"]
     assert facts["device"]["cores"] == torch.get_num_threads()
     assert facts["versions"]["torch"] == version("torch")

@@ -90,7 +90,7 @@ def test_a_cell_that_cannot_be_made_leaves_the_others_in_the_bench(
 
 def test_a_copy_moves_as_many_bytes() -> None:
     contestant = copy_of(4096.0, "cpu")
-    target, source = contestant.operands(())
+    target, source = contestant.prepare()
     assert target.numel() * 4 + source.numel() * 4 == 4096
     source.fill_(7)
     contestant.run(target, source)

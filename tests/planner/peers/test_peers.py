@@ -44,7 +44,7 @@ def case_of(name: str, shape: str, dtype: str = "float32") -> Case:
 
 
 def results(case: Case, contestant: Contestant) -> list[torch.Tensor]:
-    operands = contestant.operands(case.inputs)
+    operands = contestant.prepare(*case.inputs)
     return list(contestant.outputs(contestant.run(*operands), operands))
 
 
@@ -322,7 +322,7 @@ def test_every_library_op_is_of_a_pattern() -> None:
 def test_contestants_by_default_take_inputs_and_return_outputs() -> None:
     x = torch.ones(2)
     plain = Contestant(lambda one: one + 1)
-    assert plain.operands([x]) == (x,)
+    assert plain.prepare(x) == (x,)
     assert plain.outputs(x, ()) == [x] and plain.outputs((x, x), ()) == [x, x]
 
 

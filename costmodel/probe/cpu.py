@@ -80,11 +80,8 @@ def _timer(sample_us: float, repeats: int) -> HostCallTimer:
 
 def _largest_bytes(identity: DeviceIdentity) -> int:
     """Well past the last-level cache, yet a small part of the memory."""
-    wanted = max(_LARGEST_BYTES, 4 * identity.l2_bytes)
-    if "SC_AVPHYS_PAGES" not in os.sysconf_names:
-        return wanted
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    return min(wanted, max(_MIB, available // 4))
+    return min(max(_LARGEST_BYTES, 4 * identity.l2_bytes), max(_MIB, available // 4))
 
 
 def _from_one_thread(single: list[RateTiming], cores: int) -> list[RateTiming]:

@@ -98,7 +98,7 @@ def check_usable(location: str | Path | None) -> None:
         Database(location).close()
 
 
-class Database:
+class Database(contextlib.AbstractContextManager["Database"]):
     """One tuning database, in a file or behind a SQLAlchemy URL; None stands for the user's default file.
 
     Mode ``"write"`` creates what is missing and sets a corrupt database of ours aside. It waits for a server that goes
@@ -152,9 +152,6 @@ class Database:
     def where(self) -> str:
         """The location in messages, without any password."""
         return location_name(self.url)
-
-    def __enter__(self) -> Database:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()

@@ -11,6 +11,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -52,7 +53,7 @@ def make_pool(device_type: str) -> WorkerPool:
     return WorkerPool(bind=on_cpu, preload=() if on_cpu else GPU_COMPILERS, turn=str(turn))
 
 
-class Tuner:
+class Tuner(AbstractContextManager["Tuner"]):
     """Tunes subjects on one device in one regime, with one set of worker processes.
 
     ``database`` is open for writing; ``backends`` are in order of preference. ``device``, ``regime`` (``"eager"`` or
@@ -92,9 +93,6 @@ class Tuner:
             database, self.backends, jobs.Bench(target, timer, seed, budget.screen_s, budget.decide_s),
             self._executor, budget, self.versions, self.account, progress, run,
         )
-
-    def __enter__(self) -> Tuner:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()

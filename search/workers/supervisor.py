@@ -271,10 +271,8 @@ class Supervisor:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent is gone, even in the middle of a job that hangs (Linux)."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    """Ask the kernel to kill this process when its parent is gone, even in the middle of a job that hangs."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _reap(pid: int, patience_s: float) -> int | None:
@@ -331,7 +329,7 @@ def of_machine(error: Exception) -> bool:
 def main(handle: int, threads: int, background: int, preload: Sequence[str], turn: str | None) -> None:
     """Serve the parent behind the socket ``handle``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    cores = os.sched_getaffinity(0)
     gc.disable()  # what is imported stays: looking for garbage among it takes a quarter of the time
     import fuseplan.search.workers.jobs  # noqa: F401  # pulls in torch before any fork
 

@@ -62,7 +62,7 @@ class Outcome:
 
 def usable_cores() -> int:
     """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 @dataclass
@@ -74,7 +74,7 @@ class _Promise:
     outcome: Outcome | None = None
 
 
-class WorkerPool:
+class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
     """Worker processes with time limits; starts with the first job, restarts by itself, and is a context manager.
 
     Args:
@@ -110,9 +110,6 @@ class WorkerPool:
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
         self._used = False
-
-    def __enter__(self) -> WorkerPool:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()

@@ -78,8 +78,6 @@ def test_largest_footprint_follows_cache_and_memory(monkeypatch: pytest.MonkeyPa
     assert cpu._largest_bytes(large) == 512 * MIB
     monkeypatch.setattr(cpu.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_AVPHYS_PAGES": 2**13}.__getitem__)
     assert cpu._largest_bytes(large) == 8 * MIB  # a quarter of 32 MiB
-    monkeypatch.setattr(cpu.os, "sysconf_names", {})
-    assert cpu._largest_bytes(large) == 512 * MIB
 
 
 def test_one_thread_bounds_the_device_from_both_sides() -> None:

@@ -6,8 +6,8 @@ Points too close to be told apart share one mark. Those that matter most have th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fuseplan.planner.reports.drawing import templates
@@ -57,7 +57,7 @@ class LogPlot:
     Attributes:
         words: What a screen reader says of the whole.
         axes, texts: What the axes measure, across and up, and how their ticks are written.
-        kinds: Of points, by tone, as the key names them.
+        kinds: The tones of points that the key names, in its order.
         band: Factor on either side of the diagonal that is shaded; 0 for no diagonal.
         ticks: The ticks across; None for round numbers.
     """
@@ -66,7 +66,7 @@ class LogPlot:
     axes: tuple[str, str]
     points: Sequence[Point]
     curves: Sequence[Curve] = ()
-    kinds: Mapping[str, str] = field(default_factory=dict)
+    kinds: Sequence[str] = ()
     band: float = 0.0
     texts: tuple[Callable[[float], str], Callable[[float], str]] = ("{:,g}".format, "{:,g}".format)
     ticks: Sequence[float] | None = None
@@ -103,7 +103,7 @@ class LogPlot:
     def _key(self) -> Iterator[tuple[float, str, str]]:
         """Where the next entry of the key begins, its class and its words."""
         x, drawn = 8.0, {one.tone for one in self.points}
-        entries = [(tone, words) for tone, words in self.kinds.items() if tone in drawn]
+        entries = [(tone, tone) for tone in self.kinds if tone in drawn]
         for tone, words in [*entries, *((one.tone, one.name) for one in self.curves)]:
             yield x, tone, words
             x += 26 + _LETTER * len(words)

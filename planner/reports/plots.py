@@ -17,7 +17,7 @@ from fuseplan.planner.reports.step_words import time_text
 from fuseplan.search.errors import counted
 from fuseplan.search.store.record import ATEN, RecordKey, TuningRecord
 
-_KINDS = {"unfused": "unfused", "fused": "fused"}
+_KINDS = ("unfused", "fused")
 
 
 def _workloads(data: ReportData) -> Mapping[RecordKey, str]:

@@ -43,7 +43,8 @@ def warm_up() -> None:
     """Import what capturing a model of a config needs, as far as it is there, for processes that are forked later.
 
     What a model's module imports while the model is built makes its tensors on the model's device. Fake tensors make no
-    context on a GPU: only a backward pass needs it, and it takes many processes seconds.
+    context on a GPU: only a backward pass needs it, and it takes many processes seconds. (Numbers that they remember
+    are copied there in earnest, as that of a cache's tokens. OPT's trace asks for it.)
     """
     for name in _IMPORTED:
         with suppress(ImportError):

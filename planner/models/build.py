@@ -7,7 +7,7 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,10 +127,6 @@ class Model:
         given = {}
         if (name := cache_name(takes)) in ("cache", "past_key_values"):
             given[name] = StaticCache(config=self.config, max_cache_len=workload.kv_len)
-            layers: Sequence[Any] = given[name].layers
-            for layer in layers:  # a fake tensor that knows its number is copied to a GPU in earnest
-                if isinstance(length := getattr(layer, "cumulative_length", None), torch.Tensor):
-                    layer.cumulative_length = torch.zeros((), dtype=length.dtype)
         with torch.no_grad():
             outputs = call(input_ids=ids, use_cache=True, **given)
         if (name := cache_name(outputs)) is None:

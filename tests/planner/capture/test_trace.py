@@ -124,21 +124,6 @@ def test_seventy_billion_parameters_need_no_memory() -> None:
     assert grown_kib * 1024 < weights_bytes / 4
 
 
-def test_no_number_of_a_fake_cache_is_copied_in_earnest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fake tensor made from a number keeps it, and ops of such tensors alone run for real: on a GPU, in a context."""
-    from transformers.cache_utils import StaticLayer
-
-    lazily, lengths = StaticLayer.lazy_initialization, list[Any]()
-
-    def watched(layer: Any, *states: Any) -> None:
-        lengths.append(layer.cumulative_length)
-        lazily(layer, *states)
-
-    monkeypatch.setattr(StaticLayer, "lazy_initialization", watched)
-    capture(find_source(config=write_config(tmp_path, "llama")), decode(3, 64), "cpu")
-    assert lengths and all(one.constant is None for one in lengths)
-
-
 def test_cuda_can_be_captured_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU: the real device is captured")

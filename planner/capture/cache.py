@@ -42,9 +42,9 @@ _CODE = (Path(__file__).parent.parent, Path(fuseplan.kernels.__path__[0]))
 def warm_up() -> None:
     """Import what capturing a model of a config needs, as far as it is there, for processes that are forked later.
 
-    What a model's module imports while the model is built makes its tensors on the model's device. Fake tensors make no
-    context on a GPU: only a backward pass needs it, and it takes many processes seconds. (Numbers that they remember
-    are copied there in earnest, as that of a cache's tokens. OPT's trace asks for it.)
+    What a model's module imports while the model is built makes its tensors on the model's device. Fake tensors need
+    no context on a GPU but in a backward pass, and it takes many processes seconds. A number that a fake tensor
+    remembers is copied there in earnest, though: the cache of transformers counts its tokens in one.
     """
     for name in _IMPORTED:
         with suppress(ImportError):

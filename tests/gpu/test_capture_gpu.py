@@ -46,15 +46,15 @@ def reserved_after(job: Callable[..., None], *args: Any) -> int:
     return torch.cuda.memory_reserved()
 
 
-def test_a_process_that_captures_the_same_takes_almost_no_memory_of_the_gpu(tmp_path: Path) -> None:
-    """What a cache counts its tokens in is a real number, in PyTorch's smallest block of memory; weights are not."""
+def test_a_process_that_captures_the_same_takes_no_memory_of_the_gpu(tmp_path: Path) -> None:
+    """Contexts of a dozen processes take seconds to make, one after the other."""
     source, workload = find_source(config=write_config(tmp_path, "llama")), decode(3, 64)
     path = tmp_path / "capture.json"
     with WorkerPool(1, preload=["fuseplan.planner.capture.cache:warm_up"], threads=1) as pool:
         jobs = [(capture_to_disk, source, workload, "cuda", False, path)]
         ((_, outcome),) = pool.as_completed(reserved_after, jobs, 300.0)
     assert not outcome.failure, outcome.failure
-    assert outcome.value <= 2 * 2**20
+    assert outcome.value == 0
     there = graphs_of_text(path.read_text(encoding="utf-8"))
     assert [graph_to_json(graph) for graph in there] == [
         graph_to_json(graph) for graph in capture(source, workload, "cuda")]

@@ -156,7 +156,7 @@ def test_both_sides_compute_the_model_with_shared_weights(session: Session) -> N
 
 @pytest.mark.parametrize("scatters", ["aten.index_add.default", "aten.scatter_add.default"])
 def test_opaque_ops_are_part_of_a_step(session: Session, scatters: str) -> None:
-    """What they make at positions that exist is the model's, and so is what TorchInductor's code makes of it."""
+    """Every side computes the model, and ops that scatter get positions that exist."""
     session = replace(session, settings=replace(session.settings, inductor="default"))
     run = torch.scatter_add if "scatter" in scatters else torch.index_add
     target = torch.randint(4097, (127, 1)).expand(127, 3) if "scatter" in scatters else torch.randint(4097, (127,))
@@ -179,7 +179,7 @@ def test_opaque_ops_are_part_of_a_step(session: Session, scatters: str) -> None:
 
 
 def test_what_opaque_ops_read_through_views_exists(session: Session) -> None:
-    """TorchInductor's code takes what lies behind views; other integers than positions of one op may be any's: 0."""
+    """Positions are chosen behind views, too. Integers that are no positions of a scatter are 0."""
     session = replace(session, settings=replace(session.settings, inductor="default"))
     b = Builder(x=torch.randn(127, 3), table=torch.zeros(5, 3), target=torch.randint(5, (127, 1)),
                 counts=torch.randint(9, (127,)))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,10 @@ from fuseplan.search.store.leases import LASTS_S, Leases, listed
 from fuseplan.search.store.record import RecordKey
 
 KEYS = [RecordKey(f"{number:064d}", "dev") for number in range(4)]
+
+
+def key_of(lease: Mapping[str, Any]) -> RecordKey:
+    return RecordKey(lease["workload"], lease["device"], lease["regime"], lease["numerics"])
 
 
 @pytest.fixture
@@ -73,8 +78,8 @@ def test_three_owners_against_a_model_of_them(steps: list[tuple[str, int, list[R
                 mine[who].clear()
             else:
                 clock.s += LASTS_S / 2 + 1
-            found = {one["workload"]: int(one["owner"].split()[1]) for one in listed(database)}
-            assert found == {key.workload: owner for key, (owner, ends) in held.items() if ends > clock.s}
+            found = {key_of(one): int(one["owner"].split()[1]) for one in listed(database)}
+            assert found == {key: owner for key, (owner, ends) in held.items() if ends > clock.s}
 
 
 KILLED = """
@@ -177,4 +182,4 @@ def test_a_commit_that_sqlite_refuses_is_made_again(file: Path, monkeypatch: pyt
             monkeypatch.setattr(database.engine.dialect, "do_commit", refuse_once)
             step([KEYS[0]])
             assert next(refusals, None) is None
-            assert [lease["workload"] for lease in listed(other)] == ([KEYS[0].workload] if step == own.take else [])
+            assert [key_of(one) for one in listed(other)] == ([KEYS[0]] if step == own.take else [])

@@ -7,6 +7,7 @@ import sqlite3
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -163,7 +164,7 @@ def test_leases_live_through_an_outage_and_nobody_waits_to_let_go(
     mine.close()
     server.start()
     (left,) = listed(Database(url, "inspect"))  # it ends by itself
-    assert (left["workload"], left["device"], left["owner"]) == (key.workload, key.device, mine.owner)
+    assert [left[name] for name in ("workload", "device", "regime", "numerics", "owner")] == [*astuple(key), mine.owner]
     assert warned == []
 
 

@@ -43,8 +43,7 @@ def warm_up() -> None:
     """Import what capturing a model of a config needs, as far as it is there, for processes that are forked later.
 
     What a model's module imports while the model is built makes its tensors on the model's device. Fake tensors need
-    no context on a GPU but in a backward pass, and it takes many processes seconds. A number that a fake tensor
-    remembers is copied there in earnest, though: the cache of transformers counts its tokens in one.
+    no context on a GPU but in a backward pass, and it takes many processes seconds.
     """
     for name in _IMPORTED:
         with suppress(ImportError):

@@ -121,10 +121,19 @@ def capture(source: ModelSource, workload: Workload, device_type: str, pack_weig
     if workload.regime == "generate":
         traces = record_generation(model, workload, mode, pack_weights)
     else:
-        with mode, foreign_code("the model cannot be run"):
-            args, kwargs = model.example(workload)
-            traces = record(model.module, args, kwargs, pack_weights)
+        try:
+            traces = _record_call(model, workload, mode, pack_weights)
+        except FuseplanError as error:
+            if not isinstance(error.__cause__, DataDependentOutputException):
+                raise
+            traces = _record_call(replace(model, counts=True), workload, mode, pack_weights)
     return tuple(bind_graph(trace.graph) for trace in traces)
+
+
+def _record_call(model: Model, workload: Workload, mode: FakeTensorMode, pack_weights: bool) -> list[Traced]:
+    with mode, foreign_code("the model cannot be run"):
+        args, kwargs = model.example(workload)
+        return record(model.module, args, kwargs, pack_weights)
 
 
 def record(

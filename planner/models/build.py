@@ -38,6 +38,8 @@ class Model:
         config: Its Hugging Face config; None for the user's own module.
         generates: True for a decoder, False for an encoder and for both in one.
         inputs: The example arguments of the user's own module: positional, then by keyword.
+        counts: Of a module on fake tensors: whether its static cache knows how many tokens it holds. PyTorch computes
+            such a number on the device itself, which few models need and makes a context on a GPU.
     """
 
     module: nn.Module
@@ -45,6 +47,7 @@ class Model:
     config: Any = None
     generates: bool = False
     inputs: tuple[tuple[Any, ...], Mapping[str, Any]] = field(default=((), {}))
+    counts: bool = False
 
     def example(self, workload: Workload) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments of one call in this regime.
@@ -127,6 +130,9 @@ class Model:
         given = {}
         if (name := cache_name(takes)) in ("cache", "past_key_values"):
             given[name] = StaticCache(config=self.config, max_cache_len=workload.kv_len)
+            for layer in () if self.counts else given[name].layers:
+                if hasattr(layer, "cumulative_length"):
+                    layer.cumulative_length = torch.zeros((), dtype=torch.long)
         with torch.no_grad():
             outputs = call(input_ids=ids, use_cache=True, **given)
         if (name := cache_name(outputs)) is None:

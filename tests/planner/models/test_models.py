@@ -6,14 +6,16 @@ import json
 import logging
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from model_samples import CONFIGS, write_config
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fuseplan.planner.errors import ConfigError, ShapeError, UnknownModelError
-from fuseplan.planner.models.build import build_model, cache_name, rewind
+from fuseplan.planner.models.build import build_model, cache_name, construct, rewind
 from fuseplan.planner.models.sources import PRESETS, find_source, generates, hf_config, workloads_for
 from fuseplan.planner.models.workload import Workload, decode, parse_workloads, prefill
 
@@ -254,6 +256,16 @@ def test_a_decode_call_can_be_repeated_and_rewound(tmp_path: Path) -> None:
     assert [int(layer.cumulative_length) for layer in layers] == [4, 4]
     assert layers[0].cumulative_length_int == 4
     rewind({}, prefill(1, 4))
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_cache_without_data_counts_its_tokens_only_when_asked(counts: bool, tmp_path: Path) -> None:
+    """PyTorch computes with a number that a fake tensor remembers: on the GPU, for a cache there."""
+    with FakeTensorMode():
+        model = construct(find_source(config=write_config(tmp_path, "llama")), "cpu")
+        _, kwargs = replace(model, counts=counts).example(decode(2, 8))
+    layers = kwargs[cache_name(kwargs) or ""].layers
+    assert [layer.cumulative_length.constant for layer in layers] == [torch.tensor(4) if counts else None] * 2
 
 
 def test_a_model_refuses_regimes_it_has_not(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ class SplitAttention(LibraryCall):
         group, pairs = heads // shared, batch * shared
         splits = self._splits(pairs, length, target)
         dtype = call.query.dtype
-        masked = _mask_strides(call)
+        mask_batch, mask_head, _, mask_row = call.mask_strides
         wide = dtype == "float32"
         # More threads for what tensor cores do not multiply, and where each program has a multiprocessor to itself.
         alone = splits == 1 and pairs <= target.cores
@@ -112,13 +112,14 @@ class SplitAttention(LibraryCall):
         block_bytes = loops * 2 * self.rows * width * ITEMSIZE[dtype]
         stages = 1 + max(1, min(self.stages - 1, _SHARED_BYTES // block_bytes))
         overlapped = not interpreter_is_on() and target.gpu.overlaps
-        strides = [*call.query.strides[:2], *call.key.strides[:3], *call.value.strides[:3], *masked, *out_strides]
+        strides = [*call.query.strides[:2], *call.key.strides[:3], *call.value.strides[:3],
+                   mask_batch, mask_head, mask_row, *out_strides]
         constants = {
             "length": length, "scale": call.scale if call.scale is not None else width**-0.5,
             **dict(zip(_STRIDES, strides, strict=True)), "pairs": pairs, "group": group,
             "lanes": max(TILE_HEADS, next_power_of_2(group)), "width": width, "rows": self.rows, "splits": splits,
             "key_heads": shared, "mask_kind": 0 if call.mask is None else 1 if call.mask.dtype == "bool" else 2,
-            "mask_heads": masked[1] != 0, "wide": wide or interpreter_is_on(), "overlapped": overlapped,
+            "mask_heads": mask_head != 0, "wide": wide or interpreter_is_on(), "overlapped": overlapped,
             "stages": stages, "page": pages.rows if pages else 0, "pages": pages.count if pages else 0,
             "table_batch": pages.strides[0] if pages else 0, "table_block": pages.strides[1] if pages else 0,
             "cap": decode.cap or 0.0, "wraps": pages is not None and pages.wraps,
@@ -189,13 +190,3 @@ def _check(call: Attention) -> None:
         raise RefusedError("elements of a head are not next to each other")
     if heads % shared:
         raise RefusedError("heads do not share keys evenly")
-
-
-def _mask_strides(call: Attention) -> tuple[int, int, int]:
-    """Strides of the mask along batch, heads and keys, 0 where it is broadcast."""
-    if call.mask is None:
-        return 0, 0, 0
-    pairs = list(zip(call.mask.shape, call.mask.strides, strict=True))
-    own = [0 if extent == 1 else stride for extent, stride in pairs]
-    batch, heads, _, keys = [0] * (4 - len(own)) + own
-    return batch, heads, keys

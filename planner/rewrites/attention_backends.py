@@ -67,6 +67,16 @@ class Attention:
         """Query heads to one key head."""
         return int(self.query.shape[1] // self.key.shape[1])
 
+    @property
+    def mask_strides(self) -> tuple[int, int, int, int]:
+        """Of the mask along batch, heads, positions and keys, 0 where it is broadcast or there is none."""
+        if self.mask is None:
+            return 0, 0, 0, 0
+        pairs = zip(self.mask.shape, self.mask.strides, strict=True)
+        own = [0 if extent == 1 else stride for extent, stride in pairs]
+        batch, heads, positions, keys = [0] * (4 - len(own)) + own
+        return batch, heads, positions, keys
+
     def why_not_plain(self) -> str | None:
         """Why it is more than attention over four dimensions, whichever back end computes it; None when it is that."""
         if len({spec.dtype for spec in self.operands}) != 1:

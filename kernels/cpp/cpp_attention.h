@@ -206,6 +206,7 @@ static void FP_NAME(void* const* buffers, const i64*, const Launch*, i64 begin, 
       scaled = pair;
     }
     attend_range(buffers, pair, task % RANGES, query.data, Found(state + task * STATE));
+    if (RANGES == 1) combine(state, pair, (FP_TYPE*)buffers[5]);
   }
 }
 extern "C" void fuseplan_launch(void* const* given, const i64* sizes, const Launch* how) {
@@ -214,6 +215,6 @@ extern "C" void fuseplan_launch(void* const* given, const i64* sizes, const Laun
   void* const buffers[] = {given[0], given[1], given[2], FP_MASK ? given[3] : nullptr, state.data,
                            given[3 + (FP_MASK != 0)]};
   run_tasks(buffers, sizes, how, 0, tasks);
-  run_tasks(buffers, sizes, how, tasks, tasks + FP_PAIRS);
+  if (RANGES > 1) FP_NAME(buffers, sizes, how, tasks, tasks + FP_PAIRS);  // less work than it takes to wake a thread
 }
 extern "C" void fuseplan_shapes(const i64*, i64*) {}

@@ -7,7 +7,7 @@ from fuseplan.kernels.gpu.tile import Tile, chunk_width, live_words, next_power_
 from fuseplan.kernels.ir.backend import Config, Target, Tunable
 from fuseplan.kernels.ir.index import Size, is_static
 from fuseplan.kernels.ir.ir import ITEMSIZE, KernelIR, Load, Segment
-from fuseplan.kernels.ir.reduction_loops import folds_across, folds_in_parts, reduction_depths, schedule
+from fuseplan.kernels.ir.reduction_loops import folds_across, folds_in_parts, reduction_depths, schedule, sweeps
 
 #: Rows wider than this are walked in blocks by default; configs may hold up to the second number in registers.
 DEFAULT_PERSISTENT_COLS = 16384
@@ -257,11 +257,20 @@ def _block_shape(ir: KernelIR, most: int, target: Target) -> tuple[int, int]:
 def line_rows(ir: KernelIR, segment: Segment, cores: int = _TYPICAL_CORES) -> int:
     """Rows of a default block that folds across: of a line, or of a sector where there would be too few blocks."""
     narrowest = min((ITEMSIZE[ir.buffers[load.buffer].dtype] for load in segment.loads), default=4)
-    rows = _LINE_BYTES // narrowest
-    while rows * narrowest > _SECTOR_BYTES and _static(segment.num_rows) // rows < 2 * cores and (
+    rows, blocks = _LINE_BYTES // narrowest, cores - cores // 10 if _walks_twice(ir, segment) else 2 * cores
+    while rows * narrowest > _SECTOR_BYTES and _static(segment.num_rows) // rows < blocks and (
             default_splits(ir, segment, cores, rows) == 1):
         rows //= 2
     return min(rows, next_power_of_2(_static(segment.num_rows)))
+
+
+def _walks_twice(ir: KernelIR, segment: Segment) -> bool:
+    """Whether what folds across is too long to be held, and read again after it has been folded: by one program on each
+    multiprocessor, which keeps many loads in flight. More programs would push out each other's lines.
+    """
+    narrowest = min((ITEMSIZE[ir.buffers[load.buffer].dtype] for load in segment.loads), default=4)
+    held = is_static(segment.cols) and _SECTOR_BYTES // narrowest * _static(segment.cols) <= _HELD_TILE
+    return not held and sweeps(segment, centre=True) > 1
 
 
 def _reducing_config(ir: KernelIR, target: Target, block: tuple[int, int], warps: int, most: int) -> Config:
@@ -288,13 +297,16 @@ def _default_across(ir: KernelIR, target: Target) -> Config:
     while held and 2 * rows <= int(choices["block_rows"][-1]) and 2 * rows * widest <= _LOOPED_TILE and (
             _static(main.num_rows) // (2 * rows) >= 2 * target.cores):
         rows *= 2
-    wanted = widest if held else max(32, _LOOPED_TILE // rows)
+    twice, most = _walks_twice(ir, main), 16
+    wanted = widest if held else max(32, _LOOPED_TILE * (2 if twice else 1) // rows)
     cols = next((int(choice) for choice in choices["block_cols"] if int(choice) >= wanted), wanted)
     # What is held is folded by few warps, each with all its loads in flight: a fold is an exchange between them.
     each = 16
-    if held:
+    if twice:
+        each, most = 8, target.gpu.most_threads // target.gpu.warp
+    elif held:
         each = _HELD_BYTES // max((ITEMSIZE[ir.buffers[load.buffer].dtype] for load in main.loads), default=4)
-    warps = max(1, min(16, rows * cols // (target.gpu.warp * each)))
+    warps = max(1, min(most, rows * cols // (target.gpu.warp * each)))
     tile = Tile(rows, cols, False, 1)
     while held and warps < 16 and _registers(main, tile, target.gpu.warp * warps) > _HELD_REGISTERS:
         warps *= 2

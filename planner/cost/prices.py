@@ -19,6 +19,7 @@ from fuseplan.planner.implementations.choices import Choice
 from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementation import Implementation, Screening
 from fuseplan.planner.libraries.few_rows import FEW_ROWS
+from fuseplan.planner.libraries.few_rows_attention import ROWS_ATTENTION
 from fuseplan.planner.libraries.matmul_calls import PADDED, alignment
 from fuseplan.search import policy
 from fuseplan.search.store.record import TuningRecord
@@ -55,13 +56,15 @@ class ModelPrices:
 
     def _slower_factor(self, group: Candidate) -> float:
         """How many times longer ATen's call of a matmul takes than it should: on a GPU where a padded one keeps tensor
-        cores busy, on a CPU where it has few rows.
+        cores busy, on a CPU where it has few rows; there of attention, too.
         """
         if not self.table.is_anchor(group):
             return 1.0
         op = self.table.op_group(group)
         if FEW_ROWS.surpasses(op):
             return policy.FEW_ROWS_FACTOR
+        if ROWS_ATTENTION.surpasses(op):
+            return policy.ROWS_ATTENTION_FACTOR
         return policy.UNALIGNED_FACTORS[alignment(op)] if PADDED.refuse(op) is None else 1.0
 
     def delay_us(self, choice: Choice) -> float:

@@ -75,3 +75,6 @@ def _check(call: Attention) -> None:
         raise RefusedError(f"it does not compute in {call.query.dtype}")
     if any(one.strides[3] != 1 for one in call.operands):
         raise RefusedError("elements of a head are not next to each other")
+
+
+ROWS_ATTENTION = RowsAttention()

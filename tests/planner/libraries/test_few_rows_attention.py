@@ -1,4 +1,4 @@
-"""Attention of few query rows on CPUs by our own kernel: right against float64 for odd sizes and strides, or refused."""
+"""Attention of few query rows on CPUs by our kernel: right against float64 for odd sizes and strides, or refused."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def test_scores_too_large_for_an_exponential() -> None:
 
 
 def test_threads_change_no_bit() -> None:
-    given, threads = attention(heads(1, 2, 1, 64), heads(1, 2, 5000, 64), heads(1, 2, 5000, 64)), torch.get_num_threads()
-    call, found = CALL.build(given.group), []
+    given, found = attention(heads(1, 2, 1, 64), heads(1, 2, 5000, 64), heads(1, 2, 5000, 64)), []
+    call, threads = CALL.build(given.group), torch.get_num_threads()
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
@@ -93,7 +93,8 @@ def test_threads_change_no_bit() -> None:
 def test_what_is_refused() -> None:
     one = heads(1, 2, 1, 8)
     for made, word in (
-        (attention(heads(1, 2, MAX_ROWS + 1, 8), one, one), "query rows"), (on_cuda(attention(one, one, one)), "CPUs only"),
+        (attention(heads(1, 2, MAX_ROWS + 1, 8), one, one), "query rows"),
+        (on_cuda(attention(one, one, one)), "CPUs only"),
         (attention(heads(1, 2, 3, 8), heads(1, 2, 3, 8), heads(1, 2, 3, 8), is_causal=True), "causal"),
         (attention(one.double(), one.double(), one.double()), "float64"),
         (attention(*(heads(1, 2, 1, 300) for _ in range(3))), "wider"),

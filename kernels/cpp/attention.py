@@ -13,7 +13,7 @@ from fuseplan.kernels.cpp.launch import RunSettings, load_kernel
 from fuseplan.kernels.cpp.types import STORAGE_TYPE
 from fuseplan.kernels.ir.backend import fused_call
 from fuseplan.kernels.ir.ir import Buffer, KernelIR
-from fuseplan.kernels.native.build import default_cache_dir, required_compiler
+from fuseplan.kernels.native.build import Compiler, default_cache_dir, required_compiler
 
 #: Query rows that read one head of keys above which matrix products are faster, and elements of a head at most.
 MAX_ROWS, MAX_WIDTH = 16, 256
@@ -60,9 +60,9 @@ class FewRowsAttention:
         lines = [f"#define {name} {value}" for name, value in macros.items()]
         return "\n".join([*lines, prelude(), (Path(__file__).parent / "cpp_attention.h").read_text()])
 
-    def build(self) -> Callable[..., Any]:
+    def build(self, compiler: Compiler | None = None) -> Callable[..., Any]:
         """``call(query, key, value)`` or ``call(query, key, value, mask)``; BuildError without a compiler."""
-        compiler, folder = required_compiler(), default_cache_dir()
+        compiler, folder = compiler or required_compiler(), default_cache_dir()
         given = [self.query, self.key, self.value, *([] if self.mask is None else [self.mask])]
         ir = KernelIR((*given, self.result), ())
         settings = RunSettings(threads=os.cpu_count() or 1, grain=_GRAIN, release_gil=True)

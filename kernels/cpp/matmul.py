@@ -14,7 +14,7 @@ from fuseplan.kernels.cpp.types import STORAGE_TYPE
 from fuseplan.kernels.ir.backend import fused_call
 from fuseplan.kernels.ir.index import row_major_strides
 from fuseplan.kernels.ir.ir import Buffer, KernelIR
-from fuseplan.kernels.native.build import default_cache_dir, required_compiler
+from fuseplan.kernels.native.build import Compiler, default_cache_dir, required_compiler
 
 #: Rows of activations above which libraries, whose tiles reuse the weights, are faster.
 MAX_ROWS = 16
@@ -44,9 +44,9 @@ class FewRows:
         lines = [f"#define {name} {value}" for name, value in macros.items()]
         return "\n".join([*lines, prelude(), (Path(__file__).parent / "cpp_matmul.h").read_text()])
 
-    def build(self) -> Callable[..., Any]:
+    def build(self, compiler: Compiler | None = None) -> Callable[..., Any]:
         """``call(x, w)`` or ``call(x, w, bias)``; BuildError without a compiler."""
-        compiler, folder = required_compiler(), default_cache_dir()
+        compiler, folder = compiler or required_compiler(), default_cache_dir()
         ir, settings = self._buffers(), RunSettings(threads=os.cpu_count() or 1, release_gil=True)
         return fused_call(load_kernel(ir, self.source(), settings, compiler, folder), ir)
 

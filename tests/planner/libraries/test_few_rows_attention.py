@@ -13,6 +13,7 @@ from library_samples import MASKS, assert_as_good_as_eager, attention, heads, ma
 from fuseplan.kernels.cpp.attention import MAX_ROWS
 from fuseplan.planner.libraries.few_rows_attention import RowsAttention
 
+pytestmark = pytest.mark.slow  # each case compiles a kernel
 CALL = RowsAttention()
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 

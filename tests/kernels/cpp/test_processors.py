@@ -1,0 +1,60 @@
+"""Kernels written by hand are right with each set of vector instructions that this processor has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fuseplan.kernels.cpp.attention import FewRowsAttention
+from fuseplan.kernels.cpp.matmul import FewRows
+from fuseplan.kernels.ir.ir import Buffer
+from fuseplan.kernels.native.build import Compiler, required_compiler
+
+#: Processors by the flag that tells one: with vectors of 16 bytes, AVX2, AVX-512, and its products of bf16.
+PROCESSORS = {"x86-64": "sse2", "haswell": "avx2", "skylake-avx512": "avx512bw", "cooperlake": "avx512_bf16"}
+pytestmark = pytest.mark.slow
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(params=PROCESSORS)
+def compiler(request: pytest.FixtureRequest) -> Compiler:
+    """One that builds for another processor, whose instructions this one has."""
+    told = Path("/proc/cpuinfo")
+    if not told.exists() or PROCESSORS[request.param] not in told.read_text().split():
+        pytest.skip(f"this processor has no {PROCESSORS[request.param]}")
+    return replace(required_compiler(), native=(f"-march={request.param}",))
+
+
+def assert_close(result: torch.Tensor, exact: torch.Tensor) -> None:
+    assert (result - exact).norm() <= 2 * torch.finfo(result.dtype).eps * exact.norm() + 1e-6
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(("rows", "cols", "inner"), [(1, 33, 127), (16, 7, 1031)])
+def test_matmuls_of_few_rows(rows: int, cols: int, inner: int, dtype: torch.dtype, compiler: Compiler) -> None:
+    torch.manual_seed(rows)
+    x, w, bias = (torch.randn(shape, dtype=dtype) for shape in ((rows, inner), (cols, inner), (cols,)))
+    name = str(dtype).removeprefix("torch.")
+    call = FewRows(rows, cols, inner, inner, name, True, (rows, cols)).build(compiler)
+    assert_close(call(x, w, bias), F.linear(x.double(), w.double(), bias.double()))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(("positions", "keys", "width"), [(2, 67, 33), (4, 1100, 64)])
+def test_attention_of_few_rows(positions: int, keys: int, width: int, dtype: torch.dtype, compiler: Compiler) -> None:
+    torch.manual_seed(keys)
+    query = torch.randn(1, 2, positions, width, dtype=dtype)
+    key, value = (torch.randn(1, 2, keys, width, dtype=dtype) for _ in range(2))
+    mask = torch.rand(1, 1, positions, keys) > 0.5
+    mask[..., 0] = True
+    operands = {"query": query, "key": key, "value": value, "out": query}
+    buffers = [Buffer(name, str(dtype).removeprefix("torch."), tuple(one.shape), one.stride(), name == "out")
+               for name, one in operands.items()]
+    masked, name = Buffer("mask", "bool", tuple(mask.shape), mask.stride()), buffers[0].dtype
+    kernel = FewRowsAttention(name, *buffers, masked, (0, 0, keys, 1), width**-0.5)
+    exact = F.scaled_dot_product_attention(query.double(), key.double(), value.double(), mask)
+    assert_close(kernel.build(compiler)(query, key, value, mask), exact)

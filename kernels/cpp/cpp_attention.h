@@ -19,7 +19,7 @@ template <int count, class T> FP_INLINE vf part(const T* row, int at) {
   return count % L && at == count / L ? load(row + at * L, Part{count % L}) : load(row + at * L);
 }
 template <int count, class T> FP_INLINE void fetch(const T* row) {
-  for (int at = 0; at < count; at += 64 / (int)sizeof(T)) __builtin_prefetch(row + at);
+  for (int at = 0; at < count; at += 64 / (int)sizeof(T)) __builtin_prefetch(row + at, 0, 2);
 }
 FP_INLINE vf larger_of(vf a, vf b) { return a > b ? a : b; }
 // The sums of four vectors' lanes.

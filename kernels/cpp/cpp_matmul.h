@@ -62,7 +62,7 @@ template <int C, int G> FP_INLINE void block(const FP_TYPE* w, const X* x, i64 f
   for (const i64 last = least(to, WHOLE); k + S * CHAINS <= last; k += S * CHAINS) {
     for (int c = 0; c < C; ++c)
       for (int at = 0; at < S * CHAINS; at += 64 / (int)sizeof(FP_TYPE))
-        __builtin_prefetch(w + c * STRIDE + k + at + AHEAD);
+        __builtin_prefetch(w + c * STRIDE + k + at + AHEAD, 0, 2);  // into the second-level cache
     for (int chain = 0; chain < CHAINS; ++chain) step(Full{}, k + chain * S, chain);
   }
   for (; k + S <= least(to, WHOLE); k += S) step(Full{}, k, 0);

@@ -112,6 +112,44 @@ template <class T> struct Folder<T, 2> {
 template <class V, class C> FP_INLINE typename lane<V>::type fold(V v, C combine) {
   return Folder<typename lane<V>::type, L>::fold(v, combine);
 }
+// A scan along the lanes, from what the columns before left in `carried`, in elements of that type.
+template <class C> struct Carrier {
+  enum { W = FP_VECTOR_BYTES / sizeof(C) };
+  typedef C wide __attribute__((vector_size(FP_VECTOR_BYTES)));
+  typedef i64 order __attribute__((vector_size(FP_VECTOR_BYTES)));
+  template <int Step> FP_INLINE wide moved(wide v, C identity) {  // lane i has what lane i - Step had
+    wide none = identity - wide{};
+#if defined(__clang__)
+    wide to;
+    for (int i = 0; i < W; ++i) to[i] = i < Step ? none[i] : v[i - Step];
+    return to;
+#else
+    order from;
+    for (int i = 0; i < W; ++i) from[i] = i < Step ? W + i : i - Step;
+    return __builtin_shuffle(v, none, from);
+#endif
+  }
+};
+template <class V, class C, class F> FP_INLINE V scanned(V v, C& carried, C identity, F combine) {
+  typedef Carrier<C> Lanes;
+  typedef typename lane<V>::type T;
+  typedef T narrow __attribute__((vector_size(Lanes::W * sizeof(T))));
+  V result;
+  for (int at = 0; at < L; at += Lanes::W) {
+    narrow part;
+    __builtin_memcpy(&part, (const char*)&v + at * sizeof(T), sizeof part);
+    typename Lanes::wide total = __builtin_convertvector(part, typename Lanes::wide);
+    total = combine(total, Lanes::template moved<1>(total, identity));
+    if (Lanes::W > 2) total = combine(total, Lanes::template moved<2 % Lanes::W>(total, identity));
+    if (Lanes::W > 4) total = combine(total, Lanes::template moved<4 % Lanes::W>(total, identity));
+    const C last = total[Lanes::W - 1];
+    total = combine(total, carried - typename Lanes::wide{});
+    carried = combine(carried, last);
+    part = __builtin_convertvector(total, narrow);
+    __builtin_memcpy((char*)&result + at * sizeof(T), &part, sizeof part);
+  }
+  return result;
+}
 template <class V> FP_INLINE V iota(i64 first, i64 step) {
   V v;
   for (int i = 0; i < L; ++i) v[i] = i;

@@ -104,7 +104,7 @@ def folds_in_parts(segment: Segment) -> bool:
     folds = [instr for instr in segment.body if isinstance(instr, Reduce)]
     if not folds or not is_static(*segment.rows, segment.cols) or any(one.dtype != "float32" for one in folds):
         return False
-    if segment.products or max(reduction_depths(segment, centred_sums(segment))) > 1:
+    if segment.products or segment.has_scan() or max(reduction_depths(segment, centred_sums(segment))) > 1:
         return False
     return not any(phase.elements or phase.stores for phase in schedule(segment, centre=True)[1:])
 

@@ -192,6 +192,8 @@ class Puller(BodyBuilder):
             held = Puller(self._group, side)
             pulled = held.pull(value, position).to("float64" if result.dtype == "float64" else "float32").id
             whole = Segment(own, inner, tuple(side.body), ())
+            if whole.has_scan():
+                raise NotLowerable(f"{node.op} ({node.name}): what it multiplies is scanned")
             split = factored(whole, pulled)
             # What is not scaled yet need not fit float16, in which tensor cores would multiply it; a byte does.
             fits = dtype != "float16" or self._is_byte(split[0].body, split[1])

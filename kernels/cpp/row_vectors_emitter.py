@@ -109,13 +109,14 @@ class RowVectorsWriter(ValueWriter):
         """The loops around a pass: folds stay in registers while a block is folded."""
         axis, folds = self.segment.col_axis + 1, self._folds(phase)
         types = [VECTOR_TYPE[kind] for kind in folds.values()]
+        first = [f"read<{kind}>({_place(value)})" if value in self.carried
+                 else f"splat<{kind}>({self.identity(value, folds[value])})"
+                 for kind, value in zip(types, folds, strict=True)]
         parameters = "".join(f", {kind}& a{value}" for kind, value in zip(types, folds, strict=True))
         lines = [f"auto pass{number} = [&](auto m, i64 j, i64 c{axis}{parameters}) {_INLINE} {{",
                  *indent(body), "};"]
         held = "".join(f", a{value}" for value in folds)
-        block = [f"{kind} a{value} = " + (
-            f"read<{kind}>({_place(value)});" if value in self.carried
-            else f"splat<{kind}>({self.identity(value, folds[value])});") for kind, value in zip(types, folds, strict=True)]
+        block = [f"{kind} a{value} = {text};" for kind, value, text in zip(types, folds, first, strict=True)]
         block += [f"for (i64 c{axis} = begin{axis}; c{axis} < end{axis}; ++c{axis}) pass{number}(m, j, c{axis}{held});"]
         for kind, value in zip(types, folds, strict=True):
             total = f"a{value}"

@@ -11,7 +11,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fuseplan.kernels.cpp.types import COMPARISONS, CARRIED_TYPE, SCALAR_TYPE, STORAGE_TYPE, VECTOR_TYPE, constant_text, cpp_size
+from fuseplan.kernels.cpp.types import (
+    CARRIED_TYPE,
+    COMPARISONS,
+    SCALAR_TYPE,
+    STORAGE_TYPE,
+    VECTOR_TYPE,
+    constant_text,
+    cpp_size,
+)
 from fuseplan.kernels.ir.index import Coord, FloorDiv, Index, Size, axes_of
 from fuseplan.kernels.ir.ir import (
     Apply,

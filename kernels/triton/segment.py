@@ -215,7 +215,8 @@ class SegmentEmitter(ValueEmitter):
         """What a scan carries from block to block, before the first one: a number for each row."""
         dtype = self.fold_type(value)
         identity = literal(fold_identity(self.reduction(value).kind, dtype), dtype)
-        return f"acc{self.prefix}{value} = tl.full({() if self.flat else self.shape(value, 1)}, {identity}, {tl_type(dtype)})"
+        shape = () if self.flat else self.shape(value, 1)
+        return f"acc{self.prefix}{value} = tl.full({shape}, {identity}, {tl_type(dtype)})"
 
     def scanned(self, value: int, instr: Scan) -> list[str]:
         if not self.tile.looped:

@@ -221,7 +221,7 @@ REDUCTIONS = {
 }
 
 
-#: Elements of a row that one block of threads, or one thread, scans alone at most, where there are fewer rows than this.
+#: Elements of a row that one block of threads, or one thread, scans alone at most where there are few rows.
 _MOST_SCANNED_ALONE, _ENOUGH_ROWS = 32768, 16
 
 

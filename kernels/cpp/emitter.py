@@ -236,5 +236,5 @@ class _ColumnsWriter(ValueWriter):
             lines.append(f"  for (; j + L <= high; j += L) {call('Full{}', 'j', 0)}")
         last, part = call("Last{(int)(j - (high - L))}", "high - L", 0), call("Part{(int)(high - j)}", "j", 0)
         # A scan goes on from the vector before, and cannot begin earlier.
-        ends = [part] if self.segment.has_scan() else ["{", f"  if (high >= L) {last}", f"  else {part}", "}"]
-        return [*lines, f"  if (j < high) {ends[0]}", *indent(ends[1:]), "}"]
+        ends = [part] if self.segment.has_scan() else [f"if (high >= L) {last}", f"else {part}"]
+        return [*lines, "  if (j < high) {", *indent(indent(ends)), "  }", "}"]

@@ -17,9 +17,9 @@ from fuseplan.kernels.ir.ir import (
     RowValue,
     Scan,
     Segment,
-    ancestors,
     operands,
 )
+from fuseplan.kernels.ir.rewrite import ancestors
 
 
 def may_fail(ir: KernelIR) -> bool:

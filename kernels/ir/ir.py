@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, TypeAlias
@@ -211,20 +211,6 @@ def renamed(instr: Instr, change: Callable[[int], int]) -> Instr:
 def _picked(gather: Gather | None, change: Callable[[int], int]) -> Gather | None:
     check = None if gather is None or gather.check is None else change(gather.check)
     return gather and replace(gather, value=change(gather.value), check=check)
-
-
-def ancestors(
-    body: Sequence[Instr], roots: Iterable[int], through: Callable[[int], bool] = lambda value: True
-) -> list[int]:
-    """``roots`` and what they are computed from, in body order; ``through`` says whose operands count."""
-    found: set[int] = set()
-    pending = list(roots)
-    while pending:
-        value = pending.pop()
-        if value not in found:
-            found.add(value)
-            pending.extend(operands(body[value]) if through(value) else ())
-    return sorted(found)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fuseplan.kernels.ir.index import is_static
-from fuseplan.kernels.ir.ir import Apply, Cast, Const, Instr, Iota, Load, Reduce, Round, Segment, ancestors, operands
+from fuseplan.kernels.ir.ir import Apply, Cast, Const, Instr, Iota, Load, Reduce, Round, Segment, operands
+from fuseplan.kernels.ir.rewrite import ancestors
 
 #: So few rows side by side would leave most of a vector empty, and most of a line unread.
 _FEW_ROWS = 8

@@ -27,12 +27,11 @@ from fuseplan.kernels.ir.ir import (
     Scan,
     Segment,
     Store,
-    ancestors,
     operands,
 )
 from fuseplan.kernels.ir.ops import REDUCTIONS, fold_identity, op_spec
 from fuseplan.kernels.ir.reduction_loops import Phase, reduction_depths, schedule
-from fuseplan.kernels.ir.rewrite import without_repeated_clamps
+from fuseplan.kernels.ir.rewrite import ancestors, without_repeated_clamps
 from fuseplan.kernels.triton.index import triton_size
 
 #: What a device says where a lookup or a write by data fails.

@@ -112,6 +112,34 @@ template <class T> struct Folder<T, 2> {
 template <class V, class C> FP_INLINE typename lane<V>::type fold(V v, C combine) {
   return Folder<typename lane<V>::type, L>::fold(v, combine);
 }
+// Two vectors of W lanes as one, and back. By way of memory, joining would wait until both have left the store buffer.
+template <class T, int W> struct Halves {
+  typedef T half __attribute__((vector_size(W * sizeof(T))));
+  typedef T whole __attribute__((vector_size(2 * W * sizeof(T))));
+  static half part(whole v, int number) { return ((const half*)&v)[number]; }
+  static whole joined(half a, half b) {
+    half parts[] = {a, b};
+    return read<whole>(parts);
+  }
+};
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define FP_FIRST_2(at) at, at + 1
+#define FP_FIRST_4(at) FP_FIRST_2(at), FP_FIRST_2(at + 2)
+#define FP_FIRST_8(at) FP_FIRST_4(at), FP_FIRST_4(at + 4)
+#define FP_HALVES(W)                                                                                       \
+  template <class T> struct Halves<T, W> {                                                                 \
+    typedef T half __attribute__((vector_size(W * sizeof(T))));                                            \
+    typedef T whole __attribute__((vector_size(2 * W * sizeof(T))));                                       \
+    FP_INLINE half part(whole v, int number) {                                                             \
+      return number ? __builtin_shufflevector(v, v, FP_FIRST_##W(W)) : __builtin_shufflevector(v, v, FP_FIRST_##W(0)); \
+    }                                                                                                      \
+    FP_INLINE whole joined(half a, half b) { return __builtin_shufflevector(a, b, FP_FIRST_##W(0), FP_FIRST_##W(W)); } \
+  };
+FP_HALVES(2) FP_HALVES(4) FP_HALVES(8)
+#endif
+#endif
+
 // A scan along the lanes, from what the columns before left in `carried`, in elements of that type.
 template <class C> struct Carrier {
   enum { W = FP_VECTOR_BYTES / sizeof(C) };
@@ -129,26 +157,26 @@ template <class C> struct Carrier {
     return __builtin_shuffle(v, none, from);
 #endif
   }
+  template <class N, class F> FP_INLINE N scanned(N part, C& carried, C identity, F combine) {
+    wide total = convert<wide>(part);
+    total = combine(total, moved<1>(total, identity));
+    if (W > 2) total = combine(total, moved<2 % W>(total, identity));
+    if (W > 4) total = combine(total, moved<4 % W>(total, identity));
+    const C last = total[W - 1];
+    total = combine(total, carried - wide{});
+    carried = combine(carried, last);
+    return convert<N>(total);
+  }
 };
 template <class V, class C, class F> FP_INLINE V scanned(V v, C& carried, C identity, F combine) {
   typedef Carrier<C> Lanes;
-  typedef typename lane<V>::type T;
-  typedef T narrow __attribute__((vector_size(Lanes::W * sizeof(T))));
-  V result;
-  for (int at = 0; at < L; at += Lanes::W) {
-    narrow part;
-    __builtin_memcpy(&part, (const char*)&v + at * sizeof(T), sizeof part);
-    typename Lanes::wide total = __builtin_convertvector(part, typename Lanes::wide);
-    total = combine(total, Lanes::template moved<1>(total, identity));
-    if (Lanes::W > 2) total = combine(total, Lanes::template moved<2 % Lanes::W>(total, identity));
-    if (Lanes::W > 4) total = combine(total, Lanes::template moved<4 % Lanes::W>(total, identity));
-    const C last = total[Lanes::W - 1];
-    total = combine(total, carried - typename Lanes::wide{});
-    carried = combine(carried, last);
-    part = __builtin_convertvector(total, narrow);
-    __builtin_memcpy((char*)&result + at * sizeof(T), &part, sizeof part);
+  if constexpr ((int)Lanes::W == (int)L) {
+    return Lanes::scanned(v, carried, identity, combine);
+  } else {
+    typedef Halves<typename lane<V>::type, Lanes::W> Two;
+    auto low = Lanes::scanned(Two::part(v, 0), carried, identity, combine);
+    return Two::joined(low, Lanes::scanned(Two::part(v, 1), carried, identity, combine));
   }
-  return result;
 }
 template <class V> FP_INLINE V iota(i64 first, i64 step) {
   V v;

@@ -209,7 +209,7 @@ def test_ninetoothed_leaves_scans_to_others() -> None:
     from fuseplan.kernels.ninetoothed.backend import NinetoothedBackend
 
     scans: list[Sample] = [one for one in recipe_samples() if one.name == "scanned"]
-    assert all("running sums" in (NinetoothedBackend().refuse(one.ir, SM90) or "") for one in scans)
+    assert all("running sum" in (NinetoothedBackend().refuse(one.ir, SM90) or "") for one in scans)
 
 
 def test_the_oracle_scans_whole_rows() -> None:

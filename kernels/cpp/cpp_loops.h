@@ -112,6 +112,72 @@ template <class T> struct Folder<T, 2> {
 template <class V, class C> FP_INLINE typename lane<V>::type fold(V v, C combine) {
   return Folder<typename lane<V>::type, L>::fold(v, combine);
 }
+// Two vectors of W lanes as one, and back. By way of memory, joining would wait until both have left the store buffer.
+template <class T, int W> struct Halves {
+  typedef T half __attribute__((vector_size(W * sizeof(T))));
+  typedef T whole __attribute__((vector_size(2 * W * sizeof(T))));
+  static half part(whole v, int number) { return ((const half*)&v)[number]; }
+  static whole joined(half a, half b) {
+    half parts[] = {a, b};
+    return read<whole>(parts);
+  }
+};
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define FP_FIRST_2(at) at, at + 1
+#define FP_FIRST_4(at) FP_FIRST_2(at), FP_FIRST_2(at + 2)
+#define FP_FIRST_8(at) FP_FIRST_4(at), FP_FIRST_4(at + 4)
+#define FP_HALVES(W)                                                                                       \
+  template <class T> struct Halves<T, W> {                                                                 \
+    typedef T half __attribute__((vector_size(W * sizeof(T))));                                            \
+    typedef T whole __attribute__((vector_size(2 * W * sizeof(T))));                                       \
+    FP_INLINE half part(whole v, int number) {                                                             \
+      return number ? __builtin_shufflevector(v, v, FP_FIRST_##W(W)) : __builtin_shufflevector(v, v, FP_FIRST_##W(0)); \
+    }                                                                                                      \
+    FP_INLINE whole joined(half a, half b) { return __builtin_shufflevector(a, b, FP_FIRST_##W(0), FP_FIRST_##W(W)); } \
+  };
+FP_HALVES(2) FP_HALVES(4) FP_HALVES(8)
+#endif
+#endif
+
+// A scan along the lanes, from what the columns before left in `carried`, in elements of that type.
+template <class C> struct Carrier {
+  enum { W = FP_VECTOR_BYTES / sizeof(C) };
+  typedef C wide __attribute__((vector_size(FP_VECTOR_BYTES)));
+  typedef i64 order __attribute__((vector_size(FP_VECTOR_BYTES)));
+  template <int Step> FP_INLINE wide moved(wide v, C identity) {  // lane i has what lane i - Step had
+    wide none = identity - wide{};
+#if defined(__clang__)
+    wide to;
+    for (int i = 0; i < W; ++i) to[i] = i < Step ? none[i] : v[i - Step];
+    return to;
+#else
+    order from;
+    for (int i = 0; i < W; ++i) from[i] = i < Step ? W + i : i - Step;
+    return __builtin_shuffle(v, none, from);
+#endif
+  }
+  template <class N, class F> FP_INLINE N scanned(N part, C& carried, C identity, F combine) {
+    wide total = convert<wide>(part);
+    total = combine(total, moved<1>(total, identity));
+    if (W > 2) total = combine(total, moved<2 % W>(total, identity));
+    if (W > 4) total = combine(total, moved<4 % W>(total, identity));
+    const C last = total[W - 1];
+    total = combine(total, carried - wide{});
+    carried = combine(carried, last);
+    return convert<N>(total);
+  }
+};
+template <class V, class C, class F> FP_INLINE V scanned(V v, C& carried, C identity, F combine) {
+  typedef Carrier<C> Lanes;
+  if constexpr ((int)Lanes::W == (int)L) {
+    return Lanes::scanned(v, carried, identity, combine);
+  } else {
+    typedef Halves<typename lane<V>::type, Lanes::W> Two;
+    auto low = Lanes::scanned(Two::part(v, 0), carried, identity, combine);
+    return Two::joined(low, Lanes::scanned(Two::part(v, 1), carried, identity, combine));
+  }
+}
 template <class V> FP_INLINE V iota(i64 first, i64 step) {
   V v;
   for (int i = 0; i < L; ++i) v[i] = i;

@@ -173,6 +173,8 @@ class _ColumnsWriter(ValueWriter):
             kind = self._accumulator_kind(value)
             vector, identity = VECTOR_TYPE[kind], self.identity(value, kind)
             lines += [f"{vector} a{value}_{lane} = splat<{vector}>({identity});" for lane in range(self.unroll)]
+        for value, kind in self.scans(phase.elements).items():
+            lines.append(f"{SCALAR_TYPE[kind]} carried{value} = {self.identity(value, kind)};")
         return [*lines, *self._loop(f"pass{position}", looped, body), *map(self._fold, looped)]
 
     def _constant_reduction(self, value: int) -> str:
@@ -232,11 +234,7 @@ class _ColumnsWriter(ValueWriter):
         lines.append(f"  for (; j + {self.unroll} * L <= high; j += {self.unroll} * L) {{ {unrolled} }}")
         if self.unroll > 1:
             lines.append(f"  for (; j + L <= high; j += L) {call('Full{}', 'j', 0)}")
-        lines += [
-            "  if (j < high) {",
-            f"    if (high >= L) {call('Last{(int)(j - (high - L))}', 'high - L', 0)}",
-            f"    else {call('Part{(int)(high - j)}', 'j', 0)}",
-            "  }",
-            "}",
-        ]
-        return lines
+        last, part = call("Last{(int)(j - (high - L))}", "high - L", 0), call("Part{(int)(high - j)}", "j", 0)
+        # A scan goes on from the vector before, and cannot begin earlier.
+        ends = [part] if self.segment.has_scan() else [f"if (high >= L) {last}", f"else {part}"]
+        return [*lines, "  if (j < high) {", *indent(indent(ends)), "  }", "}"]

@@ -66,7 +66,7 @@ def in_ranges(segment: Segment, first: int) -> InRanges | None:
 
 def _most_ranges(segment: Segment) -> int:
     """Ranges of each row, at most; where there are tasks enough without them, less than two."""
-    if not is_static(*segment.rows, segment.cols) or segment.products or not segment.num_rows:
+    if not is_static(*segment.rows, segment.cols) or segment.products or segment.has_scan() or not segment.num_rows:
         return 0
     together = min(segment.rows[-1], _SIDE_BY_SIDE) if folds_across(segment) else 1
     return int(min(_ENOUGH_TASKS * together // segment.num_rows, segment.cols * together // _LEAST_ELEMENTS))

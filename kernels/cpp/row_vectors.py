@@ -7,7 +7,7 @@ from functools import cached_property
 
 from fuseplan.kernels.ir.gathers import value_axes
 from fuseplan.kernels.ir.index import Size, as_size
-from fuseplan.kernels.ir.ir import Reduce, Segment
+from fuseplan.kernels.ir.ir import Reduce, Scan, Segment, operands
 from fuseplan.kernels.ir.reduction_loops import folds_across
 
 
@@ -28,8 +28,11 @@ class RowVectors(Segment):
     @cached_property
     def per_row(self) -> tuple[bool, ...]:
         """For each value: True when all lanes of a vector have the same."""
-        found = zip(self.body, value_axes(self.whole), strict=True)
-        return tuple(not isinstance(instr, Reduce) and self.col_axis not in axes for instr, axes in found)
+        found: list[bool] = []
+        for instr, axes in zip(self.body, value_axes(self.whole), strict=True):
+            own = isinstance(instr, Reduce | Scan) or self.col_axis in axes
+            found.append(not own and all(found[arg] for arg in operands(instr)))
+        return tuple(found)
 
 
 def as_row_vectors(segment: Segment) -> Segment:

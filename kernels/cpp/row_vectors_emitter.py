@@ -1,6 +1,7 @@
 """The loops of a segment whose vectors hold rows: over blocks of what is folded, vectors, and the numbers of a block.
 
-Numbers of rows that more than one loop needs (folds, what is computed from them) wait in an array: ``t<v>``.
+Numbers of rows that more than one loop needs (folds, what is computed from them) wait in an array: ``t<v>``. So does
+what a scan carries from block to block.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class RowVectorsWriter(ValueWriter):
         #: Pass or beginning of a pass that computes each value of a row.
         self.places = {value: number for number, phase in enumerate(self.phases) for value in phase.rows}
         self.kept = self._kept()
+        self.carried = self.scans(value for phase in self.phases for value in phase.elements)
 
     def _kept(self) -> dict[int, str]:
         """The values that wait in an array, with the register type of its elements."""
@@ -56,7 +58,7 @@ class RowVectorsWriter(ValueWriter):
     def arrays(self) -> list[str]:
         # Each has room for a vector more: the last one has a place of its own.
         return [f"alignas(64) {ELEMENT_TYPE[kind]} t{value}[{self._rows_at_once()} + L];"
-                for value, kind in self.kept.items()]
+                for value, kind in {**self.kept, **self.carried}.items()]
 
     def _rows_at_once(self) -> int:
         folded = self.segment.folded
@@ -79,9 +81,8 @@ class RowVectorsWriter(ValueWriter):
         begin = self._computed([value for value in phase.rows if value not in shared])
         begin += [f"write({_place(value)}, e{value});" for value in phase.rows if value in self.kept]
         begin += [line for store in phase.row_stores for line in self._store(store)]
-        for value in phase.reductions:
-            kind = VECTOR_TYPE[self._fold_type(value)]
-            begin.append(f"write({_place(value)}, splat<{kind}>({self.identity(value, self._fold_type(value))}));")
+        for value, kind in self._folds(phase).items():
+            begin.append(f"write({_place(value)}, splat<{VECTOR_TYPE[kind]}>({self.identity(value, kind)}));")
         if begin:
             lines += [f"auto rows{number} = [&](auto m, i64 j) {_INLINE} {{", *indent(begin), "};"]
             lines += _vectors(lambda mode, at: f"rows{number}({mode}, {at});")
@@ -106,17 +107,21 @@ class RowVectorsWriter(ValueWriter):
 
     def _loop(self, number: int, phase: Phase, body: Sequence[str]) -> list[str]:
         """The loops around a pass: folds stay in registers while a block is folded."""
-        axis, folds = self.segment.col_axis + 1, phase.reductions
-        types = [VECTOR_TYPE[self._fold_type(value)] for value in folds]
+        axis, folds = self.segment.col_axis + 1, self._folds(phase)
+        types = [VECTOR_TYPE[kind] for kind in folds.values()]
+        first = [f"read<{kind}>({_place(value)})" if value in self.carried
+                 else f"splat<{kind}>({self.identity(value, folds[value])})"
+                 for kind, value in zip(types, folds, strict=True)]
         parameters = "".join(f", {kind}& a{value}" for kind, value in zip(types, folds, strict=True))
         lines = [f"auto pass{number} = [&](auto m, i64 j, i64 c{axis}{parameters}) {_INLINE} {{",
                  *indent(body), "};"]
         held = "".join(f", a{value}" for value in folds)
-        block = [f"{kind} a{value} = splat<{kind}>({self.identity(value, self._fold_type(value))});"
-                 for kind, value in zip(types, folds, strict=True)]
+        block = [f"{kind} a{value} = {text};" for kind, value, text in zip(types, folds, first, strict=True)]
         block += [f"for (i64 c{axis} = begin{axis}; c{axis} < end{axis}; ++c{axis}) pass{number}(m, j, c{axis}{held});"]
         for kind, value in zip(types, folds, strict=True):
-            total = self.combined(value, f"read<{kind}>({_place(value)})", f"a{value}")
+            total = f"a{value}"
+            if value not in self.carried:
+                total = self.combined(value, f"read<{kind}>({_place(value)})", total)
             block.append(f"write({_place(value)}, {total});")
         size = self.size(self.segment.folded)
         inner = [f"const i64 end{axis} = least({size}, begin{axis} + {self.block});",
@@ -155,6 +160,15 @@ class RowVectorsWriter(ValueWriter):
         store = self.segment.stores[number]
         lines, text = [*self._read(store.values), *self.pointer(f"q{number}", store)], self.store(number)
         return [*lines, *self.splats(), text]
+
+    def _folds(self, phase: Phase) -> dict[int, str]:
+        """What a pass goes on with from number to number, folds and scans, and in which register type."""
+        return {**{value: self._fold_type(value) for value in phase.reductions}, **self.scans(phase.elements)}
+
+    def scanned(self, value: int, kind: str) -> str:
+        operand, own = self.reduction(value).arg, self.kinds[value]
+        item = conversion(own, kind, self.operand(operand, own))
+        return conversion(kind, own, f"(a{value} = {self.combined(value, f'a{value}', item)})")
 
     def _fold_type(self, value: int) -> str:
         """Register type in which a reduction is folded."""

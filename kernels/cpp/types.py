@@ -17,7 +17,7 @@ import sympy
 from fuseplan.kernels.cpp.row_vectors import folded_size
 from fuseplan.kernels.ir.backend import BuildError
 from fuseplan.kernels.ir.index import Coord, Index, Mod, Size
-from fuseplan.kernels.ir.ir import Apply, Cast, Const, Instr, Iota, KernelIR, Load, Reduce, Segment
+from fuseplan.kernels.ir.ir import Apply, Cast, Const, Instr, Iota, KernelIR, Load, Reduce, Scan, Segment
 
 #: Inclusive bounds of an integer value; None when unknown.
 Interval: TypeAlias = tuple[int, int] | None
@@ -35,6 +35,9 @@ STORAGE_TYPE = {
     "int16": "short", "int8": "signed char", "uint8": "unsigned char", "bool": "bool8",
     "float8_e4m3fn": "f8",
 }
+
+#: In which elements a scan is carried from column to column: sums of float32 in double precision, as in ATen.
+CARRIED_TYPE = {"float32": "float64", "float64": "float64", "int64": "int64", "int32": "int64"}
 
 COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 #: Ops whose bounds are among their results at the bounds of their operands.
@@ -129,7 +132,7 @@ def _interval(instr: Instr, segment: Segment, known: Sequence[Interval]) -> Inte
         return known[instr.arg] if not source.startswith("float") else None
     if isinstance(instr, Load):
         return (-(2**31), 2**31 - 1) if instr.dtype == "int32" else None
-    if isinstance(instr, Reduce) and instr.kind != "prod":
+    if isinstance(instr, Reduce | Scan) and instr.kind != "prod":
         operand = known[instr.arg]
         if instr.kind != "sum" or operand is None:
             return operand

@@ -11,7 +11,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fuseplan.kernels.cpp.types import COMPARISONS, SCALAR_TYPE, STORAGE_TYPE, VECTOR_TYPE, constant_text, cpp_size
+from fuseplan.kernels.cpp.types import (
+    CARRIED_TYPE,
+    COMPARISONS,
+    SCALAR_TYPE,
+    STORAGE_TYPE,
+    VECTOR_TYPE,
+    constant_text,
+    cpp_size,
+)
 from fuseplan.kernels.ir.index import Coord, FloorDiv, Index, Size, axes_of
 from fuseplan.kernels.ir.ir import (
     Apply,
@@ -23,6 +31,7 @@ from fuseplan.kernels.ir.ir import (
     Load,
     Reduce,
     Round,
+    Scan,
     Segment,
     Store,
     register_type,
@@ -151,6 +160,8 @@ class ValueWriter(ABC):
             return conversion(self.kinds[instr.arg], kind, self.operand(instr.arg))
         if isinstance(instr, Round):
             return f"{_ROUNDS[instr.to]}({self.operand(instr.arg)})"
+        if isinstance(instr, Scan):
+            return self.scanned(value, CARRIED_TYPE[kind])
         assert isinstance(instr, Apply)
         return self._apply(instr, kind)
 
@@ -180,10 +191,21 @@ class ValueWriter(ABC):
 
     # -- folds ----------------------------------------------------------------------------------------------
 
-    def reduction(self, value: int) -> Reduce:
+    def reduction(self, value: int) -> Reduce | Scan:
         instr = self.segment.body[value]
-        assert isinstance(instr, Reduce)
+        assert isinstance(instr, Reduce | Scan)
         return instr
+
+    def scans(self, values: Iterable[int]) -> dict[int, str]:
+        """The scans among some values, with the register type of what each carries."""
+        found = {value: self.segment.body[value] for value in values}
+        return {value: CARRIED_TYPE[self.kinds[value]] for value, one in found.items() if isinstance(one, Scan)}
+
+    def scanned(self, value: int, kind: str) -> str:
+        """A scan's vector of columns; what it carries, in registers of ``kind``, is ``carried<v>``."""
+        own, combine = self.kinds[value], f"[](auto x, auto y) {{ return {self.combined(value, 'x', 'y')}; }}"
+        operand = self.operand(self.reduction(value).arg, own)
+        return f"scanned({operand}, carried{value}, {self.identity(value, kind)}, {combine})"
 
     def identity(self, value: int, kind: str) -> str:
         """What a fold in registers of ``kind`` begins with."""

@@ -74,10 +74,11 @@ def splits_of(segment: Segment, config: Config) -> int:
 def chunk_width(buffers: Sequence[Buffer], segment: Segment, config: Config) -> int:
     """Neighbouring columns that each thread loads at once, to rescale its sum to a rising maximum once for all of them.
 
-    0 in a tile of several rows or fewer than two columns a thread, or beside reductions that a chunk would fold too.
+    0 in a tile of several rows or fewer than two columns a thread, or beside scans, or reductions that a chunk would
+    fold too.
     """
     tile = tile_of(segment, config)
-    beside = rescaled_sums(segment) if tile.looped and tile.flat else {}
+    beside = rescaled_sums(segment) if tile.looped and tile.flat and not segment.has_scan() else {}
     if not beside:
         return 0
     chunked = {*beside, *beside.values()}

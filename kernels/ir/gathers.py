@@ -15,10 +15,11 @@ from fuseplan.kernels.ir.ir import (
     Load,
     Reduce,
     RowValue,
+    Scan,
     Segment,
-    ancestors,
     operands,
 )
+from fuseplan.kernels.ir.rewrite import ancestors
 
 
 def may_fail(ir: KernelIR) -> bool:
@@ -33,6 +34,8 @@ def value_axes(segment: Segment) -> list[frozenset[int]]:
         own = instr.index.axes() if isinstance(instr, Load | Iota | Dot) else set()
         if isinstance(instr, Dot | RowValue):  # all rows tell it apart, though its left side may not know some
             own = {*own, *range(segment.col_axis)}
+        if isinstance(instr, Scan):
+            own = {segment.col_axis}
         axes = frozenset(own).union(*(found[arg] for arg in operands(instr)))
         found.append(axes - {segment.col_axis} if isinstance(instr, Reduce) else axes)
     return found
@@ -86,7 +89,7 @@ def index_limits(ir: KernelIR) -> Mapping[int, int]:
 def computes_indices(ir: KernelIR) -> bool:
     """Whether a kernel looks up elements by numbers that it computes from its inputs, not only by inputs themselves."""
     return any(
-        any(isinstance(one, Apply | Reduce) for one in made_of) and any(isinstance(one, Load) for one in made_of)
+        any(isinstance(one, Apply | Reduce | Scan) for one in made_of) and any(isinstance(one, Load) for one in made_of)
         for _, made_of in _gathers(ir)
     )
 

@@ -17,8 +17,9 @@ from typing import TypeAlias, TypeVar
 import networkx as nx
 
 from fuseplan.kernels.ir.index import Size, as_size, is_static, product, row_major_strides
-from fuseplan.kernels.ir.ir import KernelIR, Load, Reduce, Segment, Store, ancestors, operands
+from fuseplan.kernels.ir.ir import KernelIR, Load, Reduce, Segment, Store, operands
 from fuseplan.kernels.ir.reduction_loops import Phase, schedule
+from fuseplan.kernels.ir.rewrite import ancestors
 
 #: For positions among a kernel's outputs, the position among its inputs whose memory each takes.
 Reuse: TypeAlias = Mapping[int, int]

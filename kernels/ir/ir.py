@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, TypeAlias
@@ -155,6 +155,15 @@ class Reduce:
 
 
 @dataclass(frozen=True)
+class Scan:
+    """Fold ``arg`` over the columns of a row up to and with each one, with ``kind`` (``"sum"`` or ``"prod"``)."""
+
+    dtype: RegisterType
+    kind: str
+    arg: int
+
+
+@dataclass(frozen=True)
 class Dot:
     """The sum of product number ``product`` for the row at hand of its left side and row ``index`` of its right."""
 
@@ -172,7 +181,7 @@ class RowValue:
     value: int
 
 
-Instr: TypeAlias = Load | Const | Iota | Apply | Cast | Round | Reduce | Dot | RowValue
+Instr: TypeAlias = Load | Const | Iota | Apply | Cast | Round | Reduce | Scan | Dot | RowValue
 #: Instructions that have an index.
 _INDEXED = (Load, Iota, Dot)
 
@@ -181,7 +190,7 @@ def operands(instr: Instr) -> tuple[int, ...]:
     """Value ids an instruction reads."""
     if isinstance(instr, Apply):
         return instr.args
-    if isinstance(instr, Cast | Round | Reduce):
+    if isinstance(instr, Cast | Round | Reduce | Scan):
         return (instr.arg,)
     if isinstance(instr, Load) and instr.mask is not None:
         return (instr.mask, *(instr.gather.values if instr.gather is not None else ()))
@@ -192,7 +201,7 @@ def renamed(instr: Instr, change: Callable[[int], int]) -> Instr:
     """The same with each of its :func:`operands` renamed."""
     if isinstance(instr, Apply):
         return replace(instr, args=tuple(map(change, instr.args)))
-    if isinstance(instr, Cast | Round | Reduce):
+    if isinstance(instr, Cast | Round | Reduce | Scan):
         return replace(instr, arg=change(instr.arg))
     if isinstance(instr, Load) and instr.mask is not None:
         return replace(instr, mask=change(instr.mask), gather=_picked(instr.gather, change))
@@ -202,20 +211,6 @@ def renamed(instr: Instr, change: Callable[[int], int]) -> Instr:
 def _picked(gather: Gather | None, change: Callable[[int], int]) -> Gather | None:
     check = None if gather is None or gather.check is None else change(gather.check)
     return gather and replace(gather, value=change(gather.value), check=check)
-
-
-def ancestors(
-    body: Sequence[Instr], roots: Iterable[int], through: Callable[[int], bool] = lambda value: True
-) -> list[int]:
-    """``roots`` and what they are computed from, in body order; ``through`` says whose operands count."""
-    found: set[int] = set()
-    pending = list(roots)
-    while pending:
-        value = pending.pop()
-        if value not in found:
-            found.add(value)
-            pending.extend(operands(body[value]) if through(value) else ())
-    return sorted(found)
 
 
 @dataclass(frozen=True)
@@ -303,14 +298,19 @@ class Segment:
         return replace(self, body=tuple(body), stores=tuple(stores))
 
     def has_reduction(self) -> bool:
-        return any(isinstance(instr, Reduce) for instr in self.body)
+        """Whether what it computes of a row is made of other columns too: one program then has all of them."""
+        return any(isinstance(instr, Reduce | Scan) for instr in self.body)
+
+    def has_scan(self) -> bool:
+        """Whether numbers are carried from column to column."""
+        return any(isinstance(instr, Scan) for instr in self.body)
 
     @cached_property
     def per_row(self) -> tuple[bool, ...]:
         """For each value: True when it is one number per row (depends on no column)."""
         result: list[bool] = []
         for instr in self.body:
-            own = isinstance(instr, _INDEXED) and self.col_axis in instr.index.axes()
+            own = isinstance(instr, Scan) or (isinstance(instr, _INDEXED) and self.col_axis in instr.index.axes())
             folded = isinstance(instr, Reduce | RowValue)
             result.append(folded or (not own and all(result[arg] for arg in operands(instr))))
         return tuple(result)

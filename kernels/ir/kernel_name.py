@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 
-from fuseplan.kernels.ir.ir import Apply, KernelIR, Reduce, Segment
+from fuseplan.kernels.ir.ir import Apply, KernelIR, Reduce, Scan, Segment
 
 #: Letters of a name: profilers cut longer ones.
 _LONGEST = 60
@@ -33,3 +33,5 @@ def _ops(segment: Segment) -> Iterator[str]:
             yield instr.op
         elif isinstance(instr, Reduce):
             yield instr.kind
+        elif isinstance(instr, Scan):
+            yield f"cum{instr.kind}"

@@ -10,7 +10,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fuseplan.kernels.ir.index import is_static
-from fuseplan.kernels.ir.ir import Apply, Cast, Const, Instr, Iota, Load, Reduce, Round, Segment, ancestors, operands
+from fuseplan.kernels.ir.ir import Apply, Cast, Const, Instr, Iota, Load, Reduce, Round, Segment, operands
+from fuseplan.kernels.ir.rewrite import ancestors
 
 #: So few rows side by side would leave most of a vector empty, and most of a line unread.
 _FEW_ROWS = 8
@@ -104,7 +105,7 @@ def folds_in_parts(segment: Segment) -> bool:
     folds = [instr for instr in segment.body if isinstance(instr, Reduce)]
     if not folds or not is_static(*segment.rows, segment.cols) or any(one.dtype != "float32" for one in folds):
         return False
-    if segment.products or max(reduction_depths(segment, centred_sums(segment))) > 1:
+    if segment.products or segment.has_scan() or max(reduction_depths(segment, centred_sums(segment))) > 1:
         return False
     return not any(phase.elements or phase.stores for phase in schedule(segment, centre=True)[1:])
 

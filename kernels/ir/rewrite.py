@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from fuseplan.kernels.ir.ir import LARGEST, Apply, Buffer, Const, Instr, Round, Segment, ancestors, operands, renamed
+from fuseplan.kernels.ir.ir import LARGEST, Apply, Buffer, Const, Instr, Round, Segment, operands, renamed
 
 
 def identity(instr: Instr) -> object:
@@ -140,6 +140,20 @@ class _Maker:
         double = self.emit(Apply(tanh.dtype, "mul", (self.places[tanh.args[0]], two)))
         curve = self.emit(Apply(tanh.dtype, "sigmoid", (double,)))
         return self.emit(Apply(tanh.dtype, "mul", (curve, two)))
+
+
+def ancestors(
+    body: Sequence[Instr], roots: Iterable[int], through: Callable[[int], bool] = lambda value: True
+) -> list[int]:
+    """``roots`` and what they are computed from, in body order; ``through`` says whose operands count."""
+    found: set[int] = set()
+    pending = list(roots)
+    while pending:
+        value = pending.pop()
+        if value not in found:
+            found.add(value)
+            pending.extend(operands(body[value]) if through(value) else ())
+    return sorted(found)
 
 
 def needed(body: Sequence[Instr], values: Iterable[int]) -> tuple[tuple[Instr, ...], dict[int, int]]:

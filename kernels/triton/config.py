@@ -12,6 +12,8 @@ from fuseplan.kernels.ir.reduction_loops import folds_across, folds_in_parts, re
 #: Rows wider than this are walked in blocks by default; configs may hold up to the second number in registers.
 DEFAULT_PERSISTENT_COLS = 16384
 MAX_PERSISTENT_COLS = 32768
+#: The same of tiles that are scanned, whose numbers threads hold twice; and how many numbers a block of others has.
+_PERSISTENT_SCAN, _SCANNED_BLOCK = 4096, 2048
 #: Registers a kernel spends on addresses, masks and the like, whatever its tile.
 _BASE_REGISTERS = 24
 #: A count of programs that is as good as the fewest, and columns as good as covered exactly.
@@ -270,7 +272,7 @@ def _walks_twice(ir: KernelIR, segment: Segment) -> bool:
     """
     narrowest = min((ITEMSIZE[ir.buffers[load.buffer].dtype] for load in segment.loads), default=4)
     held = is_static(segment.cols) and _SECTOR_BYTES // narrowest * _static(segment.cols) <= _HELD_TILE
-    return not held and sweeps(segment, centre=True) > 1
+    return not held and not segment.has_scan() and sweeps(segment, centre=True) > 1
 
 
 def _reducing_config(ir: KernelIR, target: Target, block: tuple[int, int], warps: int, most: int) -> Config:
@@ -292,19 +294,21 @@ def _default_across(ir: KernelIR, target: Target) -> Config:
     """Rows of whole lines, more where columns are few; as many columns as registers hold, or blocks of a few."""
     main = max((segment for segment in ir.segments if folds_across(segment)), key=_elements)
     rows, widest = line_rows(ir, main, target.cores), next_power_of_2(_static(main.cols))
-    held = is_static(main.cols) and rows * widest <= _HELD_TILE
+    scans = main.has_scan()
+    most_held, block = (_PERSISTENT_SCAN, _SCANNED_BLOCK) if scans else (_HELD_TILE, _LOOPED_TILE)
+    held = is_static(main.cols) and rows * widest <= most_held
     choices = {tunable.name: tunable.choices for tunable in tunables(ir, target)}
     while held and 2 * rows <= int(choices["block_rows"][-1]) and 2 * rows * widest <= _LOOPED_TILE and (
             _static(main.num_rows) // (2 * rows) >= 2 * target.cores):
         rows *= 2
     twice, most = _walks_twice(ir, main), 16
-    wanted = widest if held else max(32, _LOOPED_TILE * (2 if twice else 1) // rows)
+    wanted = widest if held else max(32, block * (2 if twice else 1) // rows)
     cols = next((int(choice) for choice in choices["block_cols"] if int(choice) >= wanted), wanted)
     # What is held is folded by few warps, each with all its loads in flight: a fold is an exchange between them.
-    each = 16
+    each = 8 if scans or twice else 16
     if twice:
-        each, most = 8, target.gpu.most_threads // target.gpu.warp
-    elif held:
+        most = target.gpu.most_threads // target.gpu.warp
+    elif held and not scans:
         each = _HELD_BYTES // max((ITEMSIZE[ir.buffers[load.buffer].dtype] for load in main.loads), default=4)
     warps = max(1, min(most, rows * cols // (target.gpu.warp * each)))
     tile = Tile(rows, cols, False, 1)
@@ -318,10 +322,12 @@ def _default_reduction(ir: KernelIR, target: Target) -> Config:
     if all(map(folds_across, reducing)):
         return _default_across(ir, target)
     widest = max(next_power_of_2(_static(segment.cols)) for segment in reducing)
-    looped = widest > DEFAULT_PERSISTENT_COLS or not all(is_static(segment.cols) for segment in reducing)
+    scans = any(segment.has_scan() for segment in reducing)
+    persistent = _PERSISTENT_SCAN if scans else DEFAULT_PERSISTENT_COLS
+    looped = widest > persistent or not all(is_static(segment.cols) for segment in reducing)
     num_rows = max(_static(segment.num_rows) for segment in reducing)
     rescales = looped and any(chunk_width(ir.buffers, segment, _RESCALING) for segment in reducing)
-    block = 4096 if num_rows > target.cores and not rescales else 8192
+    block = _SCANNED_BLOCK if scans else 4096 if num_rows > target.cores and not rescales else 8192
     cols = min(widest, block) if looped else widest
     choices = {tunable.name: tunable.choices for tunable in tunables(ir, target)}
     rows, most_rows = 1, int(choices["block_rows"][-1])

@@ -15,7 +15,8 @@ from fuseplan.kernels.gpu.overlap import overlapped
 from fuseplan.kernels.gpu.tile import HALVES, TENSOR_CORE_ROWS
 from fuseplan.kernels.ir.backend import Config
 from fuseplan.kernels.ir.index import Index
-from fuseplan.kernels.ir.ir import Buffer, Dot, Instr, Product, RowValue, Segment, ancestors
+from fuseplan.kernels.ir.ir import Buffer, Dot, Instr, Product, RowValue, Segment
+from fuseplan.kernels.ir.rewrite import ancestors
 from fuseplan.kernels.triton.contraction_sides import Function, Left, Right
 from fuseplan.kernels.triton.index import triton_size
 from fuseplan.kernels.triton.segment import SegmentEmitter, _statements

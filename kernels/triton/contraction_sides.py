@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fuseplan.kernels.ir.index import FloorDiv, Index, axes_of, divides
-from fuseplan.kernels.ir.ir import ITEMSIZE, Cast, Load, Product, Reduce, Segment, ancestors, operands
+from fuseplan.kernels.ir.ir import ITEMSIZE, Cast, Load, Product, Reduce, Segment, operands
 from fuseplan.kernels.ir.reduction_loops import reduction_depths
+from fuseplan.kernels.ir.rewrite import ancestors
 from fuseplan.kernels.triton.index import Coordinates
 from fuseplan.kernels.triton.segment import SegmentEmitter
 from fuseplan.kernels.triton.values import index_extent, tl_type

@@ -16,7 +16,7 @@ from fuseplan.kernels.gpu.overlap import overlapped
 from fuseplan.kernels.gpu.tile import chunk_width
 from fuseplan.kernels.ir.backend import Config
 from fuseplan.kernels.ir.index import Index, divides
-from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, Gather, Load, Segment, Store
+from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, Gather, Load, Scan, Segment, Store
 from fuseplan.kernels.ir.ops import REDUCTIONS, fold_identity, op_spec
 from fuseplan.kernels.ir.reduction_loops import Phase, centred_sums, folds_across, rescaled_sums, schedule
 from fuseplan.kernels.triton.index import Coordinates, triton_size
@@ -168,6 +168,7 @@ class SegmentEmitter(ValueEmitter):
         lines += [self.accumulator(value, self.tile.cols // width) for value in folds]
         centred = [value for value in folds if value in self.centred]
         lines += [self.accumulator(value, self.tile.cols, name) for value in centred for name in ("first", "apart")]
+        lines += [self._carried(value) for value in phase.elements if isinstance(self.segment.body[value], Scan)]
         if folds or phase.stores:
             lines += self._loop(phase, folds, width)
         lines += self._seen() if centred else []
@@ -209,6 +210,25 @@ class SegmentEmitter(ValueEmitter):
         identity = literal(fold_identity(self.reduction(value).kind, dtype), dtype)
         shape = (cols,) if self.flat else (cols, self.tile.rows) if self.turned else (self.tile.rows, cols)
         return f"{name}{self.prefix}{value} = tl.full({shape}, {identity}, {tl_type(dtype)})"
+
+    def _carried(self, value: int) -> str:
+        """What a scan carries from block to block, before the first one: a number for each row."""
+        dtype = self.fold_type(value)
+        identity = literal(fold_identity(self.reduction(value).kind, dtype), dtype)
+        shape = () if self.flat else self.shape(value, 1)
+        return f"acc{self.prefix}{value} = tl.full({shape}, {identity}, {tl_type(dtype)})"
+
+    def scanned(self, value: int, instr: Scan) -> list[str]:
+        if not self.tile.looped:
+            return super().scanned(value, instr)
+        name, total, combine = self.name(value), f"acc{self.prefix}{value}", REDUCTIONS[instr.kind].triton_combine
+        operand, axis = self.masked_operand(value), 0 if self.flat or self.turned else 1
+        return [
+            f"{name} = tl.broadcast_to({operand}, {self.shape(value, self.tile.cols)})",
+            f"after{self.prefix}{value} = {self.folded(value, name)}",
+            f"{name} = {combine.format(total, f'tl.cum{instr.kind}({name}, {axis})')}",
+            f"{total} = {combine.format(total, f'after{self.prefix}{value}')}",
+        ]
 
     def combined(self, value: int, operand: str) -> str:
         """Take more numbers into a fold."""

@@ -16,7 +16,8 @@ from fuseplan.kernels.gpu.overlap import overlapped
 from fuseplan.kernels.gpu.tile import HALVES, ceil_div, tile_of
 from fuseplan.kernels.ir.backend import Config, Target
 from fuseplan.kernels.ir.index import Coord, Size, as_size, evaluate, is_static
-from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, Dot, Instr, KernelIR, Load, Product, RowValue, Segment, ancestors
+from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, Dot, Instr, KernelIR, Load, Product, RowValue, Segment
+from fuseplan.kernels.ir.rewrite import ancestors
 from fuseplan.kernels.triton.index import triton_size
 from fuseplan.kernels.triton.segment import SegmentEmitter, _statements
 from fuseplan.kernels.triton.values import tl_type

@@ -24,14 +24,14 @@ from fuseplan.kernels.ir.ir import (
     Load,
     Reduce,
     Round,
+    Scan,
     Segment,
     Store,
-    ancestors,
     operands,
 )
 from fuseplan.kernels.ir.ops import REDUCTIONS, fold_identity, op_spec
 from fuseplan.kernels.ir.reduction_loops import Phase, reduction_depths, schedule
-from fuseplan.kernels.ir.rewrite import without_repeated_clamps
+from fuseplan.kernels.ir.rewrite import ancestors, without_repeated_clamps
 from fuseplan.kernels.triton.index import triton_size
 
 #: What a device says where a lookup or a write by data fails.
@@ -135,6 +135,9 @@ class ValueEmitter(ABC):
                     lines.append(self.early_load(value, instr))
                 lines += self._widened(value, instr)
                 continue
+            if isinstance(instr, Scan):
+                lines += self.scanned(value, instr)
+                continue
             text = self._expression(instr)
             if instr.dtype == "bool" and self._is_scalar(value):
                 # Triton's interpreter types a scalar comparison by its operands, and then rejects it as a mask.
@@ -209,9 +212,9 @@ class ValueEmitter(ABC):
 
     # -- reductions ---------------------------------------------------------------------------------------
 
-    def reduction(self, value: int) -> Reduce:
+    def reduction(self, value: int) -> Reduce | Scan:
         instr = self.segment.body[value]
-        assert isinstance(instr, Reduce)
+        assert isinstance(instr, Reduce | Scan)
         return instr
 
     def fold_type(self, value: int) -> str:
@@ -229,13 +232,29 @@ class ValueEmitter(ABC):
             return text
         return f"tl.where({self.prefix}in_cols, {text}, {literal(fold_identity(reduce.kind, dtype), dtype)})"
 
+    def scanned(self, value: int, instr: Scan) -> list[str]:
+        """``v<value> = ...``: scan the columns of a tile, which has all of a row."""
+        text = self.tensor(instr.arg)
+        if not self.extent[instr.arg][1]:
+            text = f"tl.broadcast_to({text}, {self.shape(value, self.tile.cols)})"
+        return [f"{self.name(value)} = tl.cum{instr.kind}({text}, {0 if self.flat or self.turned else 1})"]
+
+    def shape(self, value: int, cols: int) -> tuple[int, ...]:
+        """The shape of a tensor that has the rows of a value, and so many columns."""
+        rows = self.tile.rows if self.extent[value][0] else 1
+        return (cols,) if self.flat else (cols, rows) if self.turned else (rows, cols)
+
     def fold(self, value: int, text: str) -> list[str]:
         """``v<value> = ...``: fold the columns of a tile."""
         reduce, name = self.reduction(value), self.name(value)
+        lines = [f"{name} = {self.folded(value, text)}"]
+        return [*lines, f"{name} = ({name} != 0)"] if reduce.dtype == "bool" else lines
+
+    def folded(self, value: int, text: str) -> str:
+        """``text`` folded over the columns of a tile, as the reduction or the scan ``value`` does."""
         # By position, and never left out: ninetoothed knows neither names nor defaults of the helpers it inlines.
         axis = "0, False" if self.flat else "0, True" if self.turned else "1, True"
-        lines = [f"{name} = {REDUCTIONS[reduce.kind].triton_reduce}({text}, {axis})"]
-        return [*lines, f"{name} = ({name} != 0)"] if reduce.dtype == "bool" else lines
+        return f"{REDUCTIONS[self.reduction(value).kind].triton_reduce}({text}, {axis})"
 
     def fold_per_row(self, value: int) -> str:
         """A fold of equal values: the length times the value, or the value itself."""

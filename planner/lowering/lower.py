@@ -232,6 +232,7 @@ class _Lowering:
 
     def _segment(self, rows: tuple[Size, ...], cols: Size, members: list[tuple[str, _Plan]]) -> Segment:
         self.group.boundaries = set()
+        space = None
         try:
             space = self._fill(IterationSpace(rows, cols), members)
         except NotLowerable:
@@ -240,7 +241,9 @@ class _Lowering:
         pieces = _equal_pieces(self.group.boundaries, cols)
         if pieces > 1:
             # Unroll at the cat boundaries: every choice is then decided at build time and each operand is loaded once.
-            space = self._fill(IterationSpace(rows, cols, pieces), members)
+            unrolled = IterationSpace(rows, cols, pieces)
+            space = space if space is not None and space.scans else self._fill(unrolled, members)
+        assert space is not None
         return Segment(rows, space.width, tuple(space.body), tuple(space.stores), tuple(space.products))
 
     def _fill(self, space: IterationSpace, members: list[tuple[str, _Plan]]) -> IterationSpace:

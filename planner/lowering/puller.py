@@ -15,7 +15,7 @@ from fuseplan.kernels.ir.contraction import factored
 from fuseplan.kernels.ir.index import Coord, Index, Size, flatten
 from fuseplan.kernels.ir.ir import ITEMSIZE, NARROW, Apply, Instr, Load, Product, Round, Segment, register_type
 from fuseplan.kernels.ir.ops import torch_dtype
-from fuseplan.kernels.ir.rewrite import needed
+from fuseplan.kernels.ir.rewrite import ancestors, needed
 from fuseplan.planner.errors import NotLowerable
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
 from fuseplan.planner.ops.builder import BodyBuilder, Group, IterationSpace, Value
@@ -192,6 +192,8 @@ class Puller(BodyBuilder):
             held = Puller(self._group, side)
             pulled = held.pull(value, position).to("float64" if result.dtype == "float64" else "float32").id
             whole = Segment(own, inner, tuple(side.body), ())
+            if whole.has_scan():
+                raise NotLowerable(f"{node.op} ({node.name}): what it multiplies is scanned")
             split = factored(whole, pulled)
             # What is not scaled yet need not fit float16, in which tensor cores would multiply it; a byte does.
             fits = dtype != "float16" or self._is_byte(split[0].body, split[1])
@@ -220,7 +222,7 @@ class Puller(BodyBuilder):
         """A number that row ``row`` of a side has, as a value of this space."""
         moved = side.with_indices(lambda index: index.substitute({0: row}))
         places: dict[int, int] = {}
-        for one in ir.ancestors(side.body, [value]):
+        for one in ancestors(side.body, [value]):
             places[one] = self._space.emit(ir.renamed(moved.body[one], places.__getitem__)).id
         return self._space.value(places[value])
 

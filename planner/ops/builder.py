@@ -64,6 +64,8 @@ class IterationSpace:
     products: list[Product] = field(default_factory=list)
     #: Elements that were looked up by data.
     lookups: int = 0
+    #: Whether numbers are carried from column to column.
+    scans: bool = False
     #: For each row that a reduction was asked for, the axes that its position depends on.
     folded: list[frozenset[int]] = field(default_factory=list)
 
@@ -257,6 +259,23 @@ class BodyBuilder(ABC):
         if kind == "prod" and self.is_per_row(total):
             raise NotLowerable(f"{node.op} multiplies a number by itself {extent} times")
         return space.emit(ir.Reduce(total.dtype, kind, total.id))
+
+    def scan(self, kind: str, node: OpNode, position: Position, dim: int, value: Value) -> Value:
+        """Fold ``value``, what is at ``position``, along dimension ``dim`` up to there.
+
+        NotLowerable where the columns of the space are not all of that dimension, and its rows all others.
+        """
+        space, col_axis = self._space, len(self._space.rows)
+        self.refuse_part_of_cat(node)
+        if space.pieces > 1:
+            raise NotLowerable(f"{node.op} scans pieces of a cat, one after another")
+        others = frozenset[int]().union(*(index.axes() for at, index in enumerate(position) if at != dim))
+        if position[dim] != column(space, 0) or col_axis in others:
+            raise AcrossColumns(f"{node.op}: what it scans is not the columns of the group")
+        if any(extent != 1 and axis not in others for axis, extent in enumerate(space.rows)):
+            raise NotLowerable(f"{node.op} would scan a row again for others of the group")
+        space.scans = True
+        return space.emit(ir.Scan(value.dtype, kind, value.id))
 
     def inside(self, ids: Mapping[int, Value], extents: Mapping[int, Size]) -> Value | None:
         """A check that numbers are positions of their dimensions, or masked out; None where they are known to be."""

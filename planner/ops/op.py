@@ -25,8 +25,9 @@ Walk: TypeAlias = Callable[[Position], Position]
 ViewMap: TypeAlias = Callable[[OpNode, str, Position, Specs], Position]
 
 Family: TypeAlias = Literal[
-    "view", "pointwise", "activation", "conversion", "rearrangement", "lookup", "write", "reduction", "normalisation",
-    "matmul", "product", "convolution", "attention", "order", "scatter", "composed", "check", "state", "other",
+    "view", "pointwise", "activation", "conversion", "rearrangement", "lookup", "write", "reduction", "scan",
+    "normalisation", "matmul", "product", "convolution", "attention", "order", "scatter", "composed", "check", "state",
+    "other",
 ]
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
@@ -51,7 +52,8 @@ class Op:
     #: The same for each further result.
     others: tuple[Build, ...] = ()
     refuse: Refuse | None = None
-    #: The dimensions of operand 0 that the op folds (none where it writes a short fold out); None for pointwise ops.
+    #: The dimensions of operand 0 that the op folds (none where it writes a short fold out), or the one that it scans;
+    #: None for pointwise ops.
     reduced_dim: Callable[[OpNode, Specs], tuple[int, ...]] | None = None
     #: ``row_shape`` where it is not that the folded dimensions are one (the groups of a group_norm).
     rows: Callable[[OpNode, Specs], tuple[Size, ...]] | None = None

@@ -1,4 +1,4 @@
-"""Recipes of ops that fold dimensions: sums, means, softmax, extremes' positions, normalisations."""
+"""Recipes of ops that fold dimensions: sums, means, softmax, extremes' positions, normalisations, running sums."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fuseplan.kernels.ir.index import Index, Size, as_size, divides, product
 from fuseplan.kernels.ir.ir import RegisterType, register_type
 from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.ops.builder import BodyBuilder, Value
-from fuseplan.planner.ops.op import HALVES, Build, Rows, Walk, float_result, no_booleans, result_type, rows
+from fuseplan.planner.ops.op import FLOATS, HALVES, Build, Rows, Walk, float_result, no_booleans, result_type, rows
 from fuseplan.planner.ops.positions import Position, Specs, is_channels_last, normalise_dim, reshape_position
 
 
@@ -219,6 +219,42 @@ REDUCTIONS = {
     **_softmax_row("softmax.int _softmax special_softmax", _softmax(log=False)),
     **_softmax_row("log_softmax.int _log_softmax", _softmax(log=True)),
 }
+
+
+#: Elements of a row that one block of threads, or one thread, scans alone at most where there are few rows.
+_MOST_SCANNED_ALONE, _ENOUGH_ROWS = 32768, 16
+
+
+def _scanned_dims(node: OpNode, specs: Specs) -> tuple[int, ...]:
+    """The dimension that a scan goes along; none of a single element."""
+    return tuple(dim for dim in _reduced_dims(node, specs) if specs[node.inputs[0]].shape[dim : dim + 1] != (1,))
+
+
+def _scan_refuse(node: OpNode, specs: Specs) -> str | None:
+    spec, given, made = specs[node.inputs[0]], specs[node.inputs[0]].dtype, specs[node.outputs[0]].dtype
+    if made not in (*FLOATS, "int64", "int32") or (made in HALVES and given != made):
+        return f"of dtype {given} in dtype {made}"
+    size = spec.shape[_reduced_dims(node, specs)[0]]
+    if spec.is_static and size > _MOST_SCANNED_ALONE and spec.numel // size < _ENOUGH_ROWS:
+        return f"{size} elements in each of few rows"
+    return None
+
+
+def _scan(kind: str) -> Build:
+    """What was met of a row, up to and with each of its elements."""
+
+    def build(p: BodyBuilder, node: OpNode, position: Position) -> Value:
+        x = p.pull(node.inputs[0], position).to(result_type(p, node))
+        dims = _scanned_dims(node, p.specs)
+        return p.scan(kind, node, position, dims[0], x) if dims else x
+
+    return build
+
+
+_scan_row = partial(rows, "scan", refuse=_scan_refuse, reduced_dim=_scanned_dims, effort="whole row",
+                    walk=lambda node, specs: None)
+
+SCANS = {**_scan_row("cumsum", _scan("sum")), **_scan_row("cumprod", _scan("prod"))}
 
 
 def _normalised_dims(node: OpNode, specs: Specs) -> tuple[int, ...]:

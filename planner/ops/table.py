@@ -25,7 +25,7 @@ from fuseplan.planner.ops.op import DTYPES, FLOATS, INTEGERS, Op, rows
 from fuseplan.planner.ops.pointwise import POINTWISE
 from fuseplan.planner.ops.positions import Specs, reshape_is_view
 from fuseplan.planner.ops.rearrange import REARRANGEMENTS
-from fuseplan.planner.ops.reduce import NORMALISATIONS, REDUCTIONS
+from fuseplan.planner.ops.reduce import NORMALISATIONS, REDUCTIONS, SCANS
 from fuseplan.planner.ops.views import VIEWS
 from fuseplan.planner.ops.windows import POOLING
 
@@ -33,8 +33,8 @@ OpKind: TypeAlias = Literal["view", "compute", "anchor", "foreign", "opaque"]
 
 #: By name. ``name.*`` are the overloads of ``name`` that have no row of their own.
 OPS: Mapping[str, Op] = MappingProxyType({
-    **POINTWISE, **ACTIVATIONS, **REARRANGEMENTS, **WRITES, **LOOKUPS, **REDUCTIONS, **NORMALISATIONS, **VIEWS,
-    **POOLING, **ANCHORS,
+    **POINTWISE, **ACTIVATIONS, **REARRANGEMENTS, **WRITES, **LOOKUPS, **REDUCTIONS, **NORMALISATIONS, **SCANS,
+    **VIEWS, **POOLING, **ANCHORS,
     **rows("other", "feature_dropout alpha_dropout feature_alpha_dropout dropout_ feature_dropout_ alpha_dropout_ "
                     "feature_alpha_dropout_", drops=True),
     **rows("other", "empty_like rand_like randn_like", like=True),

@@ -13,9 +13,10 @@ from fuseplan.kernels.gpu.overlap import overlap_of
 from fuseplan.kernels.ir.backend import Config
 from fuseplan.kernels.ir.gathers import footprint, gathered_elements, value_axes
 from fuseplan.kernels.ir.index import Index
-from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, Buffer, Dot, KernelIR, Reduce, Segment, Store, ancestors
+from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, Buffer, Dot, KernelIR, Reduce, Scan, Segment, Store
 from fuseplan.kernels.ir.ops import op_spec
 from fuseplan.kernels.ir.reduction_loops import sweeps
+from fuseplan.kernels.ir.rewrite import ancestors
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable, group_nodes, lower
 from fuseplan.planner.ops.table import kind_of, mutates, op_of
@@ -132,7 +133,7 @@ def _count_flops(segment: Segment, flops: dict[str, float]) -> None:
     places = (store.scatter.value for store in segment.stores if store.scatter is not None)
     for value in ancestors(segment.body, (*(store.value for store in segment.stores), *places)):
         instr, once_per_row = segment.body[value], segment.per_row[value]
-        if isinstance(instr, Reduce):
+        if isinstance(instr, Reduce | Scan):
             unit, cost, count = "fp32", 1.0, elements
         elif isinstance(instr, Apply):
             spec = op_spec(instr.op)

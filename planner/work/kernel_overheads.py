@@ -17,7 +17,7 @@ from fuseplan.kernels.cpp.row_vectors import RowVectors
 from fuseplan.kernels.gpu.tile import next_power_of_2
 from fuseplan.kernels.ir.gathers import value_axes
 from fuseplan.kernels.ir.index import Index, evaluate
-from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, Const, Instr, KernelIR, Load, Reduce, Segment, operands
+from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, Const, Instr, KernelIR, Load, Reduce, Scan, Segment, operands
 from fuseplan.kernels.ir.ops import op_spec
 from fuseplan.kernels.ir.reduction_loops import folds_across, reduction_depths, sweeps
 from fuseplan.kernels.triton.config import DEFAULT_PERSISTENT_COLS, default_splits, full_tile, line_rows
@@ -30,6 +30,8 @@ _GATHER_STEPS = 5.0
 _HAND_OVER_STEPS = 3 * _GATHER_STEPS
 #: Instructions that a warp issues, one a cycle, in a step of 0.026 us: a tenth of what an elementwise kernel takes.
 _STEP_INSTRUCTIONS = 50.0
+#: Of a scan, for each element: it is added to those before it in its thread, and to what is before those.
+_SCAN = 2.0
 #: Elements that one thread has to do: those of a small pointwise tile, and of a row at most that is held in registers.
 _TILE_SHARE, _ROW_SHARE = 4.0, 32.0
 #: Columns of a row that a multiprocessor's four schedulers take at once, at so many to a thread.
@@ -55,8 +57,8 @@ def kernel_overheads(ir: KernelIR) -> Work:
 
 
 def reduction_levels(segment: Segment) -> int:
-    """How many reductions feed one another."""
-    return max(reduction_depths(segment), default=0)
+    """How many reductions feed one another; a scan exchanges between threads as one does."""
+    return max(*reduction_depths(segment), int(segment.has_scan()), 0)
 
 
 def _segment_effort(ir: KernelIR, segment: Segment) -> Work:
@@ -180,7 +182,7 @@ def _instructions(instr: Instr) -> float:
         spec = op_spec(instr.op)
         # Its operations are counted beside this, as half an instruction each.
         return 1.0 - (spec.flops / 2 if spec.unit == "fp32" else 0.0)
-    return 1.0
+    return _SCAN if isinstance(instr, Scan) else 1.0
 
 
 def _special(instr: Instr) -> float:
@@ -199,6 +201,9 @@ _LANES = 16.0
 _BOOL_LOAD = 3 * _LANES
 #: Two instructions for one: of a type that is converted, a load under a mask, and numbers of eight bytes.
 _TWO = 2.0
+#: A scan along a vector in double precision: two halves, each widened, shifted and added three times, and narrowed; and
+#: one of vectors that are added one after the other.
+_SCAN_LANES, _SCAN_ACROSS = 24.0, 6.0
 #: The polynomial of a special function, for each operation that the op table counts.
 _POLYNOMIAL = 10.0
 #: An instruction outside the loop over columns, once a row: one that waits for its result, and a loop's beginning.
@@ -259,6 +264,8 @@ def _instruction_lanes(ir: KernelIR, segment: Segment, instr: Instr) -> float:
             return _BOOL_LOAD
         moved = _moved_lanes(dtype, instr.index, segment.col_axis)
         return max(moved, _TWO) if instr.mask is not None else moved
+    if isinstance(instr, Scan):
+        return _SCAN_ACROSS if isinstance(segment, RowVectors) else _SCAN_LANES
     if isinstance(instr, Apply) and op_spec(instr.op).unit == "sfu":
         return _POLYNOMIAL * op_spec(instr.op).flops
     return _TWO if ITEMSIZE[instr.dtype] == 8 or instr.dtype == "bool" else 1.0

@@ -22,6 +22,7 @@ from fuseplan.kernels.ir.ir import (
     Load,
     Reduce,
     Round,
+    Scan,
     Segment,
     Store,
     register_type,
@@ -84,6 +85,9 @@ class Body:
 
     def reduce(self, kind: str, arg: int) -> int:
         return self._add(Reduce(self.instrs[arg].dtype, kind, arg))
+
+    def scan(self, kind: str, arg: int) -> int:
+        return self._add(Scan(self.instrs[arg].dtype, kind, arg))
 
     def store(self, name: str, coords: Sequence[Index], value: int) -> None:
         number = self._number(name)
@@ -257,6 +261,19 @@ def softmax(rows: Size, cols: Size, dtype: str = "float32", causal: bool = False
     exponential = b("exp", b("sub", x, b.reduce("max", x)))
     b.store("y", (r, c), b("div", exponential, b.reduce("sum", exponential)))
     return Sample("causal_softmax" if causal else "softmax", _kernel(buffers, b), symbols or {}, scale=3.0)
+
+
+def running_share(rows: Size, cols: Size, dtype: str = "float32", symbols: dict[str, int] | None = None) -> Sample:
+    """The share of columns up to each in the whole row, and the least that a running product of others has been."""
+    buffers = [contiguous("x", dtype, (rows, cols)), contiguous("y", dtype, (rows, cols), True)]
+    b = Body(buffers, (rows,), cols)
+    r, c = b.at
+    x = b.load("x", (r, c))
+    one = b.const(1.0, b.instrs[x].dtype)
+    size = b("abs", x)
+    share = b("div", b.scan("sum", size), b("add", b.reduce("sum", size), one))
+    b.store("y", (r, c), b("add", share, b.reduce("min", b.scan("prod", b("sigmoid", x)))))
+    return Sample("running_share", _kernel(buffers, b), symbols or {})
 
 
 def lone_row(cols: int, dtype: str = "float32") -> Sample:
@@ -715,6 +732,7 @@ def dynamic_samples() -> list[Sample]:
         swiglu(n, 48, "float32", {"n": 7}),
         rope(2, n, 4, 2, 16, "bfloat16", {"n": 3}), written(n, 9, 4, 33, "float32", {"n": 3}),
         row_statistics(n, m, "float32", {"n": 4, "m": 33}),
+        running_share(n, m, "float32", {"n": 3, "m": 130}), running_share(n, 127, "bfloat16", {"n": 2}),
         scaled_by_number(n, 37, "float32", -0.37, {"n": 5}), scaled_by_number(n, 64, "bfloat16", 1e-3, {"n": 3}),
     ]
 
@@ -739,7 +757,8 @@ def static_samples() -> list[Sample]:
         early_store(2, 48, "bfloat16"),
         *(one for one in lookups() if not one.symbols),
         quantised(3, 127), quantised(2, 64, "bfloat16"), dequantised(3, 72), dequantised(2, 37),
-        clamped(3, 127), clamped(2, 64, "bfloat16"), clamped(2, 37, "float64"),
+        clamped(3, 127), clamped(2, 64, "bfloat16"), clamped(2, 37, "float64"), running_share(3, 300),
+        running_share(2, 33, "float64"),
     ]
     return [*samples, rms_norm(1, 1), softmax(5, 3), swiglu(0, 16), layer_norm(0, 9)]
 

@@ -22,6 +22,7 @@ from fuseplan.kernels.ir.ir import (
     Reduce,
     Round,
     RowValue,
+    Scan,
     Segment,
 )
 from fuseplan.kernels.ir.ops import OPS, REDUCTIONS, torch_dtype
@@ -170,6 +171,9 @@ def _evaluate(
         # A per-row operand still folds once per column: sum(1) over a row is its length.
         full = values[instr.arg].expand(space)
         return REDUCTIONS[instr.kind].reference(full).to(register(instr.dtype))
+    if isinstance(instr, Scan):
+        running = {"sum": torch.cumsum, "prod": torch.cumprod}[instr.kind]
+        return running(values[instr.arg].expand(space), -1).to(register(instr.dtype))
     if isinstance(instr, Apply):
         return OPS[instr.op].reference(*(values[arg] for arg in instr.args)).to(register(instr.dtype))
     assert isinstance(instr, Load)

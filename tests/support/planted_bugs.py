@@ -14,6 +14,7 @@ WRITERS = ("tests/kernels/test_stored_configs.py", "-k", "hostile")
 CANONICAL = ("tests/planner/groups/test_canonical.py", "-k", "every_change or same_in_every")
 COMMANDS = ("tests/checks/check_commands.py", "--processes", "0", "-k", "wrong_hidden")
 OUT = ("tests/checks/check_commands.py", "--processes", "0", "-k", "patterns --out")
+SCANS = ("tests/planner/lowering/test_scans.py",)
 VERIFY = ("tests/search/timing/test_verify.py",)
 
 
@@ -85,6 +86,17 @@ BUGS = (
     Bug("the last row of a thread is left out", "kernels/cpp/emitter.py",
         "for (i64 row = begin; row < end; ++row) {", "for (i64 row = begin; row + 1 < end; ++row) {",
         programs("aten.sigmoid")),
+    Bug("a scan forgets the vectors before (C++)", "kernels/cpp/cpp_loops.h",
+        "    carried = combine(carried, last);", "    carried = last;", SCANS),
+    Bug("a scan begins anew at the end of a row (C++)", "kernels/cpp/emitter.py",
+        "ends = [part] if self.segment.has_scan() else", "ends =", SCANS),
+    Bug("a scan forgets the blocks before (rows side by side)", "kernels/cpp/row_vectors_emitter.py",
+        "if value in self.carried\n                 else", "if False\n                 else", SCANS),
+    Bug("a scan forgets the blocks before (Triton)", "kernels/triton/segment.py",
+        "f\"{total} = {combine.format(total, f'after{self.prefix}{value}')}\",", "",
+        ("tests/kernels/triton/test_triton_kernels.py", "-k", "right_under_the_interpreter")),
+    Bug("rows are scanned again and again", "planner/ops/builder.py",
+        "if any(extent != 1 and axis not in others for axis, extent in enumerate(space.rows)):", "if False:", SCANS),
     Bug("NaN agrees with any number", "search/timing/verify.py",
         "agree |= torch.isnan(wide) & torch.isnan(exact)", "agree |= torch.isnan(wide)", VERIFY),
     Bug("a stray write passes", "search/timing/verify.py",

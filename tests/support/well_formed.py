@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, Dot, KernelIR, Load, Reduce, RowValue, Segment, operands
+from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, Dot, KernelIR, Load, Reduce, RowValue, Scan, Segment, operands
 from fuseplan.kernels.ir.ops import REDUCTIONS, op_spec
 
 
@@ -35,6 +35,8 @@ def _validate_body(ir: KernelIR, name: str, segment: Segment) -> None:
             raise ValueError(f"{where}: {instr.op} takes {op_spec(instr.op).arity} operands")
         if isinstance(instr, Reduce) and instr.kind not in REDUCTIONS:
             raise ValueError(f"{where}: unknown reduction {instr.kind}")
+        if isinstance(instr, Scan) and instr.kind not in ("sum", "prod"):
+            raise ValueError(f"{where}: unknown scan {instr.kind}")
         if isinstance(instr, Dot | RowValue) and not 0 <= instr.product < len(segment.products):
             raise ValueError(f"{where}: no product {instr.product}")
         if isinstance(instr, RowValue) and not segment.products[instr.product].left.per_row[instr.value]:

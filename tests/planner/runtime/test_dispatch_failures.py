@@ -79,7 +79,7 @@ class Layers(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = layer(x).cumsum(-1)  # what no group crosses
+            x = layer(x).logcumsumexp(-1)  # what no group crosses
         return x
 
 

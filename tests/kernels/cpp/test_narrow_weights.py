@@ -156,6 +156,12 @@ def test_what_is_not_finite_stays_in_its_row() -> None:
     torch.testing.assert_close(result, expected, equal_nan=True)
 
 
+def test_weights_are_not_made_beyond_the_end_of_a_row() -> None:
+    """There, zeros would be divided by zeros."""
+    x, w, d = torch.randn(2, 45), _bytes(7, 45, signed=True), torch.rand(45) + 1.0
+    assert_as_good_as_eager(Written(lambda x, w, d: F.linear(x, w.to(x.dtype) / d), x, w, d))
+
+
 def test_every_rounding_that_eager_mode_makes() -> None:
     b = quantised("int8, scaled before", 3, 40, 128, torch.bfloat16)
     graph = b.graph()

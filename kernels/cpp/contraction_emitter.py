@@ -55,8 +55,8 @@ class _WeightsWriter(ValueWriter):
         for value, instr in loads.items():
             size = ITEMSIZE[self.buffers[instr.buffer].dtype]
             if instr.index.is_affine_in(side.col_axis) and instr.index.coefficient(side.col_axis) == 1:
-                ahead = f"p{value} + k + at + rows * {self.size(instr.index.coefficient(0))}"
-                fetched.append(f"for (int at = 0; at < {_STEP} * L; at += {64 // size}) __builtin_prefetch({ahead});")
+                ahead = f"__builtin_prefetch(p{value} + k + at + rows * {self.size(instr.index.coefficient(0))}, 0, 2)"
+                fetched.append(f"for (int at = 0; at < {_STEP} * L; at += {64 // size}) {ahead};")
         return [
             f"auto {name} = [&](i64 c0) {_INLINE} {{",
             *indent([*rows, *pointers, *self.splats(), "return WeightRow("]),

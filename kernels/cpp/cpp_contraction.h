@@ -3,7 +3,8 @@
 #define FP_UNROLL _Pragma("GCC unroll 16")  // sums stay in registers only where no loop picks them
 
 template <int P> struct Numbers { vf of[P]; };
-// `at(m, k)`: the numbers of the words from k on; `fetch(k, rows)` asks memory for those of a row so many further.
+// `at(m, k)`: the numbers of the words from k on; `fetch(k, rows)` asks memory for those of a row so many further. They
+// wait in the second-level cache: more lines can be on their way there than to the first.
 template <class At, class Fetch> struct WeightRow {
   At at;
   Fetch fetch;
@@ -31,12 +32,13 @@ FP_INLINE void multiply(Counted<I...>, Side side, Pick pick, const float* x, i64
       FP_UNROLL
       for (int part = 0; part < P; ++part)
         FP_UNROLL
-        for (int row = 0; row < M; ++row) total[c][chain][row] += own.of[part] * load(given + (part * M + row) * BLOCK, m);
+        for (int row = 0; row < M; ++row)
+          total[c][chain][row] += own.of[part] * load(given + (part * M + row) * BLOCK, m);
     }
   };
   i64 k = from;
   for (; k + STEP * L <= to; k += STEP * L) {
-    for (int c = 0; c < C; ++c) rows[c].fetch(k, C);
+    for (int c = 0; c < C; ++c) rows[c].fetch(k, 2 * C);
     FP_UNROLL
     for (int at = 0; at < STEP; ++at) step(Full{}, k + at * L, at % CHAINS);
   }

@@ -15,15 +15,15 @@ template <int N, int... I> struct Count : Count<N - 1, N - 1, I...> {};
 template <int... I> struct Count<0, I...> { typedef Counted<I...> all; };
 enum { SUMS = FP_AVX512 ? 16 : 8 };  // that fit the registers
 
-// C rows of weights, each `side(pick(column))`. Of x, BLOCK words of each row lie side by side: rows that lie apart by
+// C rows of weights, each `side(pick(column))`, times G of the M rows of x. Of x, BLOCK words of each row lie side by side: rows that lie apart by
 // a power of two would have the same few places in a cache. Sums of one row of x are neighbours.
 enum { BLOCK = 16 };
-template <int M, int P, class Side, class Pick, int... I>
+template <int M, int G, int P, class Side, class Pick, int... I>
 FP_INLINE void multiply(Counted<I...>, Side side, Pick pick, const float* x, i64 from, i64 to, float* out, i64 apart,
                         i64 col) {
-  enum { C = sizeof...(I), CHAINS = SUMS / (C * M) < 1 ? 1 : SUMS / (C * M) < 4 ? SUMS / (C * M) : 4, STEP = 4 };
+  enum { C = sizeof...(I), CHAINS = SUMS / (C * G) < 1 ? 1 : SUMS / (C * G) < 4 ? SUMS / (C * G) : 4, STEP = 4 };
   const decltype(side(0)) rows[] = {side(pick(col + I))...};
-  vf total[C][CHAINS][M] = {};
+  vf total[C][CHAINS][G] = {};
   auto step = [&](auto m, i64 k, int chain) __attribute__((always_inline)) {
     const float* const given = x + k / BLOCK * (BLOCK * P * M) + k % BLOCK;
     FP_UNROLL
@@ -32,7 +32,7 @@ FP_INLINE void multiply(Counted<I...>, Side side, Pick pick, const float* x, i64
       FP_UNROLL
       for (int part = 0; part < P; ++part)
         FP_UNROLL
-        for (int row = 0; row < M; ++row)
+        for (int row = 0; row < G; ++row)
           total[c][chain][row] += own.of[part] * load(given + (part * M + row) * BLOCK, m);
     }
   };
@@ -47,7 +47,7 @@ FP_INLINE void multiply(Counted<I...>, Side side, Pick pick, const float* x, i64
   FP_UNROLL
   for (int c = 0; c < C; ++c)
     FP_UNROLL
-    for (int row = 0; row < M; ++row) {
+    for (int row = 0; row < G; ++row) {
       vf sum = total[c][0][row];
       for (int chain = 1; chain < CHAINS; ++chain) sum += total[c][chain][row];
       float& whole = out[row * apart + col + c];
@@ -57,13 +57,18 @@ FP_INLINE void multiply(Counted<I...>, Side side, Pick pick, const float* x, i64
 // Columns [low, high) of the sums: as much of x as stays in a first-level cache beside the weights, times all of them.
 template <int M, int P, i64 WORDS, class Side, class Pick>
 FP_INLINE void sums(Side side, Pick pick, const float* x, float* out, i64 apart, i64 low, i64 high) {
-  enum { R = SUMS / M < 1 ? 1 : SUMS / M < 8 ? SUMS / M : 8, FITS = 24576 / (int)sizeof(float) / (M * P) };
+  enum { G = M > 8 ? (M + 1) / 2 : M, R = SUMS / G < 1 ? 1 : SUMS / G < 8 ? SUMS / G : 8 };  // rows at once, of both
+  enum { FITS = 24576 / (int)sizeof(float) / (M * P) };
   const i64 chunk = ceil_div(ceil_div(WORDS, ceil_div(WORDS, FITS)), 64) * 64;
   for (i64 from = 0; from < WORDS; from += chunk) {
     const i64 to = least(WORDS, from + chunk);
+    auto columns = [&](auto counted, i64 col) __attribute__((always_inline)) {
+      multiply<M, G, P>(counted, side, pick, x, from, to, out, apart, col);
+      if constexpr (G < M)
+        multiply<M, M - G, P>(counted, side, pick, x + G * BLOCK, from, to, out + G * apart, apart, col);
+    };
     i64 col = low;
-    for (; col + R <= high; col += R)
-      multiply<M, P>(typename Count<R>::all{}, side, pick, x, from, to, out, apart, col);
-    for (; col < high; ++col) multiply<M, P>(typename Count<1>::all{}, side, pick, x, from, to, out, apart, col);
+    for (; col + R <= high; col += R) columns(typename Count<R>::all{}, col);
+    for (; col < high; ++col) columns(typename Count<1>::all{}, col);
   }
 }

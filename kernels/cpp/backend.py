@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from fuseplan.kernels.cpp.config import PARAMETERS, config_space, default_settings, infeasible, run_settings
+from fuseplan.kernels.cpp.contraction import refusal
 from fuseplan.kernels.cpp.emitter import emit_cpp, prelude
 from fuseplan.kernels.cpp.launch import CppKernel, load_kernel
 from fuseplan.kernels.ir.backend import Backend, BuildError, Config, Resources, Target, Tunable, checked
@@ -38,8 +39,8 @@ class CppBackend(Backend):
     def refuse(self, ir: KernelIR, target: Target) -> str | None:
         if target.device_type != self.device_type:
             return f"the C++ back end compiles for cpu, not {target.device_type}"
-        if any(segment.products for segment in ir.segments):
-            return "a matmul: the C++ back end leaves it to libraries"
+        if any(segment.products for segment in ir.segments) and (reason := refusal(ir)) is not None:
+            return reason
         try:
             emit_cpp(ir)
         except (BuildError, KeyError) as error:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
+from fuseplan.kernels.cpp.contraction import Contraction
 from fuseplan.kernels.cpp.emitter import simplified_segments
-from fuseplan.kernels.cpp.entry import is_strided, is_tiled
+from fuseplan.kernels.cpp.entry import contraction_tasks, is_strided, is_tiled
 from fuseplan.kernels.cpp.launch import RunSettings
 from fuseplan.kernels.cpp.row_vectors import RowVectors, task_elements
 from fuseplan.kernels.ir.backend import Config, Target, Tunable, checked
@@ -56,14 +57,21 @@ def config_space(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
     size = ir_bytes(ir)
     small = size is not None and size < BYTES_PER_THREAD // 4
     default = default_settings(ir, target)
+    threads = (1,) if small else tuple(sorted({*thread_choices(target.cores), int(default["threads"])}))
+    if _contracts(segments):  # tasks are as large as they are
+        return tuple(Tunable(name, threads if name == "threads" else (value,)) for name, value in default.items())
     return (
-        Tunable("threads", (1,) if small else tuple(sorted({*thread_choices(target.cores), int(default["threads"])}))),
+        Tunable("threads", threads),
         Tunable("rows_per_task", _ROWS_PER_TASK if many_rows else (1,)),
         Tunable("col_tile", tile_choices(segments)),
         Tunable("unroll", _UNROLLS),
         Tunable("stage", (0, 1) if any(map(_staged, segments)) else (0,)),
         Tunable("stream", (0, 1) if size is not None and size >= _STREAM_BYTES else (0,)),
     )
+
+
+def _contracts(segments: tuple[Segment, ...]) -> bool:
+    return any(isinstance(segment, Contraction) for segment in segments)
 
 
 def tile_choices(segments: tuple[Segment, ...]) -> tuple[int, ...]:
@@ -105,6 +113,7 @@ def infeasible(ir: KernelIR, config: Config, target: Target) -> str | None:
 def count_tasks(segments: tuple[Segment, ...], rows_per_task: int, col_tile: int) -> int:
     """Tasks of a call with static sizes."""
     return sum(
+        contraction_tasks(segment) if isinstance(segment, Contraction) else
         math.ceil(segment.num_rows / rows_per_task) * (math.ceil(segment.cols / col_tile) if is_tiled(segment) else 1)
         for segment in segments
     )
@@ -156,7 +165,7 @@ def default_settings(ir: KernelIR, target: Target) -> Config:
     # A reduction needs independent accumulators to hide the latency of an addition; a pointwise loop does not.
     unroll = 4 if any(segment.has_reduction() for segment in segments) else 2
     # What does not fit the last-level cache is gone before it is read again.
-    stream = 0 < target.l2_bytes < (size or 0) and (size or 0) >= _STREAM_BYTES
+    stream = 0 < target.l2_bytes < (size or 0) and (size or 0) >= _STREAM_BYTES and not _contracts(segments)
     return {"threads": threads, "rows_per_task": rows, "col_tile": tile, "unroll": unroll, "stage": int(stage),
             "stream": int(stream)}
 

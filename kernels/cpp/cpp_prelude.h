@@ -109,6 +109,23 @@ template <class U, class F> FP_INLINE U f8_bits(F x) {  // saturates
   return (magnitude <= 0x7f800000u ? byte : nan) | sign;
 }
 
+// Where the compilers' generic code is far from one instruction, it is spelled out. FP_WIDE: a vector of 16-bit lanes
+// fills a register of its own.
+#define FP_WIDE (FP_VECTOR_BYTES >= 32 && FP_VECTOR_BYTES >= 8 * FP_WIDEST)
+#define FP_AVX512 (FP_VECTOR_BYTES == 64)
+#if FP_WIDE
+#define FP_WIDEN(From, To, instruction)                                                                    \
+  FP_INLINE To widen(From v) {                                                                             \
+    To wide;                                                                                               \
+    __asm__(instruction " %1, %0" : "=v"(wide) : "vm"(v));                                                 \
+    return wide;                                                                                           \
+  }
+#else
+#define FP_WIDEN(From, To, instruction) FP_INLINE To widen(From v) { return convert<To>(v); }
+#endif
+FP_WIDEN(vh, vu, "vpmovzxwd") FP_WIDEN(vs, vi, "vpmovsxwd")
+FP_WIDEN(vc, vi, "vpmovsxbd") FP_WIDEN(vb, vi, "vpmovzxbd")
+
 template <class T> FP_INLINE T get(const T* p) { return *p; }
 template <class T, class V> FP_INLINE void put(T* p, V v) { *p = (T)v; }
 FP_INLINE bool get(const bool8* p) { return p->bits != 0; }
@@ -124,7 +141,7 @@ FP_FLOAT(bf16) FP_FLOAT(f16) FP_FLOAT(f8)
 // Integers below 32 bits wrap around.
 #define FP_INTEGER(T, V, round, wrapped)                                                                   \
   FP_INLINE int get(const T* p) { return *p; }                                                             \
-  FP_INLINE vi load(const T* p) { return convert<vi>(read<V>(p)); }                                        \
+  FP_INLINE vi load(const T* p) { return widen(read<V>(p)); }                                              \
   FP_INLINE void store(T* p, vi v) { write(p, convert<V>(v)); }                                            \
   FP_INLINE int round(int x) { return (T)x; }                                                              \
   FP_INLINE vi round(vi x) { return wrapped; }
@@ -132,19 +149,6 @@ FP_INTEGER(short, vs, round_i16, x << 16 >> 16)
 FP_INTEGER(signed char, vc, round_i8, x << 24 >> 24)
 FP_INTEGER(unsigned char, vb, round_u8, x & 0xff)
 
-// Where the compilers' generic code is far from one instruction, it is spelled out. FP_WIDE: a vector of 16-bit lanes
-// fills a register of its own.
-#define FP_WIDE (FP_VECTOR_BYTES >= 32 && FP_VECTOR_BYTES >= 8 * FP_WIDEST)
-#define FP_AVX512 (FP_VECTOR_BYTES == 64)
-FP_INLINE vu widen(vh half) {
-#if FP_WIDE
-  vu v;
-  __asm__("vpmovzxwd %1, %0" : "=v"(v) : "vm"(half));
-  return v;
-#else
-  return convert<vu>(half);
-#endif
-}
 FP_INLINE vh narrow(vu v) {
 #if FP_WIDE && FP_AVX512
   vh half;
@@ -188,10 +192,14 @@ FP_INLINE vf load(const float* p) { return read<vf>(p); }
 FP_INLINE vd load(const double* p) { return read<vd>(p); }
 FP_INLINE vf load(const bf16* p) { return float_of_bf16<vf>(widen(read<vh>(p))); }
 FP_INLINE vf load(const f16* p) { return float_of_f16<vf>(widen(read<vh>(p))); }
-FP_INLINE vf load(const f8* p) { return float_of_f8<vf>(convert<vu>(read<vb>(p))); }
+FP_INLINE vf load(const f8* p) {  // as float_of_f8, where sign and magnitude are moved as one
+  const vi bits = widen(read<vc>(p));
+  const vf number = bit_cast<vf>((bits << 20) & (int)0x87f00000) * 0x1p120f;
+  return (bits & 0x7f) == 0x7f ? splat<vf>(__builtin_nanf("")) : number;
+}
 FP_INLINE vl load(const i64* p) { return read<vl>(p); }
 FP_INLINE vi load(const int* p) { return read<vi>(p); }
-FP_INLINE vm load(const bool8* p) { return convert<vi>(read<vb>(p)) != 0; }
+FP_INLINE vm load(const bool8* p) { return widen(read<vb>(p)) != 0; }
 
 FP_INLINE void store(float* p, vf v) { write_result(p, v); }
 FP_INLINE void store(double* p, vd v) { write(p, v); }

@@ -11,12 +11,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from fuseplan.kernels.cpp.contraction import Contraction, Sum, parts_of, refusal
+from fuseplan.kernels.cpp.contraction_emitter import sums_made
 from fuseplan.kernels.cpp.entry import checks_alone, entry_points, is_tiled, outside_flag, symbol_lines
 from fuseplan.kernels.cpp.ranges import in_ranges
 from fuseplan.kernels.cpp.row_vectors import RowVectors, as_row_vectors
 from fuseplan.kernels.cpp.row_vectors_emitter import RowVectorsWriter
 from fuseplan.kernels.cpp.types import ELEMENT_TYPE, SCALAR_TYPE, VECTOR_TYPE, assign_registers, indent
 from fuseplan.kernels.cpp.values import ValueWriter, conversion
+from fuseplan.kernels.ir.backend import BuildError
 from fuseplan.kernels.ir.coalesce import coalesce, split_columns
 from fuseplan.kernels.ir.gathers import may_fail
 from fuseplan.kernels.ir.ir import ITEMSIZE, KernelIR, Load, Segment, Store, register_type
@@ -41,16 +44,27 @@ def emit_cpp(ir: KernelIR, unroll: int = 2, stage: bool = False, stream: bool = 
     whole = (one.whole if isinstance(one, RowVectors) else one for one in tasks.segments)
     before = tuple(dict.fromkeys(map(checks_alone, whole))) if _checks_first(ir) else ()
     simple = KernelIR(tasks.buffers, (*tasks.segments, *(one for one in before if one.checks)))
-    kinds, widest = assign_registers(simple)
+    weights = [one.weights for segment in simple.segments for one in _sums(segment)]
+    kinds, widest = assign_registers(KernelIR(simple.buffers, (*simple.segments, *weights)))
+    if weights and widest > 4:
+        raise BuildError("cpp: a matmul beside numbers of 64 bits")
     floats = {buffer.dtype for buffer in ir.outputs if "float" in buffer.dtype}
     rough = bool(floats) and floats <= {"bfloat16", "float16"}
     macros = {"FP_WIDEST": widest, "FP_STREAM": int(stream), "FP_ROUGH": int(rough), "FP_NAME": kernel_name(ir)}
     lines = [*(f"#define {name} {value}" for name, value in macros.items()), prelude()]
+    lines += [_header("cpp_contraction.h")] if weights else []
+    of_weights = iter(kinds[len(simple.segments) :])
     for number, segment in enumerate(simple.segments):
         checks = () if before and number < len(tasks.segments) else segment.checks
         writer = RowVectorsWriter if isinstance(segment, RowVectors) else _ColumnsWriter
-        lines += _function(number, writer(simple.buffers, segment, kinds[number], names, checks, unroll, stage))
+        own = [next(of_weights) for _ in _sums(segment)]
+        first = sums_made(simple.buffers, segment, own, names) if isinstance(segment, Contraction) else []
+        lines += _function(number, writer(simple.buffers, segment, kinds[number], names, checks, unroll, stage), first)
     return "\n".join([*lines, *entry_points(ir, simple, stages, folds, names)]) + "\n"
+
+
+def _sums(segment: Segment) -> tuple[Sum, ...]:
+    return segment.sums if isinstance(segment, Contraction) else ()
 
 
 def _checks_first(ir: KernelIR) -> bool:
@@ -64,6 +78,7 @@ class Simplified(NamedTuple):
         tasks: The kernel with its segments cut; behind its own buffers it has one for the parts of each long fold.
         stages: How many of its segments each stage runs; a stage begins when the one before it has ended.
         folds: For each buffer of parts, the stage that fills it, and the kind of fold that combines the parts.
+            The parts of contractions, which come first, need none.
     """
 
     tasks: KernelIR
@@ -75,7 +90,14 @@ class Simplified(NamedTuple):
 def simplified(ir: KernelIR) -> Simplified:
     """Cut where masks change, with as few axes as possible, and with the columns of long folds shared among tasks."""
     buffers, folds, stages = [*ir.buffers], list[tuple[int, str]](), defaultdict[int, list[Segment]](list)
-    for piece in (piece for segment in ir.segments for piece in split_columns(segment)):
+    contracted = [segment for segment in ir.segments if segment.products]
+    if contracted and refusal(ir) is None:
+        made = parts_of(contracted, len(buffers))
+        buffers += made.buffers
+        folds += [(0, "sum") for _ in made.buffers]
+        stages[0], stages[1] = [*made.before], [*made.contractions]
+    rest_of = [segment for segment in ir.segments if not segment.products]
+    for piece in (piece for segment in rest_of for piece in split_columns(segment)):
         rest, stage = coalesce(piece, within_divisions=True), 0
         while not _checks_first(ir) and (shared := in_ranges(rest, len(buffers))):
             stages[stage] += shared.segments
@@ -96,24 +118,29 @@ def simplified_segments(ir: KernelIR) -> tuple[Segment, ...]:
 @lru_cache(maxsize=1)
 def prelude() -> str:
     """The C++ text in front of every kernel."""
-    here = Path(__file__).parent
-    return "".join((here / name).read_text() for name in ("cpp_prelude.h", "cpp_maths.h", "cpp_loops.h"))
+    return "".join(map(_header, ("cpp_prelude.h", "cpp_maths.h", "cpp_loops.h")))
 
 
-def _function(number: int, writer: ValueWriter) -> list[str]:
-    """The function of one segment: rows ``[begin, end)``, columns ``[low, high)``."""
+@lru_cache(maxsize=4)
+def _header(name: str) -> str:
+    return (Path(__file__).parent / name).read_text()
+
+
+def _function(number: int, writer: ValueWriter, before: Sequence[str]) -> list[str]:
+    """The function of one segment: rows ``[begin, end)``, columns ``[low, high)``; it begins with lines ``before``."""
     segment = writer.segment
     tiled = ", i64 low, i64 high" if is_tiled(segment) else ""
     head = f"static void segment{number}(void* const* buffers, const i64* sizes, i64 begin, i64 end{tiled}) {{"
     lines = symbol_lines(writer.names)
-    for used in sorted({access.buffer for access in segment.accesses}):
+    read = {buffer for one in _sums(segment) for buffer in (one.left, *(load.buffer for load in one.weights.loads))}
+    for used in sorted(read.union(access.buffer for access in segment.accesses)):
         lines.append(f"{writer.storage(used)}* __restrict__ b{used} = ({writer.storage(used)}*)buffers[{used}];")
     if writer.checks:
         lines.append(f"int* const outside = {outside_flag(writer.buffers)};")
     if not tiled:
         lines.append(f"const i64 low = 0, high = {writer.size(segment.cols)};")
     first, following = _rows(writer)
-    lines += [*writer.arrays(), *first, "for (i64 row = begin; row < end; ++row) {"]
+    lines += [*before, *writer.arrays(), *first, "for (i64 row = begin; row < end; ++row) {"]
     return [head, *indent([*lines, *indent([*writer.row(), *following]), "}"]), "}"]
 
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fuseplan.kernels.cpp.contraction import Contraction
 from fuseplan.kernels.cpp.row_vectors import RowVectors, task_elements
 from fuseplan.kernels.cpp.types import STORAGE_TYPE, cpp_size, indent
 from fuseplan.kernels.ir.gathers import value_axes
@@ -18,11 +19,15 @@ from fuseplan.kernels.ir.rewrite import needed
 UNTILED_COLS = 1024
 #: The same where columns are strided: a narrow tile over several rows uses every cache line it fetches.
 UNTILED_STRIDED_COLS = 32
+#: Columns of a contraction's task: whole vectors, of sums that stay in a cache.
+CONTRACTION_COLS = 32
+#: Elements that one thread makes as fast as several are woken.
+_SMALL_STAGE = 1 << 15
 
 
 def is_tiled(segment: Segment) -> bool:
     """True when a (simplified) segment's columns are shared among tasks, too."""
-    if isinstance(segment, RowVectors):
+    if isinstance(segment, RowVectors | Contraction):
         return True
     if segment.has_reduction() or (isinstance(segment.cols, int) and segment.cols <= UNTILED_STRIDED_COLS):
         return False
@@ -89,15 +94,20 @@ def entry_points(
         rows = f"({rows})"
         chunks = f"ceil_div({rows}, how->rows_per_task)"
         tiles = f"ceil_div({cols}, how->col_tile)" if tiled else "1"
+        if isinstance(segment, Contraction):
+            chunks, tiles = "1", str(contraction_tasks(segment))
         elements.append(f"{rows} * {cols} * {cpp_size(task_elements(segment), names)}")
         tasks.append(f"{chunks} * {tiles}")
-        runs += _run_segment(call, tiled, rows, cols, chunks, tiles)
+        runs += (_run_contraction(call, rows, cols, tiles) if isinstance(segment, Contraction) else
+                 _run_segment(call, tiled, rows, cols, chunks, tiles))
     checks += [f"if (*{outside_flag(ir.buffers)}) return;"] if checks else []
     parts, combined = _parts(simple.buffers, len(ir.buffers), folds)
+    before_sums = any(isinstance(segment, Contraction) for segment in simple.segments)
     launch = [*sizes, *parts, "i64 begin = 0, end = 0;"]
     for stage, count in enumerate(stages):
         done = sum(stages[:stage])
-        once = stage > 0 and all(segment.cols == 1 for segment in simple.segments[done : done + count])
+        own = simple.segments[done : done + count]
+        once = (stage > 0 and all(segment.cols == 1 for segment in own)) or (before_sums and _is_small(own))
         launch += [f"begin = end; end += {' + '.join(tasks[done : done + count])};",
                    f"{'FP_NAME' if once else 'run_tasks'}(buffers, sizes, how, begin, end);", *combined[stage]]
     shapes = (size for buffer in ir.outputs for size in (*buffer.shape, *buffer.strides))
@@ -128,6 +138,30 @@ def _parts(
                             f"  for (i64 row = 0; row < {rows}; ++row) put({one}, {total});"]
     arguments.append(f"given[{given}]")
     return [*memory, f"void* const buffers[] = {{{', '.join(arguments)}}};"], combined
+
+
+def _is_small(segments: Sequence[Segment]) -> bool:
+    """Whether threads would wait longer for each other than one needs for some static segments without sums."""
+    if any(isinstance(one, Contraction) for one in segments):
+        return False
+    return sum(int(one.num_rows * one.cols) for one in segments) <= _SMALL_STAGE
+
+
+def contraction_tasks(segment: Contraction) -> int:
+    """Tasks of a contraction; the last one has what is left of the columns, too, for vectors do not leave a task."""
+    return max(1, int(segment.cols) // CONTRACTION_COLS)
+
+
+def _run_contraction(call: str, rows: str, cols: str, count: str) -> list[str]:
+    width = CONTRACTION_COLS
+    return [
+        "{",
+        f"  const i64 count = {count}, last = least(end, count);",
+        "  for (i64 task = begin > 0 ? begin : 0; task < last; ++task)",
+        f"    {call}0, {rows}, task * {width}, task + 1 == count ? {cols} : (task + 1) * {width});",
+        "  begin -= count; end -= count;",
+        "}",
+    ]
 
 
 def _run_segment(call: str, tiled: bool, rows: str, cols: str, chunks: str, tiles: str) -> list[str]:

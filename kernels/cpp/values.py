@@ -246,6 +246,8 @@ class ValueWriter(ABC):
             return f"b{access.buffer}", f"[&](int i) -> i64 {{ return {self.index(index)} + {picked}; }}"
         if not index.is_affine_in(self.segment.col_axis):
             pointer = f"b{access.buffer}{self._row_gather(gather)}"
+            if side_by_side(index, self.segment):
+                return f"{pointer} + ({self.index(index, 'j')})", None
             return pointer, f"[&](int i) -> i64 {{ return {self.index(index)}; }}"
         step = index.coefficient(self.segment.col_axis)
         if isinstance(step, int) and step == 1:
@@ -253,7 +255,7 @@ class ValueWriter(ABC):
         return name, f"[&](int i) -> i64 {{ return (j + i) * {self.size(step)}; }}"
 
     def _load(self, value: int, instr: Load, kind: str) -> str:
-        if instr.gather is None and instr.mask is None and _shared_by_lanes(instr.index, self.segment):
+        if instr.gather is None and instr.mask is None and shared_by_lanes(instr.index, self.segment):
             loaded = f"get(b{instr.buffer} + ({self.index(instr.index, 'j')}))"
             return _splat(kind, loaded)
         pointer, offsets = self.address(f"p{value}", instr)
@@ -291,13 +293,25 @@ def _splat(kind: str, text: str) -> str:
 _LANES = 16
 
 
-def _shared_by_lanes(index: Index, segment: Segment) -> bool:
+def shared_by_lanes(index: Index, segment: Segment) -> bool:
     """Whether all lanes of a vector read one element: the column counts by blocks of whole vectors only."""
     column = segment.col_axis
     if column not in index.axes() or not isinstance(segment.cols, int) or segment.cols % _LANES:
         return False
     dependent = [atom for atom, _ in index.terms if column in axes_of(atom)]
     return all(isinstance(atom, FloorDiv) and _in_blocks(atom, column) for atom in dependent)
+
+
+def side_by_side(index: Index, segment: Segment) -> bool:
+    """Whether the lanes of a vector read neighbouring elements."""
+    column = segment.col_axis
+    if index.is_affine_in(column):
+        return bool(index.coefficient(column) == 1)
+    if not isinstance(segment.cols, int) or segment.cols % _LANES:
+        return False
+    lanes = Index.coord(column, segment.cols // _LANES) * _LANES + Index.coord(column + 1, _LANES)
+    split = index.substitute({column: lanes})
+    return split.is_affine_in(column + 1) and bool(split.coefficient(column + 1) == 1)
 
 
 def _in_blocks(atom: FloorDiv, column: int) -> bool:

@@ -169,10 +169,14 @@ def _steps(index: Index, col_axis: int, cols: int) -> set[int]:
 
 
 def _piece(segment: Segment, low: int, high: int) -> Segment:
-    """Columns ``[low, high)`` as a segment of their own, with what is decided there folded."""
-    axis, cols = segment.col_axis, high - low
-    column = {axis: Index.coord(axis, cols) + low}
-    moved = segment.with_indices(lambda index: index.substitute(column))
+    """Columns ``[low, high)`` as a segment of their own."""
+    return specialised(segment, Index.coord(segment.col_axis, high - low) + low, high - low)
+
+
+def specialised(segment: Segment, column: Index, cols: int) -> Segment:
+    """The segment for ``cols`` of its columns, of which ``column`` is one, with what is alike in all of them folded."""
+    axis = segment.col_axis
+    moved = segment.with_indices(lambda index: index.substitute({axis: column}))
     body: list[Instr] = []
     #: New ids of the old values.
     names: list[int] = []

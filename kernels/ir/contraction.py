@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from fuseplan.kernels.ir.gathers import footprint
 from fuseplan.kernels.ir.index import Index, Size, as_size, product
-from fuseplan.kernels.ir.ir import Apply, Const, Dot, Segment
+from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, Const, Dot, KernelIR, Segment
 from fuseplan.kernels.ir.rewrite import needed
 
 
@@ -80,3 +82,11 @@ def factored(side: Segment, value: int) -> tuple[Segment, int, tuple[int, ...]]:
     rest, factors = split(value)
     kept, places = needed(body, [rest, *factors])
     return replace(side, body=kept), places[rest], tuple(places[one] for one in factors)
+
+
+def stored_bytes(ir: KernelIR, side: Segment) -> float:
+    """Bytes in memory of one number of a side, with its share of scales and the like."""
+    sizes = side.extents()
+    loads = {(one.buffer, one.index) for one in side.loads}
+    nbytes = sum(footprint(index, sizes) * ITEMSIZE[ir.buffers[buffer].dtype] for buffer, index in loads)
+    return nbytes / math.prod(sizes)

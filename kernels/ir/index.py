@@ -7,6 +7,7 @@ Sizes are plain integers, or sympy expressions over positive integer symbols whe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -189,6 +190,11 @@ class Index:
         whole, rest = self._split(divisor)
         if rest == Index() or rest._is_below(divisor):
             return whole
+        factors = [divisor, *(coef for _, coef in rest.terms)]
+        if is_static(rest.const, *factors) and (common := math.gcd(*factors)) > 1:  # (2x + 1) // 64 is x // 32
+            terms = tuple((atom, coef // common) for atom, coef in rest.terms)
+            reduced: Index = Index(rest.const // common, terms) // (divisor // common)
+            return whole + reduced
         return whole + Index(0, ((FloorDiv(rest, divisor), 1),))
 
     @lru_cache(maxsize=_REMEMBERED)  # noqa: B019

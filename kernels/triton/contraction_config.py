@@ -8,15 +8,15 @@ its own. Many rows (:mod:`~fuseplan.kernels.triton.tiles`) are a matter of tiles
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from fuseplan.kernels.gpu.overlap import default_overlap, overlap_tunables
 from fuseplan.kernels.gpu.tile import next_power_of_2, programs
 from fuseplan.kernels.ir.backend import Config, Target, Tunable
-from fuseplan.kernels.ir.gathers import footprint, may_fail
+from fuseplan.kernels.ir.contraction import stored_bytes
+from fuseplan.kernels.ir.gathers import may_fail
 from fuseplan.kernels.ir.index import Coord, Index, Mod, evaluate, product
-from fuseplan.kernels.ir.ir import ITEMSIZE, Dot, KernelIR, Reduce, Segment
+from fuseplan.kernels.ir.ir import Dot, KernelIR, Reduce, Segment
 from fuseplan.kernels.triton import tiles
 from fuseplan.kernels.triton.split_sums import unsplittable
 
@@ -271,11 +271,4 @@ def _slope(index: Index, axis: int) -> float:
 
 def _weight_bytes(ir: KernelIR, segment: Segment) -> float:
     """Bytes of a weight in memory, with its share of scales and the like."""
-    return max((_stored_bytes(ir, one.right) for one in segment.products), default=2.0)
-
-
-def _stored_bytes(ir: KernelIR, side: Segment) -> float:
-    sizes = side.extents()
-    loads = {(one.buffer, one.index) for one in side.loads}
-    nbytes = sum(footprint(index, sizes) * ITEMSIZE[ir.buffers[buffer].dtype] for buffer, index in loads)
-    return nbytes / math.prod(sizes)
+    return max((stored_bytes(ir, one.right) for one in segment.products), default=2.0)

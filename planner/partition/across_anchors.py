@@ -111,14 +111,17 @@ def plan_across_anchors(
 def predicted_across_anchors(
     problem: RegionProblem, record: PlanRecord, writer: PlanWriter, prices: ModelPrices, margin: float
 ) -> PlanRecord:
-    """The record by the cost model, with matmuls that unpack their weights where that spares half of the bound."""
+    """The record by the cost model, with matmuls that unpack their weights where that spares half of the bound, or of
+    the nominal time where the device was not probed.
+    """
     table = prices.table
     alone = {one.group.ops[0]: one for one in problem.plain}
 
     def spares(one: Choice) -> bool:
-        if one.is_plain or not any(table.is_anchor(alone[name].group) for name in one.group.ops):
+        if len(one.group.ops) == 1 or not any(table.is_anchor(alone[name].group) for name in one.group.ops):
             return True
-        return 2.0 * prices.bound_us(one) <= sum(prices.bound_us(alone[name]) for name in one.group.ops)
+        least = prices.bound_us if prices.spec is not None else prices.nominal_s
+        return 2.0 * least(one) <= sum(least(alone[name]) for name in one.group.ops)
 
     reason = f"{record.evidence.reason}; weights are unpacked inside of matmuls"
     chosen = replace(problem, choices=tuple(one for one in problem.choices if spares(one)))

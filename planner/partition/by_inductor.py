@@ -111,8 +111,8 @@ def decided_whole(
     table: GroupTable, regions: Iterable[Region], ways: Implementations, is_probed: bool, known: Collection[str]
 ) -> list[Region]:
     """Regions without a plan of which the cost model decides more than the islands, unless a plan of a part is
-    ``known`` by its key: with matmuls that a library's call is known to be faster at and, on a device that is probed,
-    with foreign ops or weights to be unpacked.
+    ``known`` by its key: with weights to be unpacked, matmuls that a library's call is known to be faster at and, on a
+    device that is probed, foreign ops.
     """
     if is_gpu(table.device_type) and not is_probed:
         return []
@@ -127,7 +127,7 @@ def decided_whole(
     distinct = unique_regions(listed).items()
     chosen = {
         key for key, (first, *_) in distinct
-        if (is_probed and unpacks_weights(table.graph, first))
+        if unpacks_weights(table.graph, first)
         or any(map(counts, single_candidates(table.graph, first)))
     }
     return [region for region in listed if region.key in chosen]

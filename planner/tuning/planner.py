@@ -252,7 +252,8 @@ class Planner:
             prices = ModelPrices(table, self.spec, region)
             writer = self._writer(table, region)
             record = predicted_by_inductor(joined, plans, writer, prices)
-            if record is joined and self.spec is not None and unpacks_weights(graph, region):
+            decides = self.spec is not None or not self.target.is_gpu
+            if record is joined and decides and unpacks_weights(graph, region):
                 problem = self._joint.planned(table, region, plans)
                 if problem is not None:
                     record = predicted_across_anchors(problem, joined, writer, prices, self._margin)

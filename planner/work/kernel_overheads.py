@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from fuseplan.costmodel.work import Work
 from fuseplan.kernels.cpp.config import BYTES_PER_THREAD, count_tasks, ir_bytes, tile_choices
+from fuseplan.kernels.cpp.contraction import Contraction, Sum
 from fuseplan.kernels.cpp.emitter import simplified, simplified_segments
 from fuseplan.kernels.cpp.row_vectors import RowVectors
 from fuseplan.kernels.gpu.tile import next_power_of_2
@@ -231,11 +232,20 @@ def _segment_lanes(ir: KernelIR, segment: Segment) -> float:
     body = zip(segment.body, per_row, strict=True)
     repeated = (instr for instr, is_once in body if isinstance(instr, Reduce) or not is_once)
     each = sum(_instruction_lanes(ir, segment, instr) for instr in repeated)
+    if isinstance(segment, Contraction):
+        each += sum(_sum_lanes(ir, one, math.prod(outer)) for one in segment.sums)
     each += sum(
         _moved_lanes(ir.buffers[store.buffer].dtype, store.index, segment.col_axis)
         for store in segment.stores if not segment.store_per_row(store)
     )
     return math.prod(outer) * (_ROW_LANES * once + cols * each)
+
+
+def _sum_lanes(ir: KernelIR, one: Sum, rows: int) -> float:
+    """Of a sum of one row: what makes its weights is shared among all ``rows``."""
+    body = zip(one.weights.body, one.weights.per_row, strict=True)
+    made = sum(_instruction_lanes(ir, one.weights, instr) for instr, is_once in body if not is_once)
+    return evaluate(one.weights.cols, {}) * (made / rows + len(one.values))
 
 
 def _row_vector_lanes(ir: KernelIR, segment: RowVectors) -> float:

@@ -14,6 +14,7 @@ import fuseplan.planner
 from fuseplan.planner.capture.normalise import normalise
 from fuseplan.planner.capture.trace import trace_predispatch
 from fuseplan.planner.graph.dataflow import bind_graph
+from fuseplan.planner.groups.regions import find_regions, parts_to_plan
 from fuseplan.planner.runtime import logs
 from fuseplan.planner.tuning.session import open_session
 
@@ -67,12 +68,14 @@ def llama(**changes: Any) -> nn.Module:
 
 
 def store_plans(function: Any, inputs: tuple[torch.Tensor, ...], db: Path, sizes: tuple[dict[str, int], ...]) -> None:
-    """Plan ``function`` by the model at several sizes and store the plans, as a tune would."""
+    """Plan ``function`` by the model at several sizes and store the plans, those of parts too, as a tune would."""
     def keeping(gm: Any, example_inputs: Any) -> Any:
         graph = normalise(trace_predispatch(gm, example_inputs)).graph
         session = open_session("cpu", db)
         for bound in sizes:
-            for plan in session.planner().plan_graph(bind_graph(graph, bound)).unique():
+            planner, static = session.planner(), bind_graph(graph, bound)
+            parts = [part for region in find_regions(static) for part in parts_to_plan(static, region, ())]
+            for plan in (*planner.plan_graph(static).unique(), *planner.plan_graph(static, regions=parts).unique()):
                 session.database.put_plan(plan.record)
         session.database.close()
         return gm.forward

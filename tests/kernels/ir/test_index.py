@@ -115,3 +115,10 @@ def test_a_quotient_of_dynamic_sizes_has_an_end() -> None:
     channel = Index.coord(1, 3 * n) // n
     assert channel.maximum() == 2
     assert (Index.coord(0, 5) * 3 + channel) // 3 == Index.coord(0, 5)
+
+
+def test_a_common_factor_leaves_a_division() -> None:
+    """The scale of a group of 64 for the second number of each word."""
+    column = Index.coord(0, 128)
+    assert (column * 2 + 1) // 64 == column // 32
+    assert (column * 6 + 7) // 64 == (column * 3 + 3) // 32

@@ -295,20 +295,23 @@ def _default_across(ir: KernelIR, target: Target) -> Config:
     main = max((segment for segment in ir.segments if folds_across(segment)), key=_elements)
     rows, widest = line_rows(ir, main, target.cores), next_power_of_2(_static(main.cols))
     scans = main.has_scan()
-    most_held, block = (_PERSISTENT_SCAN, _SCANNED_BLOCK) if scans else (_HELD_TILE, _LOOPED_TILE)
-    held = is_static(main.cols) and rows * widest <= most_held
+    held = is_static(main.cols) and rows * widest <= (_PERSISTENT_SCAN if scans else _HELD_TILE)
     choices = {tunable.name: tunable.choices for tunable in tunables(ir, target)}
     while held and 2 * rows <= int(choices["block_rows"][-1]) and 2 * rows * widest <= _LOOPED_TILE and (
             _static(main.num_rows) // (2 * rows) >= 2 * target.cores):
         rows *= 2
     twice, most = _walks_twice(ir, main), 16
-    wanted = widest if held else max(32, block * (2 if twice else 1) // rows)
+    wide = scans and max(ITEMSIZE[one.dtype] for one in main.body) > 4  # twice the registers, and slower to scan
+    block = _SCANNED_BLOCK if wide else _LOOPED_TILE * (2 if twice else 1)
+    wanted = widest if held else max(32, block // rows)
     cols = next((int(choice) for choice in choices["block_cols"] if int(choice) >= wanted), wanted)
     # What is held is folded by few warps, each with all its loads in flight: a fold is an exchange between them.
-    each = 8 if scans or twice else 16
-    if twice:
+    each = 8 if twice else 16
+    if scans:  # threads of few warps scan many elements each by themselves
+        each = 8 if wide else 32
+    elif twice:
         most = target.gpu.most_threads // target.gpu.warp
-    elif held and not scans:
+    elif held:
         each = _HELD_BYTES // max((ITEMSIZE[ir.buffers[load.buffer].dtype] for load in main.loads), default=4)
     warps = max(1, min(most, rows * cols // (target.gpu.warp * each)))
     tile = Tile(rows, cols, False, 1)

@@ -93,11 +93,15 @@ class _Lowering:
         self.outputs = list(wanted)
         # What is stored of a cast is rounded, and others read that: so is what the group reads of it.
         self.group.rounds |= {value for value in wanted if is_rounding_cast(self.graph, value)}
-        spaces: dict[tuple[tuple[Size, ...], Size], list[tuple[str, _Plan]]] = {}
-        for value, plan in self._plan_spaces(wanted).items():
-            spaces.setdefault((plan.rows, plan.cols), []).append((value, plan))
+        spaces: dict[tuple[tuple[Size, ...], Size, bool], list[tuple[str, _Plan]]] = {}
+        plans = self._plan_spaces(wanted)
+        across = [plan for value, plan in plans.items() if self._walks_across(value)]
+        for value, plan in plans.items():
+            # Of a square, what is folded across memory and what lies along it have equal extents, and no load alike.
+            spaces.setdefault((plan.rows, plan.cols, plan in across), []).append((value, plan))
         segments = [
-            self._segment(rows, cols, part) for (rows, cols), members in spaces.items() for part in self._apart(members)
+            self._segment(rows, cols, part) for (rows, cols, _), members in spaces.items()
+            for part in self._apart(members)
         ]
         check_writes(self.group)
         for value in sorted(value for value, node in self._behind(wanted).items() if node is None):
@@ -182,6 +186,13 @@ class _Lowering:
         if len(distinct) > 1:
             raise NotLowerable(f"reductions over rows of different lengths ({distinct[0]} and {distinct[1]})")
         return distinct[0] if distinct else None
+
+    def _walks_across(self, value: str) -> bool:
+        """Whether rows are folded on the way to ``value``, and the elements of none lie side by side in memory."""
+        folds, specs = self._folds(value), self.graph.specs
+        return bool(folds) and not any(
+            {*_memory_order(specs[node.inputs[0]])[-1:]} <= {*op_of(node.op).folded_dims(node, specs)}
+            for node, _ in folds)
 
     def _folds(self, value: str) -> list[tuple[OpNode, tuple[Size, ...]]]:
         """The group's ops that fold rows on the way to ``value``, each with its operand's shape as it walks it."""

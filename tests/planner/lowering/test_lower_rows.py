@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from lower_oracle import check, compute_ops, rms_norm
 
 from fuseplan.kernels.ir.ir import Load, Reduce
+from fuseplan.kernels.ir.reduction_loops import folds_across, lies_apart
 from fuseplan.planner.groups.compute_graph import lower_group
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable
 
@@ -90,6 +91,16 @@ def test_statistics_of_a_square_in_every_order(shape: tuple[int, ...]) -> None:
     mean = b("aten.mean.dim", "x", dim=(-1,))
     check(b, b("aten.transpose.int", b("aten.sub.Tensor", "x", b("aten.unsqueeze.default", mean, dim=-1)),
                dim0=-1, dim1=-2), b("aten.neg.default", mean))
+
+
+@pytest.mark.parametrize("shape", [(65, 65), (65, 33)])
+def test_what_is_folded_across_memory_is_stored_along_it(shape: tuple[int, ...]) -> None:
+    """Of a square both walks have equal extents; as one they would read and write elements that lie apart."""
+    b = Builder(x=torch.randn(shape))
+    doubled = b("aten.mul.Tensor", "x", "x")
+    lowered = check(b, doubled, b("aten.mean.dim", doubled, dim=(0,)), b("aten.amax.default", doubled, dim=(0,)))
+    assert all(folds_across(one) or lies_apart(one, one.col_axis) == 0 for one in lowered.ir.segments)
+    assert sum(map(folds_across, lowered.ir.segments)) == 1  # one walk for both folds
 
 
 def test_a_row_is_not_folded_again_for_each_of_its_elements() -> None:

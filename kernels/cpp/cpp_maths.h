@@ -160,7 +160,7 @@ FP_INLINE vf fp_log(vf x) {
 
 FP_INLINE vf fp_log1p(vf x) {  // what rounding 1 + x loses, over 1 + x, is what the logarithm lacks
   vf u = 1.0f + x, lost = (x - (u - 1.0f)) / u;
-  return fp_log(u) + ((u > 0.0f) & (u < __builtin_inff()) ? lost : splat<vf>(0.0f));
+  return with_sign(fp_log(u) + ((u > 0.0f) & (u < __builtin_inff()) ? lost : splat<vf>(0.0f)), x);
 }
 
 FP_INLINE vf fp_tanh(vf x) {

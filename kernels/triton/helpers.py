@@ -99,7 +99,7 @@ def _log1p(x):
     u = 1.0 + x
     usual = (u > 0.0) & (u < float("inf"))
     lost = (x - (u - 1.0)) / tl.where(usual, u, 1.0)
-    return tl.log(u) + tl.where(usual, lost, 0.0)
+    return tl.where(x == 0.0, x, tl.log(u) + tl.where(usual, lost, 0.0))  # x keeps the sign of a zero
 '''
 
 # Rational and polynomial approximations below 0.625: Cephes tanh and tanhf (Moshier). Above: 1 - 2 / (1 + exp(2|x|)).

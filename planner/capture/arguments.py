@@ -116,8 +116,9 @@ def respell(
     are on different devices.
     """
     spelled = op_of(op).spelled
-    if spelled == "to" and not moves:
-        assert source is not None
+    if source is None and spelled and isinstance(number := attrs.get("self"), int | float):
+        return "aten.full.default", (), {"size": result.shape, "fill_value": number, "dtype": result.dtype}
+    if spelled == "to" and source is not None and not moves:
         kept = {key: value for key, value in attrs.items() if key == "memory_format"}
         if source.dtype == result.dtype:
             return "aten.clone.default", inputs[:1], kept

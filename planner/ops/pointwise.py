@@ -197,11 +197,14 @@ def _finite(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     """nan_to_num: NaN and infinities as numbers, by default 0 and the outermost of the dtype."""
     x = p.operand(node, 0, position, result_type(p, node))
     limits = torch.finfo(torch_dtype(p.specs[node.outputs[0]].dtype))
-    for name, number, usual in (("posinf", math.inf, limits.max), ("neginf", -math.inf, limits.min)):
+    cases = (
+        ("posinf", x.eq(math.inf), limits.max), ("neginf", x.eq(-math.inf), limits.min), ("nan", x.ne(x), 0.0),
+    )
+    result = x
+    for name, there, usual in cases:  # what takes a number's place is not replaced in its turn
         given = node.attrs.get(name)
-        in_its_place = p.const(usual if given is None else given, x.dtype)
-        x = x.eq(number).where(in_its_place, x)
-    return x.ne(x).where(node.attrs.get("nan") or 0.0, x)
+        result = there.where(p.const(usual if given is None else given, x.dtype), result)
+    return result
 
 
 def _lerp(p: BodyBuilder, node: OpNode, a: Value, b: Value, weight: Value) -> Value:

@@ -112,6 +112,11 @@ def padded(
     return at(p, ())
 
 
+def _pad(p: BodyBuilder, node: OpNode, position: Position) -> Value:
+    value = node.attrs.get("value")
+    return padded(p, node.inputs[0], _margins(node, p.specs), position, 0 if value is None else value)
+
+
 def _pad_refuse(node: OpNode, specs: Specs) -> str | None:
     mode = node.attrs.get("mode", "constant")
     if mode != "constant":
@@ -264,8 +269,7 @@ REARRANGEMENTS = {
     **_moved("triu", _triangle("upper")),
     **_moved("cat concat", _cat),
     **_moved("stack", _stack),
-    **_moved("pad constant_pad_nd", lambda p, node, position: padded(
-        p, node.inputs[0], _margins(node, p.specs), position, node.attrs.get("value") or 0), refuse=_pad_refuse),
+    **_moved("pad constant_pad_nd", _pad, refuse=_pad_refuse),
     **_moved("repeat", _repeat),
     **_moved("roll", _roll, refuse=_roll_refuse),
     **_moved("flip", _flip, refuse=_roll_refuse),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import product
 from typing import Any, TypeAlias
 
@@ -223,7 +225,7 @@ class _SymbolSources:
             return [self._given[name]]
         if name in self._sized:
             return [self._sized[name][0]]
-        if name not in self._derived:
+        if name not in self._derived or not _is_spelled(self._derived[name]):
             return None
         found = [self.nodes(free.name) for free in self._derived[name].free_symbols]
         return None if None in found else [node for nodes in found for node in nodes or ()]
@@ -244,9 +246,43 @@ class _SymbolSources:
             if name in self._sized:
                 node, question, dim = self._sized[name]
                 self._made[name] = graph.call_function(question, (made[node], dim))
-            else:  # Python's arithmetic, as ``torch.compile`` itself spells it
-                definition, tracer = self._derived[name], fx.proxy.GraphAppendingTracer(graph)
+            else:
+                definition = self._derived[name]
                 numbers = {free: self._number(free.name, graph, made) for free in definition.free_symbols}
-                operands = {free: fx.Proxy(node, tracer) for free, node in numbers.items()}
-                self._made[name] = sympy_interp(PythonReferenceAnalysis, operands, definition).node
+                self._made[name] = _spell(definition, numbers, graph)
         return self._made[name]
+
+
+def _at_run_time(function: Callable[..., Any], *numbers: Any) -> Any:
+    """A call of ``function`` as a node of the graph that the first number belongs to."""
+    return numbers[0].tracer.create_proxy("call_function", function, numbers, {})
+
+
+#: Python's arithmetic, as ``torch.compile`` itself spells it, and what that leaves to sympy, which asks for numbers.
+_ARITHMETIC = type("_Arithmetic", (PythonReferenceAnalysis,), {
+    "int_truediv": staticmethod(operator.truediv),
+    "round_decimal": staticmethod(partial(_at_run_time, round)),
+    "trunc": staticmethod(lambda number: torch.sym_float(_at_run_time(math.trunc, number))),
+    **{f"{name}_to_int": staticmethod(lambda number, _dtype, rounded=rounded: _at_run_time(rounded, number))
+       for name, rounded in (("trunc", math.trunc), ("floor", math.floor), ("ceil", math.ceil), ("round", round))},
+    **{name: staticmethod(partial(_at_run_time, getattr(math, name)))
+       for name in ("exp", "log", "sin", "cos", "tan", "sinh", "cosh", "tanh", "asin", "acos", "atan", "asinh")},
+})
+
+
+def _spell(definition: Any, numbers: Mapping[Any, fx.Node], graph: fx.Graph) -> fx.Node:
+    """The node that computes a sympy expression of ``numbers``."""
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    node: fx.Node = sympy_interp(
+        _ARITHMETIC, {free: fx.Proxy(node, tracer) for free, node in numbers.items()}, definition).node
+    return node
+
+
+def _is_spelled(definition: Any) -> bool:
+    """Whether nodes can compute a sympy expression."""
+    trial = fx.Graph()
+    try:
+        _spell(definition, {free: trial.placeholder(free.name) for free in definition.free_symbols}, trial)
+    except (AssertionError, AttributeError, NotImplementedError, TypeError, fx.proxy.TraceError):
+        return False
+    return True

@@ -64,6 +64,7 @@ def test_the_logarithm_of_one_plus_a_small_number_is_that_number(plain: bool) ->
     assert float(((found - expected).abs() / expected.abs()).max()) < 4 * 2.0**-24
     edges = torch.tensor([0.0, -1.0, -2.0, float("inf"), float("nan")])
     assert torch.equal(helper("_log1p", plain)(edges).nan_to_num(nan=7.0), torch.log1p(edges).nan_to_num(nan=7.0))
+    assert helper("_log1p", plain)(torch.tensor([-0.0, 0.0])).signbit().tolist() == [True, False]
 
 
 def test_double_precision_keeps_the_librarys() -> None:

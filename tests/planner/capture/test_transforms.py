@@ -74,6 +74,10 @@ def mapped(x: Tensor, y: Tensor) -> Tensor:
     return gated(x, torch.vmap(lambda a, b: (a * b).softmax(-1))(x, y))
 
 
+def mapped_numbers(x: Tensor, y: Tensor) -> Tensor:
+    return gated(torch.vmap(lambda a: torch.where(a.sum() > 2, a.sum() * 2, 1.5) / 3)(x)[:, None], y)
+
+
 def scanned(x: Tensor, y: Tensor) -> Tensor:
     from torch._higher_order_ops.associative_scan import associative_scan
 
@@ -111,8 +115,8 @@ def taken_apart(x: Tensor, y: Tensor) -> Tensor:
 
 
 FUNCTIONS = [
-    gradient, hessian_diagonal, jacobian, forward_derivative, mapped, scanned, flexible, branching, checkpointed,
-    written_by_a_custom_op, custom, taken_apart,
+    gradient, hessian_diagonal, jacobian, forward_derivative, mapped, mapped_numbers, scanned, flexible, branching,
+    checkpointed, written_by_a_custom_op, custom, taken_apart,
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,16 @@ def compared(x: torch.Tensor) -> torch.Tensor:
     return torch.where(torch.arange(x.shape[1]) % 2 < x.shape[0] / 10, x * 2, -x)
 
 
-FUNCTIONS = [scaled, counted, halves, clipped, strided, averaged, compared]
+def enlarged(x: torch.Tensor) -> torch.Tensor:
+    return F.interpolate(x[None, None], scale_factor=1.5, mode="bicubic") * 2 + 1
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    kept = x[:, : int(x.shape[1] * 0.75)].sigmoid() * round(x.shape[1] / 127, 2)
+    return kept * math.ceil(x.shape[0] / 30) + math.floor(x.shape[1] * 0.01)
+
+
+FUNCTIONS = [scaled, counted, halves, clipped, strided, averaged, compared, enlarged, rounded]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -78,6 +88,22 @@ def test_one_graph_serves_every_size(
         exact = dtype == torch.float32
         torch.testing.assert_close(result, expected, rtol=1e-5 if exact else 0.02, atol=1e-5 if exact else 0.05)
         assert result.stride() == expected.stride()
+    stats = fuseplan.planner.stats()
+    assert stats.fallbacks == {} and stats.groups_fused >= 1
+
+
+def test_what_is_cut_into_windows_is_fused(db: Path, kernels: ReferenceBackend) -> None:
+    """With half of that size there is no window, and ``s0 // (s0 // 4)`` has no value."""
+
+    def windowed(x: torch.Tensor) -> torch.Tensor:
+        tall, wide = x.shape
+        windows = x.view(tall // 4, 4, wide // 4, 4).transpose(1, 2)
+        return windows.reshape(-1, 16).softmax(-1) * 2 + 1
+
+    fast = compiled(windowed, db, dynamic=True)
+    for shape in ((8, 12), (16, 8), (12, 20)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(fast(x), windowed(x))
     stats = fuseplan.planner.stats()
     assert stats.fallbacks == {} and stats.groups_fused >= 1
 

@@ -1,1 +1,1 @@
-"""Attention kernels, written by hand in Triton: no kernel description has two matmuls in a row."""
+"""Attention kernels, written by hand in Triton and C++: no kernel description has two matmuls in a row."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fuseplan.costmodel.devices import is_cpu
-from fuseplan.kernels.cpp.attention import MAX_ROWS, MAX_WIDTH, FewRowsAttention
+from fuseplan.kernels.attention.few_rows import MAX_ROWS, MAX_WIDTH, FewRowsAttention
 from fuseplan.kernels.ir.backend import BuildError
 from fuseplan.kernels.ir.ir import Buffer
 from fuseplan.kernels.native.build import required_compiler

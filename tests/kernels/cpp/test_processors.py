@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fuseplan.kernels.cpp.attention import FewRowsAttention
+from fuseplan.kernels.attention.few_rows import FewRowsAttention
 from fuseplan.kernels.cpp.matmul import FewRows
 from fuseplan.kernels.ir.ir import Buffer
 from fuseplan.kernels.native.build import Compiler, required_compiler

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from library_samples import MASKS, assert_as_good_as_eager, attention, heads, mask_of, on_cuda, run
 
-from fuseplan.kernels.cpp.attention import MAX_ROWS
+from fuseplan.kernels.attention.few_rows import MAX_ROWS
 from fuseplan.planner.libraries.few_rows_attention import RowsAttention
 
 pytestmark = pytest.mark.slow  # each case compiles a kernel

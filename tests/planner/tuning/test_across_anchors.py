@@ -140,13 +140,16 @@ def test_few_rows_read_narrow_weights_in_the_matmul_untuned(
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_quantised_linears_run_on_cpus(tmp_path: Path, name: str) -> None:
-    """Where no kernel holds a matmul, and nothing was tuned."""
+    """Where nothing was tuned. A kernel that holds the matmul does not round the weights that it makes."""
     torch._dynamo.reset()
     fuseplan.planner.reset_stats()
-    x, *packed = quantised(name, 3, 256, 256, torch.bfloat16).arguments
+    given = quantised(name, 3, 256, 256, torch.bfloat16).arguments
     function = FORMATS[name].function
     with torch.no_grad():
-        torch.testing.assert_close(compiled(function, tmp_path / "t.db")(x, *packed), function(x, *packed))
+        found, eager = compiled(function, tmp_path / "t.db")(*given), function(*given)
+        exact = function(*(one.double() if one.dtype == torch.bfloat16 else one for one in given))
+    assert found.dtype == eager.dtype and found.shape == eager.shape
+    assert (found - exact).norm() <= 1.1 * (eager - exact).norm()
     assert not fuseplan.planner.stats().fallbacks
 
 

@@ -58,7 +58,7 @@ class FewRowsAttention:
             "FP_SCALE": repr(self.scale),
         }
         lines = [f"#define {name} {value}" for name, value in macros.items()]
-        return "\n".join([*lines, prelude(), (Path(__file__).parent / "cpp_attention.h").read_text()])
+        return "\n".join([*lines, prelude(), (Path(__file__).parent / "few_rows.h").read_text()])
 
     def build(self, compiler: Compiler | None = None) -> Callable[..., Any]:
         """``call(query, key, value)`` or ``call(query, key, value, mask)``; BuildError without a compiler."""

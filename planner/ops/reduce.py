@@ -191,13 +191,23 @@ _fold_row = partial(rows, "reduction", reduced_dim=_reduced_dims, effort="fold")
 _softmax_row = partial(_fold_row, refuse=float_result, effort="whole row")
 
 
+def _of_nothing(node: OpNode, specs: Specs) -> str | None:
+    """Refuses an extreme of no element: ATen raises."""
+    spec = specs[node.inputs[0]]
+    return "of no element" if any(spec.shape[dim] == 0 for dim in _reduced_dims(node, specs)) else None
+
+
+def _position_refuse(node: OpNode, specs: Specs) -> str | None:
+    return no_booleans(node, specs) or _of_nothing(node, specs)
+
+
 def _extreme(kind: str) -> Rows:
     """A row's extreme, its position, and both."""
     value, position = _plain_fold(kind), _position_of(kind)
     return {
-        **_fold_row(f"a{kind} {kind}", value),
-        **_fold_row(f"{kind}.dim", value, refuse=no_booleans, others=(position,)),
-        **_fold_row(f"arg{kind}", position, refuse=no_booleans),
+        **_fold_row(f"a{kind} {kind}", value, refuse=_of_nothing),
+        **_fold_row(f"{kind}.dim", value, refuse=_position_refuse, others=(position,)),
+        **_fold_row(f"arg{kind}", position, refuse=_position_refuse),
     }
 
 

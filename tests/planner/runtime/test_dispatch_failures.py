@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -323,3 +324,14 @@ def test_inputs_that_share_memory_stay_fused_where_other_memory_is_written(db: P
     x = torch.randn(6, 3)
     torch.testing.assert_close(compiled(shifted, db)(x, x[2:]), shifted(x, x[2:]))
     assert fuseplan.planner.stats().fallbacks == {} and fuseplan.planner.stats().groups_fused > 0
+
+
+@pytest.mark.parametrize("function", [
+    lambda x: (x + 1).max(), lambda x: (x + 1).max(0), lambda x: x.t().exp().min(1, keepdim=True),
+], ids=["all", "rows", "transposed"])
+def test_the_largest_of_no_element_raises_as_in_eager_mode(function: Any, db: Path) -> None:
+    x = torch.empty(0, 3)
+    with pytest.raises((RuntimeError, IndexError)) as eager:
+        function(x)
+    with pytest.raises(eager.type, match=re.escape(str(eager.value))):
+        compiled(function, db)(x)

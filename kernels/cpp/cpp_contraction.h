@@ -15,8 +15,8 @@ template <int N, int... I> struct Count : Count<N - 1, N - 1, I...> {};
 template <int... I> struct Count<0, I...> { typedef Counted<I...> all; };
 enum { SUMS = FP_AVX512 ? 16 : 8 };  // that fit the registers
 
-// C rows of weights, each `side(pick(column))`, times G of the M rows of x. Of x, BLOCK words of each row lie side by side: rows that lie apart by
-// a power of two would have the same few places in a cache. Sums of one row of x are neighbours.
+// C rows of weights, each `side(pick(column))`, times G of the M rows of x. Blocks of BLOCK words of all rows of x follow
+// one another: whole rows, a power of two apart, would share few places in a cache. Sums of one row of x are neighbours.
 enum { BLOCK = 16 };
 template <int M, int G, int P, class Side, class Pick, int... I>
 FP_INLINE void multiply(Counted<I...>, Side side, Pick pick, const float* x, i64 from, i64 to, float* out, i64 apart,

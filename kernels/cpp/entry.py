@@ -148,7 +148,7 @@ def _is_small(segments: Sequence[Segment]) -> bool:
 
 
 def contraction_tasks(segment: Contraction) -> int:
-    """Tasks of a contraction; the last one has what is left of the columns, too, for vectors do not leave a task."""
+    """Tasks of a contraction. The last one also computes the columns that make no whole task: no vector spans two."""
     return max(1, int(segment.cols) // CONTRACTION_COLS)
 
 

@@ -97,7 +97,7 @@ class _Lowering:
         plans = self._plan_spaces(wanted)
         across = [plan for value, plan in plans.items() if self._walks_across(value)]
         for value, plan in plans.items():
-            # Of a square, what is folded across memory and what lies along it have equal extents, and no load alike.
+            # In a square tensor, a fold across memory and a store along it have equal extents, but share no load.
             spaces.setdefault((plan.rows, plan.cols, plan in across), []).append((value, plan))
         segments = [
             self._segment(rows, cols, part) for (rows, cols, _), members in spaces.items()

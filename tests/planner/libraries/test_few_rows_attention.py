@@ -51,7 +51,7 @@ def test_masks_are_broadcast_and_rows_lie_apart(
 
 @pytest.mark.parametrize("hidden", [False, -math.inf])
 def test_keys_that_all_rows_hide_are_not_read(hidden: float) -> None:
-    """A cache is filled from its beginning: what lies behind may be anything."""
+    """A cache may hold anything behind its last token, NaN too."""
     query, key, value = heads(1, 4, 1, 64), heads(1, 2, 1500, 64), heads(1, 2, 1500, 64)
     mask = torch.ones(1, 1, 1, 1500, dtype=torch.bool)
     mask[..., 700:] = False

@@ -140,7 +140,7 @@ def test_few_rows_read_narrow_weights_in_the_matmul_untuned(
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_quantised_linears_run_on_cpus(tmp_path: Path, name: str) -> None:
-    """Where nothing was tuned. A kernel that holds the matmul does not round the weights that it makes."""
+    """Untuned. A kernel that unpacks weights for its matmul keeps them in float32, eager mode rounds them."""
     torch._dynamo.reset()
     fuseplan.planner.reset_stats()
     given = quantised(name, 3, 256, 256, torch.bfloat16).arguments

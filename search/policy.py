@@ -116,8 +116,8 @@ UNALIGNED_FACTORS = {1: 7.0, 2: 2.5, 4: 1.5}
 #: How many times longer PyTorch's matmul of few rows takes on a CPU than ours, where nothing was measured: the least of
 #: results/amd-epyc-family-26-model-2/few-rows.md.
 FEW_ROWS_FACTOR = 1.15
-#: The same of attention of few query rows, grouped by the heads of keys that they read.
-ROWS_ATTENTION_FACTOR = 1.5
+#: The same of attention of few query rows, grouped by the heads of keys that they read; the least of the same file.
+ROWS_ATTENTION_FACTOR = 1.33
 #: What TorchInductor's code should gain by the cost model to run a region that nothing was measured of.
 PREDICTED_INDUCTOR_GAIN = 0.1
 #: Ops of a step, views included, up to which all of its layers take part where TorchInductor is asked for its code of

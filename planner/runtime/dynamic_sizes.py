@@ -45,7 +45,7 @@ def _tuned(
             bound = bind_graph(graph, {name: size})
             whole = [one for region in find_regions(bound) for one in {region, *split_common(bound, region)}]
             there = [one for region in whole for one in {region, *region_parts(bound, region)}]
-        except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError):
+        except (ArithmeticError, ValueError):
             continue  # the graph is for no such size, as where that is cut into windows of 4 and too small for one
         asked = [region for region in there if (ops := frozenset(region.ops)) in wanted and ops not in found]
         stored = planner.look_up_all(bound, asked)

@@ -21,7 +21,6 @@ template <int count, class T> FP_INLINE vf part(const T* row, int at) {
 template <int count, class T> FP_INLINE void fetch(const T* row) {
   for (int at = 0; at < count; at += 64 / (int)sizeof(T)) __builtin_prefetch(row + at, 0, 2);
 }
-FP_INLINE vf larger_of(vf a, vf b) { return a > b ? a : b; }
 // The sums of four vectors' lanes.
 FP_INLINE void four_sums(const vf (&v)[4], float* sums) {
 #if defined(__clang__)
@@ -90,7 +89,7 @@ FP_INLINE void attend(const FP_TYPE* keys, const FP_TYPE* values, int count, con
   for (int at = 0; at < SIDE; ++at) {
     each[at] = read<vf>(scores + at * L);
     if (added) each[at] += read<vf>(added + at * L);
-    most = larger_of(each[at], most);
+    most = larger(each[at], most);
   }
   float lanes[L], before[L], now[L];
   write(lanes, most);

@@ -99,11 +99,10 @@ def folds_across(segment: Segment) -> bool:
 
 
 def folds_in_parts(segment: Segment) -> bool:
-    """Whether parts of a row can be folded apart, and then together: sums and the like in float32 that need no other
-    fold but their mean, and nothing for each column after them.
+    """Whether parts of a row can be folded apart, and then together: sums and the like that need no other fold but
+    their mean, and nothing for each column after them.
     """
-    folds = [instr for instr in segment.body if isinstance(instr, Reduce)]
-    if not folds or not is_static(*segment.rows, segment.cols) or any(one.dtype != "float32" for one in folds):
+    if not any(isinstance(instr, Reduce) for instr in segment.body) or not is_static(*segment.rows, segment.cols):
         return False
     if segment.products or segment.has_scan() or max(reduction_depths(segment, centred_sums(segment))) > 1:
         return False

@@ -189,7 +189,8 @@ class SegmentEmitter(ValueEmitter):
                 folded.append(f"all_off = all_{total} / tl.maximum(all_seen, 1.0) - {total} / {self.segment.cols}")
                 text += " + all_seen * all_off * all_off"
             folded += self.fold(value, text)
-        return folds_handed_over(self.share, [self.name(value) for value in folds], lanes, [*folded, *rest])
+        return folds_handed_over(
+            self.share, {self.name(value): self.fold_type(value) for value in folds}, lanes, [*folded, *rest])
 
     def _policies(self, phases: Sequence[Phase], number: int) -> dict[Load, str]:
         """What is read again by the next pass is to stay in the cache until then, and to make room afterwards."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from fuseplan.kernels.gpu.tile import segment_programs, splits_of, tile_of
 from fuseplan.kernels.ir.backend import Config
-from fuseplan.kernels.ir.ir import Dot, KernelIR, Reduce, Segment
+from fuseplan.kernels.ir.ir import ITEMSIZE, Dot, KernelIR, Reduce, Segment
 from fuseplan.kernels.ir.reduction_loops import reduction_depths
 
 #: Arguments of a kernel with splits, behind its buffers.
@@ -47,10 +47,19 @@ def scratch(ir: KernelIR, config: Config) -> tuple[int, int]:
 
 
 def numbers_each(segment: Segment, config: Config) -> int:
-    """Float32 numbers that a program hands over at most: its sums, and folds of its rows."""
+    """Words of 32 bits that a program hands over at most, an even number: its sums, and folds of its rows."""
     tile, bodies = tile_of(segment, config), {segment, *(one.left for one in segment.products)}
-    folds = sum(isinstance(instr, Reduce) for one in bodies for instr in one.body)
-    return tile.rows * (len({instr for instr in segment.body if isinstance(instr, Dot)}) * tile.cols + folds)
+    folds = sum(words(instr.dtype) for one in bodies for instr in one.body if isinstance(instr, Reduce))
+    return _even(tile.rows * (len({instr for instr in segment.body if isinstance(instr, Dot)}) * tile.cols + folds))
+
+
+def words(dtype: str) -> int:
+    """Words of 32 bits in which a fold of this register type is handed over."""
+    return 2 if ITEMSIZE[dtype] == 8 else 1
+
+
+def _even(count: int) -> int:
+    return count + count % 2
 
 
 def unsplittable(segment: Segment) -> str | None:
@@ -91,21 +100,26 @@ def handed_over(
     last = [f"{name} = tl.zeros({shape}, tl.float32)" for name, _, shape in named]
     last += [f"for other in tl.static_range({share.splits}):", f"{_INDENT}part = {_numbers(share, 'other', each)}"]
     last += [f'{_INDENT}{name} += tl.load(part + {place}, cache_modifier=".cg")' for name, place, _ in named]
-    return _last_goes_on(share, {name: place for name, place, _ in named}, each, [*last, *rest])
+    return _last_goes_on(share, {name: f"{{}} + {place}" for name, place, _ in named}, each, [*last, *rest])
 
 
 def folds_handed_over(
-    share: Share, folds: Sequence[str], lanes: tuple[int, str, str], rest: Sequence[str]
+    share: Share, folds: Mapping[str, str], lanes: tuple[int, str, str], rest: Sequence[str]
 ) -> list[str]:
     """Store ``folds`` of a tile's rows; its last program does ``rest``, where ``all_<name>`` has what all have stored.
 
-    ``lanes``: the tile's rows, how they and the splits lie in a tensor.
+    ``folds``: names with their register types. ``lanes``: the tile's rows, how they and the splits lie in a tensor.
     """
     rows, down, across = lanes
-    at, each = f"tl.arange(0, {rows}){down}" if down else "0", rows * len(folds)
-    places = {name: f"{number * rows} + {at}" for number, name in enumerate(folds)}
+    at, begin = f"tl.arange(0, {rows}){down}" if down else "0", 0
+    places: dict[str, str] = {}
+    for name in sorted(folds, key=lambda name: -words(folds[name])):  # those of 64 bits lie at even words
+        typed = "" if folds[name] == "float32" else f".to(tl.pointer_type(tl.{folds[name]}))"
+        places[name] = f"({{}} + {begin}){typed} + {at}"
+        begin += rows * words(folds[name])
+    each = _even(begin)
     parts = f"parts = {_numbers(share, f'tl.arange(0, {share.splits}){across}', each)}"
-    last = [f'all_{name} = tl.load(parts + {place}, cache_modifier=".cg")' for name, place in places.items()]
+    last = [f'all_{name} = tl.load({place.format("parts")}, cache_modifier=".cg")' for name, place in places.items()]
     return _last_goes_on(share, places, each, [parts, *last, *rest])
 
 
@@ -115,11 +129,11 @@ def _numbers(share: Share, split: str, each: int) -> str:
 
 
 def _last_goes_on(share: Share, places: Mapping[str, str], each: int, rest: Sequence[str]) -> list[str]:
-    """Store what is named at its place among the numbers of this split; the last program of the tile does ``rest``."""
+    """Store what is named at its place from the first number of this split; a tile's last program does ``rest``."""
     counter = f"{COUNTERS} + {share.first_tile} + pid"
     return [
         f"own = {_numbers(share, 'split', each)}",
-        *(f"tl.store(own + {place}, {name})" for name, place in places.items()),
+        *(f"tl.store({place.format('own')}, {name})" for name, place in places.items()),
         "tl.debug_barrier()",
         f'arrived = tl.atomic_add({counter}, 1, sem="acq_rel")',
         f"if arrived == {share.splits - 1}:",

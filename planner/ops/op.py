@@ -98,7 +98,7 @@ class Op:
     #: How many kernels ATen launches for it on a GPU.
     launches: int = 1
     #: What ATen's own CUDA kernel of it is like; "" for one that treats each element by itself.
-    effort: Literal["", "function", "fold", "whole row", "gather", "scatter"] = ""
+    effort: Literal["", "function", "fold", "position", "whole row", "gather", "scatter"] = ""
 
     @property
     def is_anchor(self) -> bool:

@@ -206,8 +206,8 @@ def _extreme(kind: str) -> Rows:
     value, position = _plain_fold(kind), _position_of(kind)
     return {
         **_fold_row(f"a{kind} {kind}", value, refuse=_of_nothing),
-        **_fold_row(f"{kind}.dim", value, refuse=_position_refuse, others=(position,)),
-        **_fold_row(f"arg{kind}", position, refuse=_position_refuse),
+        **_fold_row(f"{kind}.dim", value, refuse=_position_refuse, others=(position,), effort="position"),
+        **_fold_row(f"arg{kind}", position, refuse=_position_refuse, effort="position"),
     }
 
 

@@ -15,7 +15,6 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from fuseplan.kernels.ir.ir import register_type
 from fuseplan.kernels.ir.ops import torch_dtype
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
 from fuseplan.planner.ops.activation import ACTIVATIONS
@@ -197,7 +196,7 @@ def why_refused(node: OpNode, specs: Specs) -> str | None:
         if not set(dims) <= set(range(rank)) or len(set(dims)) < len(dims):
             return f"{node.op}: reduces dimensions {dims} of {rank}"
         # A softmax of one row has one block in ATen, too.
-        if len(dims) == rank and (rank > 1 or op.effort == "fold") and not (
+        if len(dims) == rank and (rank > 1 or op.effort in ("fold", "position")) and not (
                 _is_short(specs[node.inputs[0]]) or _is_shared(op, node, specs)):
             return f"{node.op}: one thread, or one block of a GPU's, would reduce all of {rank} dimensions by itself"
     reason = _unheld_number(node, specs) or (op.refuse(node, specs) if op.refuse is not None else None)
@@ -213,9 +212,8 @@ def why_refused(node: OpNode, specs: Specs) -> str | None:
 
 
 def _is_shared(op: Op, node: OpNode, specs: Specs) -> bool:
-    """Whether several threads, or blocks of a GPU's, fold parts of a tensor: one fold, of numbers held in float32."""
-    held = {register_type(specs[value].dtype) for value in (node.inputs[0], *node.outputs)}
-    return op.effort == "fold" and held == {"float32"} and specs[node.inputs[0]].is_static
+    """Whether several threads, or blocks of a GPU's, fold parts of a tensor: where there is one fold."""
+    return op.effort == "fold" and specs[node.inputs[0]].is_static
 
 
 def _is_short(spec: TensorSpec) -> bool:

@@ -38,7 +38,7 @@ def aten_overheads(graph: DataflowGraph, node: OpNode) -> Work:
     effort = op_of(node.op).effort
     written = node.inputs[-1] if written_value(node) is not None else node.outputs[0]
     elements = math.prod(_shape(graph, written))
-    if effort == "fold":
+    if effort in ("fold", "position"):
         read = math.prod(_shape(graph, node.inputs[0]))
         turns = _fold_turns(elements, max(read // max(elements, 1), 1))
         return Work(steps=_FOLD_STEPS, serial_steps=_TURN_STEPS * turns)

@@ -16,20 +16,22 @@ import torch
 from graphs import Builder, wide
 from kernel_reference import run_reference
 
+from fuseplan.kernels.ir.ir import Buffer
+from fuseplan.kernels.ir.ops import torch_dtype
 from fuseplan.planner.lowering.lower import Lowered, lower
 
 #: Folds that programs can share: of everything, of rows that lie apart, of rows side by side, several of one row, with
 #: elements stored on the way, with infinite ones and none that is a number; variances around large means, and of rows
-#: with infinite ones.
+#: with infinite ones; of 32 and of 64 bits, and of truth, beside each other.
 LONG_FOLDS = ("sum", "largest", "rows", "across", "several", "stored", "not a number", "variances", "variances across",
-              "endless variances")
+              "endless variances", "counts", "counts across", "doubles")
 #: Those that each program needs before it goes on.
 WHOLE_FOLDS = ("scaled", "normalised", "normalised across")
 
 
 def _input(name: str, length: int, dtype: torch.dtype) -> torch.Tensor:
     columns = {"rows": (3, length), "several": (2, length), "variances": (3, length), "endless variances": (3, length),
-               "normalised": (3, length)}
+               "normalised": (3, length), "counts": (3, length), "doubles": (3, length)}
     shape = (length, 5) if "across" in name else columns.get(name, (length,))
     x = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 9).to(dtype)
     if name.startswith(("variances", "normalised")):
@@ -57,6 +59,10 @@ def built(name: str, length: int, dtype: torch.dtype) -> tuple[Builder, tuple[st
         return b, (b("aten.div.Tensor", apart, b("aten.std.correction", "x", dim=(dim,), correction=0, keepdim=True)),)
     if name in ("largest", "not a number"):
         return b, (b("aten.amax.default", doubled, dim=()),)
+    if "counts" in name:
+        positive = b("aten.gt.Scalar", "x", other=0)
+        count = b("aten.sum.dim_IntList", positive, dim=(dim,))
+        return b, (b("aten.amax.default", doubled, dim=(dim,)), count, b("aten.all.dim", positive, dim=dim))
     if name == "several":
         folds = [b(f"aten.{kind}.default", doubled, dim=(1,)) for kind in ("amax", "amin")]
         means = b("aten.mean.dim", "x", dim=(1,))
@@ -70,6 +76,11 @@ def lowered_fold(name: str, length: int, dtype: torch.dtype = torch.float32) -> 
     return lower(b.graph(*outputs), [node.name for node in b.nodes], "fp32", outputs)
 
 
+def rubbish(buffer: Buffer) -> torch.Tensor:
+    dtype = torch_dtype(buffer.dtype)
+    return torch.full(buffer.shape, torch.nan if dtype.is_floating_point else 1, dtype=dtype)
+
+
 def main(cache_dir: str, configs: str) -> None:
     from interpret_kernels import worst_error
     from triton_interpreter import mend
@@ -80,13 +91,14 @@ def main(cache_dir: str, configs: str) -> None:
     mend()
     backend, rows = TritonBackend(cache_dir), []
     for name in (*LONG_FOLDS, *WHOLE_FOLDS):
-        lowered = lowered_fold(name, 1031)
-        inputs = built(name, 1031, torch.float32)[0].values(lowered.inputs)
+        dtype = torch.float64 if name == "doubles" else torch.float32
+        lowered = lowered_fold(name, 1031, dtype)
+        inputs = built(name, 1031, dtype)[0].values(lowered.inputs)
         expected = run_reference(lowered.ir, wide(inputs))
         for config in json.loads(configs):
             kernel, made = backend.load(lowered.ir, config, SM90), []
             for _ in range(2):
-                made.append([torch.full(one.shape, torch.nan) for one in lowered.ir.outputs])
+                made.append([rubbish(one) for one in lowered.ir.outputs])
                 kernel(*inputs, *made[-1])
             repeats = all(map(lambda a, b: torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5)), *made))
             rows.append({"name": name, "config": config, "error": worst_error(lowered.ir, made[0], expected),

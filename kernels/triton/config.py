@@ -14,6 +14,8 @@ DEFAULT_PERSISTENT_COLS = 16384
 MAX_PERSISTENT_COLS = 32768
 #: The same of tiles that are scanned, whose numbers threads hold twice; and how many numbers a block of others has.
 _PERSISTENT_SCAN, _SCANNED_BLOCK = 4096, 2048
+#: Rows across memory of which a program scans more columns at once, with more threads.
+_FEW_SCANNED = 2
 #: Registers a kernel spends on addresses, masks and the like, whatever its tile.
 _BASE_REGISTERS = 24
 #: A count of programs that is as good as the fewest, and columns as good as covered exactly.
@@ -257,11 +259,16 @@ def _block_shape(ir: KernelIR, most: int, target: Target) -> tuple[int, int]:
 
 
 def line_rows(ir: KernelIR, segment: Segment, cores: int = _TYPICAL_CORES) -> int:
-    """Rows of a default block that folds across: of a line, or of a sector where there would be too few blocks."""
+    """Rows of a default block that folds across: of a line, or of a sector where there would be too few blocks, or even
+    less where it scans.
+    """
     narrowest = min((ITEMSIZE[ir.buffers[load.buffer].dtype] for load in segment.loads), default=4)
     rows, blocks = _LINE_BYTES // narrowest, cores - cores // 10 if _walks_twice(ir, segment) else 2 * cores
     while rows * narrowest > _SECTOR_BYTES and _static(segment.num_rows) // rows < blocks and (
             default_splits(ir, segment, cores, rows) == 1):
+        rows //= 2
+    # A program goes along its rows by itself: where there would be few, it had better leave part of a sector to others.
+    while segment.has_scan() and rows > 1 and _static(segment.num_rows) // rows < cores - cores // 10:
         rows //= 2
     return min(rows, next_power_of_2(_static(segment.num_rows)))
 
@@ -301,14 +308,15 @@ def _default_across(ir: KernelIR, target: Target) -> Config:
             _static(main.num_rows) // (2 * rows) >= 2 * target.cores):
         rows *= 2
     twice, most = _walks_twice(ir, main), 16
-    wide = scans and max(ITEMSIZE[one.dtype] for one in main.body) > 4  # twice the registers, and slower to scan
+    # Twice the registers, and slower to scan; of one row or two, many threads scan a few elements each.
+    wide = scans and rows > _FEW_SCANNED and max(ITEMSIZE[one.dtype] for one in main.body) > 4
     block = _SCANNED_BLOCK if wide else _LOOPED_TILE * (2 if twice else 1)
     wanted = widest if held else max(32, block // rows)
     cols = next((int(choice) for choice in choices["block_cols"] if int(choice) >= wanted), wanted)
     # What is held is folded by few warps, each with all its loads in flight: a fold is an exchange between them.
     each = 8 if twice else 16
     if scans:  # threads of few warps scan many elements each by themselves
-        each = 8 if wide else 32
+        each = 8 if wide or rows <= _FEW_SCANNED else 32
     elif twice:
         most = target.gpu.most_threads // target.gpu.warp
     elif held:

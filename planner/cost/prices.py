@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from fuseplan.costmodel.calibrate import Sample
 from fuseplan.costmodel.device import DeviceSpec
+from fuseplan.costmodel.devices import is_cpu
 from fuseplan.costmodel.roofline import lower_bound, nominal_us, predict
 from fuseplan.planner.cost.running_calibration import RunningCalibration
 from fuseplan.planner.cost.samples import ChoiceSample
@@ -55,11 +56,11 @@ class ModelPrices:
         return factor * predict(way.work(self.table, choice.group), self.spec, way.mode, backend=name) * 1e-6
 
     def _slower_factor(self, group: Candidate) -> float:
-        """How many times longer ATen's call of a matmul takes than it should: on a GPU where a padded one keeps tensor
-        cores busy, on a CPU where it has few rows; there of attention, too.
+        """How many times longer ATen's call takes than it should: of a matmul on a GPU where a padded one keeps tensor
+        cores busy, on a CPU where it has few rows; there of attention and of other ops, too.
         """
         if not self.table.is_anchor(group):
-            return 1.0
+            return self.table.cpu_factor(group) if is_cpu(self.table.device_type) else 1.0
         op = self.table.op_group(group)
         if FEW_ROWS.surpasses(op):
             return policy.FEW_ROWS_FACTOR

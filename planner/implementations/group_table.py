@@ -14,7 +14,7 @@ from fuseplan.planner.groups.compute_graph import LIBRARY_KINDS, compute_graph_o
 from fuseplan.planner.implementations.tunable_group import TunableGroup, group_subject, op_group, op_subject
 from fuseplan.planner.libraries.library_call import OpGroup
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable
-from fuseplan.planner.ops.table import OpKind
+from fuseplan.planner.ops.table import OpKind, op_of
 from fuseplan.planner.work.group_work import hot_inputs, kernel_work, op_work
 
 
@@ -91,6 +91,10 @@ class GroupTable:
     def is_anchor(self, group: Candidate) -> bool:
         """Whether the group is a matmul, attention or a foreign op by itself: only library calls run it."""
         return len(group.ops) == 1 and self.kind(group.ops[0]) in LIBRARY_KINDS
+
+    def cpu_factor(self, group: Candidate) -> float:
+        """How many times longer than kernels ATen takes on a CPU for what the group computes, at least."""
+        return max(op_of(node.op).cpu_factor(node, self.graph.specs) for node in map(self.graph.op, group.ops))
 
     def kind(self, op: str) -> OpKind:
         """What an op of the graph is."""

@@ -128,12 +128,12 @@ ACTIVATIONS = {
     # x, and below 0 as much of it as its channel's slope says (He et al., arXiv:1502.01852).
     **rows("activation", "_prelu_kernel", of_two(lambda p, node, x, slope: (x > 0.0).where(x, slope * x)),
            refuse=float_result),
-    **_function("elu", _elu),
-    **_function("celu", _celu),
+    **_function("elu", _elu, slow_on_cpu=1.6),
+    **_function("celu", _celu, slow_on_cpu=1.6),
     **rows("activation", "glu", _glu, refuse=float_result, effort="function"),
     **_function("silu", lambda x, attrs: x * x.sigmoid()),
-    **_function("gelu", _gelu),
+    **_function("gelu", _gelu, slow_on_cpu=lambda node, specs: 3.0 if node.attrs.get("approximate") == "tanh" else 1.0),
     **_function("softplus", _softplus),
     # x tanh(log(1 + exp(x))) (Misra, arXiv:1908.08681).
-    **_function("mish", lambda x, attrs: x * x.exp().log1p().tanh()),
+    **_function("mish", lambda x, attrs: x * x.exp().log1p().tanh(), slow_on_cpu=2.0),
 }

@@ -134,7 +134,7 @@ LOOKUPS = {
            rows_by=1, new_memory=True),
     **_lookup("embedding_bag embedding_bag.padding_idx", _bag, refuse=_bag_refuse, new_memory=True),
     **_row("index_select", _along_dim, refuse=_ranks_refuse, rows_by=2, wraps=True),
-    **_row("gather", _along_dim, refuse=_ranks_refuse),
+    **_row("gather", _along_dim, refuse=_ranks_refuse, slow_on_cpu=3.0),
     **_row("index.Tensor", _index, refuse=_index_refuse, rows_by=1),
 }
 WRITES = {

@@ -99,6 +99,9 @@ class Op:
     launches: int = 1
     #: What ATen's own CUDA kernel of it is like; "" for one that treats each element by itself.
     effort: Literal["", "function", "fold", "position", "whole row", "gather", "scatter"] = ""
+    #: How many times longer than a kernel of ours ATen's takes on a CPU, where nothing was measured: the least of
+    #: results/amd-epyc-family-26-model-2/single-ops.md, by the op's operands and attributes where these decide it.
+    slow_on_cpu: float | Callable[[OpNode, Specs], float] = 1.0
 
     @property
     def is_anchor(self) -> bool:
@@ -114,6 +117,10 @@ class Op:
     def is_fusible(self) -> bool:
         """Whether any kernel can hold it: a matmul only one that is built around it."""
         return self.build is not None and not self.is_contraction
+
+    def cpu_factor(self, node: OpNode, specs: Specs) -> float:
+        """``slow_on_cpu`` of a call."""
+        return self.slow_on_cpu(node, specs) if callable(self.slow_on_cpu) else self.slow_on_cpu
 
     def reduced_size(self, node: OpNode, specs: Specs) -> Size | None:
         """Number of elements folded into each result; None when the op folds no row here."""

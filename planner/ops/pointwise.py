@@ -257,8 +257,11 @@ _WHERE = of_operands(lambda p, node, condition, a, b: condition.where(a, b), ("c
 _row, _conversion = partial(rows, "pointwise"), partial(rows, "conversion", build=_convert)
 
 POINTWISE = {
-    **_each(_unary, "exp exp2 sqrt rsqrt log1p reciprocal"),
-    **_each(_unary, "log sin cos tanh sigmoid erf", effort="function"),
+    **_each(_unary, "exp", slow_on_cpu=1.7),
+    **_each(_unary, "exp2 sqrt rsqrt log1p reciprocal"),
+    **_each(_unary, "log sigmoid", effort="function"),
+    **_each(_unary, "sin cos erf", effort="function", slow_on_cpu=1.6),
+    **_each(_unary, "tanh", effort="function", slow_on_cpu=3.0),
     **_each(_unary, "neg abs", rearranges=True),
     **_each(_rounding, "floor ceil round", refuse=no_booleans),
     **_row("square", of_one(lambda x: x * x)),
@@ -278,7 +281,7 @@ POINTWISE = {
            by_constant=True),
     **_row("pow.Tensor_Tensor pow.Scalar", _binary("pow"), refuse=float_result),
     **_each(lambda op: _binary(op, _promoted), "eq.Tensor eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar le.Tensor "
-                                               "le.Scalar gt.Tensor gt.Scalar ge.Tensor ge.Scalar"),
+                                               "le.Scalar gt.Tensor gt.Scalar ge.Tensor ge.Scalar", slow_on_cpu=3.0),
     **_row("logical_and", _logical("logical_and")),
     **_row("logical_or", _logical("logical_or")),
     **_row("logical_xor", _logical("ne")),
@@ -306,9 +309,10 @@ POINTWISE = {
     **_row("addcdiv", _added("div"), refuse=_floats_alone),
     **_row("clamp.Tensor clamp_min.Tensor clamp_max.Tensor", _clamp_by_tensors, refuse=no_booleans),
     **_row("remainder.Scalar", _binary("int_remainder"), refuse=_floor_divide_refuse),
-    **_row("where.self where.ScalarSelf where.ScalarOther", _WHERE, rearranges=True),
-    **_row("where.Scalar", _WHERE),
-    **_row("masked_fill.Scalar masked_fill.Tensor", _masked_fill, refuse=_filled_refuse, rearranges=True),
+    **_row("where.self where.ScalarSelf where.ScalarOther", _WHERE, rearranges=True, slow_on_cpu=3.0),
+    **_row("where.Scalar", _WHERE, slow_on_cpu=3.0),
+    **_row("masked_fill.Scalar masked_fill.Tensor", _masked_fill, refuse=_filled_refuse, rearranges=True,
+           slow_on_cpu=3.0),
     **_conversion("to.dtype to.dtype_layout to.device to.other _to_copy type_as", spelled="to"),
     **_conversion("lift_fresh_copy", spelled="clone"),
     **_conversion("clone contiguous", copies=True),

@@ -265,8 +265,8 @@ REARRANGEMENTS = {
     **_made("diff", _diff, refuse=_diff_refuse),
     **_made("upsample_nearest1d upsample_nearest1d.vec upsample_nearest2d upsample_nearest2d.vec upsample_nearest3d "
             "upsample_nearest3d.vec", _upsample, refuse=refuse_upsampling, grows=True),
-    **_moved("tril", _triangle("lower")),
-    **_moved("triu", _triangle("upper")),
+    **_moved("tril", _triangle("lower"), slow_on_cpu=2.9),
+    **_moved("triu", _triangle("upper"), slow_on_cpu=2.9),
     **_moved("cat concat", _cat),
     **_moved("stack", _stack),
     **_moved("pad constant_pad_nd", _pad, refuse=_pad_refuse),

@@ -59,6 +59,11 @@ def _float_type(p: BodyBuilder, node: OpNode) -> RegisterType:
     return "float64" if "float64" in dtypes else "float32"
 
 
+def _across(factor: float) -> Callable[[OpNode, Specs], float]:
+    """A factor of folds and scans along other dimensions than the last."""
+    return lambda node, specs: 1.0 if len(specs[node.inputs[0]].shape) - 1 in _reduced_dims(node, specs) else factor
+
+
 def _plain_fold(kind: str) -> Build:
     return lambda p, node, position: _fold(p, node, _row_of(p, node, position), kind, result_type(p, node))
 
@@ -206,8 +211,9 @@ def _extreme(kind: str) -> Rows:
     value, position = _plain_fold(kind), _position_of(kind)
     return {
         **_fold_row(f"a{kind} {kind}", value, refuse=_of_nothing),
-        **_fold_row(f"{kind}.dim", value, refuse=_position_refuse, others=(position,), effort="position"),
-        **_fold_row(f"arg{kind}", position, refuse=_position_refuse, effort="position"),
+        **_fold_row(f"{kind}.dim", value, refuse=_position_refuse, others=(position,), effort="position",
+                    slow_on_cpu=1.8),
+        **_fold_row(f"arg{kind}", position, refuse=_position_refuse, effort="position", slow_on_cpu=3.0),
     }
 
 
@@ -218,14 +224,15 @@ REDUCTIONS = {
     **_extreme("max"),
     **_extreme("min"),
     **_fold_row("adaptive_avg_pool2d", _mean, refuse=_pool_refuse, reduced_dim=partial(_last_dims, count=2)),
-    **_fold_row("mean.dim mean", _mean, refuse=float_result),
-    **_fold_row("var.dim var.correction", _var, refuse=float_result, effort=""),
+    **_fold_row("mean.dim mean", _mean, refuse=float_result,
+                slow_on_cpu=lambda node, specs: 1.9 if specs[node.inputs[0]].dtype in HALVES else 1.0),
+    **_fold_row("var.dim var.correction", _var, refuse=float_result, effort="", slow_on_cpu=15.0),
     **_fold_row("std.correction", lambda p, node, position: _var(p, node, position).sqrt(), refuse=float_result,
-                effort=""),
-    **_fold_row("any.dim any.dims any", _whether("max"), refuse=_whether_refuse),
-    **_fold_row("all.dim all.dims all", _whether("min"), refuse=_whether_refuse),
-    **_fold_row("linalg_vector_norm", _norm, refuse=_norm_refuse),
-    **_softmax_row("logsumexp", _log_sum_exp),
+                effort="", slow_on_cpu=15.0),
+    **_fold_row("any.dim any.dims any", _whether("max"), refuse=_whether_refuse, slow_on_cpu=4.0),
+    **_fold_row("all.dim all.dims all", _whether("min"), refuse=_whether_refuse, slow_on_cpu=4.0),
+    **_fold_row("linalg_vector_norm", _norm, refuse=_norm_refuse, slow_on_cpu=_across(4.0)),
+    **_softmax_row("logsumexp", _log_sum_exp, slow_on_cpu=2.0),
     **_softmax_row("softmax.int _softmax special_softmax", _softmax(log=False)),
     **_softmax_row("log_softmax.int _log_softmax", _softmax(log=True)),
 }
@@ -262,7 +269,7 @@ def _scan(kind: str) -> Build:
 
 
 _scan_row = partial(rows, "scan", refuse=_scan_refuse, reduced_dim=_scanned_dims, effort="whole row",
-                    walk=lambda node, specs: None)
+                    walk=lambda node, specs: None, slow_on_cpu=_across(2.0))
 
 SCANS = {**_scan_row("cumsum", _scan("sum")), **_scan_row("cumprod", _scan("prod"))}
 
@@ -366,8 +373,8 @@ _row = partial(rows, "normalisation", effort="whole row")
 
 NORMALISATIONS = {
     **_row("layer_norm", lambda p, node, position: _standard(p, node, position, _row_of(p, node, position), position),
-           refuse=_affine_refuse, reduced_dim=_normalised_dims),
-    **_row("rms_norm", _rms_norm, refuse=float_result, reduced_dim=_normalised_dims),
+           refuse=_affine_refuse, reduced_dim=_normalised_dims, slow_on_cpu=1.5),
+    **_row("rms_norm", _rms_norm, refuse=float_result, reduced_dim=_normalised_dims, slow_on_cpu=1.4),
     **_row("group_norm", _group_norm, refuse=_group_refuse, rows=_group_rows, walk=_group_walk,
            reduced_dim=lambda node, specs: tuple(range(1, len(specs[node.inputs[0]].shape)))),
     **rows("normalisation", "batch_norm", _batch_norm, refuse=_batch_refuse),

@@ -39,11 +39,11 @@ template <class T, class V> FP_INLINE void store(T* p, V v, Part m) {
 FP_MASKED(float, vf, "vmovups")
 FP_MASKED(unsigned short, vh, "vmovdqu16")
 FP_INLINE vf load(const float* p, Part m) { return read(p, m); }
-FP_INLINE vf load(const bf16* p, Part m) { return float_of_bf16<vf>(widen(read(&p->bits, m))); }
-FP_INLINE vf load(const f16* p, Part m) { return float_of_f16<vf>(widen(read(&p->bits, m))); }
+FP_INLINE vf load(const bf16* p, Part m) { return float_of_bf16(read(&p->bits, m)); }
+FP_INLINE vf load(const f16* p, Part m) { return float_of_f16(read(&p->bits, m)); }
 FP_INLINE void store(float* p, vf v, Part m) { write(p, v, m); }
 FP_INLINE void store(bf16* p, vf v, Part m) { write(&p->bits, narrow_bf16(v), m); }
-FP_INLINE void store(f16* p, vf v, Part m) { write(&p->bits, narrow(f16_bits<vu>(v)), m); }
+FP_INLINE void store(f16* p, vf v, Part m) { write(&p->bits, narrow_f16(v), m); }
 #endif
 template <class T, class At, class M> FP_INLINE auto gather(const T* p, At at, M m) {
   T row[L] = {};

@@ -126,29 +126,6 @@ template <class U, class F> FP_INLINE U f8_bits(F x) {  // saturates
 FP_WIDEN(vh, vu, "vpmovzxwd") FP_WIDEN(vs, vi, "vpmovsxwd")
 FP_WIDEN(vc, vi, "vpmovsxbd") FP_WIDEN(vb, vi, "vpmovzxbd")
 
-template <class T> FP_INLINE T get(const T* p) { return *p; }
-template <class T, class V> FP_INLINE void put(T* p, V v) { *p = (T)v; }
-FP_INLINE bool get(const bool8* p) { return p->bits != 0; }
-FP_INLINE void put(bool8* p, bool v) { p->bits = v; }
-#define FP_FLOAT(T)                                                                                        \
-  FP_INLINE float get(const T* p) { return float_of_##T<float>((unsigned)p->bits); }                       \
-  FP_INLINE void put(T* p, float v) { p->bits = (decltype(p->bits))T##_bits<unsigned>(v); }                \
-  FP_INLINE float round_##T(float x) { return float_of_##T<float>(T##_bits<unsigned>(x)); }                \
-  FP_INLINE vf round_##T(vf x) { return float_of_##T<vf>(T##_bits<vu>(x)); }                               \
-  FP_INLINE double round_##T(double x) { return round_##T((float)x); }                                     \
-  FP_INLINE vd round_##T(vd x) { return convert<vd>(round_##T(convert<vf>(x))); }
-FP_FLOAT(bf16) FP_FLOAT(f16) FP_FLOAT(f8)
-// Integers below 32 bits wrap around.
-#define FP_INTEGER(T, V, round, wrapped)                                                                   \
-  FP_INLINE int get(const T* p) { return *p; }                                                             \
-  FP_INLINE vi load(const T* p) { return widen(read<V>(p)); }                                              \
-  FP_INLINE void store(T* p, vi v) { write(p, convert<V>(v)); }                                            \
-  FP_INLINE int round(int x) { return (T)x; }                                                              \
-  FP_INLINE vi round(vi x) { return wrapped; }
-FP_INTEGER(short, vs, round_i16, x << 16 >> 16)
-FP_INTEGER(signed char, vc, round_i8, x << 24 >> 24)
-FP_INTEGER(unsigned char, vb, round_u8, x & 0xff)
-
 FP_INLINE vh narrow(vu v) {
 #if FP_WIDE && FP_AVX512
   vh half;
@@ -171,6 +148,47 @@ FP_INLINE vh narrow_bf16(vf v) {
 #endif
   return narrow(bf16_bits<vu>(v));
 }
+FP_INLINE vf float_of_bf16(vh half) { return float_of_bf16<vf>(widen(half)); }
+#if FP_WIDE && (FP_AVX512 || defined(__F16C__))
+FP_INLINE vh narrow_f16(vf v) {
+  vh half;
+  __asm__("vcvtps2ph $0, %1, %0" : "=v"(half) : "v"(v));
+  return half;
+}
+FP_INLINE vf float_of_f16(vh half) {
+  vf v;
+  __asm__("vcvtph2ps %1, %0" : "=v"(v) : "vm"(half));
+  return v;
+}
+#else
+FP_INLINE vh narrow_f16(vf v) { return narrow(f16_bits<vu>(v)); }
+FP_INLINE vf float_of_f16(vh half) { return float_of_f16<vf>(widen(half)); }
+#endif
+FP_INLINE vb narrow_f8(vf v) { return convert<vb>(f8_bits<vu>(v)); }
+FP_INLINE vf float_of_f8(vb byte) { return float_of_f8<vf>(convert<vu>(byte)); }
+
+template <class T> FP_INLINE T get(const T* p) { return *p; }
+template <class T, class V> FP_INLINE void put(T* p, V v) { *p = (T)v; }
+FP_INLINE bool get(const bool8* p) { return p->bits != 0; }
+FP_INLINE void put(bool8* p, bool v) { p->bits = v; }
+#define FP_FLOAT(T)                                                                                        \
+  FP_INLINE float get(const T* p) { return float_of_##T<float>((unsigned)p->bits); }                       \
+  FP_INLINE void put(T* p, float v) { p->bits = (decltype(p->bits))T##_bits<unsigned>(v); }                \
+  FP_INLINE float round_##T(float x) { return float_of_##T<float>(T##_bits<unsigned>(x)); }                \
+  FP_INLINE vf round_##T(vf x) { return float_of_##T(narrow_##T(x)); }                                     \
+  FP_INLINE double round_##T(double x) { return round_##T((float)x); }                                     \
+  FP_INLINE vd round_##T(vd x) { return convert<vd>(round_##T(convert<vf>(x))); }
+FP_FLOAT(bf16) FP_FLOAT(f16) FP_FLOAT(f8)
+// Integers below 32 bits wrap around.
+#define FP_INTEGER(T, V, round, wrapped)                                                                   \
+  FP_INLINE int get(const T* p) { return *p; }                                                             \
+  FP_INLINE vi load(const T* p) { return widen(read<V>(p)); }                                              \
+  FP_INLINE void store(T* p, vi v) { write(p, convert<V>(v)); }                                            \
+  FP_INLINE int round(int x) { return (T)x; }                                                              \
+  FP_INLINE vi round(vi x) { return wrapped; }
+FP_INTEGER(short, vs, round_i16, x << 16 >> 16)
+FP_INTEGER(signed char, vc, round_i8, x << 24 >> 24)
+FP_INTEGER(unsigned char, vb, round_u8, x & 0xff)
 
 // With FP_STREAM, results go past the caches: right for outputs that would only push out what is still needed.
 template <class V, class To> FP_INLINE void write_result(To* p, V v) {
@@ -190,8 +208,8 @@ FP_INLINE void results_done() {
 
 FP_INLINE vf load(const float* p) { return read<vf>(p); }
 FP_INLINE vd load(const double* p) { return read<vd>(p); }
-FP_INLINE vf load(const bf16* p) { return float_of_bf16<vf>(widen(read<vh>(p))); }
-FP_INLINE vf load(const f16* p) { return float_of_f16<vf>(widen(read<vh>(p))); }
+FP_INLINE vf load(const bf16* p) { return float_of_bf16(read<vh>(p)); }
+FP_INLINE vf load(const f16* p) { return float_of_f16(read<vh>(p)); }
 FP_INLINE vf load(const f8* p) {  // as float_of_f8, where sign and magnitude are moved as one
   const vi bits = widen(read<vc>(p));
   const vf number = bit_cast<vf>((bits << 20) & (int)0x87f00000) * 0x1p120f;
@@ -204,8 +222,8 @@ FP_INLINE vm load(const bool8* p) { return widen(read<vb>(p)) != 0; }
 FP_INLINE void store(float* p, vf v) { write_result(p, v); }
 FP_INLINE void store(double* p, vd v) { write(p, v); }
 FP_INLINE void store(bf16* p, vf v) { write_result(p, narrow_bf16(v)); }
-FP_INLINE void store(f16* p, vf v) { write_result(p, narrow(f16_bits<vu>(v))); }
-FP_INLINE void store(f8* p, vf v) { write_result(p, convert<vb>(f8_bits<vu>(v))); }
+FP_INLINE void store(f16* p, vf v) { write_result(p, narrow_f16(v)); }
+FP_INLINE void store(f8* p, vf v) { write_result(p, narrow_f8(v)); }
 FP_INLINE void store(i64* p, vl v) { write(p, v); }
 FP_INLINE void store(i64* p, vi v) { for (int i = 0; i < L; ++i) p[i] = v[i]; }
 FP_INLINE void store(int* p, vi v) { write(p, v); }

@@ -1,4 +1,4 @@
-"""Kernels written by hand are right with each set of vector instructions that this processor has."""
+"""Kernels written by hand, and conversions, are right with each set of vector instructions that this processor has."""
 
 from __future__ import annotations
 
@@ -8,15 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from graphs import Builder
 
 from fuseplan.kernels.attention.few_rows import FewRowsAttention
+from fuseplan.kernels.cpp.backend import CppBackend
+from fuseplan.kernels.cpp.config import run_settings
+from fuseplan.kernels.cpp.launch import load_kernel
 from fuseplan.kernels.cpp.matmul import FewRows
+from fuseplan.kernels.ir.backend import Target
 from fuseplan.kernels.ir.ir import Buffer
 from fuseplan.kernels.native.build import Compiler, required_compiler
+from fuseplan.planner.lowering.lower import lower
 
 #: Processors by the flag that tells one: with vectors of 16 bytes, AVX2, AVX-512, and its products of bf16.
 PROCESSORS = {"x86-64": "sse2", "haswell": "avx2", "skylake-avx512": "avx512bw", "cooperlake": "avx512_bf16"}
 pytestmark = pytest.mark.slow
+TARGET = Target("cpu", "native", 2)
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -58,3 +65,24 @@ def test_attention_of_few_rows(positions: int, keys: int, width: int, dtype: tor
     kernel = FewRowsAttention(name, *buffers, masked, (0, 0, keys, 1), width**-0.5)
     exact = F.scaled_dot_product_attention(query.double(), key.double(), value.double(), mask)
     assert_close(kernel.build(compiler)(query, key, value, mask), exact)
+
+
+@pytest.mark.parametrize("dtype", TYPES[1:], ids=str)
+def test_conversions(dtype: torch.dtype, compiler: Compiler, tmp_path: Path) -> None:
+    """Every number of 16 bits, and numbers half way between two of them and right beside that."""
+    numbers = torch.arange(2**16).to(torch.int16).view(dtype).float()
+    middle = (numbers + torch.arange(1, 2**16 + 1).to(torch.int16).view(dtype).float()) / 2
+    beside = [middle.nextafter(torch.tensor(to)) for to in (torch.inf, -torch.inf)]
+    x = torch.cat([numbers, middle, *beside, torch.tensor([5e-46, 65519.99, 65520.0])])
+    b = Builder(x=x)
+    rounded = b("aten.to.dtype", "x", dtype=str(dtype).removeprefix("torch."))
+    outputs = (rounded, b("aten.neg.default", b("aten.to.dtype", rounded, dtype="float32")))
+    ir = lower(b.graph(*outputs), [node.name for node in b.nodes], "eager", outputs).ir
+    backend = CppBackend(tmp_path)
+    config = backend.default_config(ir, TARGET)
+    made = [torch.empty_like(x, dtype=dtype), torch.empty_like(x)]
+    load_kernel(ir, backend.source(ir, config), run_settings(ir, config, TARGET), compiler, tmp_path)(x, *made)
+    for result, expected in zip(made, (x.to(dtype), -x.to(dtype).float()), strict=True):
+        torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
+        real = ~expected.isnan()
+        assert torch.equal(result[real].signbit(), expected[real].signbit())

@@ -16,6 +16,7 @@ from fuseplan.planner.libraries.library_call import OpGroup
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable
 from fuseplan.planner.ops.table import OpKind, op_of
 from fuseplan.planner.work.group_work import hot_inputs, kernel_work, op_work
+from fuseplan.search import policy
 
 
 class GroupTable:
@@ -93,8 +94,14 @@ class GroupTable:
         return len(group.ops) == 1 and self.kind(group.ops[0]) in LIBRARY_KINDS
 
     def cpu_factor(self, group: Candidate) -> float:
-        """How many times longer than kernels ATen takes on a CPU for what the group computes, at least."""
-        return max(op_of(node.op).cpu_factor(node, self.graph.specs) for node in map(self.graph.op, group.ops))
+        """How many times longer than kernels ATen takes on a CPU for what the group computes, at least; 1 where it
+        computes so little that no kernel is worth its compilation.
+        """
+        nodes, specs = [self.graph.op(name) for name in group.ops], self.graph.specs
+        touched = [specs[value] for node in nodes for value in (*node.inputs, *node.outputs)]
+        if all(one.is_static and one.numel < policy.LEAST_SLOW_ELEMENTS for one in touched):
+            return 1.0
+        return max(op_of(node.op).cpu_factor(node, specs) for node in nodes)
 
     def kind(self, op: str) -> OpKind:
         """What an op of the graph is."""

@@ -37,7 +37,16 @@ def test_what_runs_by_itself(name: str, tmp_path: Path) -> None:
     torch._dynamo.reset()
     fuseplan.reset_stats()
     Database(tmp_path / "empty.db").close()
-    function, x = {**SLOW, **FAST}[name], torch.randn(67, 129, generator=torch.Generator().manual_seed(0))
+    function, x = {**SLOW, **FAST}[name], torch.randn(67, 257, generator=torch.Generator().manual_seed(0))
     found = torch.compile(function, backend="fuseplan", options={"db": str(tmp_path / "empty.db")})(x)
     assert fuseplan.stats().groups_fused == (name in SLOW)
     torch.testing.assert_close(found, function(x.double()).to(found.dtype), rtol=2e-6, atol=1e-5)
+
+
+def test_what_is_small_is_left_to_aten(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    fuseplan.reset_stats()
+    Database(tmp_path / "empty.db").close()
+    x = torch.randn(7, 129)
+    found = torch.compile(lambda x: x.std(1), backend="fuseplan", options={"db": str(tmp_path / "empty.db")})(x)
+    assert fuseplan.stats().groups_fused == 0 and torch.equal(found, x.std(1))

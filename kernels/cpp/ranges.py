@@ -6,12 +6,13 @@ needs a fold becomes a segment of its own, whose tasks begin then, and whose fol
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from fuseplan.kernels.cpp.row_vectors import as_row_vectors
 from fuseplan.kernels.ir.coalesce import coalesce
-from fuseplan.kernels.ir.index import Index, flatten, is_static, row_major_strides
+from fuseplan.kernels.ir.index import FloorDiv, Index, Mod, flatten, is_static, row_major_strides
 from fuseplan.kernels.ir.ir import Buffer, Instr, Load, Reduce, Segment, Store
 from fuseplan.kernels.ir.reduction_loops import folds_across, lies_apart, schedule
 from fuseplan.kernels.ir.rewrite import needed
@@ -36,11 +37,13 @@ class InRanges:
 
 def in_ranges(segment: Segment, first: int) -> InRanges | None:
     """The segment with its columns shared, where its rows are few and long: one, where later passes read it again, for
-    of several each may stay in a cache. ``first`` is the number of the first of its parts among the buffers.
+    of several each may stay in a cache; or where a row is several runs of memory. ``first`` is the number of the first
+    of its parts among the buffers.
     """
-    most, (now, *later), body = _most_ranges(segment), schedule(segment), segment.body
+    runs, (now, *later), body = _runs(segment), schedule(segment), segment.body
+    most = max(_most_ranges(segment), runs)
     again = len(later) > 1 or any(phase.elements or phase.stores for phase in later)
-    if most < 2 or not later or (again and segment.num_rows > 1):
+    if most < 2 or not later or (again and segment.num_rows > 1 and runs < 2):
         return None
     stores = [segment.stores[number] for number in now.stores]
     at_end = [store for number, store in enumerate(segment.stores) if number not in now.stores]
@@ -70,6 +73,17 @@ def _most_ranges(segment: Segment) -> int:
         return 0
     together = min(segment.rows[-1], _SIDE_BY_SIDE) if folds_across(segment) else 1
     return int(min(_ENOUGH_TASKS * together // segment.num_rows, segment.cols * together // _LEAST_ELEMENTS))
+
+
+def _runs(segment: Segment) -> int:
+    """The runs of memory that a row is, where divisions of the column tell them apart; else 1."""
+    if not is_static(*segment.rows, segment.cols) or segment.products or segment.has_scan():
+        return 1
+    column = Index.coord(segment.col_axis, segment.cols)
+    divisors = [atom.divisor for one in segment.loads for atom, _ in one.index.terms
+                if isinstance(atom, FloorDiv | Mod) and atom.base == column and is_static(atom.divisor)]
+    length = math.gcd(*divisors)
+    return segment.cols // length if length >= _ALIGNED and segment.cols % length == 0 else 1
 
 
 def _choices(cols: int, most: int) -> list[tuple[int, int]]:

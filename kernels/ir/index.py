@@ -145,7 +145,9 @@ class Index:
         return Index(as_size(const), tuple(kept))._rejoined()
 
     def _rejoined(self) -> Index:
-        """``(x // d) * d * c + (x % d) * c`` is ``x * c``: what a split and a join of the same dimension leave."""
+        """``(x // d) * d * c + (x % d) * c`` is ``x * c``: what a split and a join of the same dimension leave. Of
+        three, ``((x // d) % e) * d * c + (x % d) * c`` is ``(x % (d * e)) * c``.
+        """
         for atom, coef in self.terms:
             if not isinstance(atom, Mod):
                 continue
@@ -157,6 +159,12 @@ class Index:
                 const = self.const - quotient.const * coef * atom.divisor + atom.base.const * coef
                 joined = [(part, share * coef) for part, share in atom.base.terms]
                 return Index.build(const, [*rest, *joined])
+            for outer, share in self.terms:
+                if isinstance(outer, Mod) and outer.base == quotient and share == as_size(coef * atom.divisor):
+                    rest = [term for term in self.terms if term[0] not in (atom, outer)]
+                    both: Index = atom.base % as_size(atom.divisor * outer.divisor)
+                    return Index.build(
+                        self.const + both.const * coef, [*rest, *((part, own * coef) for part, own in both.terms)])
         return self
 
     @staticmethod

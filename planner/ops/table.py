@@ -7,9 +7,9 @@ collectives, most in-place updates: only ATen runs it).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import pairwise
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
@@ -161,6 +161,8 @@ def why_opaque(node: OpNode, specs: Specs) -> str | None:
     return why_refused(node, specs)
 
 
+#: Elements that lie side by side where the dimensions that an op reduces are several runs of memory, at least.
+_LEAST_RUN = 64
 #: Elements of a tensor that is folded as a whole by one thread: PyTorch shares no fewer among several
 #: (``at::internal::GRAIN_SIZE``), and a GPU's block holds half as many in registers.
 _MOST_ALONE = 32768
@@ -206,9 +208,21 @@ def why_refused(node: OpNode, specs: Specs) -> str | None:
     if len(dims) > 1 and (spec := specs[node.inputs[0]]).is_static and (
             op.walk is None or op.walk(node, specs) is None):
         run = [(spec.shape[dim], spec.strides[dim]) for dim in sorted(dims) if spec.shape[dim] != 1]
-        if any(stride != extent * step for (_, stride), (extent, step) in pairwise(run)):
-            return f"{node.op}: the dimensions that it reduces are not one run of memory"
+        if _run_length(run) < _LEAST_RUN:
+            return (f"{node.op}: the dimensions that it reduces are not one run of memory, nor several of "
+                    f"{_LEAST_RUN} elements")
     return None
+
+
+def _run_length(dims: Sequence[tuple[int, int]]) -> float:
+    """Elements side by side in each run of memory that dimensions of such sizes and strides are; infinite if it is one.
+    """
+    length, step = dims[-1] if dims else (1, 1)
+    for extent, stride in reversed(dims[:-1]):
+        if stride != length * step:
+            return length if step == 1 else 0
+        length *= extent
+    return math.inf
 
 
 def _is_shared(op: Op, node: OpNode, specs: Specs) -> bool:

@@ -155,6 +155,23 @@ def test_pictures_are_folded_where_their_dimensions_are_one_run(dims: tuple[int,
         assert "one run of memory" in str(why_refused(next(iter(graph)), graph.specs))
 
 
+@NEEDS_COMPILER
+@pytest.mark.parametrize("op", SEVERAL)
+@pytest.mark.parametrize(("shape", "dims"), [
+    ((5, 3, 9, 16), (0, 2, 3)), ((3, 4, 64), (0, 2)), ((2, 3, 5, 131), (1, 3)), ((7, 33, 2, 65), (0, 1, 3)),
+])
+def test_several_runs_of_memory_are_folded_as_one(
+    op: str, shape: tuple[int, ...], dims: tuple[int, ...], backend: CppBackend
+) -> None:
+    b = Builder(x=operand(list(shape), list(range(len(shape))), torch.float32, [0.0, 9.0], 3))
+    lowered = check(b, folded(b, op, dims, False))
+    (made,) = lowered.ir.outputs
+    found = torch.empty(made.shape, dtype=getattr(torch, made.dtype))
+    backend.load(lowered.ir, backend.default_config(lowered.ir, TARGET), TARGET)(b.tensors["x"], found)
+    torch.testing.assert_close(found, SEVERAL[op](b.tensors["x"].double(), dims, False).to(found.dtype),
+                               rtol=1e-5, atol=1e-4)
+
+
 def test_what_a_view_mixes_into_other_rows_is_not_folded_again_and_again() -> None:
     b = Builder(x=torch.randn(4, 6, 10), y=torch.randn(4, 60))
     flat = b("aten.view.default", b("aten.softmax.int", "x", dim=1), size=(4, 60))

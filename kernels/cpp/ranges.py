@@ -41,7 +41,7 @@ def in_ranges(segment: Segment, first: int) -> InRanges | None:
     of its parts among the buffers.
     """
     runs, (now, *later), body = _runs(segment), schedule(segment), segment.body
-    most = max(_most_ranges(segment), runs)
+    most = runs if runs > 1 else _most_ranges(segment)
     again = len(later) > 1 or any(phase.elements or phase.stores for phase in later)
     if most < 2 or not later or (again and segment.num_rows > 1 and runs < 2):
         return None
@@ -54,7 +54,8 @@ def in_ranges(segment: Segment, first: int) -> InRanges | None:
     early = {value for value, check in checks.items() if {value, check} & {*now.elements}}
     folding = _part(segment, body, stores, early)
     held = [Load(one.dtype, numbers[value], row) if value in numbers else one for value, one in enumerate(body)]
-    ranges = min((_ranges(folding, first, (0, *choice)) for choice in _choices(segment.cols, most)), key=_cost)
+    choices = _choices(segment.cols, most) if runs == 1 else [(runs, segment.cols // runs)]  # only then divisions go
+    ranges = min((_ranges(folding, first, (0, *choice)) for choice in choices), key=_cost)
     count, size = ranges.rows[0], ranges.cols
     left = segment.cols - count * size
     pieces = (ranges, _ranges(folding, first, (count, 1, left), count * size)) if left else (ranges,)

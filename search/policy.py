@@ -114,7 +114,7 @@ LEFT_TO_ATEN_SHARE = 0.02
 #: times, 30522 columns 2.8, an inner dimension of 196 1.55).
 UNALIGNED_FACTORS = {1: 7.0, 2: 2.5, 4: 1.5}
 #: Elements from which an op that stands alone is a kernel of ours on a CPU where ATen's is slow: of fewer, nearly all
-#: ops take less than the call of a compiled function (results/amd-epyc-family-26-model-2/single-ops.md).
+#: ops take less than the call of a compiled function (results/amd-epyc-family-25-model-17/single-ops.md).
 LEAST_SLOW_ELEMENTS = 2**14
 #: How many times longer PyTorch's matmul of few rows takes on a CPU than ours, where nothing was measured: the least of
 #: results/amd-epyc-family-26-model-2/few-rows.md.

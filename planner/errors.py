@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import difflib
 import re
+import sysconfig
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-from fuseplan.search.errors import OWN_FAULTS, SpelledError
+from fuseplan.search.errors import OWN_FAULTS, PACKAGES, SpelledError
 from fuseplan.search.errors import Argument as Argument
 from fuseplan.search.errors import Command as Command
 
@@ -49,11 +52,19 @@ def in_words(error: BaseException) -> str:
     """
     # Dynamo's explanation of an op that fails has the op's own words in it, quoted.
     quoted = re.search(r"with fake tensors: .*: got \w+\((['\"])(.+?)\1\)", str(error))
-    said = quoted[2] if quoted else str(error)
+    said = quoted[2] if quoted else f"no such key: {error}" if type(error) is KeyError and error.args else str(error)
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     text = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
     text = re.sub(r"\b(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Warning)\b(?:: ?)?", "", text).strip() or "no reason given"
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def user_line(error: BaseException) -> str:
+    """``" (line 3 of toys.py)"``: the innermost line on an error's way that is no library's; empty without any."""
+    libraries = (*PACKAGES, *(sysconfig.get_path(one) + "/" for one in ("stdlib", "purelib", "platlib")), "<")
+    frames = getattr(error, "real_stack", None) or traceback.extract_tb(error.__traceback__)  # Dynamo's has the former
+    found = [one for one in frames if not one.filename.startswith(libraries)]
+    return f" (line {found[-1].lineno} of {Path(found[-1].filename).name})" if found else ""
 
 
 class _UnknownNameError(FuseplanError):

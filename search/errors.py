@@ -17,7 +17,8 @@ _SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = 4
 
 #: What Python raises where a program is wrong, and neither its input nor its machine is.
 _FAULTS = (AssertionError, AttributeError, IndexError, KeyError, NameError, TypeError)
-_PACKAGES = tuple(str(Path(__file__).parents[1] / name) for name in ("planner", "search", "kernels", "costmodel"))
+#: Where our own code lies.
+PACKAGES = tuple(str(Path(__file__).parents[1] / name) + "/" for name in ("planner", "search", "kernels", "costmodel"))
 
 
 class OwnFaults:
@@ -44,7 +45,7 @@ def _raised_at(error: BaseException) -> str | None:
     last = error.__traceback__  # asked often: traceback.extract_tb() would look at the source file of every frame
     while last is not None and last.tb_next is not None:
         last = last.tb_next
-    if last is None or not last.tb_frame.f_code.co_filename.startswith(_PACKAGES):
+    if last is None or not last.tb_frame.f_code.co_filename.startswith(PACKAGES):
         return None
     return f"{Path(last.tb_frame.f_code.co_filename).name}:{last.tb_lineno}"
 

@@ -18,7 +18,12 @@ from typing import Any, TypeAlias
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
 from fuseplan.costmodel.devices import traced_on
@@ -27,7 +32,7 @@ from fuseplan.planner.capture.modules import name_modules, trace_ops
 from fuseplan.planner.capture.normalise import Traced, normalise
 from fuseplan.planner.capture.subclasses import classes_first, take_apart
 from fuseplan.planner.capture.transforms import modes_restored, without_transforms
-from fuseplan.planner.errors import CaptureError, ConfigError, FuseplanError, UnknownOpError, in_words
+from fuseplan.planner.errors import CaptureError, ConfigError, FuseplanError, UnknownOpError, in_words, user_line
 from fuseplan.planner.graph.dataflow import DataflowGraph, bind_graph
 from fuseplan.planner.graph.execute import resolve_op
 from fuseplan.planner.models.build import Model, construct, foreign_code, load_module
@@ -268,7 +273,9 @@ def _recording(failure: str, pack_weights: bool) -> Iterator[_Recorder]:
             raise recorder.errors[0] from error
         asked = isinstance(error, DataDependentOutputException)
         why = "it decides by a number in a tensor, and a trace has none" if asked else in_words(error)
-        raise CaptureError(f"{failure}: {why}") from error
+        if isinstance(error, DynamicOutputShapeException):
+            why = f"the size of what {error.func} makes depends on numbers in a tensor, and a trace has none"
+        raise CaptureError(f"{failure}: {why}{user_line(error)}") from error
     finally:
         _FAKE_LOG.disabled = was_disabled
         torch._dynamo.reset()

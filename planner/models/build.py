@@ -20,7 +20,7 @@ from torch.nn import init
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from fuseplan.planner.errors import Argument, ConfigError, FuseplanError, in_words
+from fuseplan.planner.errors import Argument, ConfigError, FuseplanError, in_words, user_line
 from fuseplan.planner.models.sources import ModelSource, generates, hf_config, quiet
 from fuseplan.planner.models.workload import Workload
 
@@ -226,7 +226,8 @@ def _fill(module: nn.Module) -> None:
 
 @contextmanager
 def foreign_code(what: str, *values: object) -> Iterator[None]:
-    """Around a user's own code: whatever it raises is a ConfigError whose message begins with ``what`` and ``values``.
+    """Around a user's own code: whatever it raises is a ConfigError whose message begins with ``what`` and ``values``,
+    and ends with the user's line that it came from.
     """
     try:
         yield
@@ -235,13 +236,16 @@ def foreign_code(what: str, *values: object) -> Iterator[None]:
     except SystemExit as error:
         raise ConfigError(f"{what}: it ends the process with {{:.60}}", *values, repr(error.code)) from error
     except BaseException as error:
-        raise ConfigError(f"{what}: {{}}", *values, in_words(error)) from error
+        raise ConfigError(f"{what}: {{}}{{}}", *values, in_words(error), user_line(error)) from error
 
 
 def _from_factory(name: str) -> Any:
     path, _, attribute = name.partition(":")
-    if not re.fullmatch(r"\w+(\.\w+)*:\w+", name):
-        raise ConfigError("{} {!r}: write it as package.module:factory", Argument("module"), name)
+    if not re.fullmatch(r"\w+(\.\w+)*:\w+", name) or path.endswith(".py"):
+        file = Path(path)
+        folder = "" if file.parent == Path() else f", in the folder {file.parent}"
+        hint = f"; did you mean {file.stem}:{attribute or 'factory'}{folder}?" if file.suffix == ".py" else ""
+        raise ConfigError("{} {!r}: write it as package.module:factory{}", Argument("module"), name, hint)
     with foreign_code("{} {}: importing it failed", Argument("module"), name):
         if "" not in sys.path and str(Path.cwd()) not in sys.path:
             sys.path.insert(0, str(Path.cwd()))  # as `python -m` does; a script's path begins with its own folder
@@ -258,6 +262,13 @@ def twin(module: nn.Module) -> nn.Module:
         return copy.deepcopy(module, dict(held))
 
 
+def _kind(made: Any) -> str:
+    """What a factory returned, in a few words."""
+    names = [f"the class {one.__name__}" if isinstance(one, type) else type(one).__name__
+             for one in (made[:4] if isinstance(made, list | tuple) else [made])]
+    return f"a {type(made).__name__} of {len(made)}: {', '.join(names)}" if isinstance(made, list | tuple) else names[0]
+
+
 def load_module(source: ModelSource) -> Model:
     """The module and example inputs that the user's factory returns, where it put them, or those at hand.
 
@@ -267,7 +278,8 @@ def load_module(source: ModelSource) -> Model:
     """
     made = source.made() if source.made is not None else _from_factory(source.name)
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-        raise ConfigError("{} {}: the factory must return (nn.Module, example inputs)", Argument("module"), source.name)
+        raise ConfigError("{} {}: the factory must return (nn.Module, example inputs); it returned {}",
+                          Argument("module"), source.name, _kind(made))
     module, inputs = made
     if source.dtype is not None:
         dtype = getattr(torch, source.dtype)

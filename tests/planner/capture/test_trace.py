@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import sys
 from copy import deepcopy
@@ -162,6 +163,13 @@ def data_dependent(): return DataDependent(), (torch.randn(5, 6),)
 def narrow(): return Tied(), (torch.randn(5, 7),)
 def wrong(): return Tied()
 def failing(): raise RuntimeError("no such file: weights.bin")
+def missing(): return {}["weights.pt"]
+def listed(): return [Tied, torch.randn(5, 6), 3]
+def silent(): torch.nn.functional.relu(torch.ones(3, dtype=torch.bool))
+def chosen(): return Chosen(), torch.randn(5, 6)
+class Chosen(torch.nn.Module):
+    def forward(self, x):
+        return x[x > 0] + 1
 """
     (tmp_path / "user_models.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
@@ -207,14 +215,26 @@ def test_graph_breaks_give_several_graphs(factories: str) -> None:
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
-        ("wrong", "must return"),
-        ("failing", "no such file: weights.bin"),
+        ("wrong", r"must return .*; it returned Tied$"),
+        ("listed", r"must return .*; it returned a list of 3: the class Tied, Tensor, int$"),
+        ("failing", r"no such file: weights.bin \(line 25 of user_models.py\)"),
+        ("missing", r"no such key: 'weights.pt' \(line 26 of user_models.py\)"),
+        ("silent", r"relu \(line 28 of user_models.py\)"),
         ("absent", "absent"),
     ],
 )
 def test_a_bad_factory_is_named(factories: str, factory: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         capture(find_source(module=f"{factories}:{factory}"), Workload("forward"), "cpu")
+
+
+@pytest.mark.parametrize(("given", "meant"), [
+    ("models.py:f", "did you mean models:f?"), ("./models.py:f", "did you mean models:f?"),
+    ("models.py", "did you mean models:factory?"), ("../my lib/models.py:f", "models:f, in the folder ../my lib?"),
+])
+def test_a_factory_that_is_named_by_its_file_is_named_as_it_should_be(given: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(meant)):
+        capture(find_source(module=given), Workload("forward"), "cpu")
 
 
 def test_a_module_is_found_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,8 +252,9 @@ def test_a_bad_module_path_is_named(factories: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(("factory", "message"), [
-    ("data_dependent", "cannot be traced: it decides by a number in a tensor"),
-    ("narrow", r"cannot be traced: .*same reduction dim"),
+    ("data_dependent", r"cannot be traced: it decides by a number in a tensor.* \(line \d+ of odd_models.py\)"),
+    ("narrow", r"cannot be traced: .*same reduction dim.* \(line \d+ of odd_models.py\)"),
+    ("chosen", r"cannot be traced: the size of what aten.nonzero.default makes .* \(line 32 of user_models.py\)"),
 ])
 def test_a_model_that_cannot_be_traced_says_why(factories: str, factory: str, message: str) -> None:
     with pytest.raises(CaptureError, match=message):

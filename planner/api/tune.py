@@ -84,6 +84,7 @@ class Tuned(TuneAnswer, Report):
 
     def course(self) -> Iterator[str]:
         if not self.result.distinct():
+            yield "nothing was tuned: only ATen can run these ops; `plan explain` says why"
             return
         yield frames.headline(self.groups)
         yield outcome(self.result)

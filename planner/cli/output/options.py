@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext, redirect_stdout
 from contextvars import ContextVar
 from functools import wraps
 from importlib import import_module
@@ -104,7 +105,9 @@ def answers(
                         # Where torch is the one to load numpy, a Ctrl-C meanwhile is lost and leaves half of it.
                         import_module("numpy")
                         import_module("torch")
-                result = command(**given)
+                # What a user's own code prints is no part of an answer that a program reads.
+                with nullcontext() if screen.at_once or file is not None else redirect_stdout(sys.stderr):
+                    result = command(**given)
             except typer.Exit:  # the answer is that something is wrong
                 screen.finish()
                 raise

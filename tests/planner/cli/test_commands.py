@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import report_samples
 from check_commands import LINES, Scene, untried
 
+from fuseplan.costmodel.identity import current_identity
 from fuseplan.planner.cli import main
 from fuseplan.planner.cli.source import decimal, whole
 from fuseplan.planner.errors import in_words
@@ -97,3 +101,33 @@ def test_the_words_of_others_errors_name_no_class() -> None:
     assert in_words(ValueError("torch._dynamo.exc.TorchRuntimeError: no such op\n  File x")) == "no such op"
     assert in_words(KeyError()) == "no reason given"
     assert len(in_words(ValueError("x" * 5000))) == 300
+
+
+@pytest.fixture
+def talkative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Options of a module whose factory prints, without that factory's name; their database knows this CPU."""
+    (tmp_path / "talkative.py").write_text("""
+import torch
+def real(): print("loading"); return torch.nn.GELU(), torch.ones(3, 5)
+def complex_numbers(): return torch.nn.Tanh(), torch.ones(3, 5, dtype=torch.complex64)
+""")
+    monkeypatch.syspath_prepend(tmp_path)
+    with Database(tmp_path / "tuning.db") as database:
+        spec = replace(report_samples.SPEC, identity=current_identity("cpu"))
+        database.put_device(spec.identity.key(), json.loads(spec.to_json()))
+    return ["--device", "cpu", "--db", str(tmp_path / "tuning.db"), "--module"]
+
+
+def test_what_a_factory_prints_is_no_part_of_an_answer_for_programs(
+    talkative: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["explain", *talkative, "talkative:real"]
+    assert main.run([*line, "--format", "json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["groups"] and "loading" in said.err
+    assert main.run(line) == 0 and "loading" in capsys.readouterr().out
+
+
+def test_a_tune_of_what_only_aten_can_run_says_so(talkative: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["tune", *talkative, "talkative:complex_numbers"]) == 0
+    assert "nothing was tuned: only ATen can run these ops; `plan explain` says why" in capsys.readouterr().out

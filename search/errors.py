@@ -124,7 +124,9 @@ class StudyError(SearchError):
 
 
 class CorruptDatabaseError(DatabaseError):
-    """A database file that SQLite cannot read."""
+    """A database file that SQLite cannot read; ``cure`` says which command mends that."""
+
+    cure = "`plan db prune` sets the damaged file aside and begins a new one"
 
 
 class SchemaVersionError(DatabaseError):

@@ -18,7 +18,15 @@ from typer._completion_classes import completion_init
 
 from fuseplan.planner.cli import database, explain, fleet, machine, source, tune
 from fuseplan.planner.cli.bench import command as bench
-from fuseplan.search.errors import Argument, Command, MachineFailureError, NothingCompilesError, SpelledError, plain
+from fuseplan.search.errors import (
+    Argument,
+    Command,
+    CorruptDatabaseError,
+    MachineFailureError,
+    NothingCompilesError,
+    SpelledError,
+    plain,
+)
 
 #: Exit statuses after Ctrl-C, after SIGTERM, and where nobody reads the output any more, as shells have them.
 _INTERRUPTED, _TERMINATED, _NO_READER = 130, 143, 141
@@ -117,6 +125,7 @@ def describe(error: BaseException) -> tuple[str, int]:
     if families & _FAMILIES:
         # No mistake in the command: the machine fails it.
         message = error.spelled(_option) if isinstance(error, SpelledError) else str(error)
+        message += f"; {error.cure}" if isinstance(error, CorruptDatabaseError) else ""
         return _one_line(message), 1 if isinstance(error, (MachineFailureError, NothingCompilesError)) else 2
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}", 2

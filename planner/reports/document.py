@@ -179,8 +179,11 @@ def frame_rows(frame: pd.DataFrame) -> Iterator[tuple[Any, ...]]:
 
 
 def write_text(path: str | Path, text: str) -> Path:
-    """Write a file, making its folder; an unwritable one is an :class:`OSError` that names it."""
+    """Write a file, making its folder; an unwritable one, or a database, is an :class:`OSError` that names it."""
+    from fuseplan.search.store.location import spare_database
+
     target = Path(path).expanduser()
+    spare_database(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(text, encoding="utf-8")
     return target

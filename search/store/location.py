@@ -6,6 +6,7 @@ Its name in messages never holds a password.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import os
@@ -214,9 +215,25 @@ def locked(file: Path | None, exclusive: bool = False) -> Iterator[None]:
         yield
 
 
+def spare_database(path: Path) -> None:
+    """:class:`FileExistsError` where a SQLite database lies at ``path``: no other file takes its place."""
+    if path.is_file():
+        with path.open("rb") as file:
+            if file.read(len(_MAGIC)) == _MAGIC:
+                raise FileExistsError(errno.EEXIST, "a database lies there", str(path))
+
+
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """A new file, which takes the place of ``path`` at the end; OSError where it cannot, and ``path`` is as it was."""
+    """A new file, which takes the place of ``path`` at the end; OSError where it cannot, and ``path`` is as it was.
+
+    That is the file that a link leads to. A device or a pipe is written to itself.
+    """
+    if path.is_file():
+        path = path.resolve()
+    elif path.exists():
+        yield path
+        return
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
     os.close(handle)
     scratch = Path(name)

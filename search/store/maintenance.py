@@ -14,7 +14,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Table, literal_column, select
 
 from fuseplan.kernels.registry import malformed_config
-from fuseplan.search.errors import DatabaseError, RecordError, SchemaVersionError, counted, plain
+from fuseplan.search.errors import CorruptDatabaseError, DatabaseError, RecordError, SchemaVersionError, counted, plain
 from fuseplan.search.store import codec, location, rows, tables
 from fuseplan.search.store.connections import connected
 from fuseplan.search.store.database import Database
@@ -91,7 +91,8 @@ def verify_database(database: Database) -> list[Problem]:
             tables.check_columns(connection, (tables.META, *rows.READERS))
             if engine.dialect.name == "sqlite":
                 found = [str(row[0]) for row in connection.exec_driver_sql("PRAGMA integrity_check(20)")]
-                problems += [Problem("file", "", plain(what)) for what in found if what != "ok"]
+                cure = CorruptDatabaseError.cure
+                problems += [Problem("file", "", plain(what), cure) for what in found if what != "ok"]
                 problems += [Problem("file", "", what) for what in _foreign_schema(connection)]
             now_s = clock_s(connection)
             for table in rows.READERS:
@@ -103,7 +104,7 @@ def verify_database(database: Database) -> list[Problem]:
                     name = plain(" ".join(str(row[name]) for name in names))
                     problems += [Problem(table.name, name, what, cure)] if what else []
     except DatabaseError as error:
-        problems.append(Problem("file", "", str(error)))
+        problems.append(Problem("file", "", str(error), getattr(error, "cure", "")))
     return problems
 
 

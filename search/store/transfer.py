@@ -95,10 +95,11 @@ def export(database: Database, path: Path, device: str | None = None) -> int:
     lines.append(_line({"trailer": {"count": len(lines) - 1, "sha256": digest}}))
     path = path.expanduser()
     try:
+        location.spare_database(path)
         with location.replaced(path) as scratch:
             scratch.write_text("".join(lines))
     except OSError as error:
-        raise RecordError(f"cannot write export file {path}: {error.strerror}; pass a writable path") from None
+        raise RecordError(f"cannot write export file {path}: {error.strerror}; pass another path") from None
     return len(lines) - 2
 
 

@@ -176,8 +176,11 @@ def _print_table(table: Table, terminal: Console) -> None:
 
 def check_writable(path: Path, option: str) -> None:
     """A :class:`ConfigError` that names the option and the file where that cannot be written; makes its folder."""
+    from fuseplan.search.store.location import spare_database
+
     path = path.expanduser()
     try:
+        spare_database(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         is_new = not path.exists()
         if not path.is_fifo():  # its reader would take this for the end

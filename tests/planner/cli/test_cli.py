@@ -343,6 +343,21 @@ def test_verify_fails_on_a_damaged_record(plan: Run, tmp_path: Path) -> None:
     assert status == 2 and [row["table"] for row in json.loads(out)["problems"]] == ["tuning_records"]
 
 
+def test_a_corrupt_database_is_told_with_what_mends_it(plan: Run, tmp_path: Path) -> None:
+    path = tmp_path / "a.db"
+    samples.sample_database(path).close()
+    damaged = bytearray(path.read_bytes())
+    for at in range(4096, len(damaged), 4096):
+        damaged[at : at + 100] = b"\xff" * 100
+    path.write_bytes(damaged)
+    assert_user_error(plan("db", "ls", "--db", path), "is corrupt", "`plan db prune` sets the damaged file aside")
+    status, out, err = plan("db", "verify", "--db", path)
+    assert status == 2 and "`plan db prune` sets the damaged file aside" in out + err
+    status, out, err = plan("db", "prune", "--db", path)
+    assert status == 0 and "is new and empty" in out and "kept as" in err
+    assert any(file.read_bytes() == damaged for file in tmp_path.glob("*.corrupt-*"))
+
+
 def test_verify_names_what_mends_each_problem(plan: Run, tmp_path: Path) -> None:
     path = tmp_path / "a.db"
     with samples.sample_database(path) as database:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -37,6 +39,25 @@ def test_an_export_imports_into_an_equal_database(db: Database, exported: Path, 
     # Only the header's time may differ, and with it the checksum.
     assert again.read_text().splitlines()[1:-1] == exported.read_text().splitlines()[1:-1]
     assert list(tmp_path.glob("*.part")) == []
+
+
+def test_an_export_takes_the_place_of_no_database_no_pipe_and_no_link(
+    db: Database, exported: Path, tmp_path: Path
+) -> None:
+    Database(other := tmp_path / "other.db").close()
+    before = other.read_bytes()
+    with pytest.raises(RecordError, match=r"other.db: a database lies there"):
+        transfer.export(db, other)
+    assert other.read_bytes() == before
+    os.mkfifo(pipe := tmp_path / "pipe")
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit(pipe.read_text)
+        transfer.export(db, pipe)
+        assert pipe.is_fifo() and read.result().splitlines()[1:-1] == exported.read_text().splitlines()[1:-1]
+    (target := tmp_path / "target").touch()
+    (link := tmp_path / "link").symlink_to(target)
+    transfer.export(db, link)
+    assert link.is_symlink() and len(transfer.read_bundle(target)) == 6
 
 
 def test_export_of_one_device(db: Database, exported: Path, tmp_path: Path) -> None:

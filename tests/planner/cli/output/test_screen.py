@@ -14,7 +14,8 @@ from rich.console import Console
 from fuseplan.planner.cli.output.progress_log import EVERY_S, ProgressLog
 from fuseplan.planner.cli.output.screen import Screen, check_writable
 from fuseplan.planner.errors import ConfigError
-from fuseplan.planner.reports.document import Document, Sentence, Table
+from fuseplan.planner.reports.document import Document, Sentence, Table, write_text
+from fuseplan.search.store.database import Database
 
 TIMES = Table("times", ("workload", "time_us"), (("decode 1", 1.0 / 3.0),), "Times")
 OTHERS = Table("others", ("name",), (("x",),), "Others")
@@ -138,6 +139,16 @@ def test_a_look_whether_a_file_can_be_written_leaves_links_and_pipes_alone(tmp_p
     assert (tmp_path / "link").is_symlink() and not (tmp_path / "there").exists()
     os.mkfifo(tmp_path / "pipe")
     check_writable(tmp_path / "pipe", "--out")  # would wait for a reader
+
+
+def test_no_answer_takes_the_place_of_a_database(tmp_path: Path) -> None:
+    Database(path := tmp_path / "tuning.db").close()
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match=r"^cannot write --out .*tuning.db \(a database lies there\); give a file"):
+        check_writable(path, "--out")
+    with pytest.raises(FileExistsError, match="a database lies there"):
+        write_text(path, "words")
+    assert path.read_bytes() == before
 
 
 def test_a_log_has_a_line_for_each_phase_and_one_now_and_then() -> None:

@@ -14,6 +14,7 @@ from fuseplan.costmodel.identity import current_identity
 from fuseplan.costmodel.probe import probe
 from fuseplan.kernels.gpu.direct import prepare_first_launch
 from fuseplan.planner.api.request import TuneRequest
+from fuseplan.planner.errors import CompilerMissingError
 from fuseplan.planner.implementations.inductor import changed_settings
 from fuseplan.planner.tuning import tune as offline
 from fuseplan.planner.tuning.graph_stream import CaptureElsewhere
@@ -36,8 +37,13 @@ def doubts(spec: DeviceSpec) -> list[str]:
 
 
 def ready(session: Session, account: TimeAccount | None = None, progress: Progress = SILENT) -> Session:
-    """The session with a measured device: the stored one, else probed now, by one tuner for all on this database."""
+    """The session with a measured device: the stored one, else probed now, by one tuner for all on this database.
+
+    CompilerMissingError, at once, where no kernel back end can be used.
+    """
     if session.spec is None:
+        if (reason := session.unusable()) is not None:
+            raise CompilerMissingError(reason)
         account = account if account is not None else TimeAccount()
         with (
             account.spend("probing"), progress.status("probing this device once") as say,

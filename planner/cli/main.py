@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import select
 import signal
 import sys
@@ -174,6 +175,9 @@ def main() -> None:
         terminated = True
         raise KeyboardInterrupt
 
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started this: no file of ours may get its number
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r+"))
     signal.signal(signal.SIGTERM, terminate)
     completion_init()
     status = run(sys.argv[1:])

@@ -179,13 +179,17 @@ def frame_rows(frame: pd.DataFrame) -> Iterator[tuple[Any, ...]]:
 
 
 def write_text(path: str | Path, text: str) -> Path:
-    """Write a file, making its folder; an unwritable one, or a database, is an :class:`OSError` that names it."""
-    from fuseplan.search.store.location import spare_database
+    """Write a file, whole or not at all, and its folder; what cannot be written, or is a database, is an OSError."""
+    from fuseplan.search.store.location import replaced, spare_database
 
     target = Path(path).expanduser()
-    spare_database(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(text, encoding="utf-8")
+    try:
+        spare_database(target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with replaced(target) as scratch:
+            scratch.write_text(text, encoding="utf-8")
+    except OSError as error:  # of a full disk, it names no file
+        raise OSError(error.errno, error.strerror, str(target)) from None
     return target
 
 

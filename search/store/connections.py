@@ -210,7 +210,7 @@ def database_error(error: Exception, engine: sa.Engine) -> errors.DatabaseError:
         return errors.DatabaseError(f"{name}: {text}")
     if "not a database" in low or "malformed" in low or "corrupt" in low:
         return corrupt(engine, text)
-    if any(sign in low for sign in ("readonly", "read-only", "unable to open", "disk is full")):
+    if any(sign in low for sign in ("readonly", "read-only", "unable to open", "disk is full", "disk i/o error")):
         return errors.ReadOnlyDatabaseError(
             "{} cannot be written ({}); pass a writable file with {}", name, text, errors.Argument("db"))
     if "is locked" in low:

@@ -11,8 +11,8 @@ import fcntl
 import itertools
 import os
 import re
+import secrets
 import stat
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -234,9 +234,8 @@ def replaced(path: Path) -> Iterator[Path]:
     elif path.exists():
         yield path
         return
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    os.close(handle)
-    scratch = Path(name)
+    scratch = path.with_name(f"{path.name}{secrets.token_hex(4)}.part")
+    scratch.touch(exist_ok=False)  # with the permissions that files of this user have
     try:
         yield scratch
         with locked(path):

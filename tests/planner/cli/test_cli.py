@@ -175,6 +175,10 @@ def test_missing_compiler(plan: Run, db: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(CppBackend, "unavailable", lambda self: "no C++ compiler found; install g++ or clang++")
     outcome = plan("tune", "--pattern", "swiglu", "--shape", "3x8", "--device", "cpu", "--db", db)
     assert_user_error(outcome, "install g++")
+    outcome = plan("tune", "--pattern", "swiglu", "--shape", "3x8", "--device", "cpu", "--db", db.with_name("new.db"))
+    assert_user_error(outcome, "install g++")
+    with Database(db.with_name("new.db")) as database:
+        assert stored_spec(database, current_identity("cpu").key()) is None  # was not probed in vain
 
 
 def test_an_unexpected_error_is_one_line_and_exit_code_1(plan: Run, monkeypatch: pytest.MonkeyPatch) -> None:

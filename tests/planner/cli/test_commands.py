@@ -84,6 +84,17 @@ def test_a_reader_that_has_had_enough_is_no_error(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
+def test_a_closed_output_is_no_fault(tmp_path: Path) -> None:
+    Database(tmp_path / "tuning.db").close()
+    for closed, there, status in (">&-", True, 0), ("2>&-", False, 2), ("<&- >&- 2>&-", True, 0):
+        file = tmp_path / ("tuning.db" if there else "other.db")
+        command = f"{sys.executable} -m fuseplan.planner db ls --db {file} {closed}"
+        done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (status, ""), closed
+    with Database(tmp_path / "tuning.db") as database:
+        assert not list(database.records())
+
+
 def test_numbers_are_plain_digits_within_bounds() -> None:
     assert (whole(1)("12"), whole(0)(0), decimal(0.1)("1e-1"), decimal(0.0)(".5"), decimal(0.0)("2.")) == (
         12, 0, 0.1, 0.5, 2.0,

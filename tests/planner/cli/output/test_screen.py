@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -149,6 +150,21 @@ def test_no_answer_takes_the_place_of_a_database(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match="a database lies there"):
         write_text(path, "words")
     assert path.read_bytes() == before
+
+
+def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_text(path := tmp_path / "answer.csv", "first")
+    (plain := tmp_path / "plain").touch()
+    assert path.stat().st_mode == plain.stat().st_mode  # others may read it
+
+    def full(self: Path, text: str, encoding: str) -> None:
+        self.write_bytes(text[:3].encode())
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match=r"No space left on device: .*answer.csv"):
+        write_text(path, "second")
+    assert path.read_text() == "first" and not list(tmp_path.glob("*.part"))
 
 
 def test_a_log_has_a_line_for_each_phase_and_one_now_and_then() -> None:

@@ -82,10 +82,15 @@ def _flat(
 
 
 def _joined(graph: fx.Graph, sections: Sequence[list[fx.Node]], values: Mapping[fx.Node, Any]) -> list[list[fx.Node]]:
-    """Sections with what lies between them where a wrapper made in one is read in the other (a Jacobian's parts)."""
+    """Sections with what lies between them where a wrapper made in one is read in the other (a Jacobian's parts), or
+    after its level was left (by the gradients of ``torch.func.vjp``).
+    """
     order = {node: at for at, node in enumerate(graph.nodes)}
+    inside = {node for section in sections for node in section}
+    later = [[node] for node in graph.nodes if node.op != "output" and node not in inside
+             and any(_is_wrapper(values[one]) for one in node.all_input_nodes)]
     joined: list[list[fx.Node]] = []
-    for section in sections:
+    for section in sorted((*sections, *later), key=lambda section: order[section[0]]):
         wrappers = [order[node] for node in _read_by(section) if _is_wrapper(values[node])]
         start = min(wrappers, default=order[section[0]])
         while joined and order[joined[-1][-1]] >= start:
@@ -96,7 +101,9 @@ def _joined(graph: fx.Graph, sections: Sequence[list[fx.Node]], values: Mapping[
 
 
 def _is_wrapper(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
+    """True of a tensor that belongs to a functorch level, and of a list of such."""
+    return any(isinstance(one, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(one)
+               for one in pytree.tree_leaves(value))
 
 
 def _read_by(section: Sequence[fx.Node]) -> list[fx.Node]:

@@ -103,7 +103,8 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) ->
             raise ConfigError(f"unknown option {name!r} of backend 'fuseplan'; {_advice(str(name), known)}")
         choices = _CHOICES.get(name)
         if choices is not None and value not in choices and (name, value) != ("regime", None):
-            raise ConfigError(f"option {name!r} cannot be {value!r}; {_advice(str(value), choices)}")
+            advice = _advice(value if isinstance(value, str) else "", choices)
+            raise ConfigError(f"option {name!r} cannot be {value!r}; {advice}")
         if known[name] == "bool" and not isinstance(value, bool):
             raise ConfigError(f"option {name!r} cannot be {value!r}; it is True or False")
         if known[name] == "bool | None" and not isinstance(value, bool | None):

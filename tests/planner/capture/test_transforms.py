@@ -66,6 +66,12 @@ def jacobian(x: Tensor, y: Tensor) -> Tensor:
     return gated(x, y) + torch.func.jacrev(lambda t: t.sum(0).sin())(x).sum((0, 1))
 
 
+def pulled_back(x: Tensor, y: Tensor) -> Tensor:
+    out, pull = torch.func.vjp(lambda t: t.sin() * y, x)
+    (once,) = pull(gated(out, y))
+    return gated(pull(once)[0] + out, y)
+
+
 def forward_derivative(x: Tensor, y: Tensor) -> Tensor:
     return gated(*torch.func.jvp(lambda t: t.sin() * y, (x,), (y,)))
 
@@ -115,8 +121,8 @@ def taken_apart(x: Tensor, y: Tensor) -> Tensor:
 
 
 FUNCTIONS = [
-    gradient, hessian_diagonal, jacobian, forward_derivative, mapped, mapped_numbers, scanned, flexible, branching,
-    checkpointed, written_by_a_custom_op, custom, taken_apart,
+    gradient, hessian_diagonal, jacobian, pulled_back, forward_derivative, mapped, mapped_numbers, scanned, flexible,
+    branching, checkpointed, written_by_a_custom_op, custom, taken_apart,
 ]
 
 
@@ -131,6 +137,17 @@ def test_what_is_around_an_unusual_op_is_fused(
     stats = fuseplan.planner.stats()
     assert stats.groups_fused >= 1
     assert stats.fallbacks == {} or dynamic  # a sum over five rows is fused only where they are known to be five
+
+
+@pytest.mark.parametrize("function", [gradient, pulled_back])
+def test_derivatives_are_fused_where_gradients_are_on(
+    function: Callable[..., Any], tmp_path: Path, kernels: ReferenceBackend
+) -> None:
+    x, y = torch.randn(5, 16), torch.randn(5, 16)
+    with torch.enable_grad():
+        torch.testing.assert_close(compiled(function, tmp_path / "tuning.db")(x, y), function(x, y))
+    stats = fuseplan.planner.stats()
+    assert stats.groups_fused >= 1 and stats.fallbacks == {}
 
 
 def test_a_trace_that_fails_leaves_no_mode_behind() -> None:

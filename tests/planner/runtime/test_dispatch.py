@@ -207,6 +207,7 @@ def test_calls_after_the_first_go_straight_to_the_kernel(db: Path, kernels: Refe
         ({"on_mis": "model"}, "unknown option 'on_mis' of backend 'fuseplan'; did you mean 'on_miss'?"),
         ({"misses": True}, "unknown option 'misses' of backend 'fuseplan'; did you mean 'log_misses' or 'on_miss'?"),
         ({"on_miss": "tun"}, "option 'on_miss' cannot be 'tun'; did you mean 'tune'?"),
+        ({"on_miss": None}, "option 'on_miss' cannot be None; known: model, measure, unfused, tune"),
         ({"numerics": "bf16"}, "option 'numerics' cannot be 'bf16'; known: fp32, eager"),
         ({"debug": "yes"}, "option 'debug' cannot be 'yes'; it is True or False"),
         ({"decode_attention": 1}, "option 'decode_attention' cannot be 1; it is True, False or None"),

@@ -180,6 +180,9 @@ class _Builder:
             raise CaptureError("a tensor is given other memory (x.data = y, or x.set_(y)); use x.copy_(y) or x = y")
         bound = bind_arguments(name, self._resolve(node.args), self._resolve(node.kwargs), self.names)
         results, value = self._results(node)
+        if any(one.fake.is_neg() for one in (*bound.operands, *results)):  # memory holds numbers of the other sign
+            self._append_opaque(node, f"negated.{name}", bound.operands, results, bound.written)
+            return value
         if not results:
             return self._append_opaque(node, name, bound.operands, (), bound.written)
         twin = functional_twin(target) if len(results) == len(bound.written) == 1 else None

@@ -116,6 +116,11 @@ def custom(x: Tensor, y: Tensor) -> Tensor:
     return gated(doubled(gated(x, y)), y)
 
 
+def negated(x: Tensor, y: Tensor) -> Tensor:
+    opposite = torch.complex(x, y).conj().imag  # y with the sign of another bit than its own
+    return gated(x, opposite) + F.linear(x, opposite[:3]).sum() + gated(y, opposite.t().t())
+
+
 def taken_apart(x: Tensor, y: Tensor) -> Tensor:
     return gated(x, y) + sum(x[:0].unbind(), 1.0)
 
@@ -137,6 +142,28 @@ def test_what_is_around_an_unusual_op_is_fused(
     stats = fuseplan.planner.stats()
     assert stats.groups_fused >= 1
     assert stats.fallbacks == {} or dynamic  # a sum over five rows is fused only where they are known to be five
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_lazily_negated_value_is_read_as_it_is(dynamic: bool, tmp_path: Path) -> None:
+    x, y = torch.randn(5, 16), torch.randn(5, 16)
+    torch.testing.assert_close(compiled(negated, tmp_path / "tuning.db", dynamic=dynamic)(x, y), negated(x, y))
+    assert fuseplan.planner.stats().groups_fused >= 1
+
+
+def test_a_lazily_negated_argument_is_read_and_written_as_it_is(tmp_path: Path) -> None:
+    def function(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        read = (x * 2 + y).sin() + 1
+        return read + x.add_(1).exp(), x
+
+    run, y = compiled(function, tmp_path / "tuning.db"), torch.randn(5, 16)
+    numbers = torch.randn(5, 16, dtype=torch.complex64)
+    for negative in (False, True, False):
+        given, expected = ((one.conj() if negative else one).imag for one in (numbers.clone(), numbers.clone()))
+        assert given.is_neg() == negative
+        torch.testing.assert_close(run(given, y), function(expected, y))
+        torch.testing.assert_close(given, expected)
+    assert fuseplan.planner.stats().groups_fused >= 2
 
 
 @pytest.mark.parametrize("function", [gradient, pulled_back])

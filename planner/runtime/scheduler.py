@@ -191,7 +191,7 @@ def _checked(graph: SubGraph, inputs: Tensors) -> list[torch.Tensor]:
     unknown = [name for name in inputs if name not in graph.input_names]
     if unknown:
         raise ShapeError(f"the graph has no input {unknown[0]!r}; it reads {', '.join(graph.input_names)}")
-    tensors = [inputs[name] for name in graph.input_names]
+    tensors = [inputs[name].resolve_neg() for name in graph.input_names]  # kernels read memory as it is
     devices = sorted({str(tensor.device) for tensor in tensors})
     if len(devices) > 1:
         raise ShapeError(f"the inputs are on {' and '.join(devices)}; move them to one device")

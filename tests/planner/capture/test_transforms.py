@@ -14,6 +14,7 @@ from reference_backend import ReferenceBackend, use
 from torch import Tensor
 
 import fuseplan.planner
+from fuseplan.planner import FusionConfig, FusionScheduler, OpNode, SubGraph
 from fuseplan.planner.capture.transforms import modes_restored
 
 
@@ -187,3 +188,10 @@ def test_a_trace_that_fails_leaves_no_mode_behind() -> None:
         raise ZeroDivisionError
     assert functorch.get_dynamic_layer_stack_depth() == depth
     assert not torch.is_grad_enabled()
+
+
+def test_a_graph_by_hand_reads_a_lazily_negated_input_as_it_is(tmp_path: Path) -> None:
+    graph = SubGraph((OpNode("sin", ("x",), ("a",)), OpNode("neg", ("a",), ("out",))), ("x",), ("out",))
+    x = torch.randn(5, 16, dtype=torch.complex64).conj().imag
+    out = FusionScheduler(FusionConfig(min_nodes_for_fusion=2), tmp_path / "tuning.db").dispatch(graph, {"x": x})["out"]
+    torch.testing.assert_close(out, -x.sin())

@@ -104,8 +104,9 @@ CAPTURE_LIMIT_S = 600.0
 #: How many times longer than on the nominal device a call may take: ATen's matmuls of integers, and of halves on a
 #: processor without instructions for them, take up to this, and the float64 reference some times its op.
 SLOWEST_CALL = 100.0
-#: Seconds of one call past which a matmul or attention is not timed: to check and time its choices takes minutes.
-LONG_OP_S = 0.02
+#: Seconds of one call past which a matmul or attention is not timed: to check and time its choices takes minutes. On a
+#: CPU, the last linear of a small Llama takes a third of this for one token.
+LONG_OP_S = ByDevice(cpu=0.1, gpu=0.02)
 #: The share of a planned region's time, in ops that are no matmuls or attention and that ATen runs, from which
 #: TorchInductor is asked for its code of the region: compiling that takes seconds.
 LEFT_TO_ATEN_SHARE = 0.02

@@ -41,16 +41,19 @@ class MeasuredRegion:
 
     def begin(self) -> None:
         """Send what can be measured at any time to the measuring process: calls of one matmul or attention."""
-        if self._contest is None and self._is_anchor and len(self.problem.plain) == 1 and not self._left_to_aten():
+        if self._contest is None and self._is_anchor and len(self.problem.plain) == 1 and not self._untimed():
             self._calls = [one for one in self.problem.choices[1:] if math.isfinite(self.prices.bound_s(one))]
             if self._calls:
                 self._contest = self.prices.contest(self.problem.plain[0], self._calls)
 
     def decide(self) -> GuidedResult:
-        """Measure, tune, and choose; a matmul or attention that takes long, or next to nothing, is left to ATen."""
-        if self._is_anchor and (why := self._left_to_aten()):
-            alone = replace(self.problem, choices=self.problem.plain)
-            return predicted_partition(alone, self.prices.predict_s, reason=why)
+        """Measure, tune, and choose. A matmul or attention that takes long, or next to nothing, is not timed: ATen runs
+        it, or a call that is known to be faster.
+        """
+        if self._is_anchor and (why := self._untimed()):
+            known = tuple(one for one in self.problem.choices
+                          if one.is_plain or one.implementation.surpasses(self.prices.table, one.group))
+            return predicted_partition(replace(self.problem, choices=known), self.prices.predict_s, reason=why)
         self.begin()
         contest = self._contest() if self._contest is not None else None
         decided = self._decide() if contest is None else self._by_contest(contest)
@@ -61,10 +64,11 @@ class MeasuredRegion:
     def _is_anchor(self) -> bool:
         return all(self.prices.table.is_anchor(one.group) for one in self.problem.plain)
 
-    def _left_to_aten(self) -> str:
+    def _untimed(self) -> str:
         """Why no calls of a matmul or of attention are timed; "" where they are."""
         prices = self.prices
-        if prices.spec is not None and all(prices.predict_s(one) > policy.LONG_OP_S for one in self.problem.plain):
+        longest_s = policy.LONG_OP_S.on(prices.table.device_type)
+        if prices.spec is not None and all(prices.predict_s(one) > longest_s for one in self.problem.plain):
             return "its calls take too long to time"
         return "too little of the model's time to choose a call" if prices.minor else ""
 

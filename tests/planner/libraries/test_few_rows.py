@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from library_samples import assert_as_good_as_eager, linear, on_cuda, product
 
-from fuseplan.kernels.cpp.matmul import MAX_ROWS
+from fuseplan.kernels.cpp.matmul import MAX_ROWS, FewRows
 from fuseplan.planner.errors import RefusedError
 from fuseplan.planner.libraries.few_rows import FewRowsMatmul
 
@@ -69,3 +69,17 @@ def test_a_call_is_repeatable() -> None:
     call = CALL.build(made.group)
     first = call(*made.operands)
     assert all(torch.equal(call(*made.operands), first) for _ in range(5))
+
+
+@pytest.mark.parametrize(("rows", "inner", "cols"), [(1, 515, 127), (4, 4097, 61), (8, 2048, 203), (16, 1031, 97)])
+def test_threads_do_not_change_a_bit(rows: int, inner: int, cols: int) -> None:
+    call = FewRows(rows, cols, inner, inner, "bfloat16", False, (rows, cols)).build()
+    x, w = torch.randn(rows, inner).bfloat16(), torch.randn(cols, inner).bfloat16()
+    found, threads = [], torch.get_num_threads()
+    try:
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            found.append(call(x, w))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*found)

@@ -205,6 +205,22 @@ def test_nothing_measured_means_no_library_call(tmp_path: Path, library: Doubled
     assert {group.implementation for plan in plans for group in plan.record.groups} == {"cpp"}
 
 
+@pytest.mark.parametrize(("capability", "name"), [("AVX512", "matmul.rows"), ("AVX2", "aten")])
+def test_a_matmul_that_is_not_timed_is_run_by_what_is_known_to_be_faster(
+    capability: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(policy, "MINOR_SHARE", 2.0)
+    b = Builder(x=torch.randn(2, 512), w=torch.randn(512, 512))
+    graph = b.graph(b("aten.neg.default", b(LINEAR, b("aten.exp.default", "x"), "w", bias=None)))
+    database = Database(tmp_path / "t.db", "write", Versions.current("cpu"))
+    tuner = ScriptedTuner(database, lambda subject: 5.0, library_us={"matmul.rows": 8.0})
+    planner = Planner(database, None, "dev", TARGET, (ReferenceBackend(),), tuner=tuner)  # type: ignore[arg-type]
+    (plan,) = planner.plan_graph(graph).regions
+    (linear,) = (one for one in plan.record.groups if one.label.startswith("linear"))
+    assert (linear.implementation, linear.measured_us) == (name, None)
+
+
 @pytest.mark.parametrize("library", [False, True], indirect=True)
 def test_dispatch_makes_the_call_or_falls_back_to_aten(
     tmp_path: Path, library: Doubled, monkeypatch: pytest.MonkeyPatch

@@ -61,9 +61,10 @@ def in_words(error: BaseException) -> str:
 
 def user_line(error: BaseException) -> str:
     """``" (line 3 of toys.py)"``: the innermost line on an error's way that is no library's; empty without any."""
-    libraries = (*PACKAGES, *(sysconfig.get_path(one) + "/" for one in ("stdlib", "purelib", "platlib")), "<")
+    ours, installed = (*PACKAGES, sysconfig.get_path("stdlib") + "/", "<"), {"site-packages", "dist-packages"}
     frames = getattr(error, "real_stack", None) or traceback.extract_tb(error.__traceback__)  # Dynamo's has the former
-    found = [one for one in frames if not one.filename.startswith(libraries)]
+    found = [one for one in frames
+             if not one.filename.startswith(ours) and installed.isdisjoint(Path(one.filename).parts)]
     return f" (line {found[-1].lineno} of {Path(found[-1].filename).name})" if found else ""
 
 

@@ -77,13 +77,17 @@ def _most_ranges(segment: Segment) -> int:
 
 
 def _runs(segment: Segment) -> int:
-    """The runs of memory that a row is, where divisions of the column tell them apart; else 1."""
+    """The runs of memory that a row is, where divisions of the column tell them apart; else 1. An operand that has one
+    number for many columns, or the same numbers again and again, is read along the row as it is.
+    """
     if not is_static(*segment.rows, segment.cols) or segment.products or segment.has_scan():
         return 1
     column = Index.coord(segment.col_axis, segment.cols)
-    divisors = [atom.divisor for one in segment.loads for atom, _ in one.index.terms
-                if isinstance(atom, FloorDiv | Mod) and atom.base == column and is_static(atom.divisor)]
-    length = math.gcd(*divisors)
+    length = 0
+    for load in segment.loads:
+        apart = [atom for atom, _ in load.index.terms if isinstance(atom, FloorDiv | Mod) and atom.base == column]
+        if {type(atom) for atom in apart} == {FloorDiv, Mod}:
+            length = math.gcd(length, *(atom.divisor for atom in apart if is_static(atom.divisor)))
     return segment.cols // length if length >= _ALIGNED and segment.cols % length == 0 else 1
 
 

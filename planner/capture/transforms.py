@@ -82,8 +82,9 @@ def _flat(
 
 
 def _joined(graph: fx.Graph, sections: Sequence[list[fx.Node]], values: Mapping[fx.Node, Any]) -> list[list[fx.Node]]:
-    """Sections with what lies between them where a wrapper made in one is read in the other (a Jacobian's parts), or
-    after its level was left (by the gradients of ``torch.func.vjp``).
+    """Sections, joined where one reads a wrapper that another made (a Jacobian's parts).
+
+    A node that reads a wrapper after its level was left joins them as well (the gradients of ``torch.func.vjp``).
     """
     order = {node: at for at, node in enumerate(graph.nodes)}
     inside = {node for section in sections for node in section}

@@ -17,6 +17,7 @@ from fuseplan.kernels.gpu.launch import (
     Arguments,
     Geometry,
     Loader,
+    RepeatedKernel,
     ScratchKernel,
     Variant,
     interpreter_is_on,
@@ -24,7 +25,7 @@ from fuseplan.kernels.gpu.launch import (
 )
 from fuseplan.kernels.gpu.overlap import plainly
 from fuseplan.kernels.gpu.targets import read_resources, toolchain
-from fuseplan.kernels.gpu.tile import WARP, chunk_width, needs_int64, tile_of
+from fuseplan.kernels.gpu.tile import LAUNCH, WARP, as_launched, chunk_width, launches, needs_int64, tile_of
 from fuseplan.kernels.ir.backend import Backend, BuildError, CompiledKernel, Config, Resources, Target, config_key
 from fuseplan.kernels.ir.in_place import Execution, ReuseOptions, reuse_options
 from fuseplan.kernels.ir.ir import KernelIR
@@ -91,15 +92,19 @@ class GpuBackend(Backend):
         else:
             raise BuildError(f"{self.name}: no CUDA device is visible to load a kernel on; prepare() needs none")
 
+        number = launches(ir, config)
+        symbols = ir.symbols if number == 1 else (*ir.symbols, LAUNCH)
+
         @functools.cache
         def geometry(sizes: tuple[int, ...]) -> Geometry:
-            values = dict(zip(ir.symbols, sizes, strict=True))
+            values = dict(zip(ir.symbols, sizes, strict=False))
             return Geometry(self._programs(ir, config, target, values), needs_int64(ir, values))
 
         numbers, counters = self.scratch(ir, config)
         buffers = len(ir.buffers) + (2 if counters else 0)
-        loader = Loader(binary, geometry, ir.symbols, self._arguments(ir, config), buffers)
+        loader = Loader(binary, geometry, symbols, self._arguments(ir, config), buffers)
         kernel = loaded_kernel(loader, resources)
+        kernel = kernel if number == 1 else RepeatedKernel(kernel, number)
         return ScratchKernel(kernel, len(ir.inputs), numbers, counters) if counters else kernel
 
     def scratch(self, ir: KernelIR, config: Config) -> tuple[int, int]:
@@ -133,10 +138,11 @@ class GpuBackend(Backend):
         """The function's arguments before the dynamic sizes."""
 
     def reuse_options(self, ir: KernelIR, config: Config) -> ReuseOptions:
-        return reuse_options(ir, self.executions(ir, config))
+        return reuse_options(as_launched(ir, config), self.executions(ir, config))
 
     def executions(self, ir: KernelIR, config: Config) -> tuple[Execution, ...]:
         """How each segment is computed: a tile with fewer elements than threads is held by several alike."""
         threads = WARP * int(config["num_warps"])
-        tiles = ((tile_of(segment, config), chunk_width(ir.buffers, segment, config)) for segment in ir.segments)
+        segments = as_launched(ir, config).segments
+        tiles = ((tile_of(segment, config), chunk_width(ir.buffers, segment, config)) for segment in segments)
         return tuple(Execution(tile.looped, tile.elements < threads, chunk > 0) for tile, chunk in tiles)

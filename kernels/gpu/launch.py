@@ -236,6 +236,17 @@ class Counters:
         return torch.zeros(self.count, dtype=torch.int32, device=device)
 
 
+class RepeatedKernel(CompiledKernel):
+    """A kernel that is launched several times, and told the number of each launch behind its dynamic sizes."""
+
+    def __init__(self, kernel: CompiledKernel, launches: int) -> None:
+        self.kernel, self.launches, self.resources = kernel, launches, kernel.resources
+
+    def __call__(self, *args: Any) -> None:
+        for number in range(self.launches):
+            self.kernel(*args, number)
+
+
 class ScratchKernel(CompiledKernel):
     """A kernel that takes, behind its inputs, float32 numbers of its own and counters."""
 

@@ -8,11 +8,19 @@ from itertools import accumulate
 
 from fuseplan.kernels.ir.backend import Config
 from fuseplan.kernels.ir.index import Size, evaluate, is_static, product
-from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, Const, Iota, KernelIR, Segment, operands
-from fuseplan.kernels.ir.reduction_loops import folds_in_parts, rescaled_sums, schedule
+from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, Const, Iota, KernelIR, Scan, Segment, operands
+from fuseplan.kernels.ir.reduction_loops import (
+    folds_in_parts,
+    rescaled_sums,
+    scans_in_parts,
+    schedule,
+    with_totals,
+)
 
 #: Threads of a warp, where how a kernel is written depends on it: of those that run today.
 WARP = 32
+#: The argument that numbers the launches of a kernel that has several, behind its dynamic sizes.
+LAUNCH = "launch"
 #: What a thread loads or stores at once.
 _ACCESS_BYTES = 16
 #: Largest number of elements in one Triton tensor.
@@ -67,23 +75,43 @@ def tile_of(segment: Segment, config: Config) -> Tile:
 def splits_of(segment: Segment, config: Config) -> int:
     """Programs that share what a tile sums or folds: the inner dimension, or the columns of a loop."""
     splits = int(config.get("splits", 1))
-    shared = splits > 1 and (segment.products or (tile_of(segment, config).looped and folds_in_parts(segment)))
-    return splits if shared else 1
+    if splits == 1 or segment.products or not tile_of(segment, config).looped:
+        return splits if segment.products else 1
+    return splits if folds_in_parts(segment) or scans_in_parts(segment) else 1
+
+
+def launches_of(buffers: Sequence[Buffer], segment: Segment, config: Config) -> int:
+    """Launches in which programs compute a segment: where they share what they scan, one for each pass along it."""
+    if splits_of(segment, config) == 1 or not scans_in_parts(segment):
+        return 1
+    segment = with_totals(segment)
+    return len(schedule(segment, rescale=chunk_width(buffers, segment, config) > 0, centre=True))
+
+
+def launches(ir: KernelIR, config: Config) -> int:
+    """Launches of a kernel."""
+    return max(launches_of(ir.buffers, segment, config) for segment in ir.segments)
+
+
+def as_launched(ir: KernelIR, config: Config) -> KernelIR:
+    """The kernel with the folds that hand scans over from launch to launch."""
+    segments = (with_totals(one) if launches_of(ir.buffers, one, config) > 1 else one for one in ir.segments)
+    return KernelIR(ir.buffers, tuple(segments))
 
 
 def chunk_width(buffers: Sequence[Buffer], segment: Segment, config: Config) -> int:
     """Neighbouring columns that each thread loads at once, to rescale its sum to a rising maximum once for all of them.
 
-    0 in a tile of several rows or fewer than two columns a thread, or beside scans, or reductions that a chunk would
-    fold too.
+    0 in a tile of several rows or fewer than two columns a thread, or beside scans and reductions of the same pass.
     """
     tile = tile_of(segment, config)
-    beside = rescaled_sums(segment) if tile.looped and tile.flat and not segment.has_scan() else {}
+    beside = rescaled_sums(segment) if tile.looped and tile.flat else {}
     if not beside:
         return 0
     chunked = {*beside, *beside.values()}
     for phase in schedule(segment, rescale=True):
-        if not chunked.isdisjoint(phase.reductions) and not chunked.issuperset(phase.reductions):
+        scans = any(isinstance(segment.body[value], Scan) for value in phase.elements)
+        if not chunked.isdisjoint(phase.reductions) and (scans or not chunked.issuperset(phase.reductions)):
             return 0
     width = min(access_width(buffers, segment), tile.cols // (WARP * int(config["num_warps"])))
     return width if width > 1 else 0

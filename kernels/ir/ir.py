@@ -85,6 +85,9 @@ class Gather:
     def values(self) -> tuple[int, ...]:
         return (self.value,) if self.check is None else (self.value, self.check)
 
+    def renamed(self, change: Callable[[int], int]) -> Gather:
+        return replace(self, value=change(self.value), check=None if self.check is None else change(self.check))
+
 
 @dataclass(frozen=True)
 class Load:
@@ -161,6 +164,8 @@ class Scan:
     dtype: RegisterType
     kind: str
     arg: int
+    #: The same fold of all columns, where programs share a row: each takes from it what comes before its own columns.
+    total: int | None = None
 
 
 @dataclass(frozen=True)
@@ -191,7 +196,8 @@ def operands(instr: Instr) -> tuple[int, ...]:
     if isinstance(instr, Apply):
         return instr.args
     if isinstance(instr, Cast | Round | Reduce | Scan):
-        return (instr.arg,)
+        total = instr.total if isinstance(instr, Scan) else None
+        return (instr.arg,) if total is None else (instr.arg, total)
     if isinstance(instr, Load) and instr.mask is not None:
         return (instr.mask, *(instr.gather.values if instr.gather is not None else ()))
     return ()
@@ -201,16 +207,13 @@ def renamed(instr: Instr, change: Callable[[int], int]) -> Instr:
     """The same with each of its :func:`operands` renamed."""
     if isinstance(instr, Apply):
         return replace(instr, args=tuple(map(change, instr.args)))
+    if isinstance(instr, Scan) and instr.total is not None:
+        return replace(instr, arg=change(instr.arg), total=change(instr.total))
     if isinstance(instr, Cast | Round | Reduce | Scan):
         return replace(instr, arg=change(instr.arg))
     if isinstance(instr, Load) and instr.mask is not None:
-        return replace(instr, mask=change(instr.mask), gather=_picked(instr.gather, change))
+        return replace(instr, mask=change(instr.mask), gather=instr.gather and instr.gather.renamed(change))
     return instr
-
-
-def _picked(gather: Gather | None, change: Callable[[int], int]) -> Gather | None:
-    check = None if gather is None or gather.check is None else change(gather.check)
-    return gather and replace(gather, value=change(gather.value), check=check)
 
 
 @dataclass(frozen=True)
@@ -233,7 +236,7 @@ class Store:
 
     def with_values(self, change: Callable[[int], int]) -> Store:
         """The same with each of its :attr:`values` renamed."""
-        return replace(self, value=change(self.value), scatter=_picked(self.scatter, change))
+        return replace(self, value=change(self.value), scatter=self.scatter and self.scatter.renamed(change))
 
 
 @dataclass(frozen=True)
@@ -374,10 +377,8 @@ class KernelIR:
         """The same kernel with every dynamic size replaced by a number."""
         if not symbols:
             return self
-        buffers = tuple(
-            replace(one, shape=evaluate_all(one.shape, symbols), strides=evaluate_all(one.strides, symbols))
-            for one in self.buffers
-        )
+        buffers = tuple(replace(one, shape=evaluate_all(one.shape, symbols), strides=evaluate_all(one.strides, symbols))
+                        for one in self.buffers)
         return KernelIR(buffers, tuple(_bind_segment(segment, symbols) for segment in self.segments))
 
     def fingerprint(self) -> str:
@@ -393,8 +394,6 @@ def _bind_segment(segment: Segment, symbols: Mapping[str, int]) -> Segment:
     indexed = segment.with_indices(lambda index: index.bind(symbols))
     body = tuple(replace(one, gather=bound(one.gather)) if isinstance(one, Load) else one for one in indexed.body)
     stores = tuple(replace(store, scatter=bound(store.scatter)) for store in indexed.stores)
-    products = tuple(
-        replace(one, left=_bind_segment(one.left, symbols), right=_bind_segment(one.right, symbols))
-        for one in segment.products
-    )
+    products = tuple(replace(one, left=_bind_segment(one.left, symbols), right=_bind_segment(one.right, symbols))
+                     for one in segment.products)
     return Segment(evaluate_all(segment.rows, symbols), evaluate(segment.cols, symbols), body, stores, products)

@@ -10,7 +10,20 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fuseplan.kernels.ir.index import is_static
-from fuseplan.kernels.ir.ir import Apply, Cast, Const, Instr, Iota, Load, Reduce, Round, Segment, operands
+from fuseplan.kernels.ir.ir import (
+    Apply,
+    Cast,
+    Const,
+    Instr,
+    Iota,
+    Load,
+    Reduce,
+    Round,
+    Scan,
+    Segment,
+    operands,
+    renamed,
+)
 from fuseplan.kernels.ir.rewrite import ancestors
 
 #: So few rows side by side would leave most of a vector empty, and most of a line unread.
@@ -109,6 +122,28 @@ def folds_in_parts(segment: Segment) -> bool:
     return not any(phase.elements or phase.stores for phase in schedule(segment, centre=True)[1:])
 
 
+def scans_in_parts(segment: Segment) -> bool:
+    """Whether programs can share what is scanned: each folds its columns in one launch, and goes on from those before
+    its own in the next.
+    """
+    return segment.has_scan() and not segment.products and is_static(*segment.rows, segment.cols)
+
+
+def with_totals(segment: Segment) -> Segment:
+    """A segment that :func:`scans_in_parts`, in which each scan has a fold of the same before it."""
+    body: list[Instr] = []
+    places: list[int] = []
+    for instr in segment.body:
+        made = renamed(instr, places.__getitem__)
+        if isinstance(made, Scan):
+            body.append(Reduce(made.dtype, made.kind, made.arg))
+            made = replace(made, total=len(body) - 1)
+        places.append(len(body))
+        body.append(made)
+    stores = tuple(store.with_values(places.__getitem__) for store in segment.stores)
+    return replace(segment, body=tuple(body), stores=stores)
+
+
 def lies_apart(segment: Segment, axis: int) -> int:
     """Loads and stores whose elements lie apart along an axis."""
     indices = [access.index for access in segment.accesses]
@@ -132,9 +167,7 @@ def rescaled_sums(segment: Segment) -> dict[int, int]:
     """
     body, per_row = segment.body, segment.per_row
     found: dict[int, int] = {}
-    for value, total in enumerate(body):
-        if not isinstance(total, Reduce) or total.kind != "sum":
-            continue
+    for value, total in _sums(body):
         power = body[total.arg]
         difference = body[power.args[0]] if isinstance(power, Apply) and power.op == "exp" else None
         if not isinstance(difference, Apply) or difference.op != "sub":
@@ -148,6 +181,13 @@ def rescaled_sums(segment: Segment) -> dict[int, int]:
     return found
 
 
+def _sums(body: Sequence[Instr]) -> list[tuple[int, Reduce]]:
+    """Sums, without those of what is scanned, whose parts are needed as they are."""
+    totals = {instr.total for instr in body if isinstance(instr, Scan)}
+    return [(value, instr) for value, instr in enumerate(body)
+            if isinstance(instr, Reduce) and instr.kind == "sum" and value not in totals]
+
+
 def centred_sums(segment: Segment) -> dict[int, int]:
     """Sums of ``(x - mean(x)) ** 2`` over static columns, each with the sum of ``x`` in whose pass it can be folded.
 
@@ -157,8 +197,8 @@ def centred_sums(segment: Segment) -> dict[int, int]:
     """
     body, per_row = segment.body, segment.per_row
     found: dict[int, int] = {}
-    for value, squares in enumerate(body):
-        if not isinstance(squares, Reduce) or squares.kind != "sum" or squares.dtype != "float32":
+    for value, squares in _sums(body):
+        if squares.dtype != "float32":
             continue
         square = body[squares.arg]
         if not isinstance(square, Apply) or square.op != "mul" or square.args[0] != square.args[1]:

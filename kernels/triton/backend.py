@@ -9,7 +9,7 @@ from fuseplan.kernels.gpu.backend import GpuBackend
 from fuseplan.kernels.gpu.build import POINTER_TYPES, KernelSpec
 from fuseplan.kernels.gpu.launch import Arguments, Variant
 from fuseplan.kernels.gpu.overlap import is_overlapped
-from fuseplan.kernels.gpu.tile import needs_int64, programs
+from fuseplan.kernels.gpu.tile import LAUNCH, launches, needs_int64, programs
 from fuseplan.kernels.ir.backend import BuildError, Config, Target, Tunable
 from fuseplan.kernels.ir.gathers import may_fail
 from fuseplan.kernels.ir.ir import KernelIR
@@ -78,7 +78,8 @@ class TritonBackend(GpuBackend):
         pointers = {name: POINTER_TYPES[buffer.dtype] for name, buffer in zip(names, ir.buffers, strict=True)}
         if any(self.scratch(ir, config)):
             pointers |= {PARTIALS: "*fp32", COUNTERS: "*i32"}
-        sizes = {symbol_argument(name): "i64" if variant.wide else "i32" for name in ir.symbols}
+        integers = [*map(symbol_argument, ir.symbols), *([LAUNCH] if launches(ir, config) > 1 else [])]
+        sizes = dict.fromkeys(integers, "i64" if variant.wide else "i32")
         warps, stages = int(config["num_warps"]), int(config.get("num_stages", 1))
         aligned = tuple(pointers) if variant.aligned else ()
         return KernelSpec(

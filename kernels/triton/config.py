@@ -7,7 +7,14 @@ from fuseplan.kernels.gpu.tile import Tile, chunk_width, live_words, next_power_
 from fuseplan.kernels.ir.backend import Config, Target, Tunable
 from fuseplan.kernels.ir.index import Size, is_static
 from fuseplan.kernels.ir.ir import ITEMSIZE, KernelIR, Load, Segment
-from fuseplan.kernels.ir.reduction_loops import folds_across, folds_in_parts, reduction_depths, schedule, sweeps
+from fuseplan.kernels.ir.reduction_loops import (
+    folds_across,
+    folds_in_parts,
+    reduction_depths,
+    scans_in_parts,
+    schedule,
+    sweeps,
+)
 
 #: Rows wider than this are walked in blocks by default; configs may hold up to the second number in registers.
 DEFAULT_PERSISTENT_COLS = 16384
@@ -38,6 +45,9 @@ _TYPICAL_CORES = 132
 #: each multiprocessor, of one row and across memory.
 MOST_SPLITS, _SPLIT_BLOCKS = 512, 4
 _SPLITS_EACH, _SPLITS_ACROSS = 2, 4
+#: Scans are shared, in several launches, where a tile has so many numbers, and there are this many multiprocessors for
+#: each; and the numbers that a program takes at least, and the columns across memory.
+_SHARED_SCAN, _CORES_EACH, _SCANNED_SPLIT, _SCANNED_COLS = 16384, 4, 1024, 64
 #: What a dynamic size counts as where a choice needs a number.
 _TYPICAL_SIZE = 4096
 
@@ -90,16 +100,24 @@ def tunables(ir: KernelIR, target: Target) -> tuple[Tunable, ...]:
 
 
 def default_splits(ir: KernelIR, segment: Segment, cores: int = _TYPICAL_CORES, rows: int = 0) -> int:
-    """Programs that share the columns of a tile: several for a long fold with fewer tiles than multiprocessors, else 1.
+    """Programs that share the columns of a tile: several for a long fold with fewer tiles than multiprocessors, or a
+    long scan with far fewer, else 1.
 
     ``rows``: those of the tile; 0 for as many as the default tile has.
     """
-    if not folds_in_parts(segment):
+    scans = scans_in_parts(segment)
+    if not segment.loads or not (scans or folds_in_parts(segment)):  # what is handed over is made beside an input
         return 1
     across = folds_across(segment)
     rows, each = rows or (line_rows(ir, segment, cores) if across else 1), _SPLITS_ACROSS if across else _SPLITS_EACH
     tiles, blocks = -(-_static(segment.num_rows) // rows), _static(segment.cols) * rows // _LOOPED_TILE
     splits = min(each * cores // max(tiles, 1), blocks // _SPLIT_BLOCKS, MOST_SPLITS)
+    if scans:
+        numbers = _static(segment.cols) * rows
+        worth = numbers >= _SHARED_SCAN and _CORES_EACH * tiles <= cores
+        parts = min(numbers // _SCANNED_SPLIT, _static(segment.cols) // _SCANNED_COLS)
+        most = min(_SPLITS_ACROSS * cores // max(tiles, 1), next_power_of_2(parts), MOST_SPLITS)
+        splits = most if worth else 1
     return 1 << splits.bit_length() - 1 if splits > 1 else 1
 
 
@@ -143,7 +161,8 @@ def _redundant(ir: KernelIR, config: Config, tiles: list[Tile]) -> str | None:
     if not any(tile.looped for tile in tiles) and int(config.get("num_stages", 1)) != 1:
         return "num_stages has no effect without a loop"
     splits = int(config.get("splits", 1))
-    if splits > 1 and not any(splits <= -(-_static(segment.cols) // tile.cols) and splits_of(segment, config) > 1
+    if splits > 1 and not any(splits <= next_power_of_2(-(-_static(segment.cols) // tile.cols))
+                              and splits_of(segment, config) > 1
                               for tile, segment in zip(tiles, ir.segments, strict=True)):
         return f"no loop over columns has blocks for {splits} splits"
     folding = [tile for tile, segment in zip(tiles, ir.segments, strict=True) if segment.has_reduction()]
@@ -268,7 +287,8 @@ def line_rows(ir: KernelIR, segment: Segment, cores: int = _TYPICAL_CORES) -> in
             default_splits(ir, segment, cores, rows) == 1):
         rows //= 2
     # A program goes along its rows by itself: where there would be few, it had better leave part of a sector to others.
-    while segment.has_scan() and rows > 1 and _static(segment.num_rows) // rows < cores - cores // 10:
+    while segment.has_scan() and rows > 1 and _static(segment.num_rows) // rows < cores - cores // 10 and (
+            default_splits(ir, segment, cores, rows) == 1):
         rows //= 2
     return min(rows, next_power_of_2(_static(segment.num_rows)))
 
@@ -297,6 +317,11 @@ def _reducing_config(ir: KernelIR, target: Target, block: tuple[int, int], warps
     return {name: chosen.get(name, values[0]) for name, values in choices.items()}
 
 
+def _shared_cols(ir: KernelIR, segment: Segment, target: Target) -> int:
+    """Columns that a program has by default, up to a power of two: those of what programs share are a part."""
+    return next_power_of_2(-(-_static(segment.cols) // default_splits(ir, segment, target.cores)))
+
+
 def _default_across(ir: KernelIR, target: Target) -> Config:
     """Rows of whole lines, more where columns are few; as many columns as registers hold, or blocks of a few."""
     main = max((segment for segment in ir.segments if folds_across(segment)), key=_elements)
@@ -311,6 +336,7 @@ def _default_across(ir: KernelIR, target: Target) -> Config:
     # Twice the registers, and slower to scan; of one row or two, many threads scan a few elements each.
     wide = scans and rows > _FEW_SCANNED and max(ITEMSIZE[one.dtype] for one in main.body) > 4
     block = _SCANNED_BLOCK if wide else _LOOPED_TILE * (2 if twice else 1)
+    block = min(block, rows * _shared_cols(ir, main, target))
     wanted = widest if held else max(32, block // rows)
     cols = next((int(choice) for choice in choices["block_cols"] if int(choice) >= wanted), wanted)
     # What is held is folded by few warps, each with all its loads in flight: a fold is an exchange between them.
@@ -339,6 +365,8 @@ def _default_reduction(ir: KernelIR, target: Target) -> Config:
     num_rows = max(_static(segment.num_rows) for segment in reducing)
     rescales = looped and any(chunk_width(ir.buffers, segment, _RESCALING) for segment in reducing)
     block = _SCANNED_BLOCK if scans else 4096 if num_rows > target.cores and not rescales else 8192
+    if scans and any(default_splits(ir, segment, target.cores) > 1 for segment in reducing):
+        block = min(_LOOPED_TILE, max(_shared_cols(ir, segment, target) for segment in reducing))
     cols = min(widest, block) if looped else widest
     choices = {tunable.name: tunable.choices for tunable in tunables(ir, target)}
     rows, most_rows = 1, int(choices["block_rows"][-1])

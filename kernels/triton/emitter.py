@@ -8,7 +8,7 @@ from __future__ import annotations
 from textwrap import indent
 
 from fuseplan.kernels.gpu.overlap import OVERLAP_IMPORT, is_overlapped
-from fuseplan.kernels.gpu.tile import ceil_div, segment_programs, splits_of, tile_of
+from fuseplan.kernels.gpu.tile import LAUNCH, ceil_div, launches, segment_programs, splits_of, tile_of
 from fuseplan.kernels.ir.backend import BuildError, Config, checked
 from fuseplan.kernels.ir.index import is_static
 from fuseplan.kernels.ir.ir import KernelIR, Segment
@@ -40,7 +40,8 @@ def emit_triton(ir: KernelIR, config: Config, wide: bool = False, aligned: bool 
     """
     config = checked(config, PARAMETERS)
     scratch = (PARTIALS, COUNTERS) if any(splits_of(segment, config) > 1 for segment in ir.segments) else ()
-    signature = ", ".join([*buffer_names(ir), *scratch, *(symbol_argument(name) for name in ir.symbols)])
+    sizes = [*map(symbol_argument, ir.symbols), *([LAUNCH] if launches(ir, config) > 1 else [])]
+    signature = ", ".join([*buffer_names(ir), *scratch, *sizes])
     helpers: list[Function] = []
     try:
         bodies = [_body(ir, number, config, signature, helpers, aligned) for number in range(len(ir.segments))]
@@ -69,7 +70,14 @@ def _body(
     if not segment.products:
         plain = SegmentEmitter(ir.buffers, buffer_names(ir), segment, config, share)
         plain.traps = contracts(ir)
-        return plain.lines()
+        if (count := launches(ir, config)) == 1:
+            return plain.lines()
+        bodies = [plain.lines()] if plain.launches == 1 else plain.launch_lines()
+        first = count - len(bodies)
+        names = [f"segment{number}_launch{first + at}" for at in range(len(bodies))]
+        helpers += [Function(name, ("pid",), tuple(body)) for name, body in zip(names, bodies, strict=True)]
+        return [line for at, name in enumerate(names, first)
+                for line in (f"if {LAUNCH} == {at}:", f"{_INDENT}{name}(pid, {arguments})")]
     if share.splits > 1 and (reason := unsplittable(segment)) is not None:
         raise ValueError(reason)
     emitter = ContractionEmitter(ir.buffers, buffer_names(ir), segment, config, arguments, str(number), share)

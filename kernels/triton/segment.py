@@ -13,14 +13,30 @@ from collections.abc import Iterable, Sequence
 
 from fuseplan.kernels.gpu.launch import interpreter_is_on
 from fuseplan.kernels.gpu.overlap import overlapped
-from fuseplan.kernels.gpu.tile import chunk_width
+from fuseplan.kernels.gpu.tile import chunk_width, launches_of
 from fuseplan.kernels.ir.backend import Config
 from fuseplan.kernels.ir.index import Index, divides
 from fuseplan.kernels.ir.ir import ITEMSIZE, Buffer, Gather, Load, Scan, Segment, Store
 from fuseplan.kernels.ir.ops import REDUCTIONS, fold_identity, op_spec
-from fuseplan.kernels.ir.reduction_loops import Phase, centred_sums, folds_across, rescaled_sums, schedule
+from fuseplan.kernels.ir.reduction_loops import (
+    Phase,
+    centred_sums,
+    folds_across,
+    rescaled_sums,
+    schedule,
+    with_totals,
+)
 from fuseplan.kernels.triton.index import Coordinates, triton_size
-from fuseplan.kernels.triton.split_sums import Share, folds_handed_over, inner_range, split_of_program
+from fuseplan.kernels.triton.split_sums import (
+    Share,
+    fold_places,
+    folds_handed_over,
+    inner_range,
+    load_parts,
+    parts_of,
+    split_of_program,
+    store_parts,
+)
 from fuseplan.kernels.triton.values import OUTSIDE, ValueEmitter, index_extent, literal, tl_type
 
 _INDENT = "    "
@@ -35,12 +51,13 @@ class SegmentEmitter(ValueEmitter):
         self, buffers: Sequence[Buffer], names: Sequence[str], segment: Segment, config: Config,
         share: Share | None = None,
     ) -> None:
-        super().__init__(buffers, segment, config)
+        self.launches = launches_of(buffers, segment, config)
+        super().__init__(buffers, with_totals(segment) if self.launches > 1 else segment, config)
         self.share = share or Share()
         self.turned = not self.flat and folds_across(segment)
         self.down, self.across = ("None, :", ":, None") if self.turned else (":, None", "None, :")
         self.names, self.traps = names, bool(segment.products)
-        self.chunk = chunk_width(buffers, segment, config)
+        self.chunk = chunk_width(buffers, self.segment, config)
         self.rescaled = rescaled_sums(segment) if self.chunk else {}
         self.centred = centred_sums(self.segment) if self.tile.looped else {}
         #: Which loads of the current pass the cache is to keep, or to let go.
@@ -59,7 +76,13 @@ class SegmentEmitter(ValueEmitter):
 
     def lines(self) -> list[str]:
         """The statements; ``pid``, the buffers and the dynamic sizes are in scope."""
-        body = self._looped() if self.tile.looped else self.single_pass()
+        return self._whole(self._looped() if self.tile.looped else self.single_pass())
+
+    def launch_lines(self) -> list[list[str]]:
+        """The statements of each launch of a segment that has several."""
+        return [self._whole(body) for body in [self._launched(number) for number in range(self.launches)]]
+
+    def _whole(self, body: Sequence[str]) -> list[str]:
         body = [*self.coordinates.definitions(), *body]
         lines = [*split_of_program(self.share), *self._geometry("\n".join(body)), *body]
         return overlapped(_statements(lines), self.config, "tl.load(", "tl.store(")
@@ -180,17 +203,48 @@ class SegmentEmitter(ValueEmitter):
     def _handed_over(self, phase: Phase, rest: Sequence[str]) -> list[str]:
         """Each program stores what it folded of its columns; the last one of a tile folds that, and does ``rest``."""
         folds = self.split_reductions(phase)[0]
-        lanes = (1, "", "") if self.flat else (self.tile.rows, f"[{self.down}]", f"[{self.across}]")
-        folded = self._parts_seen() if self.centred else []
+        types = {self.name(value): self.fold_type(value) for value in folds}
+        return folds_handed_over(self.share, types, self._handed_lanes(), [*self._parts_folded(folds), *rest])
+
+    def _handed_lanes(self) -> tuple[int, str, str]:
+        """The tile's rows, and how they and the programs that share them lie in a tensor."""
+        return (1, "", "") if self.flat else (self.tile.rows, f"[{self.down}]", f"[{self.across}]")
+
+    def _launched(self, number: int) -> list[str]:
+        """A pass, after the folds of those before; all but the last hand theirs over."""
+        phases = schedule(self.segment, rescale=self.chunk > 0, centre=True)
+        folds = {value: self.fold_type(value) for phase in phases for value in self.split_reductions(phase)[0]}
+        names = {self.name(value): dtype for value, dtype in folds.items()}
+        places, each = fold_places(names, self._handed_lanes())
+        self.done.clear()
+        self.loaded.clear()
+        lines = parts_of(self.share, self._handed_lanes(), each) if number else []
+        for phase in phases[:number]:
+            lines += self.values(phase.rows)
+            handed, once = self.split_reductions(phase)
+            lines += [load_parts(self.name(value), places[self.name(value)]) for value in handed]
+            lines += [*self._parts_folded(handed), *(self.fold_per_row(value) for value in once)]
+        lines += self._pass(phases, number)
+        if number == len(phases) - 1:
+            return [*lines, *self.checks(self.segment.checks)]
+        own = map(self.name, self.split_reductions(phases[number])[0])
+        return [*lines, *store_parts(self.share, {name: places[name] for name in own}, each)]
+
+    def _parts_folded(self, folds: Sequence[int]) -> list[str]:
+        """Fold what all programs of a tile have handed over; a scan takes its own parts of that."""
+        folded = self._parts_seen() if any(value in self.centred for value in folds) else []
         for value in folds:
             text = f"all_{self.name(value)}"
             if value in self.centred:
                 total = self.name(self.centred[value])
                 folded.append(f"all_off = all_{total} / tl.maximum(all_seen, 1.0) - {total} / {self.segment.cols}")
                 text += " + all_seen * all_off * all_off"
-            folded += self.fold(value, text)
-        return folds_handed_over(
-            self.share, {self.name(value): self.fold_type(value) for value in folds}, lanes, [*folded, *rest])
+            elif (top := self.rescaled.get(value)) is not None:
+                text += f" * {_exponential(f'all_{self.name(top)} - base{top}')}"
+            folded += [] if value in self.totals else self.fold(value, text)
+            if value in self.rescaled.values():
+                folded.append(f"base{value} = {_finite(self.name(value))}")
+        return folded
 
     def _policies(self, phases: Sequence[Phase], number: int) -> dict[Load, str]:
         """What is read again by the next pass is to stay in the cache until then, and to make room afterwards."""
@@ -205,17 +259,13 @@ class SegmentEmitter(ValueEmitter):
                 found[instr] = "evict_first"
         return found
 
-    def accumulator(self, value: int, cols: int, name: str = "acc") -> str:
-        """The beginning of a fold, with ``cols`` numbers for each row."""
-        dtype = self.fold_type(value)
-        identity = literal(fold_identity(self.reduction(value).kind, dtype), dtype)
-        shape = (cols,) if self.flat else (cols, self.tile.rows) if self.turned else (self.tile.rows, cols)
-        return f"{name}{self.prefix}{value} = tl.full({shape}, {identity}, {tl_type(dtype)})"
-
     def _carried(self, value: int) -> str:
         """What a scan carries from block to block, before the first one: a number for each row."""
-        dtype = self.fold_type(value)
+        dtype, instr = self.fold_type(value), self.segment.body[value]
         identity = literal(fold_identity(self.reduction(value).kind, dtype), dtype)
+        if isinstance(instr, Scan) and instr.total is not None:
+            before = f"tl.where({self._lanes(self.share.splits)} < split, all_{self.name(instr.total)}, {identity})"
+            return f"acc{self.prefix}{value} = {self.folded(value, before)}"
         shape = () if self.flat else self.shape(value, 1)
         return f"acc{self.prefix}{value} = tl.full({shape}, {identity}, {tl_type(dtype)})"
 
@@ -230,11 +280,6 @@ class SegmentEmitter(ValueEmitter):
             f"{name} = {combine.format(total, f'tl.cum{instr.kind}({name}, {axis})')}",
             f"{total} = {combine.format(total, f'after{self.prefix}{value}')}",
         ]
-
-    def combined(self, value: int, operand: str) -> str:
-        """Take more numbers into a fold."""
-        total = f"acc{self.prefix}{value}"
-        return f"{total} = {REDUCTIONS[self.reduction(value).kind].triton_combine.format(total, operand)}"
 
     def _loop(self, phase: Phase, folds: Sequence[int], width: int) -> list[str]:
         self.done.difference_update(phase.elements)
@@ -309,7 +354,7 @@ class SegmentEmitter(ValueEmitter):
             lines += [
                 f"n{top} = {self.masked_operand(top)}",
                 f"top{top} = {larger.format(f'acc{top}', f'{fold_max}(n{top}, 1)')}",
-                f"base{top} = tl.where(top{top} == float('-inf'), 0.0, top{top})",
+                f"base{top} = {_finite(f'top{top}')}",
             ]
             for total in [value for value in folds if self.rescaled.get(value) == top]:
                 kept = f"acc{total} * {_exponential(f'acc{top} - base{top}')}"
@@ -322,11 +367,20 @@ class SegmentEmitter(ValueEmitter):
         top = self.rescaled.get(value)
         if value in self.centred:
             return f"acc{value} - apart{value} * apart{value} / tl.maximum(seen, 1.0) + seen * off{value} * off{value}"
-        return f"acc{value}" if top is None else f"acc{value} * {_exponential(f'acc{top} - {self.name(top)}')}"
+        if top is None:
+            return f"acc{value}"
+        # Columns of one program may all be -inf, and those of a row not.
+        base = self.name(top) if self.launches == 1 else _finite(self.name(top))
+        return f"acc{value} * {_exponential(f'acc{top} - {base}')}"
 
 
 def _bracketed(text: str) -> str:
     return f"({text})" if " " in text else text
+
+
+def _finite(text: str) -> str:
+    """A largest number, or 0 of nothing but -inf."""
+    return f"tl.where({text} == float('-inf'), 0.0, {text})"
 
 
 def _exponential(text: str) -> str:

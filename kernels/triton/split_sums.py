@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from fuseplan.kernels.gpu.tile import segment_programs, splits_of, tile_of
 from fuseplan.kernels.ir.backend import Config
-from fuseplan.kernels.ir.ir import ITEMSIZE, Dot, KernelIR, Reduce, Segment
+from fuseplan.kernels.ir.ir import ITEMSIZE, Dot, KernelIR, Reduce, Scan, Segment
 from fuseplan.kernels.ir.reduction_loops import reduction_depths
 
 #: Arguments of a kernel with splits, behind its buffers.
@@ -49,7 +49,7 @@ def scratch(ir: KernelIR, config: Config) -> tuple[int, int]:
 def numbers_each(segment: Segment, config: Config) -> int:
     """Words of 32 bits that a program hands over at most, an even number: its sums, and folds of its rows."""
     tile, bodies = tile_of(segment, config), {segment, *(one.left for one in segment.products)}
-    folds = sum(words(instr.dtype) for one in bodies for instr in one.body if isinstance(instr, Reduce))
+    folds = sum(words(instr.dtype) for one in bodies for instr in one.body if isinstance(instr, Reduce | Scan))
     return _even(tile.rows * (len({instr for instr in segment.body if isinstance(instr, Dot)}) * tile.cols + folds))
 
 
@@ -110,17 +110,37 @@ def folds_handed_over(
 
     ``folds``: names with their register types. ``lanes``: the tile's rows, how they and the splits lie in a tensor.
     """
-    rows, down, across = lanes
+    places, each = fold_places(folds, lanes)
+    last = [*parts_of(share, lanes, each), *(load_parts(name, place) for name, place in places.items())]
+    return _last_goes_on(share, places, each, [*last, *rest])
+
+
+def fold_places(folds: Mapping[str, str], lanes: tuple[int, str, str]) -> tuple[dict[str, str], int]:
+    """Where each fold of a tile's rows lies from the address ``{}`` of a program's first number; and its numbers."""
+    rows, down, _ = lanes
     at, begin = f"tl.arange(0, {rows}){down}" if down else "0", 0
     places: dict[str, str] = {}
     for name in sorted(folds, key=lambda name: -words(folds[name])):  # those of 64 bits lie at even words
         typed = "" if folds[name] == "float32" else f".to(tl.pointer_type(tl.{folds[name]}))"
         places[name] = f"({{}} + {begin}){typed} + {at}"
         begin += rows * words(folds[name])
-    each = _even(begin)
-    parts = f"parts = {_numbers(share, f'tl.arange(0, {share.splits}){across}', each)}"
-    last = [f'all_{name} = tl.load({place.format("parts")}, cache_modifier=".cg")' for name, place in places.items()]
-    return _last_goes_on(share, places, each, [parts, *last, *rest])
+    return places, _even(begin)
+
+
+def parts_of(share: Share, lanes: tuple[int, str, str], each: int) -> list[str]:
+    """``parts = ...``: the addresses of what all programs of a tile hand over."""
+    return [f"parts = {_numbers(share, f'tl.arange(0, {share.splits}){lanes[2]}', each)}"]
+
+
+def load_parts(name: str, place: str) -> str:
+    """``all_<name> = ...``: what all programs of a tile have handed over of a fold."""
+    return f'all_{name} = tl.load({place.format("parts")}, cache_modifier=".cg")'
+
+
+def store_parts(share: Share, places: Mapping[str, str], each: int) -> list[str]:
+    """Hand over what is named: store it at its place from the first number of this split."""
+    return [f"own = {_numbers(share, 'split', each)}",
+            *(f"tl.store({place.format('own')}, {name})" for name, place in places.items())]
 
 
 def _numbers(share: Share, split: str, each: int) -> str:
@@ -132,8 +152,7 @@ def _last_goes_on(share: Share, places: Mapping[str, str], each: int, rest: Sequ
     """Store what is named at its place from the first number of this split; a tile's last program does ``rest``."""
     counter = f"{COUNTERS} + {share.first_tile} + pid"
     return [
-        f"own = {_numbers(share, 'split', each)}",
-        *(f"tl.store({place.format('own')}, {name})" for name, place in places.items()),
+        *store_parts(share, places, each),
         "tl.debug_barrier()",
         f'arrived = tl.atomic_add({counter}, 1, sem="acq_rel")',
         f"if arrived == {share.splits - 1}:",

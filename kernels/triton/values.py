@@ -88,6 +88,8 @@ class ValueEmitter(ABC):
         self.loaded: set[int] = set()
         self.done: set[int] = set()
         self.unchecked = set(segment.checks)
+        #: Folds that scans go on from.
+        self.totals = {instr.total for instr in segment.body if isinstance(instr, Scan)}
 
     @abstractmethod
     def load(self, instr: Load) -> str:
@@ -222,6 +224,18 @@ class ValueEmitter(ABC):
         dtype = self.segment.body[value].dtype
         return "int32" if dtype == "bool" else dtype
 
+    def accumulator(self, value: int, cols: int, name: str = "acc") -> str:
+        """The beginning of a fold, with ``cols`` numbers for each row."""
+        dtype = self.fold_type(value)
+        identity = literal(fold_identity(self.reduction(value).kind, dtype), dtype)
+        shape = (cols,) if self.flat else (cols, self.tile.rows) if self.turned else (self.tile.rows, cols)
+        return f"{name}{self.prefix}{value} = tl.full({shape}, {identity}, {tl_type(dtype)})"
+
+    def combined(self, value: int, operand: str) -> str:
+        """Take more numbers into a fold."""
+        total = f"acc{self.prefix}{value}"
+        return f"{total} = {REDUCTIONS[self.reduction(value).kind].triton_combine.format(total, operand)}"
+
     def masked_operand(self, value: int) -> str:
         """The operand of a reduction, with the identity in lanes beyond the last column."""
         reduce = self.reduction(value)
@@ -268,7 +282,7 @@ class ValueEmitter(ABC):
     def split_reductions(self, phase: Phase) -> tuple[list[int], list[int]]:
         """Reductions of per-element values, and those of per-row values."""
         per_row = self.segment.per_row
-        once = [value for value in phase.reductions if per_row[self.reduction(value).arg]]
+        once = [value for value in phase.reductions if per_row[self.reduction(value).arg] and value not in self.totals]
         return [value for value in phase.reductions if value not in once], once
 
     # -- one pass -----------------------------------------------------------------------------------------

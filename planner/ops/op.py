@@ -98,7 +98,7 @@ class Op:
     #: How many kernels ATen launches for it on a GPU.
     launches: int = 1
     #: What ATen's own CUDA kernel of it is like; "" for one that treats each element by itself.
-    effort: Literal["", "function", "fold", "position", "whole row", "gather", "scatter"] = ""
+    effort: Literal["", "function", "fold", "position", "whole row", "scan", "gather", "scatter"] = ""
     #: How many times longer than a kernel of ours ATen's takes on a CPU, where nothing was measured: the least of
     #: results/amd-epyc-family-25-model-17/single-ops.md, by the op's operands and attributes where these decide it.
     slow_on_cpu: float | Callable[[OpNode, Specs], float] = 1.0

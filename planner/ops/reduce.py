@@ -238,22 +238,15 @@ REDUCTIONS = {
 }
 
 
-#: Elements of a row that one block of threads, or one thread, scans alone at most where there are few rows.
-_MOST_SCANNED_ALONE, _ENOUGH_ROWS = 32768, 16
-
-
 def _scanned_dims(node: OpNode, specs: Specs) -> tuple[int, ...]:
     """The dimension that a scan goes along; none of a single element."""
     return tuple(dim for dim in _reduced_dims(node, specs) if specs[node.inputs[0]].shape[dim : dim + 1] != (1,))
 
 
 def _scan_refuse(node: OpNode, specs: Specs) -> str | None:
-    spec, given, made = specs[node.inputs[0]], specs[node.inputs[0]].dtype, specs[node.outputs[0]].dtype
+    given, made = specs[node.inputs[0]].dtype, specs[node.outputs[0]].dtype
     if made not in (*FLOATS, "int64", "int32") or (made in HALVES and given != made):
         return f"of dtype {given} in dtype {made}"
-    size = spec.shape[_reduced_dims(node, specs)[0]]
-    if spec.is_static and size > _MOST_SCANNED_ALONE and spec.numel // size < _ENOUGH_ROWS:
-        return f"{size} elements in each of few rows"
     return None
 
 
@@ -268,7 +261,7 @@ def _scan(kind: str) -> Build:
     return build
 
 
-_scan_row = partial(rows, "scan", refuse=_scan_refuse, reduced_dim=_scanned_dims, effort="whole row",
+_scan_row = partial(rows, "scan", refuse=_scan_refuse, reduced_dim=_scanned_dims, effort="scan",
                     walk=lambda node, specs: None, slow_on_cpu=_across(2.0))
 
 SCANS = {**_scan_row("cumsum", _scan("sum")), **_scan_row("cumprod", _scan("prod"))}

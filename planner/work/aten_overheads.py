@@ -31,6 +31,8 @@ _SMALL_GATHER = 16
 _BLOCK, _WARP, _VECTOR = 512, 32, 4
 #: Threads of a block of a softmax across memory; rows side by side up to which several of them share one.
 _SPATIAL_BLOCK, _SPATIAL_ROWS = 1024, 64
+#: Elements of a row that a block scans in a turn, and the steps of that; and of a thread that scans one across memory.
+_SCANNED_TURN, _SCAN_TURN_STEPS, _SCAN_ACROSS_STEPS = 1024, 50.0, 6.0
 
 
 def aten_overheads(graph: DataflowGraph, node: OpNode) -> Work:
@@ -44,6 +46,8 @@ def aten_overheads(graph: DataflowGraph, node: OpNode) -> Work:
         return Work(steps=_FOLD_STEPS, serial_steps=_TURN_STEPS * turns)
     if effort == "whole row":
         return Work(steps=_WHOLE_ROW_STEPS, serial_steps=_TURN_STEPS * _turns_across(graph, node))
+    if effort == "scan":
+        return Work(steps=_WHOLE_ROW_STEPS, serial_steps=_scan_steps(graph, node))
     if effort == "scatter":
         return Work(instructions=_STRIDED_INSTRUCTIONS * elements, steps=_GATHER_STEPS)
     if effort == "gather":
@@ -114,6 +118,15 @@ def _turns_across(graph: DataflowGraph, node: OpNode) -> float:
     shares = columns <= _SPATIAL_ROWS <= row
     threads = _floor_power_of_2(min(row, _SPATIAL_BLOCK // columns)) if shares else 1
     return 3.0 * math.ceil(row / threads)
+
+
+def _scan_steps(graph: DataflowGraph, node: OpNode) -> float:
+    """A block goes along a row, and a thread along one that lies across memory, as in ATen's ``ScanUtils.cuh``."""
+    shape = _shape(graph, node.inputs[0]) or (1,)
+    row, *beside = shape[node.attrs["dim"] % len(shape):]
+    if math.prod(beside) > 1:
+        return _SCAN_ACROSS_STEPS * row
+    return _SCAN_TURN_STEPS * math.ceil(row / _SCANNED_TURN)
 
 
 def _floor_power_of_2(value: int) -> int:

@@ -21,7 +21,7 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable, group_nodes, lower
 from fuseplan.planner.ops.table import kind_of, mutates, op_of
 from fuseplan.planner.work.aten_overheads import aten_overheads
-from fuseplan.planner.work.kernel_overheads import kernel_overheads, lanes, requested_bytes, threads
+from fuseplan.planner.work.kernel_overheads import kernel_overheads, lanes, launches, requested_bytes, threads
 from fuseplan.planner.work.library_work import library_work
 
 
@@ -51,7 +51,7 @@ def kernel_work(ir: KernelIR, hot: Sequence[bool] | None = None, device_type: st
         flops=flops,
         dram_bytes=float(sum(moved.values())),
         l2_bytes=repeated,
-        launches=1,
+        launches=1 if is_cpu(device_type) else launches(ir),
         written_bytes=float(sum(nbytes for number, nbytes in moved.items() if ir.buffers[number].is_output)),
         cold_bytes=float(sum(moved.get(number, 0) for number in cold if number not in gathered)),
         gathered_bytes=float(sum(

@@ -20,7 +20,7 @@ from fuseplan.kernels.ir.gathers import value_axes
 from fuseplan.kernels.ir.index import Index, evaluate
 from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, Const, Instr, KernelIR, Load, Reduce, Scan, Segment, operands
 from fuseplan.kernels.ir.ops import op_spec
-from fuseplan.kernels.ir.reduction_loops import folds_across, reduction_depths, sweeps
+from fuseplan.kernels.ir.reduction_loops import folds_across, reduction_depths, scans_in_parts, sweeps, with_totals
 from fuseplan.kernels.triton.config import DEFAULT_PERSISTENT_COLS, default_splits, full_tile, line_rows
 
 #: Dependent instructions of folding a row: shuffles within a warp, then an exchange between warps.
@@ -60,6 +60,12 @@ def kernel_overheads(ir: KernelIR) -> Work:
 def reduction_levels(segment: Segment) -> int:
     """How many reductions feed one another; a scan exchanges between threads as one does."""
     return max(*reduction_depths(segment), int(segment.has_scan()), 0)
+
+
+def launches(ir: KernelIR) -> int:
+    """Launches of a kernel on a GPU: several where programs share what they scan."""
+    shared = [segment for segment in ir.segments if scans_in_parts(segment) and default_splits(ir, segment) > 1]
+    return max((sweeps(with_totals(segment), centre=True) for segment in shared), default=1)
 
 
 def _segment_effort(ir: KernelIR, segment: Segment) -> Work:

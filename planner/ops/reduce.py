@@ -250,6 +250,11 @@ def _scan_refuse(node: OpNode, specs: Specs) -> str | None:
     return None
 
 
+def _scan_slowness(node: OpNode, specs: Specs) -> float:
+    along = 1.4 if specs[node.outputs[0]].dtype in FLOATS else 1.0
+    return max(along, _across(2.0)(node, specs))
+
+
 def _scan(kind: str) -> Build:
     """What was met of a row, up to and with each of its elements."""
 
@@ -262,7 +267,7 @@ def _scan(kind: str) -> Build:
 
 
 _scan_row = partial(rows, "scan", refuse=_scan_refuse, reduced_dim=_scanned_dims, effort="scan",
-                    walk=lambda node, specs: None, slow_on_cpu=_across(2.0))
+                    walk=lambda node, specs: None, slow_on_cpu=_scan_slowness)
 
 SCANS = {**_scan_row("cumsum", _scan("sum")), **_scan_row("cumprod", _scan("prod"))}
 

@@ -32,7 +32,7 @@ _BLOCK, _WARP, _VECTOR = 512, 32, 4
 #: Threads of a block of a softmax across memory; rows side by side up to which several of them share one.
 _SPATIAL_BLOCK, _SPATIAL_ROWS = 1024, 64
 #: Elements of a row that a block scans in a turn, and the steps of that; and of a thread that scans one across memory.
-_SCANNED_TURN, _SCAN_TURN_STEPS, _SCAN_ACROSS_STEPS = 1024, 50.0, 6.0
+_SCANNED_TURN, _SCAN_TURN_STEPS, _SCAN_ACROSS_STEPS = 1024, 20.0, 2.5
 
 
 def aten_overheads(graph: DataflowGraph, node: OpNode) -> Work:

@@ -19,6 +19,7 @@ SLOW: dict[str, Function] = {
     "argmax": lambda x: x.argmax(1),
     "any": lambda x: x.any(),
     "norm across": lambda x: torch.linalg.vector_norm(x, dim=0),
+    "cumsum": lambda x: x.cumsum(1),
     "cumsum across": lambda x: x.cumsum(0),
     "tanh": torch.tanh,
     "gelu of tanh": lambda x: F.gelu(x, approximate="tanh"),

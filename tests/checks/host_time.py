@@ -1,8 +1,8 @@
 """Where the host's time goes in a call launched from Python: fuseplan's code beside TorchInductor's, by kind of call.
 
-    python tests/checks/host_time.py [--small] [--device cuda|cpu] [NAMES]
+    python tests/checks/host_time.py [--small] [--max-autotune] [--device cuda|cpu] [NAMES]
 
-Each model runs untuned, or as the user's database has it. One row a kind of call: how many there are, microseconds of
+Each model runs untuned, or as the user's database has it; ``--max-autotune`` has TorchInductor search, too. One row a kind of call: how many there are, microseconds of
 each (medians), and of all. What a wrapper of each call adds (a few tenths of a microsecond) is measured with a function
 that does nothing, and taken off. The last rows are the whole call without wrappers, until it returns (``host``) and
 until the device is done. Both run in turn. pytest does not collect it.
@@ -26,7 +26,7 @@ from torch._inductor.codecache import PyCodeCache
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
-from any_model import NAMES, compiler, settle
+from any_model import MOST, NAMES, compiler, settle
 from whole_models import Made, Models
 
 import fuseplan.planner.runtime.executor as executor
@@ -148,6 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", choices=[*NAMES, []], metavar="NAMES", help=", ".join(NAMES))
     parser.add_argument("--small", action="store_true", help="few layers, small sizes")
+    parser.add_argument("--max-autotune", action="store_true", help="beside TorchInductor's max-autotune")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -164,7 +165,7 @@ def main() -> None:
             made = getattr(Models(args.device, args.small), name)()
             torch._dynamo.reset()
             runs: dict[str, Run] = {}
-            for way in ("fuseplan", "inductor"):
+            for way in ("fuseplan", MOST if args.max_autotune else "inductor"):
                 namespaces.clear()
                 before = len(PyCodeCache.modules)
                 call = compiled(made, way)

@@ -2,10 +2,11 @@
 
     python tests/checks/host_time.py [--small] [--max-autotune] [--device cuda|cpu] [NAMES]
 
-Each model runs untuned, or as the user's database has it; ``--max-autotune`` has TorchInductor search, too. One row a kind of call: how many there are, microseconds of
-each (medians), and of all. What a wrapper of each call adds (a few tenths of a microsecond) is measured with a function
-that does nothing, and taken off. The last rows are the whole call without wrappers, until it returns (``host``) and
-until the device is done. Both run in turn. pytest does not collect it.
+Each model runs untuned, or as the user's database has it; with ``--max-autotune``, beside what TorchInductor's search
+finds. One row a kind of call: how many there are, microseconds of each (medians), and of all. What a wrapper of each
+call adds (a few tenths of a microsecond) is measured with a function that does nothing, and taken off. The last rows
+are the whole call without wrappers, until it returns (``host``) and until the device is done. Both run in turn. pytest
+does not collect it.
 """
 
 from __future__ import annotations

@@ -19,6 +19,9 @@ from fuseplan.search.errors import counted
 if TYPE_CHECKING:
     from fuseplan.search.store.database import Database
 
+#: What ``-`` stands for.
+_INPUT, _OUTPUT = Path("/dev/stdin"), Path("/dev/stdout")
+
 app = typer.Typer(no_args_is_help=True, help="List, show, export, import, verify and prune stored records.")
 
 
@@ -118,7 +121,7 @@ def show(
 @app.command("export")
 @answers(tables=False, torch=False)
 def export_records(
-    file: Annotated[Path, Argument(help="File to write (JSON lines with a checksum).")],
+    file: Annotated[Path, Argument(help="File to write (JSON lines with a checksum); - is standard output.")],
     device: Annotated[str | None, Option("--device-key", help="Only this device's records.")] = None,
     db: DbOption = None,
 ) -> None:
@@ -128,22 +131,23 @@ def export_records(
     database = open_database(db)
     if device is not None:
         check_device_key(device, database.device_keys())
-    count = export(database, file, device)
-    current().say(f"{counted(count, 'entry', 'entries')} of {database.where} written to {file}")
+    is_output = str(file) in ("-", str(_OUTPUT), "/dev/fd/1")
+    count = export(database, file := _OUTPUT if is_output else file, device)
+    current().say(f"{counted(count, 'entry', 'entries')} of {database.where} written to {file}", aside=is_output)
 
 
 @app.command("import")
 @answers(tables=False, torch=False)
 def import_records(
-    file: Annotated[Path, Argument(help="File that `plan db export` wrote.")], db: DbOption = None
+    file: Annotated[Path, Argument(help="File that `plan db export` wrote; - is standard input.")], db: DbOption = None
 ) -> None:
     """Read an export into the database: whole, or not at all."""
     from fuseplan.search.store.database import Database
-    from fuseplan.search.store.transfer import import_bundle, read_bundle
+    from fuseplan.search.store.transfer import merge_entries, read_bundle
 
-    read_bundle(file)  # one that is refused makes no database
+    entries = read_bundle(file := _INPUT if str(file) == "-" else file)  # one that is refused makes no database
     database = Database(db)
-    found = import_bundle(database, file)
+    found = merge_entries(database, entries)
     left = ", ".join(f"{count} {why}" for why, count in found.left.items())
     current().say(
         f"{counted(found.taken, 'entry', 'entries')} of {file} imported into {database.where}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import select
@@ -130,6 +131,8 @@ def describe(error: BaseException) -> tuple[str, int]:
         return _one_line(message), 1 if isinstance(error, (MachineFailureError, NothingCompilesError)) else 2
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}", 2
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return f"the output cannot be written: {error.strerror}", 1
     return f"{type(error).__name__}: {_one_line(str(error))} (add --debug for the traceback)", 1
 
 

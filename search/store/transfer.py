@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -188,11 +188,15 @@ def _why_not(new: Entry, old: Entry | None, now_s: float) -> str:
 
 
 def import_bundle(database: Database, path: Path) -> Imported:
-    """Merge an export file into the database whole, or not at all; a newer record of the same key wins.
+    """:func:`merge_entries` of an export file. Errors as :func:`read_bundle`."""
+    return merge_entries(database, read_bundle(path))
 
-    What is dated in the future, by the database's clock, counts as the oldest. Errors as :func:`read_bundle`.
+
+def merge_entries(database: Database, entries: Sequence[Entry]) -> Imported:
+    """Merge what an export holds into the database whole, or not at all; a newer record of the same key wins.
+
+    What is dated in the future, by the database's clock, counts as the oldest.
     """
-    entries = read_bundle(path)
     here = {(entry.table, entry.key): entry for entry in _contents(database)}
 
     def merge(connection: Connection) -> Counter[str]:

@@ -71,14 +71,17 @@ class Screen(Document):
         elif shown == "always" or (shown == "talk" and not self.quiet):
             self._print(part)
 
-    def say(self, line: str) -> None:
-        """What else there is to say: not with ``--quiet``, and beside the answer where a program reads that."""
+    def say(self, line: str, aside: bool = False) -> None:
+        """What else there is to say: not with ``--quiet``, and beside the answer where a program reads that.
+
+        ``aside``: standard output is a program's in any case.
+        """
         if self.quiet:
             return
-        if self.is_terminal:
+        if self.is_terminal and not aside:
             self._print(Sentence(line))
         else:
-            typer.echo("\n".join(Sentence(line).lines()), err=self.style != "table" and self._out is None)
+            typer.echo("\n".join(Sentence(line).lines()), err=aside or (self.style != "table" and self._out is None))
 
     def code(self, text: str, language: str) -> None:
         """A program's text, highlighted on a terminal; files have it in a table."""

@@ -95,6 +95,27 @@ def test_a_closed_output_is_no_fault(tmp_path: Path) -> None:
         assert not list(database.records())
 
 
+def test_an_export_goes_through_a_pipe(tmp_path: Path) -> None:
+    with Database(tmp_path / "one.db") as database:
+        database.put_device("cpu-one", json.loads(report_samples.SPEC.to_json()))
+    plan = f"{sys.executable} -m fuseplan.planner db"
+    command = f"{plan} export - --db {tmp_path}/one.db | {plan} import - --db {tmp_path}/other.db"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    with Database(tmp_path / "one.db", "read") as one, Database(tmp_path / "other.db", "read") as other:
+        assert other.devices() == one.devices() and other.devices().keys() == {"cpu-one"}
+    assert not Path("-").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
+def test_a_full_disk_is_told_in_a_line(tmp_path: Path) -> None:
+    Database(tmp_path / "tuning.db").close()
+    command = f"{sys.executable} -m fuseplan.planner db ls --db {tmp_path}/tuning.db > /dev/full"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert "No space left on device" in done.stderr and "debug" not in done.stderr
+
+
 def test_numbers_are_plain_digits_within_bounds() -> None:
     assert (whole(1)("12"), whole(0)(0), decimal(0.1)("1e-1"), decimal(0.0)(".5"), decimal(0.0)("2.")) == (
         12, 0, 0.1, 0.5, 2.0,

@@ -103,12 +103,10 @@ def _folds(samples: Sequence[Sample]) -> list[npt.NDArray[np.intp]]:
 class FitTable:
     """The terms of samples, bounds and times.
 
-    ``terms`` has a row for each sample (launch, host, compute, latency, serial, overlap), ``moves`` one for each of its
-    parts (:attr:`~fuseplan.costmodel.terms.RooflineTerms.moves`, filled up with zeros).
+    ``terms`` has a row for each sample: launch, host, memory, compute, latency, write, serial, overlap.
     """
 
     terms: _Array
-    moves: _Array
     floor_us: _Array
     measured_us: _Array
     calls: npt.NDArray[np.str_]
@@ -118,12 +116,11 @@ class FitTable:
     def of(samples: Sequence[Sample], spec: DeviceSpec) -> FitTable:
         terms = [roofline_terms(one.work, spec, one.mode) for one in samples]
         rows = [
-            (one.launch_us, one.host_us, one.compute_us, one.latency_us, one.serial_us, one.overlap) for one in terms
+            (one.launch_us, one.host_us, one.memory_us, one.compute_us, one.latency_us, one.write_us, one.serial_us,
+             one.overlap) for one in terms
         ]
-        most = max((len(one.moves) for one in terms), default=1)
-        moves = [(*one.moves, *[(0.0, 0.0)] * (most - len(one.moves))) for one in terms]
         return FitTable(
-            np.array(rows, dtype=np.float64).reshape(-1, 6), np.array(moves).reshape(-1, most, 2),
+            np.array(rows, dtype=np.float64).reshape(-1, 8),
             np.array([lower_bound(one.work, spec, one.mode) for one in samples]),
             np.array([one.measured_us for one in samples], dtype=np.float64),
             np.array([one.work.call for one in samples], dtype=np.str_), spec.identity.is_gpu,
@@ -131,7 +128,7 @@ class FitTable:
 
     def rows(self, chosen: npt.NDArray[np.intp]) -> FitTable:
         """The chosen samples alone."""
-        arrays = ("terms", "moves", "floor_us", "measured_us", "calls")
+        arrays = ("terms", "floor_us", "measured_us", "calls")
         return replace(self, **{name: getattr(self, name)[chosen] for name in arrays})
 
     def fit(self) -> _Array:
@@ -148,7 +145,7 @@ class FitTable:
         log_measured = np.log(self.measured_us)
 
         def residuals(logs: _Array) -> _Array:
-            times = np.maximum(_times(self.terms, self.moves, factors_of(np.exp(logs))[:, None]), 1e-9)
+            times = np.maximum(_times(self.terms, factors_of(np.exp(logs))), 1e-9)
             return np.concatenate([np.log(times) - log_measured, priors * (logs - start)])
 
         bounds = (start - _LIMIT, start + _LIMIT)
@@ -183,7 +180,7 @@ class FitTable:
         """Predicted times."""
         known = [longest_known(families, call) or FamilyScale() for call in self.calls]
         pairs = np.array([(one.launch_scale, one.busy_scale) for one in known]).reshape(-1, 2)
-        return np.maximum(_times(self.terms, self.moves, _with_family(factors[:, None], pairs.T)), self.floor_us)
+        return np.maximum(_times(self.terms, _with_family(factors[:, None], pairs.T)), self.floor_us)
 
     def errors(self, predicted_us: _Array) -> _Array:
         """Relative errors of predicted times."""
@@ -196,12 +193,11 @@ def _with_family(factors: _Array, family: _Array) -> _Array:
     return np.stack([factors[0] * launch, *(factors[number] * busy for number in range(1, _FACTORS))])
 
 
-def _times(terms: _Array, moves: _Array, factors: _Array) -> _Array:
+def _times(terms: _Array, factors: _Array) -> _Array:
     """``calibrated(terms, factors).time_us`` of many kernels at once; ``factors`` have a column for each, or one."""
-    launch_us, host_us, compute_us, latency_us, serial_us, overlap = terms.T
-    memory_us, write_us = np.moveaxis(moves, -1, 0)
+    launch_us, host_us, memory_us, compute_us, latency_us, write_us, serial_us, overlap = terms.T
     launch, memory, compute, latency, write = factors
-    moving_us = np.maximum(memory[:, None] * memory_us, write[:, None] * write_us).sum(axis=1)
+    moving_us = np.maximum(memory * memory_us, write * write_us)
     busy_us = np.maximum.reduce([moving_us, compute * compute_us, latency * serial_us])
     busy_us = np.where(overlap > 0, busy_us, moving_us + compute * compute_us)
     return np.asarray(np.maximum(launch * host_us, launch * launch_us + latency * latency_us + busy_us))

@@ -33,17 +33,13 @@ _HELD_BYTES = 128 * 2**10
 _ROTATION = 256
 
 
-def predict(
-    work: Work, spec: DeviceSpec, mode: Mode, *, backend: str | None = None, beside_bytes: float = 0.0
-) -> float:
+def predict(work: Work, spec: DeviceSpec, mode: Mode, *, backend: str | None = None) -> float:
     """Predicted microseconds of a kernel (or of a chain whose ``Work`` was summed), by the calibration of ``backend``.
 
-    ``beside_bytes`` are used before the kernel's data are used again, and take room in a CUDA device's cache: the
-    bandwidth is that of a footprint so much larger. DeviceSpecError where the device has no such mode, or no measured
-    peak for a unit the work needs.
+    DeviceSpecError where the device has no such mode, or no measured peak for a unit the work needs.
     """
     factors = spec.calibrations.get(backend or "", _IDENTITY).factors(work.call)
-    terms = calibrated(roofline_terms(work, spec, mode, beside_bytes=beside_bytes), factors)
+    terms = calibrated(roofline_terms(work, spec, mode), factors)
     # A calibration fitted elsewhere must not promise more than the hardware has shown.
     return max(terms.time_us, lower_bound(work, spec, mode))
 
@@ -63,7 +59,7 @@ def lower_bound(work: Work, spec: DeviceSpec, mode: Mode) -> float:
     return RooflineTerms(launch_us, host_us, memory_us, compute_us).time_us
 
 
-def roofline_terms(work: Work, spec: DeviceSpec, mode: Mode, *, beside_bytes: float = 0.0) -> RooflineTerms:
+def roofline_terms(work: Work, spec: DeviceSpec, mode: Mode) -> RooflineTerms:
     """The uncalibrated terms of :func:`predict`; same arguments and errors."""
     threads = min(work.threads or spec.identity.cores, spec.identity.cores)
     launch_us, host_us = _launch_us(work, spec, mode, best=False)
@@ -77,7 +73,7 @@ def roofline_terms(work: Work, spec: DeviceSpec, mode: Mode, *, beside_bytes: fl
         views_us = work.views * spec.view_us
         launch_us, host_us = (launch_us, host_us + views_us) if on_gpu else (launch_us + views_us, host_us)
     cached_bytes = min(work.dram_bytes, spec.identity.l2_bytes or work.dram_bytes)
-    footprint_bytes = work.dram_bytes + (work.gathered_bytes + beside_bytes if on_gpu else 0.0)
+    footprint_bytes = work.dram_bytes + (work.gathered_bytes if on_gpu else 0.0)
     cold_gbps = _gbps(spec, max(footprint_bytes, work.cold_bytes * _ROTATION), threads)
     hot_us = transfer_us(work.dram_bytes - work.cold_bytes, _gbps(spec, footprint_bytes, threads))
     memory_us = hot_us + transfer_us(work.cold_bytes, cold_gbps)

@@ -5,12 +5,10 @@ On CUDA a kernel waits for more: in a prediction, never in the bound, in terms o
 * the instructions that follow one another before the first result (``steps``), in units of a tenth of the time that an
   elementwise kernel takes beyond an empty one;
 * the slowest of many ways to the cache: a kernel on every multiprocessor waits longer than one on a few;
-* what it asks the cache for, operands that rows share again and again, at the best bandwidth of any size and pattern;
 * results, which are written no faster than memory takes them, even where a cache has room for them;
-* both of these in each part by itself, where a kernel has parts whose blocks follow one another;
-* a row, which one multiprocessor has to load alone, at its share of the best bandwidth, and to compute;
-* instructions besides the arithmetic, at the measured fp32 rate. Special functions have a unit of their own, which
-  works beside the others; issuing one takes an instruction's time.
+* a row, which one multiprocessor has to load alone, at its share of the best bandwidth;
+* special functions, which have a unit of their own that works beside the others; issuing one takes an instruction's
+  time, at the measured fp32 rate.
 
 Rows gathered from a table are hot on CUDA too, but not at the next call: those of another call take room in the cache
 meanwhile, and count in the footprint that the bandwidth is read at.
@@ -40,7 +38,6 @@ class RooflineTerms:
         launch_us: Launch latency that nothing hides; ``host_us``: on the host, in parallel with the device.
         latency_us: Dependent instructions that nothing hides; ``serial_us``: beside moving and arithmetic.
         write_us: Writing the results, beside ``memory_us``.
-        parts: ``(memory_us, write_us)`` of the parts of a kernel that follow one another; empty where there is one.
         overlap: Whether moving and arithmetic go on at the same time.
     """
 
@@ -51,25 +48,13 @@ class RooflineTerms:
     latency_us: float = 0.0
     write_us: float = 0.0
     serial_us: float = 0.0
-    parts: tuple[tuple[float, float], ...] = ()
     overlap: bool = True
-
-    @property
-    def moves(self) -> tuple[tuple[float, float], ...]:
-        """``parts``, or the one part that the kernel is."""
-        return self.parts or ((self.memory_us, self.write_us),)
-
-    @property
-    def moving_us(self) -> float:
-        """Moving and writing, part after part."""
-        return sum(max(memory_us, write_us) for memory_us, write_us in self.moves)
 
     @property
     def busy_us(self) -> float:
         """The longest of what goes on at the same time."""
-        if not self.overlap:
-            return self.moving_us + self.compute_us
-        return max(self.moving_us, self.compute_us, self.serial_us)
+        moving_us = max(self.memory_us, self.write_us)
+        return max(moving_us, self.compute_us, self.serial_us) if self.overlap else moving_us + self.compute_us
 
     @property
     def time_us(self) -> float:
@@ -82,7 +67,7 @@ def calibrated(terms: RooflineTerms, factors: Sequence[float]) -> RooflineTerms:
     return RooflineTerms(
         terms.launch_us * launch, terms.host_us * launch, terms.memory_us * memory, terms.compute_us * compute,
         terms.latency_us * latency, terms.write_us * write, terms.serial_us * latency,
-        tuple((memory_us * memory, write_us * write) for memory_us, write_us in terms.parts), terms.overlap,
+        terms.overlap,
     )
 
 
@@ -101,37 +86,16 @@ def with_gpu_terms(terms: RooflineTerms, work: Work, spec: DeviceSpec, mode: Mod
     rate = spec.peaks["fp32"].per_s / 2 if "fp32" in spec.peaks else math.inf
     spread = min(1.0, work.dram_bytes / (spec.identity.cores * _SPREAD_BYTES))
     steps = work.steps + _SPREAD_STEPS * spread
-    row_us = spec.identity.cores * (transfer_us(work.row_loaded_bytes, cache_gbps) + work.row_instructions / rate * 1e6)
-    parts = _parts(work, terms.memory_us, cache_gbps, spec.bandwidth.memory_gbps)
-    moved_us = sum(memory_us for memory_us, _ in parts) if parts else terms.memory_us
-    # Special functions, or issuing everything, those included.
+    row_us = spec.identity.cores * transfer_us(work.row_loaded_bytes, cache_gbps)
+    # Special functions, or issuing them beside the arithmetic.
     counted = work.flops.get("sfu", 0.0)
     special = work.special or counted
     special_us = 1e6 / spec.peak("sfu").per_s if special else 0.0
     other_us = terms.compute_us - counted * special_us
     return replace(
         terms,
-        memory_us=max(moved_us, transfer_us(work.requested_bytes, cache_gbps)),
-        compute_us=max(special * special_us, other_us + (work.instructions + special) / rate * 1e6),
+        compute_us=max(special * special_us, other_us + special / rate * 1e6),
         latency_us=step_us * steps,
         write_us=transfer_us(work.written_bytes, spec.bandwidth.memory_gbps),
         serial_us=step_us * work.serial_steps + row_us,
-        parts=parts if any(write_us for _, write_us in parts) or not work.written_bytes else (),
     )
-
-
-def _parts(work: Work, memory_us: float, cache_gbps: float, memory_gbps: float) -> tuple[tuple[float, float], ...]:
-    """``RooflineTerms.parts``, each at the pace of ``memory_us``; what no part accounts for is one more."""
-    if not work.traffic:
-        return ()
-    moved_bytes = sum(part.moved_bytes for part in work.traffic)
-    us_per_byte = memory_us / max(work.dram_bytes, moved_bytes, 1.0)
-    found = [
-        (
-            max(part.moved_bytes * us_per_byte, transfer_us(part.requested_bytes, cache_gbps)),
-            transfer_us(part.written_bytes, memory_gbps),
-        )
-        for part in work.traffic
-    ]
-    rest_us = max(work.dram_bytes - moved_bytes, 0.0) * us_per_byte
-    return (*found, (rest_us, 0.0))

@@ -10,20 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from typing import ClassVar
 
 #: Units that have a peak of their own. ``sfu`` counts special functions (exp, rsqrt, tanh, ...).
 FLOP_UNITS = ("fp32", "fp64", "sfu", "bf16_matmul", "fp16_matmul", "fp32_matmul", "fp8_matmul")
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What one part of a kernel moves, where parts follow one another: distinct bytes, those that it requests (as in
-    :class:`Work`), and how many of the distinct ones are written.
-    """
-
-    moved_bytes: float
-    requested_bytes: float
-    written_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -37,14 +27,9 @@ class Work:
             broadcast operand); served by the last-level cache when they fit.
         written_bytes: How many of ``dram_bytes`` are written.
         cold_bytes: How many of ``dram_bytes`` nothing has touched recently (weights).
-        requested_bytes: Bytes that the kernel asks the last-level cache for: operands that rows share again for each
-            block of rows.
         gathered_bytes: How many of ``dram_bytes`` are rows of a table that data chooses: the next call chooses others.
-        traffic: The parts of a kernel whose blocks run one after the other; empty where there is one.
         row_bytes: Bytes of the largest part that one multiprocessor has to move by itself (a reduced row).
         row_loaded_bytes: What it loads of that, as often as it walks along it.
-        row_instructions: Instructions of such a row that the multiprocessor issues after those that ``steps`` counts.
-        instructions: Instructions besides ``flops``: loads, stores, conversions, addresses, polynomials.
         special: Uses of a GPU's special-function unit, where ``flops`` counts them as other devices need them.
         steps: Instructions that wait for one another before the first result is stored.
         serial_steps: The same for a loop whose waits overlap with those of other parts of the kernel.
@@ -63,22 +48,20 @@ class Work:
     launches: int = 0
     written_bytes: float = 0.0
     cold_bytes: float = 0.0
-    requested_bytes: float = 0.0
     row_bytes: float = 0.0
-    instructions: float = 0.0
     steps: float = 0.0
     serial_steps: float = 0.0
     gathered_bytes: float = 0.0
     special: float = 0.0
     row_loaded_bytes: float = 0.0
-    row_instructions: float = 0.0
-    traffic: tuple[Traffic, ...] = ()
     views: int = 0
     call: str = ""
     elements: float = 0.0
     lanes: float = 0.0
     threads: int = 0
     more_results: int = 0
+    #: Fields of stored work that predictions were no better for; they are not read.
+    RETIRED: ClassVar = frozenset({"requested_bytes", "instructions", "row_instructions", "traffic"})
 
     def __post_init__(self) -> None:
         if unknown := set(self.flops) - set(FLOP_UNITS):

@@ -12,7 +12,6 @@ from fuseplan.costmodel.devices import is_cpu
 from fuseplan.costmodel.roofline import lower_bound, nominal_us, predict
 from fuseplan.planner.cost.running_calibration import RunningCalibration
 from fuseplan.planner.cost.samples import ChoiceSample
-from fuseplan.planner.cost.shared_cache import SharedCache
 from fuseplan.planner.graph.dataflow import Region
 from fuseplan.planner.groups.candidates import Candidate, single_candidates
 from fuseplan.planner.groups.regions import find_regions, region_parts, split_common, unique_regions
@@ -29,22 +28,15 @@ from fuseplan.search.tune.tuner import Tuner
 
 
 class ModelPrices:
-    """Predictions and bounds in seconds, in a ``part`` of a region; each launch costs 1 where nothing was probed."""
+    """Predictions and bounds in seconds; each launch costs 1 where nothing was probed."""
 
-    def __init__(self, table: GroupTable, spec: DeviceSpec | None, part: Region | None = None) -> None:
+    def __init__(self, table: GroupTable, spec: DeviceSpec | None) -> None:
         self.table = table
         self.spec = spec
-        self.part = part
         #: Why choices do not work that were measured.
         self.failures: dict[Choice, str] = {}
-        self._shared_cache: SharedCache | None = None
-        self._delays_us: dict[Choice, float] = {}
 
     def predict_s(self, choice: Choice) -> float:
-        """The price in the region."""
-        return self.predict_alone_s(choice) + self.delay_us(choice) * 1e-6
-
-    def predict_alone_s(self, choice: Choice) -> float:
         """The price of running a choice again and again by itself."""
         way = choice.implementation
         if way.refuse(self.table, choice.group) is not None:
@@ -67,21 +59,6 @@ class ModelPrices:
         if ROWS_ATTENTION.surpasses(op):
             return policy.ROWS_ATTENTION_FACTOR
         return policy.UNALIGNED_FACTORS[alignment(op)] if PADDED.refuse(op) is None else 1.0
-
-    def delay_us(self, choice: Choice) -> float:
-        """How much longer a choice takes in its region than by itself; 0 on CPUs, and for library calls."""
-        if self.spec is None or self.part is None or not self.spec.identity.is_gpu:
-            return 0.0
-        if self.table.is_anchor(choice.group):
-            return 0.0
-        if choice not in self._delays_us:
-            if self._shared_cache is None:
-                self._shared_cache = SharedCache(self.table, self.part)
-            way = choice.implementation
-            work, kernel = way.work(self.table, choice.group), self.table.kernel(choice.group)
-            self._delays_us[choice] = 0.0 if kernel is None else self._shared_cache.delay_us(
-                work, self.spec, way.mode, kernel)
-        return self._delays_us[choice]
 
     def nominal_s(self, choice: Choice) -> float:
         """The price on the nominal device, which no measurement sways; infinite for what cannot run here."""
@@ -111,15 +88,15 @@ class ModelPrices:
 
 
 class MeasuredPrices(ModelPrices):
-    """The same bounds; times are measured, choice by choice: what they cost each other is the model's price.
+    """The same bounds; times are measured, choice by choice.
 
     What has configurations is ranked by its default one (one compilation each); :meth:`tuned` then searches those of
-    the groups that a cover uses, with little effort where the part is ``minor``.
+    the groups that a cover uses, with little effort where a part is ``minor``.
     """
 
     def __init__(self, table: GroupTable, spec: DeviceSpec | None, tuner: Tuner,
-                 learner: RunningCalibration | None = None, part: Region | None = None, minor: bool = False) -> None:
-        super().__init__(table, spec, part)
+                 learner: RunningCalibration | None = None, minor: bool = False) -> None:
+        super().__init__(table, spec)
         self.tuner = tuner
         self.minor = minor
         self.learner = learner
@@ -181,8 +158,7 @@ class MeasuredPrices(ModelPrices):
             screened = choice.implementation.screen(self.table, choice.group, self.tuner)
             self._screened_s[choice] = self._noted_s(choice, screened)
         least = policy.ONE_OP_GAIN.on(self.table.device_type) if len(choice.group.ops) == 1 else -math.inf
-        alone_s = self._screened_s[choice] if record is None else _kernel_s(record, least)
-        return alone_s + self.delay_us(choice) * 1e-6
+        return self._screened_s[choice] if record is None else _kernel_s(record, least)
 
     def _noted_s(self, choice: Choice, found: Screening) -> float:
         """The time of a screening, once it is learned from; infinite where it failed."""
@@ -202,7 +178,7 @@ class MeasuredPrices(ModelPrices):
         same = subject.key if way.backends or choice.is_plain else f"{subject.key} {way.name}"
         self.samples[choice] = ChoiceSample(
             (), way.name, name, subject.label, sample.family, same, sample.mode, sample.work,
-            sample.measured_us, self.delay_us(choice),
+            sample.measured_us,
         )
         if self.learner is not None:
             self.learner.add(name, same, sample)

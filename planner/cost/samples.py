@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from fuseplan.costmodel.work import Work
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
@@ -33,7 +33,6 @@ class ChoiceSample:
         family: What it computes, whatever the shape.
         group: Workload key, and the name of a library call; equal ones are the same kernel.
         measured_us: Its time in the screening, by itself.
-        delay_us: How much longer it takes in its region, by the model (:mod:`fuseplan.planner.cost.shared_cache`).
     """
 
     ops: limits.Positions
@@ -45,7 +44,7 @@ class ChoiceSample:
     mode: Literal["eager", "kernel", "graph", "overlapped", "early"]
     work: Annotated[Work, limits.possible_work]
     measured_us: limits.Measured
-    delay_us: limits.Amount = 0.0
+    RETIRED: ClassVar = frozenset({"delay_us"})
 
 
 @dataclass(frozen=True)

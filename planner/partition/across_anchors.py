@@ -56,7 +56,7 @@ class JointProblems:
         chosen: list[Choice] = []
         for part in (part for part in region_parts(table.graph, region) if not is_anchor(table.graph, part)):
             problem = region_problem(table, part, table.enumerated(part), self._ways)
-            cover = predicted_partition(problem, ModelPrices(table, None, part).nominal_s)
+            cover = predicted_partition(problem, ModelPrices(table, None).nominal_s)
             chosen += [one.choice for one in cover.chosen]
         return self._problem(table, region, chosen)
 

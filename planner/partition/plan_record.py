@@ -46,8 +46,7 @@ class PlanWriter:
 
     def record(self, prices: ModelPrices, result: GuidedResult, elapsed_s: float) -> PlanRecord:
         """The record of a partition; PlanError where a group of it has no time."""
-        # Times that are stored are of choices by themselves, as those of ATen's ops are.
-        planned_us = sum(_alone_us(priced, prices) for priced in result.chosen)
+        planned_us = sum(priced.cost_s * 1e6 for priced in result.chosen)
         # Those of its ops unfused are of the same interleaved runs, where there are some.
         tunings = ((one.choice, prices.record(one.choice)) for one in result.chosen)
         unfused_us = sum(prices.plain_us(choice) if tuning is None else tuning.unfused.median_us
@@ -71,7 +70,7 @@ class PlanWriter:
             for choice, group in recorded_choices(self.graph, part, record, self.ways).items():
                 chosen[choice.group] = _moved(group, places)
             rejected += [_moved(one, places) for one in record.rejected]
-        rejected.sort(key=lambda one: math.inf if one.measured_us is None else one.measured_us + one.delay_us)
+        rejected.sort(key=lambda one: math.inf if one.measured_us is None else one.measured_us)
         bound_us = math.fsum(_cost_us(record) * (1.0 - record.gap) for record in records)
         return self._written(
             chosen, elapsed_s, reason, rejected=rejected,
@@ -170,15 +169,14 @@ class PlanWriter:
             config=config,
             predicted_us=_predicted_us(choice, prices),
             lower_bound_us=prices.bound_us(choice),
-            measured_us=_alone_us(priced, prices) if priced.measured else None,
-            delay_us=prices.delay_us(choice),
+            measured_us=priced.cost_s * 1e6 if priced.measured else None,
         )
 
     def _alternative(self, priced: Priced, prices: ModelPrices) -> Alternative:
         """A measured choice that lost: a group, a library call, or ATen's op."""
         choice = priced.choice
         tuning = prices.record(choice)
-        measured_us = _alone_us(priced, prices) if math.isfinite(priced.cost_s) else None
+        measured_us = priced.cost_s * 1e6 if math.isfinite(priced.cost_s) else None
         if measured_us is not None:
             reason = LOST
         elif tuning is not None and tuning.fused is not None:
@@ -195,18 +193,12 @@ class PlanWriter:
             measured_us,
             (tuning.backend if tuning is not None else "") or choice.implementation.run_by(self.table, choice.group),
             tuning.key.workload if tuning is not None else "",
-            prices.delay_us(choice),
         )
-
-
-def _alone_us(priced: Priced, prices: ModelPrices) -> float:
-    return priced.cost_s * 1e6 - prices.delay_us(priced.choice)
 
 
 def _lost(one: GroupChoice, reason: str) -> Alternative:
     """A group of a plan that another one takes the place of."""
-    return Alternative(one.ops, one.label, reason, one.predicted_us, one.measured_us, one.implementation, one.workload,
-                       one.delay_us)
+    return Alternative(one.ops, one.label, reason, one.predicted_us, one.measured_us, one.implementation, one.workload)
 
 
 def _moved(one: _Placed, places: Sequence[int]) -> _Placed:
@@ -216,12 +208,11 @@ def _moved(one: _Placed, places: Sequence[int]) -> _Placed:
 
 def _cost_us(record: PlanRecord) -> float:
     """What the partition was chosen by."""
-    times = ((one.predicted_us if one.measured_us is None else one.measured_us, one) for one in record.groups)
-    return math.fsum(time_us + one.delay_us for time_us, one in times)
+    return math.fsum(one.predicted_us if one.measured_us is None else one.measured_us for one in record.groups)
 
 
 def _predicted_us(choice: Choice, prices: ModelPrices) -> float:
-    return prices.predict_alone_s(choice) * 1e6 if prices.spec is not None else 0.0
+    return prices.predict_s(choice) * 1e6 if prices.spec is not None else 0.0
 
 
 def in_running_order(graph: DataflowGraph, region: Region, cover: Iterable[Candidate]) -> list[Candidate]:

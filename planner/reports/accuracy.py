@@ -62,8 +62,8 @@ def regret_table(data: ReportData) -> pd.DataFrame:
         groups, edges = [one.ops for _, one, _, _ in choices], list(compute_edges(region)) if region else []
         if not is_a_choice(groups):
             continue
-        predicted = [predicted_us + one.delay_us for _, one, predicted_us, _ in choices]
-        measured = [measured_us + one.delay_us for _, one, _, measured_us in choices]
+        predicted, measured = zip(*((predicted_us, measured_us) for _, _, predicted_us, measured_us in choices),
+                                  strict=True)
         problems = (cover_problem(groups, times_us, edges) for times_us in (measured, predicted))
         best_us, model_us = (
             math.fsum(measured[at] for at in solve_cover(one, break_ties=False).chosen) for one in problems)

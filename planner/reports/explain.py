@@ -142,8 +142,6 @@ class _RegionWords:
         parts = [f"{choice.measured_us:.2f} us measured"] if choice.measured_us is not None else ["not measured"]
         if choice.predicted_us:
             parts.append(f"{choice.predicted_us:.2f} us predicted")
-        if choice.delay_us >= 0.01:
-            parts.append(f"{choice.delay_us:.2f} us more beside the region's other data in the cache")
         if choice.lower_bound_us:
             doubt = floor_doubt(choice.measured_us, choice.lower_bound_us, policy.FLOOR_TOLERANCE)
             words = f" (it is {doubt})" if doubt else ""
@@ -175,7 +173,7 @@ class _RegionWords:
             if one.implementation != ATEN and union == {self.plan.region.ops[at] for at in one.ops}:
                 measured = "no working kernel"
                 if one.measured_us is not None:
-                    measured = f"{one.measured_us + one.delay_us:.2f} us"
+                    measured = f"{one.measured_us:.2f} us"
                 return f"tried as one kernel: {measured}, {apart}; {one.reason}"
         for refusal in refusals:
             ops = frozenset(refusal.ops)

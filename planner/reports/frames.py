@@ -198,9 +198,8 @@ def floor_doubt(time_us: float | None, floor_us: float | None, tolerance: float 
 
 
 def time_of(group: GroupChoice | Alternative) -> float:
-    """Microseconds, measured or else predicted, with what a group was held to take longer in its region."""
-    known = group.measured_us if group.measured_us is not None else group.predicted_us
-    return (known or 0.0) + group.delay_us
+    """Microseconds, measured or else predicted."""
+    return (group.measured_us if group.measured_us is not None else group.predicted_us) or 0.0
 
 
 def aten_times(plan: PlanRecord) -> dict[int, float]:

@@ -121,7 +121,7 @@ def _otherwise(region: RegionSummary, plan: PlanRecord, positions: Sequence[int]
     group_of = {position: group for group in plan.groups for position in group.ops}
     alone = not _held(region, group_of[positions[0]].ops)
     matmul = "attention" not in region.ops[positions[0]]
-    timed = [(one.measured_us + one.delay_us, one) for one in plan.rejected if one.measured_us is not None]
+    timed = [(one.measured_us, one) for one in plan.rejected if one.measured_us is not None]
     larger = [pair for pair in timed if positions[0] in pair[1].ops and _held(region, pair[1].ops)]
     if alone and larger:
         time_us, best = min(larger, key=lambda pair: pair[0])

@@ -38,7 +38,7 @@ class Lookahead:
     """
 
     make_problem: Callable[[GroupTable, Region], RegionProblem]
-    make_prices: Callable[[GroupTable, Region | None], ModelPrices]
+    make_prices: Callable[[GroupTable], ModelPrices]
     make_table: Callable[[DataflowGraph], GroupTable]
     search: Callable[[RegionProblem, Prices], object]
     tuner: Tuner
@@ -114,7 +114,7 @@ class Lookahead:
         """First the nominal cover's: those will be searched. Of the others any may be measured."""
         problem = self.make_joint(table, region)
         if problem is not None:
-            self._wanted[region] = self._compile_cover(problem, table, self.make_prices(table, None))
+            self._wanted[region] = self._compile_cover(problem, table, self.make_prices(table))
             groups = sorted((one.group for one in problem.choices if one.implementation.backends),
                             key=lambda group: -len(group.ops))
             self.tuner.prefetch_default(map(table.subject, groups))
@@ -123,7 +123,7 @@ class Lookahead:
         if prepared.exception() is not None:  # told to who asks for the problem
             return
         problem = prepared.result()
-        prices, minor = self.make_prices(table, region), self.is_minor(table, region)
+        prices, minor = self.make_prices(table), self.is_minor(table, region)
         self._compile_cover(problem, table, prices, minor)
         if not minor:  # else nothing is measured beside the cover
             rehearsal = _Rehearsal(prices)

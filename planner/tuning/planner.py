@@ -99,7 +99,7 @@ class Planner:
         """What prepares regions from now on, where that disturbs no measurement: not on CPUs. Needs a tuner."""
         if self.tuner is None or not self.target.is_gpu:
             return None
-        self._ahead = Lookahead(self._problem, lambda table, part: ModelPrices(table, self.spec, part), self._table,
+        self._ahead = Lookahead(self._problem, lambda table: ModelPrices(table, self.spec), self._table,
                          self._rehearse, self.tuner, self._is_minor, self._nominal_joint)
         return self._ahead
 
@@ -249,7 +249,7 @@ class Planner:
         if self.tuner is None:
             plans = [(part, self._by_model(table, part)) for part in parts]
             joined = self._joined(table, region, plans, 0.0, plans[0][1].evidence.reason)
-            prices = ModelPrices(table, self.spec, region)
+            prices = ModelPrices(table, self.spec)
             writer = self._writer(table, region)
             record = predicted_by_inductor(joined, plans, writer, prices)
             decides = self.spec is not None or not self.target.is_gpu
@@ -268,7 +268,7 @@ class Planner:
         return known[part.key]
 
     def _predicted(self, table: GroupTable, part: Region, problem: RegionProblem, reason: str) -> PlanRecord:
-        prices = ModelPrices(table, self.spec, part)
+        prices = ModelPrices(table, self.spec)
         result = predicted_partition(problem, prices.predict_s, self._margin, reason)
         return self._writer(table, part).record(prices, result, 0.0)
 
@@ -358,7 +358,7 @@ class Planner:
         """The record of a region after its run beside plain ATen and TorchInductor."""
         reason = "; ".join(dict.fromkeys(record.evidence.reason for _, record in plans)) + verdict.words
         if not verdict.keeps and not verdict.whole:
-            plans = [(part, self._writer(table, part).plain(record, ModelPrices(table, self.spec, part)))
+            plans = [(part, self._writer(table, part).plain(record, ModelPrices(table, self.spec)))
                      for part, record in plans]
         record = self._joined(table, region, plans, elapsed_s, reason)
         if verdict.whole and self.tuner is not None:
@@ -368,7 +368,7 @@ class Planner:
 
     def _opened(self, table: GroupTable, part: Region, tuner: Tuner) -> MeasuredRegion:
         problem = (self._ahead.problem(part) if self._ahead is not None else None) or self._problem(table, part)
-        prices = MeasuredPrices(table, self.spec, tuner, self.learner, part, self._is_minor(table, part))
+        prices = MeasuredPrices(table, self.spec, tuner, self.learner, self._is_minor(table, part))
         return MeasuredRegion(problem, prices, self._margin, self._limit(problem))
 
     def _measured(self, table: GroupTable, part: Region, tuner: Tuner, opened: MeasuredRegion | None) -> PlanRecord:

@@ -17,8 +17,8 @@ from fuseplan.planner.ops.table import op_of, written_value
 
 #: Dependent instructions of the other kinds, beyond those of a contiguous elementwise kernel.
 _GATHER_STEPS, _FOLD_STEPS, _WHOLE_ROW_STEPS = 8.0, 20.0, 60.0
-#: Those of one element in a strided kernel's thread, which divides its address first; and its instructions.
-_ELEMENT_STEPS, _STRIDED_INSTRUCTIONS = 5.0, 40.0
+#: Those of one element in a strided kernel's thread, which divides its address first.
+_ELEMENT_STEPS = 5.0
 #: Elements of such a thread: half as many where a result has four bytes or more. Threads of its block.
 _THREAD_ELEMENTS, _STRIDED_BLOCK = 4, 128
 #: Those of a function that takes a division, a range reduction or a polynomial.
@@ -49,7 +49,7 @@ def aten_overheads(graph: DataflowGraph, node: OpNode) -> Work:
     if effort == "scan":
         return Work(steps=_WHOLE_ROW_STEPS, serial_steps=_scan_steps(graph, node))
     if effort == "scatter":
-        return Work(instructions=_STRIDED_INSTRUCTIONS * elements, steps=_GATHER_STEPS)
+        return Work(steps=_GATHER_STEPS)
     if effort == "gather":
         rows = math.prod(_shape(graph, node.inputs[1]))
         serial = _ROW_STEPS * rows if rows <= _SMALL_GATHER else 0.0
@@ -65,7 +65,7 @@ def _elementwise(graph: DataflowGraph, node: OpNode, elements: int) -> Work:
         return Work(steps=steps)
     most = _THREAD_ELEMENTS if converting or ITEMSIZE[dtype] < 4 else _THREAD_ELEMENTS // 2
     turns = min(most, math.ceil(elements / _STRIDED_BLOCK))
-    return Work(instructions=_STRIDED_INSTRUCTIONS * elements, steps=_ELEMENT_STEPS * turns + steps)
+    return Work(steps=_ELEMENT_STEPS * turns + steps)
 
 
 def _converts(graph: DataflowGraph, node: OpNode) -> bool:

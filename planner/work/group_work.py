@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from fuseplan.costmodel.device import Mode
 from fuseplan.costmodel.devices import is_cpu
-from fuseplan.costmodel.work import Traffic, Work
+from fuseplan.costmodel.work import Work
 from fuseplan.kernels.gpu.overlap import overlap_of
 from fuseplan.kernels.ir.backend import Config
 from fuseplan.kernels.ir.gathers import footprint, gathered_elements, value_axes
@@ -21,7 +21,7 @@ from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
 from fuseplan.planner.lowering.lower import Lowered, NotLowerable, group_nodes, lower
 from fuseplan.planner.ops.table import kind_of, mutates, op_of
 from fuseplan.planner.work.aten_overheads import aten_overheads
-from fuseplan.planner.work.kernel_overheads import kernel_overheads, lanes, launches, requested_bytes, threads
+from fuseplan.planner.work.kernel_overheads import kernel_overheads, lanes, launches, threads
 from fuseplan.planner.work.library_work import library_work
 
 
@@ -58,7 +58,6 @@ def kernel_work(ir: KernelIR, hot: Sequence[bool] | None = None, device_type: st
             min(gathered[number] * ITEMSIZE[ir.buffers[number].dtype], ir.buffers[number].distinct_bytes())
             for number in cold if number in gathered
         )),
-        traffic=_traffic(ir) if len(ir.segments) > 1 else (),
         elements=float(sum(math.prod(segment.extents()) for segment in ir.segments)),
         lanes=lanes(ir) if is_cpu(device_type) else 0.0,
         threads=threads(ir) if is_cpu(device_type) else 0,
@@ -114,19 +113,6 @@ def launch_mode(config: Config, regime: str) -> Mode:
     return "early" if overlap == "early" else "overlapped" if overlap != "none" else "graph"
 
 
-def _traffic(ir: KernelIR) -> tuple[Traffic, ...]:
-    """What each segment moves: their blocks follow one another."""
-    found = []
-    for segment in ir.segments:
-        sizes = segment.extents()
-        loads = {(one.buffer, one.index) for one in segment.loads if one.gather is None}
-        stores = {replace(store, value=0) for store in segment.stores}
-        loaded_bytes = sum(footprint(index, sizes) * ITEMSIZE[ir.buffers[buffer].dtype] for buffer, index in loads)
-        written_bytes = sum(_stored(segment, one, sizes) * ITEMSIZE[ir.buffers[one.buffer].dtype] for one in stores)
-        found.append(Traffic(float(loaded_bytes + written_bytes), requested_bytes(ir, segment), float(written_bytes)))
-    return tuple(found)
-
-
 def _count_flops(segment: Segment, flops: dict[str, float]) -> None:
     sizes = segment.extents()
     rows, elements = math.prod(sizes[:-1]), math.prod(sizes)
@@ -169,8 +155,7 @@ def _aten_work(graph: DataflowGraph, node: OpNode) -> Work:
     fused = kernel_work(lowered.ir, hot_inputs(graph, lowered.inputs))
     effort = aten_overheads(graph, node)
     return replace(
-        fused, requested_bytes=0.0, traffic=(), row_bytes=0.0, row_loaded_bytes=0.0, row_instructions=0.0,
-        instructions=effort.instructions, steps=effort.steps, serial_steps=effort.serial_steps,
+        fused, row_bytes=0.0, row_loaded_bytes=0.0, steps=effort.steps, serial_steps=effort.serial_steps,
         views=len(group_nodes(graph, lowered)) - 1, call=call_name(graph, node), lanes=0.0, threads=0, more_results=0,
     )
 

@@ -7,7 +7,7 @@ On GPUs they count a straightforward kernel that holds its loads in registers; o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping
 from dataclasses import replace
 
 from fuseplan.costmodel.work import Work
@@ -15,7 +15,6 @@ from fuseplan.kernels.cpp.config import BYTES_PER_THREAD, count_tasks, ir_bytes,
 from fuseplan.kernels.cpp.contraction import Contraction, Sum
 from fuseplan.kernels.cpp.emitter import simplified, simplified_segments
 from fuseplan.kernels.cpp.row_vectors import RowVectors
-from fuseplan.kernels.gpu.tile import next_power_of_2
 from fuseplan.kernels.ir.gathers import value_axes
 from fuseplan.kernels.ir.index import Index, evaluate
 from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, Const, Instr, KernelIR, Load, Reduce, Scan, Segment, operands
@@ -35,13 +34,6 @@ _STEP_INSTRUCTIONS = 50.0
 _SCAN = 2.0
 #: Elements that one thread has to do: those of a small pointwise tile, and of a row at most that is held in registers.
 _TILE_SHARE, _ROW_SHARE = 4.0, 32.0
-#: Columns of a row that a multiprocessor's four schedulers take at once, at so many to a thread.
-_ROW_COLS = 4 * 32 * _ROW_SHARE
-#: Dependent instructions of an exchange of 16 bytes a thread by way of shared memory: a store, a barrier and a load.
-_EXCHANGE_STEPS, _ROUND_BYTES = 1.0, 16.0
-#: Where a kernel has no more elements than this, its tiles are the smallest: of twice as many elements there would not
-#: be two for each of an H200's 132 multiprocessors. Each thread has four of them.
-_SMALL_KERNEL, _SMALL_TILE = 2**17, 256
 #: Uses of the special-function unit there, where they are not what the op table counts: conversions and roundings of
 #: double precision are some, of a logarithm there is none.
 _SPECIAL: Mapping[str, float] = {"sin": 5, "cos": 5, "tanh": 2, "sigmoid": 2, "erf": 1, "pow": 6, "log": 0}
@@ -50,11 +42,8 @@ _SPECIAL: Mapping[str, float] = {"sin": 5, "cos": 5, "tanh": 2, "sigmoid": 2, "e
 def kernel_overheads(ir: KernelIR) -> Work:
     """The effort of one launch of a static kernel, and nothing of what it moves."""
     segments = [_segment_effort(ir, segment) for segment in ir.segments]
-    largest = ("row_bytes", "row_loaded_bytes", "row_instructions", "steps")
-    fields = {name: max(getattr(one, name) for one in segments) for name in largest}
-    fields |= {name: sum(getattr(one, name) for one in segments)
-               for name in ("requested_bytes", "instructions", "special")}
-    return Work(**fields)
+    largest = {name: max(getattr(one, name) for one in segments) for name in ("row_bytes", "row_loaded_bytes", "steps")}
+    return Work(**largest, special=sum(one.special for one in segments))
 
 
 def reduction_levels(segment: Segment) -> int:
@@ -73,110 +62,55 @@ def _segment_effort(ir: KernelIR, segment: Segment) -> Work:
     together = line_rows(ir, segment) if folds_across(segment) else 1
     # Programs that share a long fold each have a part of it.
     parts = default_splits(ir, segment)
-    elements, cols = math.prod(sizes), -(-sizes[-1] // parts) * together
-    block_rows = full_tile(ir, segment)[0]
-    per_row = segment.per_row
-    issued, repeated = _issued(ir, segment, per_row, block_rows)
+    cols = -(-sizes[-1] // parts) * together
     levels = reduction_levels(segment)
-    each = issued.instructions / max(elements, 1)
-    alone = each + repeated / max(elements, 1)
+    issued, each = _issued(ir, segment)
     gathers = any(load.gather is not None for load in segment.loads)
-    steps = _GATHER_STEPS * gathers + _share(cols, levels) * alone / _STEP_INSTRUCTIONS
-    found = replace(issued, requested_bytes=requested_bytes(ir, segment))
+    # A thread waits for what it computes of a row, whether or not others compute the same.
+    steps = _GATHER_STEPS * gathers + _share(cols, levels) * each / _STEP_INSTRUCTIONS
     if not levels:
-        waits = _chain(segment, per_row) + _EXCHANGE_STEPS * _barriers(ir, segment, sizes)
-        return replace(found, row_bytes=0.0, row_loaded_bytes=0.0, steps=steps + waits)
+        return replace(issued, row_bytes=0.0, row_loaded_bytes=0.0, steps=steps + _chain(segment))
     # A row that is too long to be held is loaded for each sweep along it.
     walks = sweeps(segment, centre=True) if cols > DEFAULT_PERSISTENT_COLS else 1
-    waits = _FOLD_STEPS * levels + _EXCHANGE_STEPS * _rounds(ir, segment, per_row, cols)
     return replace(
-        found,
+        issued,
         row_bytes=issued.row_bytes * together / parts,
         row_loaded_bytes=issued.row_loaded_bytes * walks * together / parts,
-        row_instructions=each * max(cols - _ROW_COLS, 0.0),
-        steps=steps + waits + (_HAND_OVER_STEPS if parts > 1 else 0.0),
+        steps=steps + _FOLD_STEPS * levels + (_HAND_OVER_STEPS if parts > 1 else 0.0),
     )
 
 
-def _issued(ir: KernelIR, segment: Segment, per_row: Sequence[bool], block_rows: int) -> tuple[Work, float]:
-    """What threads of a segment issue, and load and store for a row; and what more if rows of a block shared nothing.
-    """
-    sizes, column = segment.extents(), segment.col_axis
-    rows, cols = math.prod(sizes[:-1]), sizes[-1]
-    instructions = repeated = special = loaded_bytes = stored_bytes = 0.0
-    for instr, once, axes in zip(segment.body, per_row, value_axes(segment), strict=True):
-        # Only what no coordinate of a row occurs in is one row of a block's tile, and computed once for all of them;
-        # yet a thread with few elements holds one row of them, and waits for what it computes of that by itself.
-        count = rows if once else rows * cols / (1 if axes - {column} else block_rows)
-        each = _instructions(instr)
-        instructions += count * each
-        repeated += 0.0 if once else (rows * cols - count) * each
-        special += count * _special(instr)
+def _issued(ir: KernelIR, segment: Segment) -> tuple[Work, float]:
+    """Special functions of a segment, and what it loads and stores for a row; and instructions for an element."""
+    (*outer, cols), block_rows = segment.extents(), full_tile(ir, segment)[0]
+    rows = math.prod(outer)
+    each = special = loaded_bytes = stored_bytes = 0.0
+    for instr, once, axes in zip(segment.body, segment.per_row, value_axes(segment), strict=True):
+        # What no coordinate of a row occurs in is one row of a block's tile, and computed once for all of them.
+        shared = 1 if axes - {segment.col_axis} else block_rows
+        each += _instructions(instr) / (max(cols, 1) if once else 1)
+        special += rows * _special(instr) * (1 if once else cols / shared)
         if isinstance(instr, Load):
             loaded_bytes += 0 if once else cols * ITEMSIZE[ir.buffers[instr.buffer].dtype]
     for store in segment.stores:
         once = segment.store_per_row(store)
-        instructions += rows if once else rows * cols
+        each += 1 / max(cols, 1) if once else 1
         stored_bytes += 0 if once else cols * ITEMSIZE[ir.buffers[store.buffer].dtype]
-    row_bytes = loaded_bytes + stored_bytes
-    work = Work(instructions=instructions, special=special, row_bytes=row_bytes, row_loaded_bytes=loaded_bytes)
-    return work, repeated
+    return Work(special=special, row_bytes=loaded_bytes + stored_bytes, row_loaded_bytes=loaded_bytes), each
 
 
-def _chain(segment: Segment, per_row: Sequence[bool]) -> float:
+def _chain(segment: Segment) -> float:
     """Dependent instructions of one element, from the first load to the last result: the longest chain."""
     chain: list[float] = []
-    for instr, once in zip(segment.body, per_row, strict=True):
+    for instr, once in zip(segment.body, segment.per_row, strict=True):
         own = 0.0 if once or isinstance(instr, Const | Reduce) else 1.0
         chain.append(own + max((chain[arg] for arg in operands(instr)), default=0.0))
     return max((chain[store.value] for store in segment.stores), default=0.0)
 
 
-def _barriers(ir: KernelIR, segment: Segment, sizes: tuple[int, ...]) -> int:
-    """Barriers of the smallest tiles: two for each operand that all rows share and that fills all threads."""
-    if sum(math.prod(one.extents()) for one in ir.segments) > _SMALL_KERNEL:
-        return 0
-    width = min(_SMALL_TILE, next_power_of_2(sizes[-1]))
-    tile_rows = min(_SMALL_TILE // width, next_power_of_2(math.prod(sizes[:-1])))
-    threads = max(32, tile_rows * width // int(_TILE_SHARE))
-    if tile_rows < 2 or width < threads:
-        return 0
-    return 2 * sum(one.gather is None and one.index.axes() == {segment.col_axis} for one in segment.loads)
-
-
 def _share(cols: int, levels: int) -> float:
     """Elements that one thread does, one after the other, where there are few rows."""
     return min(_ROW_SHARE, cols / 32) if levels else _TILE_SHARE
-
-
-def _rounds(ir: KernelIR, segment: Segment, per_row: Sequence[bool], cols: int) -> float:
-    """Rounds of exchange between the threads of a row, where results are of another width than what was loaded."""
-    bodies = zip(segment.body, per_row, strict=True)
-    loaded = {ITEMSIZE[ir.buffers[one.buffer].dtype] for one, once in bodies if isinstance(one, Load) and not once}
-    stored = {ITEMSIZE[ir.buffers[store.buffer].dtype] for store in segment.stores if not per_row[store.value]}
-    return sum(width * _share(cols, 1) / _ROUND_BYTES for width in stored - loaded) if loaded else 0.0
-
-
-def requested_bytes(ir: KernelIR, segment: Segment) -> float:
-    """Bytes that the blocks of a segment load and store, each for itself; within a block, rows share what they can."""
-    sizes, block_rows = segment.extents(), full_tile(ir, segment)[0]
-    loads = {(one.buffer, one.index, one.gather is not None) for one in segment.loads}
-    total = 0.0
-    for buffer, index, gathered in loads | {(store.buffer, store.index, False) for store in segment.stores}:
-        if segment.col_axis in index.axes():
-            shared = 1 if gathered else min(block_rows, _shared_rows(index.axes(), sizes))
-            total += math.prod(sizes) / shared * ITEMSIZE[ir.buffers[buffer].dtype]
-    return total
-
-
-def _shared_rows(axes: Set[int], sizes: tuple[int, ...]) -> int:
-    """Neighbouring rows for which something that depends on the coordinates ``axes`` is the same."""
-    rows = 1
-    for axis in range(len(sizes) - 2, -1, -1):
-        if axis in axes and sizes[axis] > 1:
-            break
-        rows *= sizes[axis]
-    return max(rows, 1)
 
 
 def _instructions(instr: Instr) -> float:

@@ -143,9 +143,12 @@ def _dataclass_decoder(kind: Any) -> _Decoder:
     missing = dataclasses.MISSING
     required = {field.name for field in fields if field.default is missing and field.default_factory is missing}
     find_flaw: Callable[[Any], str] = getattr(kind, "flaw", lambda value: "")
+    retired: frozenset[str] = getattr(kind, "RETIRED", frozenset())  # what older versions wrote
 
     def decode(data: Any) -> Any:
         _expect(data, dict, "an object")
+        if retired and not retired.isdisjoint(data):
+            data = {name: value for name, value in data.items() if name not in retired}
         if not required <= data.keys() <= decoders.keys():
             unknown, left_out = sorted(data.keys() - decoders.keys()), sorted(required - data.keys())
             raise ValueError(f"unknown fields {brief(unknown)}, missing fields {left_out}")

@@ -152,7 +152,6 @@ class Trial:
     Attributes:
         median_us: Screening time in the regime; None when it failed, and then ``reason`` says why.
         error: Normwise relative error against float64; None when it failed before it could be checked.
-        duplicate_of: Always empty; part of what is stored.
         device_us: Screening time of the device alone, where the regime's includes the host.
         run: As that of :class:`Evidence`.
     """
@@ -163,10 +162,10 @@ class Trial:
     median_us: limits.Measured | None = None
     reason: str = ""
     error: limits.Error | None = None
-    duplicate_of: str = ""
     created: limits.Time = ""
     device_us: limits.Amount | None = None
     run: limits.Word = ""
+    RETIRED: ClassVar = frozenset({"duplicate_of"})
     #: How the reason of one begins that failed before it was a kernel.
     UNCOMPILED: ClassVar[str] = "does not compile"
 
@@ -264,7 +263,6 @@ class GroupChoice:
         workload: Key of the group's tuning record; empty, as ``config``, where there is nothing to search.
         lower_bound_us: What no kernel can beat.
         measured_us: What was measured, by itself; None when the choice rests on the model.
-        delay_us: How much longer it was held to take in its region, whose data share the cache.
     """
 
     ops: limits.Positions
@@ -275,7 +273,8 @@ class GroupChoice:
     predicted_us: limits.Amount = 0.0
     lower_bound_us: limits.Amount = 0.0
     measured_us: limits.Amount | None = None
-    delay_us: limits.Amount = 0.0
+    #: Times that older versions added; they are not read.
+    RETIRED: ClassVar = frozenset({"delay_us"})
 
     def flaw(self) -> str:
         """Why the fields contradict one another; "" when they do not."""
@@ -305,7 +304,7 @@ class Alternative:
     measured_us: limits.Amount | None = None
     implementation: limits.Word = "kernel"
     workload: limits.OptionalKey = ""
-    delay_us: limits.Amount = 0.0
+    RETIRED: ClassVar = frozenset({"delay_us"})
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ def test_all_factors_of_a_gpu_come_back() -> None:
         work = (
             Work(dram_bytes=rng.uniform(1e2, 1e4), launches=1),
             Work(dram_bytes=rng.uniform(1e6, 5e7), launches=1),
-            Work({"fp32": rng.uniform(1e7, 1e9)}, dram_bytes=1e5, launches=1, instructions=rng.uniform(0.0, 1e7)),
+            Work({"fp32": rng.uniform(1e7, 1e9)}, dram_bytes=1e5, launches=1),
             Work(dram_bytes=1e4, launches=1, steps=rng.uniform(50.0, 500.0)),
             Work(dram_bytes=1e6, launches=1, written_bytes=rng.uniform(5e5, 1e6)),
         )[number % 5]

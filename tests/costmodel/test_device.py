@@ -25,7 +25,7 @@ from fuseplan.costmodel.identity import (
     parse_cache_bytes,
     parse_cpu_name,
 )
-from fuseplan.costmodel.work import Traffic, Work
+from fuseplan.costmodel.work import Work
 from fuseplan.search.errors import RecordError
 from fuseplan.search.store.rows import device_spec
 
@@ -53,8 +53,6 @@ def test_work_adds_field_by_field() -> None:
     b = Work({"fp32": 2.0, "fp64": 3.0}, dram_bytes=11.0, launches=2)
     total = a + b
     assert total == Work({"fp32": 12.0, "fp64": 3.0, "sfu": 1.0}, dram_bytes=111.0, l2_bytes=5.0, launches=3)
-    parts = tuple(Work(traffic=(Traffic(number, 0.0),)) for number in (1.0, 2.0))
-    assert (parts[0] + Work() + parts[1]).traffic == (Traffic(1.0, 0.0), Traffic(2.0, 0.0))
     assert total.total_flops == 16.0  # 12 + 3 + 1
 
 

@@ -15,7 +15,7 @@ from fuseplan.costmodel.curve import BandwidthCurve, BandwidthPoint
 from fuseplan.costmodel.device import Calibration, DeviceSpec, DeviceSpecError, Latency, Peak
 from fuseplan.costmodel.identity import DeviceIdentity
 from fuseplan.costmodel.roofline import lower_bound, predict, roofline_terms
-from fuseplan.costmodel.work import FLOP_UNITS, Traffic, Work
+from fuseplan.costmodel.work import FLOP_UNITS, Work
 
 #: What a kernel on every multiprocessor of ``GPU`` (100, a kilobyte each) waits beyond one on a few: two of an
 #: elementwise kernel's ten steps, which take 1 - 0.75 us.
@@ -162,47 +162,21 @@ def test_what_short_cuda_kernels_wait_for() -> None:
     # Results go to memory at 50 GB/s, though the cache would take them faster.
     assert time_us(written_bytes=1e6, dram_bytes=1.1e6) == pytest.approx(1 + 20)
     assert time_us(written_bytes=1e5) == pytest.approx(6)
-    # Asked again and again, the cache gives 250 GB/s, the most it ever has.
-    assert time_us(requested_bytes=5e6) == pytest.approx(1 + 20)
-    assert time_us(requested_bytes=1.1e6) == pytest.approx(6)
-    # One of 100 multiprocessors loads a row at 250 GB/s / 100, and computes it at 5e10 instructions a second / 100.
+    # One of 100 multiprocessors loads a row at 250 GB/s / 100.
     assert time_us(row_loaded_bytes=1e3) == pytest.approx(6)
     assert time_us(row_loaded_bytes=1e5) == pytest.approx(1 + 40)
-    assert time_us(row_loaded_bytes=1e5, row_instructions=1e4) == pytest.approx(1 + 40 + 20)
-    # 1e11 flops a second are 5e10 instructions.
-    assert time_us(instructions=1e6) == pytest.approx(1 + 20)
     # A row in registers is not read again; one that is too long for them is, at 200 GB/s.
     assert time_us(row_bytes=1e3, l2_bytes=1e6) == pytest.approx(6)
     assert time_us(row_bytes=2e5, l2_bytes=1e6, dram_bytes=8e7) == pytest.approx(1 + 8e4 / 50 + 5)
 
 
-def test_parts_of_a_kernel_that_follow_one_another_wait_each_for_its_own() -> None:
-    plain = Work(dram_bytes=1e6, launches=1, requested_bytes=1.4e6)  # 5 us of memory, 5.6 of the cache
-
-    def time_us(*parts: tuple[float, float], work: Work = plain) -> float:
-        traffic = tuple(Traffic(*part) for part in parts)
-        return predict(dataclasses.replace(work, traffic=traffic), GPU, "graph") - SPREAD_US
-
-    assert time_us() == pytest.approx(1 + 5.6)
-    # 4 us of the first part's memory, then 1.2e6 bytes from the cache at 250 GB/s.
-    assert time_us((8e5, 2e5), (2e5, 1.2e6)) == pytest.approx(1 + 4 + 4.8)
-    # What both read is moved once: each has its share of the 5 us.
-    assert time_us((8e5, 0.0), (8e5, 0.0), work=Work(dram_bytes=1e6, launches=1)) == pytest.approx(6)
-    # What no part accounts for is moved all the same.
-    assert time_us((2e5, 1e6)) == pytest.approx(1 + 4 + 4)
-
-
-def test_each_part_writes_no_faster_than_memory() -> None:
-    """8e5 bytes in 4 us, of which 4e5 are written at 50 GB/s; then 2e5 more in 1 us."""
-    parts = (Traffic(8e5, 0.0, 4e5), Traffic(2e5, 0.0))
-    work = Work(dram_bytes=1e6, launches=1, written_bytes=4e5, traffic=parts)
-    assert predict(work, GPU, "graph") - SPREAD_US == pytest.approx(1 + 8 + 1)
-    # Were it one part, writing would hide all of the 5 us.
-    whole = dataclasses.replace(work, traffic=())
-    assert predict(whole, GPU, "graph") - SPREAD_US == pytest.approx(1 + 8)
+def test_a_kernel_writes_no_faster_than_memory() -> None:
+    """1e6 bytes in 5 us, of which 4e5 are written at 50 GB/s."""
+    work = Work(dram_bytes=1e6, launches=1, written_bytes=4e5)
+    assert predict(work, GPU, "graph") - SPREAD_US == pytest.approx(1 + 8)
     # Moving three times as slow, writing half as slow again.
     spec = GPU.with_calibration("triton", Calibration(memory_scale=3.0, write_scale=1.5))
-    assert predict(work, spec, "graph", backend="triton") - SPREAD_US == pytest.approx(1 + max(12, 12) + 3)
+    assert predict(work, spec, "graph", backend="triton") - SPREAD_US == pytest.approx(1 + max(15, 12))
 
 
 def test_rows_gathered_before_take_room_in_the_cache() -> None:
@@ -231,13 +205,13 @@ def test_a_kernel_on_many_multiprocessors_waits_for_the_slowest() -> None:
 
 
 def test_special_functions_have_a_unit_of_their_own_on_gpus() -> None:
-    def compute_us(instructions: float, sfu: float) -> float:
-        work = Work({"sfu": sfu}, dram_bytes=1e3, launches=1, instructions=instructions)
+    def compute_us(fp32: float, sfu: float) -> float:
+        work = Work({"sfu": sfu, "fp32": fp32}, dram_bytes=1e3, launches=1)
         return roofline_terms(work, GPU, "graph").compute_us
 
-    # 1e5 of them at 1e10 a second; issuing them is part of issuing 1e5 or 1e6 instructions at 5e10.
-    assert compute_us(1e5, 1e5) == pytest.approx(10)
-    assert compute_us(1e6, 1e5) == pytest.approx(1.1e6 / 5e10 * 1e6)
+    # 1e5 of them at 1e10 a second, beside 2e5 or 2e6 operations at 1e11; issuing them takes 5e10 a second.
+    assert compute_us(2e5, 1e5) == pytest.approx(10)
+    assert compute_us(2e6, 1e5) == pytest.approx(2e6 / 1e11 * 1e6 + 1e5 / 5e10 * 1e6)
 
 
 def test_gpus_need_their_own_number_of_special_functions() -> None:
@@ -254,9 +228,8 @@ def test_gpus_need_their_own_number_of_special_functions() -> None:
 def test_what_only_predicts_changes_no_bound_and_no_cpu() -> None:
     plain = Work({"fp32": 1e5}, dram_bytes=1e6, launches=1)
     more = dataclasses.replace(
-        plain, written_bytes=5e5, cold_bytes=5e5, requested_bytes=2e6, row_bytes=1e5, instructions=1e7,
-        steps=50.0, serial_steps=500.0, gathered_bytes=5e5, row_loaded_bytes=1e5, row_instructions=1e5,
-        traffic=(Traffic(5e5, 3e6, 4e5), Traffic(5e5, 1e5)),
+        plain, written_bytes=5e5, cold_bytes=5e5, row_bytes=1e5, steps=50.0, serial_steps=500.0, gathered_bytes=5e5,
+        row_loaded_bytes=1e5,
     )
     assert lower_bound(more, GPU, "graph") == lower_bound(plain, GPU, "graph")
     assert predict(more, GPU, "graph") > predict(plain, GPU, "graph")
@@ -329,16 +302,12 @@ works = st.builds(
     l2_bytes=st.floats(0.0, 1e10),
     launches=st.integers(0, 100),
     written_bytes=st.floats(0.0, 1e10),
-    requested_bytes=st.floats(0.0, 1e10),
     row_bytes=st.floats(0.0, 1e8),
-    instructions=st.floats(0.0, 1e12),
     steps=st.floats(0.0, 1e3),
     serial_steps=st.floats(0.0, 1e5),
     gathered_bytes=st.floats(0.0, 1e10),
     special=st.floats(0.0, 1e12),
     row_loaded_bytes=st.floats(0.0, 1e8),
-    row_instructions=st.floats(0.0, 1e8),
-    traffic=st.lists(st.builds(Traffic, *[st.floats(0.0, 1e10)] * 3), max_size=3).map(tuple),
 )
 
 

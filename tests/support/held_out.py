@@ -2,7 +2,7 @@
 
 Everything follows from the stored samples: factors are fitted again without the kernels they are to predict, covers are
 solved with those predictions, and what they pick is paid for at measured times. Kernels are predicted and measured by
-themselves; covers of both kinds count what theirs cost each other in the cache (``delay_us``).
+themselves.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TOP = 8
 
 SAMPLE_COLUMNS = (
     "region", "key", "regime", "phase", "ops", "kind", "implementation", "label", "family", "group", "mode",
-    "measured_us", "delay_us", "predicted_us",
+    "measured_us", "predicted_us",
 )
 #: The left-out predictions of a sample frame, and what they leave out.
 SPLITS: Mapping[str, str] = {"other_families_us": "kernels that compute the same", "other_phases_us": "shapes"}
@@ -66,18 +66,17 @@ def _sample_row(
     region: RegionSamples, sample: ChoiceSample, spec: DeviceSpec, phases: Mapping[str, str]
 ) -> dict[str, Any]:
     key, work = region.key, asdict(sample.work)
-    flops, parts = work.pop("flops"), work.pop("traffic")
+    flops = work.pop("flops")
     terms = asdict(roofline_terms(sample.work, spec, sample.mode))
     return {
         "region": region.label, "key": key.workload, "regime": key.regime, "phase": phases.get(key.workload, ""),
         "ops": " ".join(map(str, sample.ops)), "kind": sample.name, "implementation": sample.implementation,
         "label": sample.label, "family": sample.family, "group": sample.group, "mode": sample.mode,
-        "measured_us": sample.measured_us, "delay_us": sample.delay_us,
+        "measured_us": sample.measured_us,
         "predicted_us": predict(sample.work, spec, sample.mode, backend=sample.name),
         **{f"term_{name}": value for name, value in terms.items()},
         **{f"work_{name}": value for name, value in work.items()},
         "work_flops": " ".join(f"{unit}={count:g}" for unit, count in sorted(flops.items())),
-        "work_traffic": " ".join(f"{part['moved_bytes']:g}/{part['requested_bytes']:g}" for part in parts),
     }
 
 
@@ -133,7 +132,7 @@ def regret_frame(regions: Sequence[RegionSamples], frame: pd.DataFrame, column: 
         if not is_a_choice(groups) or (region.key.workload, region.key.regime) not in by_key:
             continue
         own = by_key[region.key.workload, region.key.regime].reset_index(drop=True)
-        predicted, measured = list(own[column] + own["delay_us"]), list(own["measured_us"] + own["delay_us"])
+        predicted, measured = list(own[column]), list(own["measured_us"])
         if any(map(math.isnan, predicted)):
             continue
         likes = list(best_covers(cover_problem(groups, predicted, region.edges), _TOP))

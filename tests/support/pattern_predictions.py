@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import pandas as pd
 
@@ -12,14 +11,11 @@ from fuseplan.costmodel.device import DeviceSpec, Mode
 from fuseplan.costmodel.roofline import predict
 from fuseplan.costmodel.work import Work
 from fuseplan.planner.bench.patterns import plan_case, unfused_ops
-from fuseplan.planner.cost.shared_cache import SharedCache
 from fuseplan.planner.graph.dataflow import DataflowGraph
 from fuseplan.planner.groups.compute_graph import lower_group
-from fuseplan.planner.groups.regions import find_regions, region_parts
 from fuseplan.planner.implementations.aten import UNFUSED
-from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.implementations.implementation import PlannedGroup
-from fuseplan.planner.lowering.lower import Lowered, lower
+from fuseplan.planner.lowering.lower import lower
 from fuseplan.planner.patterns.cells import Cell
 from fuseplan.planner.peers.contestant import OURS
 from fuseplan.planner.tuning.session import Session
@@ -45,33 +41,24 @@ def predicted_us(
 ) -> float | None:
     """Microseconds that the cost model predicts for a plan of a static graph, launch after launch.
 
-    On GPUs with what its kernels cost each other in the cache. None where the device was not probed (``spec``).
+    None where the device was not probed (``spec``).
     """
     if spec is None:
         return None
-    around: list[tuple[frozenset[str], Any]] = []
-    if spec.identity.is_gpu:
-        table = GroupTable(graph, numerics, "cuda")
-        parts = [part for region in find_regions(graph) for part in region_parts(graph, region)]
-        around = [(frozenset(part.ops), SharedCache(table, part)) for part in parts]
-    total_us = 0.0
-    for lowered, work, mode, backend in _launches(graph, groups, regime, numerics):
-        total_us += predict(work, spec, mode, backend=backend)
-        maker = graph.producer(lowered.outputs[0])
-        total_us += sum(cache.delay_us(work, spec, mode, lowered) for ops, cache in around if maker in ops)
-    return total_us
+    return sum(predict(work, spec, mode, backend=backend)
+               for work, mode, backend in _launches(graph, groups, regime, numerics))
 
 
 def _launches(
     graph: DataflowGraph, groups: Sequence[PlannedGroup], regime: str, numerics: str
-) -> Iterator[tuple[Lowered, Work, Mode, str]]:
+) -> Iterator[tuple[Work, Mode, str]]:
     for group in groups:
         lowered = lower_group(graph, group.ops, numerics)
         work = kernel_work(lowered.ir, hot_inputs(graph, lowered.inputs))
-        yield lowered, work, launch_mode(group.config, regime), group.implementation.backends[0].name
+        yield work, launch_mode(group.config, regime), group.implementation.backends[0].name
     for name in unfused_ops(graph, groups):
         lowered = lower(graph, (name,), numerics, graph.op(name).outputs)
-        yield lowered, op_work(graph, name), "graph" if regime == "graph" else "eager", UNFUSED
+        yield op_work(graph, name), "graph" if regime == "graph" else "eager", UNFUSED
 
 
 def prediction_verdict(frame: pd.DataFrame) -> list[str]:

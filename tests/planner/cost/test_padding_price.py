@@ -45,5 +45,5 @@ def test_padding_on_an_h200(
                 if "linear" in graph.op(one.ops[0]).op)
     prices = ModelPrices(table, session.spec)
     (padded,) = (one for one in ways.by_rule if "padded" in one.name)
-    times = [prices.predict_alone_s(Choice(group, way)) for way in (padded, ways.aten)]
+    times = [prices.predict_s(Choice(group, way)) for way in (padded, ways.aten)]
     assert (times[0] < times[1]) is is_padded

@@ -37,3 +37,16 @@ def test_what_is_no_name_is_refused(call: str) -> None:
     damaged["samples"][0]["work"]["call"] = call
     with pytest.raises(Exception, match="name of a call"):
         codec.loads(RegionSamples, json.dumps(damaged))
+
+
+def test_what_older_versions_stored_and_nobody_reads_is_passed_over() -> None:
+    older = json.loads(stored(WORK))
+    older["samples"][0]["delay_us"] = 2.0
+    older["samples"][0]["work"] |= {
+        "instructions": 7.0, "requested_bytes": 8.0, "row_instructions": 9.0,
+        "traffic": [{"moved_bytes": 1.0, "requested_bytes": 2.0, "written_bytes": 0.5}],
+    }
+    assert codec.dumps(codec.loads(RegionSamples, json.dumps(older))) == stored(WORK)
+    older["samples"][0]["work"]["instruction"] = 7.0
+    with pytest.raises(Exception, match="unknown fields"):
+        codec.loads(RegionSamples, json.dumps(older))

@@ -65,20 +65,6 @@ def test_a_kernel_is_predicted_without_itself() -> None:
     assert row["other_families_us"] / row["measured_us"] == pytest.approx(0.2, rel=0.1)
 
 
-def test_covers_count_what_their_kernels_cost_each_other() -> None:
-    """Both ops of the last region take so much longer in it that one kernel for both is the better cover after all."""
-    odd = region(9, 1e5 * 1.7**9, odd=5.0)
-    delays_us = {"kernel": 0.0, "aten": 1e4}
-    late = replace(odd, samples=tuple(replace(one, delay_us=delays_us[one.implementation]) for one in odd.samples))
-    for given, best in ((odd, odd.samples[:2]), (late, late.samples[2:])):
-        regions = [*REGIONS[:-1], given]
-        frame = sample_frame(regions, GPU, PHASES)
-        table = regret_frame(regions, frame, "predicted_us").set_index("region")
-        assert table.loc["region 9", "best_us"] == pytest.approx(sum(one.measured_us + one.delay_us for one in best))
-    assert table.loc["region 9", "regret"] == 0.0
-    assert list(frame["measured_us"]) == [one.measured_us for one in (s for r in regions for s in r.samples)]
-
-
 def test_regret_is_what_the_predicted_cover_costs_and_says_why() -> None:
     odd = [*REGIONS[:-1], region(9, 1e5 * 1.7**9, odd=5.0)]
     frame = sample_frame(odd, GPU, PHASES)

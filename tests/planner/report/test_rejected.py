@@ -45,8 +45,7 @@ def plans(draw: st.DrawFn) -> tuple[RegionSummary, PlanRecord]:
     groups = tuple(GroupChoice((at,), ATEN, "", f"op{at}", {}, 1.0, 0.5, draw(times)) for at in range(count))
     sets = draw(st.lists(st.frozensets(st.integers(0, count - 1), min_size=2), unique=True, min_size=1, max_size=5))
     rejected = tuple(
-        Alternative(tuple(sorted(ops)), f"group {at}", "lost", 1.0, draw(st.one_of(times, st.none())), "cpp",
-                    delay_us=draw(st.sampled_from([0.0, 0.25])))
+        Alternative(tuple(sorted(ops)), f"group {at}", "lost", 1.0, draw(st.one_of(times, st.none())), "cpp")
         for at, ops in enumerate(sets)
     )
     region = RegionSummary("5" * 64, 1, ("op.default",) * count, ("compute",) * count, edges, ("8 float32",) * count)
@@ -62,7 +61,7 @@ def test_the_best_cover_with_a_group_is_the_best_of_all_covers_with_it(given: tu
     found = rejected_groups(plan, region, most=len(plan.rejected))
     assert sorted(one.group.label for one in found) == sorted(one.label for one in plan.rejected)
     for one in found:
-        costs = [math.fsum((part.measured_us or 0.0) + part.delay_us for part in cover)
+        costs = [math.fsum((part.measured_us or 0.0) for part in cover)
                  for cover in possible if one.group in cover]
         assert one.cover_us == (pytest.approx(min(costs)) if costs else None)
         assert one.chosen_us == pytest.approx(math.fsum(part.measured_us or 0.0 for part in plan.groups))

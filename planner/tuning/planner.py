@@ -14,7 +14,6 @@ from fuseplan.costmodel.device import DeviceSpec
 from fuseplan.kernels.ir.backend import Backend, Target
 from fuseplan.planner.cost.prices import MeasuredPrices, ModelPrices, part_shares
 from fuseplan.planner.cost.running_calibration import RunningCalibration
-from fuseplan.planner.cost.samples import region_samples, store_samples
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.anchored import unpacks_weights
 from fuseplan.planner.groups.candidates import enumerate_parts
@@ -377,9 +376,7 @@ class Planner:
         opened = opened or self._opened(table, part, tuner)
         result, prices = opened.decide(), opened.prices
         record = self._writer(table, part).record(prices, result, time.monotonic() - began)
-        samples = region_samples(record.key, record.label, table.graph, part, record.enumerated, prices.samples.items())
         with tuner.account.spend("storing"):
-            store_samples(tuner.database, samples)
             tuner.database.put_plan(record)
         return record
 

@@ -35,7 +35,6 @@ from fuseplan.costmodel.work import Work
 from fuseplan.planner.capture.normalise import normalise
 from fuseplan.planner.capture.trace import trace_predispatch
 from fuseplan.planner.cli import main
-from fuseplan.planner.cost import samples
 from fuseplan.planner.runtime.dispatch import fuseplan as backend
 from fuseplan.planner.runtime.logs import SAID
 from fuseplan.planner.tuning import summary
@@ -112,10 +111,7 @@ def make_database(folder: Path) -> None:
     for plan in plans:
         database.put_plan(plan.record)
         key = plan.record.key
-        ops = tuple(range(len(plan.region.ops)))
         work = Work({"fp32": 9.0}, 99.0, launches=1)
-        sample = samples.ChoiceSample(ops, "kernel", "cpp", "rms", "rms", "g", "kernel", work, 5.0)
-        samples.store_samples(database, samples.RegionSamples(key, plan.record.label, ((0, 1),), 4, (sample,)))
         for group in plan.record.groups:
             if group.is_kernel:
                 own = replace(key, workload=group.workload)

@@ -1,15 +1,15 @@
 """The cost model against its bars, on kernels and shapes that were left out of the fit.
 
-Everything follows from the stored samples: factors are fitted again without the kernels they are to predict, covers are
-solved with those predictions, and what they pick is paid for at measured times. Kernels are predicted and measured by
-themselves.
+Everything follows from what plans have measured, whose works follow from the model's graphs: factors are fitted again
+without the kernels they are to predict, covers are solved with those predictions, and what they pick is paid for at
+measured times. Kernels are predicted and measured by themselves.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,17 @@ from best_covers import best_covers
 
 from fuseplan.costmodel.accuracy import spearman
 from fuseplan.costmodel.calibrate import MIN_SAMPLES, FitTable, Sample
-from fuseplan.costmodel.device import DeviceSpec
+from fuseplan.costmodel.device import DeviceSpec, Mode
 from fuseplan.costmodel.roofline import predict, roofline_terms
-from fuseplan.planner.cost.samples import PREFIX, ChoiceSample, RegionSamples
+from fuseplan.costmodel.work import Work
+from fuseplan.planner.graph.dataflow import DataflowGraph, Region
+from fuseplan.planner.groups.candidates import candidate, region_dependencies
+from fuseplan.planner.groups.regions import region_parts
+from fuseplan.planner.implementations.group_table import GroupTable
 from fuseplan.planner.reports.accuracy import cover_problem, is_a_choice
 from fuseplan.planner.reports.frames import ReportData, geometric_mean
-from fuseplan.search.store import codec
+from fuseplan.planner.tuning.planner import Planner
+from fuseplan.search.store.record import ATEN, PlanRecord, RecordKey
 
 #: What the model has to reach, on every device.
 MIN_SPEARMAN, MAX_MEDIAN_ERROR, MAX_TOP_REGRET, MAX_TOP8_REGRET = 0.95, 0.10, 0.05, 0.01
@@ -37,6 +42,43 @@ SAMPLE_COLUMNS = (
 SPLITS: Mapping[str, str] = {"other_families_us": "kernels that compute the same", "other_phases_us": "shapes"}
 #: Rows that agree in these are one choice, of which several regions may make use.
 _CHOICE = ["group", "kind", "regime"]
+
+
+@dataclass(frozen=True)
+class ChoiceSample:
+    """One measured way to run some ops of a region.
+
+    Attributes:
+        ops: Positions among the region's ops.
+        implementation: Name of the way to run them.
+        name: Calibration that predicts it: the kernel's back end, the library call, or ``"unfused"``.
+        family: What it computes, whatever the shape.
+        group: Workload key, and the name of a library call; equal ones are the same kernel.
+    """
+
+    ops: tuple[int, ...]
+    implementation: str
+    name: str
+    label: str
+    family: str
+    group: str
+    mode: Mode
+    work: Work
+    measured_us: float
+
+
+@dataclass(frozen=True)
+class RegionSamples:
+    """What was measured of a plan's region, of ``enumerated`` choices that there are.
+
+    ``edges`` are pairs of positions of ops, of which the first has to run before the second, by way of views too.
+    """
+
+    key: RecordKey
+    label: str
+    edges: tuple[tuple[int, int], ...]
+    enumerated: int
+    samples: tuple[ChoiceSample, ...]
 
 
 def sample_frame(regions: Sequence[RegionSamples], spec: DeviceSpec, phases: Mapping[str, str]) -> pd.DataFrame:
@@ -111,11 +153,37 @@ def _sample(one: ChoiceSample) -> Sample:
     return Sample(one.work, one.mode, one.measured_us, family=one.family)
 
 
-def load_samples(database: codec.CaptureStore, device: str, regime: str | None = None) -> tuple[RegionSamples, ...]:
-    """Stored samples of a device, by label; of one regime where given. Unreadable ones are left out."""
-    found = codec.stored(database, RegionSamples, PREFIX).values()
-    wanted = [one for one in found if one.key.device == device and regime in (None, one.key.regime)]
-    return tuple(sorted(wanted, key=lambda one: (one.label, one.key.regime, one.key.workload)))
+def stored_samples(planner: Planner, graphs: Iterable[DataflowGraph]) -> list[RegionSamples]:
+    """What the stored plans of the parts of these graphs have measured, each plan once, by label."""
+    found: dict[str, RegionSamples] = {}
+    for graph in graphs:
+        table = GroupTable(graph, planner.settings.numerics, planner.target.device_type)
+        regions, _ = planner.look_up_regions(graph)
+        parts = {part.key: part for region in regions for part in region_parts(graph, region)}
+        for key, record in planner.look_up_all(graph, parts.values()).items():
+            found.setdefault(key, _region_samples(planner, table, parts[key], record))
+    return sorted(found.values(), key=lambda one: (one.label, one.key.workload))
+
+
+def _region_samples(planner: Planner, table: GroupTable, part: Region, record: PlanRecord) -> RegionSamples:
+    dependencies, samples = region_dependencies(table.graph, part), []
+    position = {name: number for number, name in enumerate(part.ops)}
+    places = [position[name] for name in dependencies.bit]
+    for one in (*record.groups, *record.rejected):
+        if one.measured_us is None:
+            continue
+        group = candidate(dependencies, dependencies.mask(part.ops[at] for at in one.ops))
+        way, subject = planner.implementations.named(one.implementation), table.subject(group)
+        name = one.implementation if way.backends else way.calibration(table, group)
+        family = subject.label if table.is_anchor(group) else "+".join(
+            sorted({table.graph.op(op).op for op in group.ops}))
+        same = subject.key if way.backends or way.name == ATEN else f"{subject.key} {way.name}"
+        implementation = "kernel" if way.backends else way.name
+        ops = tuple(position[op] for op in group.ops)
+        samples.append(ChoiceSample(ops, implementation, name, subject.label, family, same, way.mode,
+                                    way.work(table, group), one.measured_us))
+    edges = tuple(sorted((places[first], places[second]) for first, second in dependencies.edges()))
+    return RegionSamples(record.key, record.label, edges, record.enumerated, tuple(samples))
 
 
 def regret_frame(regions: Sequence[RegionSamples], frame: pd.DataFrame, column: str) -> pd.DataFrame:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
 import torch
 from costmodel_samples import GPU
 from graphs import Builder
-from held_out import load_samples, regret_frame, sample_frame, verdict_frame
+from held_out import ChoiceSample, RegionSamples, regret_frame, sample_frame, stored_samples, verdict_frame
 from reference_backend import ReferenceBackend
 from scripted_tuner import TARGET, ScriptedTuner
 
 from fuseplan.costmodel.roofline import predict
 from fuseplan.costmodel.work import Work
-from fuseplan.planner.cost.samples import ChoiceSample, RegionSamples, store_samples
 from fuseplan.planner.tuning.planner import Planner
 from fuseplan.search.store.database import Database
 from fuseplan.search.store.record import RecordKey
@@ -114,24 +112,14 @@ def test_nothing_measured_gives_empty_frames() -> None:
     assert set(verdict_frame([], frame)["verdict"]) == {"unknown"}
 
 
-def test_samples_survive_the_database(tmp_path: Path) -> None:
-    with Database(tmp_path / "t.db") as database:
-        for one in REGIONS:
-            store_samples(database, one)
-        store_samples(database, replace(REGIONS[0], key=RecordKey("key0", "dev", "eager")))
-        assert load_samples(database, "dev", "graph") == tuple(sorted(REGIONS, key=lambda one: one.label))
-        assert len(load_samples(database, "dev")) == 11
-        assert load_samples(database, "other") == ()
-
-
-def test_a_tune_keeps_what_it_measured(tmp_path: Path) -> None:
+def test_a_plan_has_what_was_measured_for_it(tmp_path: Path) -> None:
     b = Builder(x=torch.randn(3, 127))
     graph = b.graph(b("aten.exp.default", b("aten.neg.default", "x")))
     with Database(tmp_path / "t.db") as database:
         tuner = ScriptedTuner(database, lambda subject: 4.0)
         planner = Planner(database, None, "dev", TARGET, (ReferenceBackend(),), tuner=tuner)  # type: ignore[arg-type]
         plan = planner.plan_graph(graph).regions[0]
-        (found,) = load_samples(database, "dev")
+        (found,) = stored_samples(planner, [graph])
         assert found.key == plan.record.key
         assert {(one.ops, one.implementation) for one in found.samples} >= {
             ((0,), "aten"), ((1,), "aten"), ((0, 1), "kernel")
@@ -139,15 +127,3 @@ def test_a_tune_keeps_what_it_measured(tmp_path: Path) -> None:
         assert found.edges == ((0, 1),)
         assert all(one.measured_us == (4.0 if one.implementation == "kernel" else 10.0) for one in found.samples)
         assert all(one.work.launches == 1 for one in found.samples)
-
-
-@pytest.mark.parametrize("change", [
-    {"work": Work(dram_bytes=-99.0)}, {"work": Work(dram_bytes=10.0, cold_bytes=11.0)},
-    {"work": Work({"fp32": -1.0}, 10.0)}, {"measured_us": 0.0}, {"measured_us": -3.0}, {"ops": (-1,)}, {"ops": (2, 2)},
-])
-def test_samples_that_nothing_can_have_measured_are_left_out(change: dict[str, Any], tmp_path: Path) -> None:
-    sound, odd = region(1, 1e5), region(2, 1e6)
-    with Database(tmp_path / "tuning.db") as database:
-        store_samples(database, sound)
-        store_samples(database, replace(odd, samples=(replace(odd.samples[0], **change), *odd.samples[1:])))
-        assert load_samples(database, "dev") == (sound,)

@@ -76,12 +76,11 @@ def enumerate_candidates(
     Each has to be lowered, which takes time: of more than ``max_candidates``, :func:`connected_sets` keeps a part.
     """
     dependencies = region_dependencies(graph, region)
-    ops = [dependencies.flow.nodes[at].op for at in dependencies.members]
-    grown = connected_sets(dependencies, max_ops, max_candidates, ops)
+    grown = connected_sets(dependencies, max_ops, max_candidates)
     refused = cache(lambda mask: legal(dependencies.names(mask)))
     masks = grown.masks
     if not grown.complete:  # what was kept may be illegal around some ops: legal groups cover them all
-        everything = (1 << len(ops)) - 1
+        everything = (1 << len(dependencies)) - 1
         masks += tuple(parts(dependencies, everything, max_ops, lambda mask: refused(mask) is None))
     candidates: list[Candidate] = []
     refusals = _separated_pairs(dependencies)

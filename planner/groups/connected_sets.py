@@ -18,12 +18,11 @@ class ConnectedSets:
     truncated: str | None
 
 
-def connected_sets(dependencies: Dependencies, max_ops: int, max_sets: int, ops: Sequence[str]) -> ConnectedSets:
+def connected_sets(dependencies: Dependencies, max_ops: int, max_sets: int) -> ConnectedSets:
     """Connected convex sets of at most ``max_ops`` members.
 
     Past ``max_sets`` of them: every single member, sets joined by data flow (of each size those that cut the fewest
-    edges, up to three quarters of the limit), mirrored pairs of these (equal ``ops`` that read one value), and maximal
-    sets. Single members and maximal sets are kept beyond the limit, so that every member is covered.
+    edges, up to three quarters of the limit), and maximal sets.
     """
     found = _closure(dependencies, dependencies.neighbours, max_ops, max_sets)
     if found is not None:
@@ -35,17 +34,14 @@ def connected_sets(dependencies: Dependencies, max_ops: int, max_sets: int, ops:
     vertical = _closure(dependencies, dependencies.dataflow, max_ops, budget)
     if vertical is None:
         vertical = _beam(dependencies, max_ops, budget)
-    kept = dict.fromkeys((*single, *vertical))
-    maximal = [
+    maximal = {
         mask for edges in (dependencies.dataflow, dependencies.neighbours)
         for mask in _maximal(dependencies, edges, max_ops)
-    ]
-    pairs = _mirrored(dependencies, vertical, ops, max_ops, max(0, max_sets - len(kept) - len(maximal)))
-    kept |= dict.fromkeys((*maximal, *pairs))
+    }
     return ConnectedSets(
-        _ordered(kept), False,
-        f"more than {max_sets} groups: kept single ops, {len(vertical)} groups joined by data flow, {len(pairs)} "
-        f"mirrored pairs and {len(set(maximal))} maximal groups",
+        _ordered({*single, *vertical, *maximal}), False,
+        f"more than {max_sets} groups: kept single ops, {len(vertical)} groups joined by data flow and {len(maximal)} "
+        "maximal groups",
     )
 
 
@@ -150,25 +146,3 @@ def parts(dependencies: Dependencies, within: int, max_ops: int, allowed: Callab
         rest &= ~mask
         sets.append(mask)
     return sets
-
-
-def _mirrored(
-    dependencies: Dependencies, sets: Sequence[int], ops: Sequence[str], max_ops: int, limit: int
-) -> list[int]:
-    """Unions of two disjoint sets of the same ops that are siblings, largest first."""
-    alike: dict[tuple[str, ...], list[int]] = {}
-    for mask in sets:
-        alike.setdefault(tuple(sorted(ops[bit] for bit in bits(mask))), []).append(mask)
-    pairs: dict[int, None] = {}
-    for twins in sorted(alike.values(), key=lambda masks: -masks[0].bit_count()):
-        for number, mask in enumerate(twins):
-            siblings = union(dependencies.siblings[bit] for bit in bits(mask))
-            for twin in twins[number + 1 :]:
-                joined = mask | twin
-                if len(pairs) >= limit:
-                    return list(pairs)
-                if mask & twin or not siblings & twin or joined.bit_count() > max_ops:
-                    continue
-                if dependencies.is_convex(joined):
-                    pairs[joined] = None
-    return list(pairs)

@@ -10,11 +10,9 @@ import torch
 
 from fuseplan.costmodel.devices import is_cpu
 from fuseplan.kernels.cpp.matmul import MAX_ROWS, FewRows
-from fuseplan.kernels.ir.backend import BuildError
-from fuseplan.kernels.native.build import required_compiler
 from fuseplan.planner.errors import RefusedError
 from fuseplan.planner.graph.dataflow import TensorSpec
-from fuseplan.planner.libraries.library_call import Call, LibraryCall, OpGroup
+from fuseplan.planner.libraries.library_call import Call, LibraryCall, OpGroup, check_cpu, given
 from fuseplan.planner.libraries.matmul_calls import LINEAR, Matmul, is_contiguous, read_matmul
 
 #: Rows of activations, and bytes of weights, of a matmul that is known to gain.
@@ -39,8 +37,7 @@ class FewRowsMatmul(LibraryCall):
 
     def plan(self, group: OpGroup) -> Callable[[], Call]:
         found = read_matmul(group)
-        if not is_cpu(found.device_type):
-            raise RefusedError("it runs on CPUs only")
+        check_cpu(found.device_type)
         rows = math.prod(found.left.shape[:-1])
         if rows > MAX_ROWS:
             raise RefusedError(f"it has more than {MAX_ROWS} rows")
@@ -49,18 +46,8 @@ class FewRowsMatmul(LibraryCall):
         bias = [group.specs[group.inputs[number]] for number in at[2:]]
         if weights is None or not all(map(is_contiguous, (found.left, result, *bias))):
             raise RefusedError("what it multiplies does not lie row by row")
-        try:
-            required_compiler()
-        except BuildError as error:
-            raise RefusedError(str(error)) from None
         cols, inner, stride = weights
-        kernel = FewRows(rows, cols, inner, stride, found.left.dtype, len(at) > 2, result.shape)
-
-        def build() -> Call:
-            call = kernel.build()
-            return lambda *inputs: call(*(inputs[number] for number in at))
-
-        return build
+        return given(FewRows(rows, cols, inner, stride, found.left.dtype, len(at) > 2, result.shape).build, at)
 
 
 def _rows_of_weights(found: Matmul) -> tuple[int, int, int] | None:

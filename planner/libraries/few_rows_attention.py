@@ -7,16 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from fuseplan.costmodel.devices import is_cpu
 from fuseplan.kernels.attention.few_rows import MAX_ROWS, MAX_WIDTH, FewRowsAttention
-from fuseplan.kernels.ir.backend import BuildError
 from fuseplan.kernels.ir.ir import Buffer
-from fuseplan.kernels.native.build import required_compiler
 from fuseplan.planner.errors import RefusedError
 from fuseplan.planner.graph.dataflow import TensorSpec
 from fuseplan.planner.graph.execute import bind_call
 from fuseplan.planner.libraries.attention_calls import parsed
-from fuseplan.planner.libraries.library_call import Call, LibraryCall, OpGroup
+from fuseplan.planner.libraries.library_call import Call, LibraryCall, OpGroup, check_cpu, given
 from fuseplan.planner.rewrites.attention_backends import Attention
 
 
@@ -33,16 +30,11 @@ class RowsAttention(LibraryCall):
 
     def plan(self, group: OpGroup) -> Callable[[], Call]:
         call = parsed(group)
-        if not is_cpu(group.device_type):
-            raise RefusedError("it runs on CPUs only")
+        check_cpu(group.device_type)
         _check(call)
         result = group.specs[group.outputs[0]]
         if result.strides[3] != 1:
             raise RefusedError("elements of a result are not next to each other")
-        try:
-            required_compiler()
-        except BuildError as error:
-            raise RefusedError(str(error)) from None
         names = bind_call(group.node, group.node.inputs)[0][:4]  # query, key, value and mask
         at = [group.inputs.index(name) for name in names if name is not None]
         scale = call.scale if call.scale is not None else call.query.shape[3] ** -0.5
@@ -50,12 +42,7 @@ class RowsAttention(LibraryCall):
         operands = (_buffer("query", call.query), _buffer("key", call.key), _buffer("value", call.value))
         kernel = FewRowsAttention(
             call.query.dtype, *operands, _buffer("out", result, is_output=True), mask, call.mask_strides, scale)
-
-        def build() -> Call:
-            run = kernel.build()
-            return lambda *inputs: run(*(inputs[number] for number in at))
-
-        return build
+        return given(kernel.build, at)
 
 
 def _buffer(name: str, spec: TensorSpec, is_output: bool = False) -> Buffer:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from fuseplan.costmodel.devices import is_cpu
 from fuseplan.costmodel.work import Work
+from fuseplan.kernels.ir.backend import BuildError
+from fuseplan.kernels.native.build import required_compiler
 from fuseplan.planner.errors import RefusedError
 from fuseplan.planner.graph.dataflow import OpNode, TensorSpec
 
@@ -78,3 +81,22 @@ class LibraryCall(ABC):
     def build(self, group: OpGroup) -> Call:
         """The call itself; RefusedError where it cannot run the group."""
         return self.plan(group)()
+
+
+def check_cpu(device_type: str) -> None:
+    """Raise RefusedError where no kernel of ours is compiled for a CPU."""
+    if not is_cpu(device_type):
+        raise RefusedError("it runs on CPUs only")
+    try:
+        required_compiler()
+    except BuildError as error:
+        raise RefusedError(str(error)) from None
+
+
+def given(build: Callable[[], Call], at: Sequence[int]) -> Callable[[], Call]:
+    """What builds a call that hands some of its inputs on, by their numbers."""
+    def built() -> Call:
+        call = build()
+        return lambda *inputs: call(*(inputs[number] for number in at))
+
+    return built

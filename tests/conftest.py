@@ -33,6 +33,9 @@ from fuseplan.search import policy
 from fuseplan.search.errors import OWN_FAULTS
 
 sys.dont_write_bytecode = False
+if not torch.cuda.is_available():
+    # Each seed would be kept for the GPUs, with the lines of code that led to it: most of the time of seeding.
+    torch.cuda.random._lazy_call = torch.xpu.random._lazy_call = lambda *_, **__: None
 #: Seconds and name of each slow case, or of a function whose cases are slow; ``tests/checks/list_slow.py`` writes it.
 SLOW = Path(__file__).with_name("slow.txt")
 #: Seconds of one of the others in the mean: some files have hundreds.
@@ -123,6 +126,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a CUDA device")
     if guards := sys.modules.get("torch._dynamo.guards"):
         guards.profile_guard_manager = lambda *_: 0.0
+    if convert := sys.modules.get("torch._dynamo.symbolic_convert"):
+        convert.get_funcname = lambda *_: None  # of lines of that log: every file that is traced would be read for it
     logging.getLogger("torch.__trace").propagate = True  # pytest listens to those that do not
 
 
@@ -148,7 +153,8 @@ def any_gain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Spare the garbage collector what lives to the end: a worker holds PyTorch and ten thousand tests."""
-    gc.collect()
+    """Spare the garbage collector what lives to the end: a worker holds PyTorch and ten thousand tests. What little of
+    it is garbage is not worth two seconds of looking for it.
+    """
     gc.freeze()
     gc.set_threshold(10_000, 10, 10)

@@ -27,20 +27,26 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield from fresh_start()
 
 
+@pytest.fixture(scope="module")
+def db(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """It has no plans, and gets none: only misses are noted there."""
+    return str(tmp_path_factory.mktemp("operators") / "tuning.db")
+
+
 @pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
-def test_a_sample_of_an_operator_does_what_eager_does(case: Case, tmp_path: Path) -> None:
-    assert not judge(case, str(tmp_path / "tuning.db"))["complaints"]
+def test_a_sample_of_an_operator_does_what_eager_does(case: Case, db: str) -> None:
+    assert not judge(case, db)["complaints"]
 
 
 @pytest.mark.parametrize("case", [
     *cases("group_norm,masked.normalize", range(1)), *cases("", range(1))[7::151],
 ], ids=lambda case: case.name)
-def test_a_sample_with_dynamic_sizes_does_what_eager_does(case: Case, tmp_path: Path) -> None:
-    assert not judge(case, str(tmp_path / "tuning.db"), dynamic=True)["complaints"]
+def test_a_sample_with_dynamic_sizes_does_what_eager_does(case: Case, db: str) -> None:
+    assert not judge(case, db, dynamic=True)["complaints"]
 
 
-def test_the_samples_are_fused(tmp_path: Path) -> None:
-    outcomes = [judge(case, str(tmp_path / "tuning.db")) for case in cases("sigmoid", range(1)) if not case.in_place]
+def test_the_samples_are_fused(db: str) -> None:
+    outcomes = [judge(case, db) for case in cases("sigmoid", range(1)) if not case.in_place]
     assert len(outcomes) > 5 and all(one["fused"] and not one["left"] for one in outcomes)
 
 

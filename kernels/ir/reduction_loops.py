@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from fuseplan.kernels.ir.index import is_static
 from fuseplan.kernels.ir.ir import (
@@ -50,6 +51,7 @@ class Phase:
     stages: tuple[int, ...] = ()
 
 
+@lru_cache(maxsize=1024)  # a search asks for it again with every configuration
 def schedule(
     segment: Segment, stage: bool = False, rescale: bool = False, centre: bool = False
 ) -> tuple[Phase, ...]:

@@ -112,34 +112,6 @@ template <class T> struct Folder<T, 2> {
 template <class V, class C> FP_INLINE typename lane<V>::type fold(V v, C combine) {
   return Folder<typename lane<V>::type, L>::fold(v, combine);
 }
-// Two vectors of W lanes as one, and back. By way of memory, joining would wait until both have left the store buffer.
-template <class T, int W> struct Halves {
-  typedef T half __attribute__((vector_size(W * sizeof(T))));
-  typedef T whole __attribute__((vector_size(2 * W * sizeof(T))));
-  static half part(whole v, int number) { return ((const half*)&v)[number]; }
-  static whole joined(half a, half b) {
-    half parts[] = {a, b};
-    return read<whole>(parts);
-  }
-};
-#if defined(__has_builtin)
-#if __has_builtin(__builtin_shufflevector)
-#define FP_FIRST_2(at) at, at + 1
-#define FP_FIRST_4(at) FP_FIRST_2(at), FP_FIRST_2(at + 2)
-#define FP_FIRST_8(at) FP_FIRST_4(at), FP_FIRST_4(at + 4)
-#define FP_HALVES(W)                                                                                       \
-  template <class T> struct Halves<T, W> {                                                                 \
-    typedef T half __attribute__((vector_size(W * sizeof(T))));                                            \
-    typedef T whole __attribute__((vector_size(2 * W * sizeof(T))));                                       \
-    FP_INLINE half part(whole v, int number) {                                                             \
-      return number ? __builtin_shufflevector(v, v, FP_FIRST_##W(W)) : __builtin_shufflevector(v, v, FP_FIRST_##W(0)); \
-    }                                                                                                      \
-    FP_INLINE whole joined(half a, half b) { return __builtin_shufflevector(a, b, FP_FIRST_##W(0), FP_FIRST_##W(W)); } \
-  };
-FP_HALVES(2) FP_HALVES(4) FP_HALVES(8)
-#endif
-#endif
-
 // A scan along the lanes, from what the columns before left in `carried`, in elements of that type.
 template <class C> struct Carrier {
   enum { W = FP_VECTOR_BYTES / sizeof(C) };

@@ -70,7 +70,6 @@ template <class T> FP_INLINE T fp_remainder(T a, T b) { return a - b * fp_floord
 FP_LIBM(floor) FP_LIBM(ceil) FP_LIBM(exp) FP_LIBM(exp2) FP_LIBM(log) FP_LIBM(log1p) FP_LIBM(sin) FP_LIBM(cos) FP_LIBM(tanh) FP_LIBM(erf)
 FP_INLINE float fp_pow(float x, float y) { return __builtin_powf(x, y); }
 FP_INLINE double fp_pow(double x, double y) { return __builtin_pow(x, y); }
-FP_INLINE vf fp_pow(vf x, vf y) { return each(x, y, [](float a, float b) { return __builtin_powf(a, b); }); }
 FP_INLINE vd fp_pow(vd x, vd y) { return each(x, y, [](double a, double b) { return __builtin_pow(a, b); }); }
 
 FP_INLINE float fp_sqrt(float x) { return __builtin_sqrtf(x); }
@@ -225,4 +224,99 @@ FP_INLINE vf fp_cos(vf x) {
   vf y = sine(x, 1);
   vm far = fp_abs(x) > 1e5f;
   return any(far) ? (far ? each(x, [](float t) { return __builtin_cosf(t); }) : y) : y;
+}
+
+// -- vectors of float, in double precision ------------------------------------------------------------------------------
+// Two vectors of W lanes as one, and back. By way of memory, joining would wait until both have left the store buffer.
+template <class T, int W> struct Halves {
+  typedef T half __attribute__((vector_size(W * sizeof(T))));
+  typedef T whole __attribute__((vector_size(2 * W * sizeof(T))));
+  static half part(whole v, int number) { return ((const half*)&v)[number]; }
+  static whole joined(half a, half b) {
+    half parts[] = {a, b};
+    return read<whole>(parts);
+  }
+};
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define FP_FIRST_2(at) at, at + 1
+#define FP_FIRST_4(at) FP_FIRST_2(at), FP_FIRST_2(at + 2)
+#define FP_FIRST_8(at) FP_FIRST_4(at), FP_FIRST_4(at + 4)
+#define FP_HALVES(W)                                                                                       \
+  template <class T> struct Halves<T, W> {                                                                 \
+    typedef T half __attribute__((vector_size(W * sizeof(T))));                                            \
+    typedef T whole __attribute__((vector_size(2 * W * sizeof(T))));                                       \
+    FP_INLINE half part(whole v, int number) {                                                             \
+      return number ? __builtin_shufflevector(v, v, FP_FIRST_##W(W)) : __builtin_shufflevector(v, v, FP_FIRST_##W(0)); \
+    }                                                                                                      \
+    FP_INLINE whole joined(half a, half b) { return __builtin_shufflevector(a, b, FP_FIRST_##W(0), FP_FIRST_##W(W)); } \
+  };
+FP_HALVES(2) FP_HALVES(4) FP_HALVES(8)
+#endif
+#endif
+
+// f of floats as doubles, as many at a time as a register holds.
+template <class F, class... V> FP_INLINE vf doubly(F f, V... x) {
+  if constexpr (sizeof(vd) <= FP_VECTOR_BYTES) {
+    return convert<vf>(f(convert<vd>(x)...));
+  } else {
+    typedef Halves<float, L / 2> Two;
+    typedef double part __attribute__((vector_size(L / 2 * sizeof(double))));
+    auto half = [&](int number) __attribute__((always_inline)) {
+      return convert<typename Two::half>(f(convert<part>(Two::part(x, number))...));
+    };
+    return Two::joined(half(0), half(1));
+  }
+}
+// The coefficients of the double versions are fits in double precision; their errors are below 2^-29.
+template <class D> FP_INLINE D double_polynomial(D, D p) { return p; }
+template <class D, class... C> FP_INLINE D double_polynomial(D x, D p, double c, C... rest) {
+  return double_polynomial(x, p * x + c, rest...);
+}
+// 2^(y * (e + log2(m))); r is about 1 / (m + 1). Beyond 2^200 and its inverse floats are infinite, or zero.
+template <class D> FP_INLINE D double_power(D m, D r, D e, D y) {
+  typedef i64 bits __attribute__((vector_size(sizeof(D))));
+  const D s = (m - 1.0) * (r * (2.0 - (m + 1.0) * r)), square = s * s;
+  const D p = double_polynomial(square, square * 0x1.5ced4de6f345dp-2 + 0x1.a58d47268c259p-2, 0x1.2777806d113adp-1,
+                                0x1.ec709d1228f6cp-1, 0x1.71547652bee70p+1);
+  D t = (p * s + e) * y;
+  t = t < -200.0 ? D{} - 200.0 : t;
+  t = t > 200.0 ? D{} + 200.0 : t;
+  const D shifted = t + 0x1.8p52, f = t - (shifted - 0x1.8p52);
+  const D q = double_polynomial(f, f * 0x1.41d313f435a3bp-13 + 0x1.5f4597d772546p-10, 0x1.3b2dbc5e8c442p-7,
+                                0x1.c6aed45ff2284p-5, 0x1.ebfbdadb210d5p-3, 0x1.62e430c82aad7p-1, 0x1.0000000262482p+0);
+  return bit_cast<D>(bit_cast<bits>(q) + (bit_cast<bits>(shifted) << 52));
+}
+FP_INLINE vf fp_pow(vf x, vf y) {
+  const vf a = fp_abs(x), infinity = splat<vf>(__builtin_inff()), one = splat<vf>(1.0f);
+  const vm tiny = a < 0x1p-126f;
+  const vi bits = bit_cast<vi>(tiny ? a * 0x1p23f : a), exponent = (bits - 0x3f3504f3) >> 23;
+  const vf m = bit_cast<vf>(bits - (exponent << 23));  // in [sqrt(1/2), sqrt(2))
+  vf e = convert<vf>(exponent - (tiny & 23));
+  e = a == 0.0f ? -infinity : e;
+  e = a == infinity ? infinity : e;
+  auto power = [](auto... of) __attribute__((always_inline)) { return double_power(of...); };
+  vf z = doubly(power, m, 1.0f / (m + 1.0f), e, y);
+  // Large floats are even integers.
+  const vi whole = convert<vi>(y);
+  const vm large = fp_abs(y) >= 0x1p24f, integral = large | (convert<vf>(whole) == y), odd = integral & ~large & -(whole & 1);
+  z = bit_cast<vf>(bit_cast<vi>(z) ^ (bit_cast<vi>(x) & odd & (int)0x80000000));
+  z = (x < 0.0f) & ~integral & (a < infinity) ? splat<vf>(__builtin_nanf("")) : z;
+  z = (x != x) | (y != y) ? x + y : z;
+  return (x == 1.0f) | (y == 0.0f) | ((a == 1.0f) & (fp_abs(y) == infinity)) ? one : z;
+}
+// x^N for an integer N other than 0.
+template <int N, class D> FP_INLINE D product(D x) {
+  if constexpr (N == 1) return x;
+  else if constexpr (N % 2) return product<N - 1>(x) * x;
+  else return product<N / 2>(x * x);
+}
+template <int N> FP_INLINE vf fp_power(vf x) {
+#if FP_ROUGH
+  if constexpr (N > 0) return product<N>(x);
+#endif
+  return doubly([](auto t) __attribute__((always_inline)) {
+    if constexpr (N > 0) return product<N>(t);
+    else return 1.0 / product<-N>(t);
+  }, x);
 }

@@ -38,6 +38,8 @@ from fuseplan.kernels.ir.ir import (
 )
 from fuseplan.kernels.ir.ops import REDUCTIONS, fold_identity, op_spec
 
+#: Largest integer exponent of a power that is written as products.
+_MOST_PRODUCTS = 64
 _LOGIC = frozenset({"logical_and", "logical_or", "logical_not"})
 
 
@@ -182,12 +184,20 @@ class ValueWriter(ABC):
         if instr.op in _LOGIC:
             return _spell(instr.op, [self.operand(arg, "bool") for arg in instr.args])
         common = next(self.kinds[arg] for arg in instr.args if not self.per_row[arg])
+        if instr.op == "pow" and common == "float32" and (exponent := self._whole_exponent(instr)):
+            return f"fp_power<{exponent}>({self.operand(instr.args[0])})"
         if common == "bool":
             # A mask is 0 or -1 in its lanes: arithmetic and order need 0 or 1.
             result = _spell(instr.op, [f"({self.operand(arg)} & 1)" for arg in instr.args])
             return f"({result} != 0)" if kind == "bool" and instr.op not in COMPARISONS else result
         result = _spell(instr.op, [self.operand(arg, common) for arg in instr.args])
         return f"fp_mask({result})" if instr.op in COMPARISONS else result
+
+    def _whole_exponent(self, power: Apply) -> int:
+        """The exponent of a power that few products give; 0 for others."""
+        exponent = self.segment.body[power.args[1]]
+        few = isinstance(exponent, Const) and abs(exponent.value) <= _MOST_PRODUCTS and exponent.value % 1 == 0
+        return int(exponent.value) if few else 0
 
     # -- folds ----------------------------------------------------------------------------------------------
 

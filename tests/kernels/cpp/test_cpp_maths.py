@@ -116,6 +116,50 @@ def test_binary_functions_agree_with_torch(backend: CppBackend, dtype: torch.dty
         assert ulps(actual, OPS[op].reference(a, b).double()).max() <= 1, op
 
 
+def power_operands() -> tuple[torch.Tensor, torch.Tensor]:
+    """Corner cases with each other, random bits, and bases near 1 with results near the ends of the range."""
+    generator = torch.Generator().manual_seed(1)
+    corners = torch.tensor([*CORNERS, 2.0, -2.0, 3.0, -3.0, 16777215.0, -8388607.0, 1 / 3])
+    bits = torch.randint(-(2**31), 2**31, (2, 100_003), generator=generator).to(torch.int32).view(torch.float32)
+    near = 1 + torch.randn(50_000, generator=generator) * 1e-3
+    steep = torch.randn(50_000, generator=generator) * 5e4
+    whole = torch.randint(-40, 40, (50_000,), generator=generator).float()
+    bases = [corners.repeat_interleave(len(corners)), bits[0], near, torch.randn(50_000, generator=generator) * 3]
+    return torch.cat(bases), torch.cat([corners.repeat(len(corners)), bits[1], steep, whole])
+
+
+def assert_powers(actual: torch.Tensor, base: torch.Tensor, exponent: torch.Tensor) -> None:
+    exact = torch.pow(base.double(), exponent.double())
+    distance = ulps(actual, exact)
+    worst = int(distance.argmax())
+    assert distance[worst] <= 1, f"{base[worst]} ** {exponent[worst]} = {actual[worst]}, exactly {exact[worst]}"
+    zero = (actual == 0) & (exact == 0)
+    assert torch.equal(actual[zero].signbit(), exact[zero].signbit())
+
+
+def test_powers_are_within_an_ulp(backend: CppBackend) -> None:
+    base, exponent = power_operands()
+    assert_powers(apply(backend, "pow", [base, exponent]), base, exponent)
+
+
+@pytest.mark.parametrize("exponent", [4, 5, 11, 64, -2, -3, -7, 1.7, -0.25])
+@pytest.mark.parametrize("stored", ["float32", "float16"])
+def test_powers_with_a_known_exponent(
+    backend: CppBackend, numbers: torch.Tensor, exponent: float, stored: str
+) -> None:
+    count = numbers.numel()
+    b = samples.Body(
+        [samples.contiguous("x", "float32", (count,)), samples.contiguous("y", stored, (count,), True)], (), count)
+    b.store("y", b.at, b("pow", b.load("x", b.at), b.const(exponent, "float32")))
+    ir = KernelIR(tuple(b.buffers), (b.segment(),))
+    actual = backend.fused_callable(ir, backend.default_config(ir, TARGET), TARGET)(numbers)
+    exact = torch.pow(numbers.double(), exponent)
+    if stored == "float32":
+        assert_powers(actual, numbers, torch.full((), exponent))
+    else:  # a few units of float32 beside a tie
+        assert ulps(actual, exact).max() <= 0.51
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64", "bool"])
 def test_comparisons_are_exact(backend: CppBackend, dtype: str) -> None:
     values = torch.tensor([0, 1, -1, 7, 2**31 - 1, -(2**31)], dtype=torch.int64).to(torch_dtype(dtype))

@@ -9,6 +9,7 @@ from fuseplan.kernels.cpp.emitter import simplified_segments
 from fuseplan.kernels.cpp.entry import contraction_tasks, is_strided, is_tiled
 from fuseplan.kernels.cpp.launch import RunSettings
 from fuseplan.kernels.cpp.row_vectors import RowVectors, task_elements
+from fuseplan.kernels.cpp.transposed import transposed_loads
 from fuseplan.kernels.ir.backend import Config, Target, Tunable, checked
 from fuseplan.kernels.ir.gathers import gathered_elements
 from fuseplan.kernels.ir.index import is_static
@@ -183,6 +184,8 @@ def _default_task(segments: tuple[Segment, ...], threads: int) -> tuple[int, int
         return threads == 1 or count_tasks(segments, rows, tile) >= _TASKS_PER_THREAD * threads
 
     tile = tiles[0] if strided else max((one for one in tiles[:-1] if busy(1, one)), default=tiles[0])
+    if any(map(transposed_loads, segments)) and busy(_ROWS_PER_TASK[-1], tiles[-1]):
+        tile = tiles[-1]
     bytes_per_row = min(widest, tile) * 4 * max(int(task_elements(segment)) for segment in segments)
     fitting = [
         rows for rows in _ROWS_PER_TASK

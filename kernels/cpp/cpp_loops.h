@@ -80,6 +80,59 @@ template <class T, class V, class M> FP_INLINE V load_masked(const T* p, vm mask
   return gather_masked(p, [](int i) { return (i64)i; }, mask, other, m);
 }
 
+// N vectors of N lanes, transposed: each step exchanges what is Step lanes from the diagonal of smaller squares.
+template <int Size> struct raw;
+template <> struct raw<1> { typedef unsigned char type; };
+template <> struct raw<2> { typedef unsigned short type; };
+template <> struct raw<4> { typedef unsigned type; };
+template <> struct raw<8> { typedef u64 type; };
+template <class V, int N> FP_INLINE V mixed(V a, V b, int step, bool upper) {
+#if defined(__clang__)
+  V to;
+  for (int i = 0; i < N; ++i) to[i] = upper ? (i & step ? b[i] : a[i + step]) : (i & step ? b[i - step] : a[i]);
+  return to;
+#else
+  V from;
+  for (int i = 0; i < N; ++i) from[i] = upper ? (i & step ? N + i : i + step) : (i & step ? N + i - step : i);
+  return __builtin_shuffle(a, b, from);
+#endif
+}
+template <int Step, int N, class V> FP_INLINE void exchange(V (&a)[N]) {
+  if constexpr (Step < N) {
+#pragma GCC unroll 16
+    for (int i = 0; i < N; ++i)
+      if (!(i & Step)) {
+        const V one = a[i], other = a[i + Step];
+        a[i] = mixed<V, N>(one, other, Step, false);
+        a[i + Step] = mixed<V, N>(one, other, Step, true);
+      }
+    exchange<Step * 2>(a);
+  }
+}
+// to[row * W + column] = from[column * step + row]
+template <int W, class T> static void transpose(const T* from, i64 step, i64 rows, i64 cols, T* to) {
+  constexpr int N = FP_VECTOR_BYTES / sizeof(T) < 16 ? FP_VECTOR_BYTES / sizeof(T) : 16;
+  typedef typename raw<sizeof(T)>::type number;
+  typedef number V __attribute__((vector_size(N * sizeof(T))));
+  if (rows < N || cols < N) {
+    for (i64 row = 0; row < rows; ++row)
+      for (i64 col = 0; col < cols; ++col) to[row * W + col] = from[col * step + row];
+    return;
+  }
+  for (i64 top = 0; top < rows; top += N) {
+    if (top > rows - N) top = rows - N;  // the last square may lie over the one before
+    for (i64 left = 0; left < cols; left += N) {
+      if (left > cols - N) left = cols - N;
+      V a[N];
+#pragma GCC unroll 16
+      for (int i = 0; i < N; ++i) a[i] = read<V>(from + (left + i) * step + top);
+      exchange<1>(a);
+#pragma GCC unroll 16
+      for (int i = 0; i < N; ++i) write(to + (top + i) * W + left, a[i]);
+    }
+  }
+}
+
 // Fold the lanes, halving; `combine` works on scalars and on vectors of any width.
 template <class T, int W> struct Folder {
   typedef T whole __attribute__((vector_size(W * sizeof(T))));

@@ -17,6 +17,7 @@ from fuseplan.kernels.cpp.entry import checks_alone, entry_points, is_tiled, out
 from fuseplan.kernels.cpp.ranges import in_ranges
 from fuseplan.kernels.cpp.row_vectors import RowVectors, as_row_vectors
 from fuseplan.kernels.cpp.row_vectors_emitter import RowVectorsWriter
+from fuseplan.kernels.cpp.transposed import block_pointer, in_blocks, transposed_loads
 from fuseplan.kernels.cpp.types import ELEMENT_TYPE, SCALAR_TYPE, VECTOR_TYPE, assign_registers, indent
 from fuseplan.kernels.cpp.values import ValueWriter, conversion
 from fuseplan.kernels.ir.backend import BuildError
@@ -140,8 +141,10 @@ def _function(number: int, writer: ValueWriter, before: Sequence[str]) -> list[s
     if not tiled:
         lines.append(f"const i64 low = 0, high = {writer.size(segment.cols)};")
     first, following = _rows(writer)
-    lines += [*before, *writer.arrays(), *first, "for (i64 row = begin; row < end; ++row) {"]
-    return [head, *indent([*lines, *indent([*writer.row(), *following]), "}"]), "}"]
+    rows = indent([*writer.row(), *following])
+    loop = in_blocks(writer, first, rows) if writer.blocks else [
+        *first, "for (i64 row = begin; row < end; ++row) {", *rows, "}"]
+    return [head, *indent([*lines, *before, *writer.arrays(), *loop]), "}"]
 
 
 def _rows(writer: ValueWriter) -> tuple[list[str], list[str]]:
@@ -166,6 +169,7 @@ class _ColumnsWriter(ValueWriter):
         if isinstance(self.segment.cols, int):  # no more accumulators than the row has vectors
             self.unroll = max(1, min(self.unroll, self.segment.cols // _MOST_LANES))
         self.phases = schedule(self.segment, self.stage)
+        self.blocks = transposed_loads(self.segment)
 
     def row(self) -> list[str]:
         return [line for position, phase in enumerate(self.phases) for line in self._phase(position, phase)]
@@ -230,7 +234,9 @@ class _ColumnsWriter(ValueWriter):
     def _pointers(self, phase: Phase) -> list[str]:
         values = [(f"p{value}", self.segment.body[value]) for value in phase.elements]
         accesses = [*values, *((f"q{number}", self.segment.stores[number]) for number in phase.stores)]
-        return [line for name, one in accesses if isinstance(one, Load | Store) for line in self.pointer(name, one)]
+        blocks = {f"p{value}": block_pointer(value) for value in self.blocks}
+        return [line for name, one in accesses if isinstance(one, Load | Store)
+                for line in self.pointer(name, one, blocks.get(name))]
 
     def _body(self, phase: Phase, looped: Sequence[int]) -> list[str]:
         lines = []

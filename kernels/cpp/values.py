@@ -64,6 +64,8 @@ class ValueWriter(ABC):
         self.declared: set[str] = set()
         #: Broadcasts used since the last :meth:`splats`, name to declaration.
         self._splats: dict[str, str] = {}
+        #: Loads that are read in transposed blocks.
+        self.blocks: tuple[int, ...] = ()
 
     @abstractmethod
     def arrays(self) -> list[str]:
@@ -227,11 +229,11 @@ class ValueWriter(ABC):
 
     # -- memory ---------------------------------------------------------------------------------------------
 
-    def pointer(self, name: str, access: Load | Store) -> list[str]:
+    def pointer(self, name: str, access: Load | Store, address: str | None = None) -> list[str]:
         """Declaration of the address of column 0 of an index affine in the column; none for the others."""
         if not access.index.is_affine_in(self.segment.col_axis) or self._gathers_columns(_picked(access)):
             return []
-        return [f"{self.storage(access.buffer)}* {name} = {self.row_address(access)};"]
+        return [f"{self.storage(access.buffer)}* {name} = {address or self.row_address(access)};"]
 
     def row_address(self, access: Load | Store) -> str:
         """Address of the element in column 0."""
@@ -265,6 +267,8 @@ class ValueWriter(ABC):
         return name, f"[&](int i) -> i64 {{ return (j + i) * {self.size(step)}; }}"
 
     def _load(self, value: int, instr: Load, kind: str) -> str:
+        if value in self.blocks:
+            return f"load(p{value} + j, m)"
         if instr.gather is None and instr.mask is None and shared_by_lanes(instr.index, self.segment):
             loaded = f"get(b{instr.buffer} + ({self.index(instr.index, 'j')}))"
             return _splat(kind, loaded)

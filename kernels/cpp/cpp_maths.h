@@ -87,6 +87,19 @@ template <class T> FP_INLINE T fp_rsqrt(T x) { return 1.0f / fp_sqrt(x); }
 FP_INLINE vf round_toward(vf x, vf rounded) {  // beyond 2^23 every float is an integer; NaN stays
   return fp_abs(x) < 0x1p23f ? with_sign(rounded, x) : x;
 }
+FP_INLINE float fp_round(float x) { return __builtin_rintf(x); }
+FP_INLINE double fp_round(double x) { return __builtin_rint(x); }
+FP_INLINE vd fp_round(vd x) { return each(x, [](double t) { return __builtin_rint(t); }); }
+#if FP_VECTOR_BYTES > 16
+#if FP_AVX512
+#define FP_ROUNDING "vrndscaleps "
+#else
+#define FP_ROUNDING "vroundps "
+#endif
+FP_INLINE vf fp_round(vf x) { vf y; __asm__(FP_ROUNDING "$8, %1, %0" : "=v"(y) : "v"(x)); return y; }  // ties to even
+FP_INLINE vf fp_floor(vf x) { vf y; __asm__(FP_ROUNDING "$9, %1, %0" : "=v"(y) : "v"(x)); return y; }
+FP_INLINE vf fp_ceil(vf x) { vf y; __asm__(FP_ROUNDING "$10, %1, %0" : "=v"(y) : "v"(x)); return y; }
+#else
 FP_INLINE vf fp_floor(vf x) {
   vf whole = convert<vf>(convert<vi>(x));
   return round_toward(x, whole - (whole > x ? splat<vf>(1.0f) : splat<vf>(0.0f)));
@@ -95,13 +108,11 @@ FP_INLINE vf fp_ceil(vf x) {
   vf whole = convert<vf>(convert<vi>(x));
   return round_toward(x, whole + (whole < x ? splat<vf>(1.0f) : splat<vf>(0.0f)));
 }
-FP_INLINE float fp_round(float x) { return __builtin_rintf(x); }
-FP_INLINE double fp_round(double x) { return __builtin_rint(x); }
-FP_INLINE vd fp_round(vd x) { return each(x, [](double t) { return __builtin_rint(t); }); }
 FP_INLINE vf fp_round(vf x) {  // ties to even
   vf magic = with_sign(splat<vf>(0x1p23f), x);
   return round_toward(x, (x + magic) - magic);
 }
+#endif
 
 // A polynomial in x: its coefficients from the highest power down.
 FP_INLINE vf polynomial(vf, vf p) { return p; }

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from fuseplan.kernels.cpp.contraction import Contraction, Sum, parts_of, refusal
 from fuseplan.kernels.cpp.contraction_emitter import sums_made
 from fuseplan.kernels.cpp.entry import checks_alone, entry_points, is_tiled, outside_flag, symbol_lines
-from fuseplan.kernels.cpp.ranges import in_ranges
+from fuseplan.kernels.cpp.ranges import in_ranges, in_runs
 from fuseplan.kernels.cpp.row_vectors import RowVectors, as_row_vectors
 from fuseplan.kernels.cpp.row_vectors_emitter import RowVectorsWriter
 from fuseplan.kernels.cpp.transposed import block_pointer, in_blocks, transposed_loads
@@ -105,7 +105,7 @@ def simplified(ir: KernelIR) -> Simplified:
             folds += [(stage, kind) for kind in shared.kinds]
             buffers += shared.parts
             rest, stage = shared.rest, stage + 1
-        stages[stage].append(as_row_vectors(rest))
+        stages[stage].append(as_row_vectors(in_runs(rest)))
     ordered = [stages[stage] for stage in range(len(stages))]
     segments = tuple(segment for stage in ordered for segment in stage)
     return Simplified(KernelIR(tuple(buffers), segments), tuple(map(len, ordered)), tuple(folds))

@@ -103,15 +103,27 @@ def _cost(ranges: Segment) -> tuple[int, bool, int]:
     return lies_apart(ranges, ranges.col_axis), ranges.cols % _ALIGNED > 0, -ranges.rows[0]
 
 
-def _ranges(segment: Segment, first: int, place: tuple[int, int, int], low: int = 0) -> Segment:
-    """So many ranges of a size from column ``low`` on, as rows; ``place`` begins with how many are before them."""
-    before, count, size = place
+def in_runs(segment: Segment) -> Segment:
+    """A segment without folds with the runs of memory that its rows are as rows."""
+    runs = 1 if segment.has_reduction() else _runs(segment)
+    return segment if runs == 1 else coalesce(_cut(segment, runs, segment.cols // runs), within_divisions=True)
+
+
+def _cut(segment: Segment, count: int, size: int, low: int = 0) -> Segment:
+    """So many ranges of a size, from column ``low`` on, as rows."""
     axes = {axis: Index.coord(axis + 1, extent) for axis, extent in enumerate(segment.rows)}
     axes[segment.col_axis] = Index.coord(0, count) * size + Index.coord(segment.col_axis + 1, size) + low
     moved = segment.with_indices(lambda index: index.substitute(axes))
+    return replace(moved, rows=(count, *segment.rows), cols=size)
+
+
+def _ranges(segment: Segment, first: int, place: tuple[int, int, int], low: int = 0) -> Segment:
+    """Ranges that store their folds in parts; ``place`` begins with how many ranges are before them."""
+    before, count, size = place
+    moved = _cut(segment, count, size, low)
     part = (Index.coord(0, count) + before) * segment.num_rows
     stores = (replace(one, index=one.index + part) if one.buffer >= first else one for one in moved.stores)
-    return replace(moved, rows=(count, *segment.rows), cols=size, stores=tuple(stores))
+    return replace(moved, stores=tuple(stores))
 
 
 def _part(segment: Segment, body: Sequence[Instr], stores: Sequence[Store], lookups: Collection[int]) -> Segment:

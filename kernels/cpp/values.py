@@ -198,8 +198,9 @@ class ValueWriter(ABC):
     def _whole_exponent(self, power: Apply) -> int:
         """The exponent of a power that few products give; 0 for others."""
         exponent = self.segment.body[power.args[1]]
-        few = isinstance(exponent, Const) and abs(exponent.value) <= _MOST_PRODUCTS and exponent.value % 1 == 0
-        return int(exponent.value) if few else 0
+        if not isinstance(exponent, Const) or abs(exponent.value) > _MOST_PRODUCTS or exponent.value % 1:
+            return 0
+        return int(exponent.value)
 
     # -- folds ----------------------------------------------------------------------------------------------
 

@@ -62,6 +62,22 @@ template <class At, class M> FP_INLINE vf gather(const bf16* p, At at, M m) {
 template <class At, class M> FP_INLINE vf gather(const f16* p, At at, M m) {
   return float_of_f16<vf>(gather_bits(&p->bits, at, m));
 }
+// The elements at p and before it.
+template <class V> FP_INLINE V reversed(V v) {
+  decltype(v < v) from;
+  for (int i = 0; i < L; ++i) from[i] = L - 1 - i;
+#if defined(__clang__)
+  V to;
+  for (int i = 0; i < L; ++i) to[i] = v[from[i]];
+  return to;
+#else
+  return __builtin_shuffle(v, from);
+#endif
+}
+template <class T, class M> FP_INLINE auto load_back(const T* p, M) { return reversed(load(p - (L - 1))); }
+template <class T> FP_INLINE auto load_back(const T* p, Part m) {
+  return gather(p, [](int i) { return -(i64)i; }, m);
+}
 template <class T, class At, class V, class M> FP_INLINE void scatter(T* p, At at, V v, M m) {
   T row[L];
   store(row, v);

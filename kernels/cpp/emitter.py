@@ -98,7 +98,8 @@ def simplified(ir: KernelIR) -> Simplified:
         folds += [(0, "sum") for _ in made.buffers]
         stages[0], stages[1] = [*made.before], [*made.contractions]
     rest_of = [segment for segment in ir.segments if not segment.products]
-    for piece in (piece for segment in rest_of for piece in split_columns(segment)):
+    merged = (coalesce(piece, within_divisions=True) for segment in rest_of for piece in split_columns(segment))
+    for piece in (piece for segment in merged for piece in split_columns(segment)):
         rest, stage = coalesce(piece, within_divisions=True), 0
         while not _checks_first(ir) and (shared := in_ranges(rest, len(buffers))):
             stages[stage] += shared.segments

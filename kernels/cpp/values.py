@@ -275,6 +275,8 @@ class ValueWriter(ABC):
             return _splat(kind, loaded)
         pointer, offsets = self.address(f"p{value}", instr)
         plain = f"load({pointer}, m)" if offsets is None else f"gather({pointer}, {offsets}, m)"
+        if offsets is not None and _walks_back(instr, self.segment):
+            plain = f"load_back({pointer} - j, m)"
         if instr.mask is None:
             return plain
         other = _splat(kind, constant_text(kind, instr.other))
@@ -293,6 +295,12 @@ class ValueWriter(ABC):
         pointer, offsets = self.address(f"q{number}", store)
         call = f"store({pointer}, {value}, m);" if offsets is None else f"scatter({pointer}, {offsets}, {value}, m);"
         return f"{self.where_stored(store)}{call}"
+
+
+def _walks_back(load: Load, segment: Segment) -> bool:
+    """Whether each column is right before the last one in memory."""
+    affine = load.gather is None and load.index.is_affine_in(segment.col_axis)
+    return affine and bool(load.index.coefficient(segment.col_axis) == -1)
 
 
 def _picked(access: Load | Store) -> Gather | None:

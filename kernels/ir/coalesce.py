@@ -95,6 +95,7 @@ def split_words(segment: Segment) -> Segment:
 MAX_PIECES = 8
 #: A narrower piece would not fill a vector.
 MIN_COLS = 16
+_WIDE = 8
 
 #: A column position ``slope * col + offset``.
 _Line = tuple[int, int]
@@ -107,9 +108,12 @@ def split_columns(segment: Segment) -> tuple[Segment, ...]:
     """Pieces of a segment without reductions that cover its columns; the segment alone where nothing is gained."""
     if segment.has_reduction() or not isinstance(segment.cols, int):
         return (segment,)
-    edges = [0, *sorted(_breakpoints(segment)), segment.cols]
+    compared, stepped = _breakpoints(segment)
+    edges = [0, *sorted(compared | stepped), segment.cols]
     widths = [high - low for low, high in pairwise(edges)]
-    if not 1 < len(widths) <= MAX_PIECES or min(widths) < MIN_COLS:
+    # Masks cost little; elements that no vector loads as one cost more than a narrow piece, beside a wide one.
+    least = 1 if stepped and segment.cols >= _WIDE * MIN_COLS else MIN_COLS
+    if not 1 < len(widths) <= MAX_PIECES or min(widths) < least:
         return (segment,)
     return tuple(_piece(segment, low, high) for low, high in pairwise(edges))
 
@@ -132,13 +136,13 @@ def _difference(operands: Iterable[Instr], col_axis: int) -> _Line | None:
     return (left[0] - right[0], left[1] - right[1]) if left is not None and right is not None else None
 
 
-def _breakpoints(segment: Segment) -> set[int]:
-    """Columns inside the row where a comparison changes its outcome, or a division steps."""
+def _breakpoints(segment: Segment) -> tuple[set[int], set[int]]:
+    """Columns inside the row where a comparison changes its outcome, and where a division steps."""
     axis, cols, body = segment.col_axis, int(segment.cols), segment.body
     compared = [instr for instr in body if isinstance(instr, Apply) and instr.op in _COMPARE]
     lines = [(instr.op, _difference((body[arg] for arg in instr.args), axis)) for instr in compared]
     changes = (_changes(op, line, cols) for op, line in lines if line is not None)
-    return set[int]().union(*changes, *(_steps(index, axis, cols) for index in segment.indices()))
+    return set[int]().union(*changes), set[int]().union(*(_steps(index, axis, cols) for index in segment.indices()))
 
 
 def _changes(op: str, line: _Line, cols: int) -> set[int]:
@@ -161,10 +165,11 @@ def _steps(index: Index, col_axis: int, cols: int) -> set[int]:
         line = _index_line(atom.base, col_axis)
         if line is None or line[0] == 0 or not isinstance(atom.divisor, int):
             continue
-        values = [(line[0] * column + line[1]) // atom.divisor for column in range(cols)] if cols <= 4096 else []
-        steps = {column for column in range(1, len(values)) if values[column] != values[column - 1]}
-        if len(steps) < MAX_PIECES:
-            found |= steps
+        (slope, offset), divisor = line, atom.divisor
+        first, last = offset // divisor, (slope * (cols - 1) + offset) // divisor
+        if abs(last - first) < MAX_PIECES:
+            found |= {-((offset - quotient * divisor) // slope) if slope > 0 else (offset - quotient * divisor) // -slope + 1
+                      for quotient in range(min(first, last) + 1, max(first, last) + 1)}
     return found
 
 

@@ -331,3 +331,19 @@ template <int N> FP_INLINE vf fp_power(vf x) {
     else return 1.0 / product<-N>(t);
   }, x);
 }
+// What is left of x after whole multiples of y, with the sign of x. A quotient below 2^23 is rounded by less than one.
+FP_INLINE float fp_fmod(float x, float y) { return __builtin_fmodf(x, y); }
+FP_INLINE double fp_fmod(double x, double y) { return __builtin_fmod(x, y); }
+FP_INLINE vd fp_fmod(vd x, vd y) { return each(x, y, [](double a, double b) { return __builtin_fmod(a, b); }); }
+FP_INLINE vf fp_fmod(vf x, vf y) {
+  const vf a = fp_abs(x), b = fp_abs(y), quotient = a / b, whole = fp_floor(quotient);
+#if FP_FMA
+  vf left = a - whole * b;
+#else
+  vf left = doubly([](auto p, auto q, auto r) __attribute__((always_inline)) { return p - q * r; }, a, whole, b);
+#endif
+  left = with_sign(a < b ? a : left < 0.0f ? left + b : left, x);
+  const vm far = (quotient >= 0x1p23f) & (a < __builtin_inff()) & (b > 0.0f);
+  if (any(far)) left = far ? each(x, y, [](float p, float q) { return __builtin_fmodf(p, q); }) : left;
+  return left;
+}

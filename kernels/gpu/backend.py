@@ -28,10 +28,17 @@ from fuseplan.kernels.gpu.targets import read_resources, toolchain
 from fuseplan.kernels.gpu.tile import LAUNCH, WARP, as_launched, chunk_width, launches, needs_int64, tile_of
 from fuseplan.kernels.ir.backend import Backend, BuildError, CompiledKernel, Config, Resources, Target, config_key
 from fuseplan.kernels.ir.in_place import Execution, ReuseOptions, reuse_options
-from fuseplan.kernels.ir.ir import KernelIR
+from fuseplan.kernels.ir.ir import Apply, KernelIR
+from fuseplan.kernels.ir.ops import op_spec
 
 #: Planning asks for every group, and to look takes as long as to price one.
 _find_spec = functools.cache(importlib.util.find_spec)
+
+
+def unspelled(ir: KernelIR) -> str:
+    """The scalar op of a kernel that only the C++ back end can spell; "" where there is none."""
+    ops = (instr.op for segment in ir.segments for instr in segment.body if isinstance(instr, Apply))
+    return next((op for op in ops if not op_spec(op).triton), "")
 
 
 class GpuBackend(Backend):
@@ -57,6 +64,8 @@ class GpuBackend(Backend):
             return f"{self.name} kernels run on CUDA devices, not on '{target.device_type}'"
         if not target.gpu.fp8 and any(buffer.dtype == "float8_e4m3fn" for buffer in ir.buffers):
             return f"{target.arch} has no float8_e4m3fn"
+        if missing := unspelled(ir):
+            return f"kernels for GPUs have no {missing}"
         return self._refuse(ir, target)
 
     @abstractmethod

@@ -2,7 +2,8 @@
 
 Templates take operands as ``{0}``, ``{1}``, ``{2}``. C++ spellings that are calls (``fp_exp``) are defined in the C++
 prelude, for scalars and SIMD vectors alike; Triton spellings use ``tl`` (``ntl`` in ninetoothed has the same functions)
-and must run under the Triton interpreter too. Minimum, maximum and their reductions propagate NaN, as in ATen.
+and must run under the Triton interpreter too; an op whose Triton spelling is empty is in no kernel for GPUs. Minimum,
+maximum and their reductions propagate NaN, as in ATen.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ _ROWS: tuple[OpSpec, ...] = (
     OpSpec("floor", 1, torch.floor, "fp_floor({0})", "tl.floor({0})"),
     OpSpec("ceil", 1, torch.ceil, "fp_ceil({0})", "tl.ceil({0})"),
     OpSpec("round", 1, torch.round, "fp_round({0})", "_round({0})"),
+    OpSpec("fmod", 2, torch.fmod, "fp_fmod({0}, {1})", "", flops=8.0),
     # -- integers (operands int64 or int32) ---------------------------------------------------------------
     OpSpec("int_floordiv", 2, lambda a, b: torch.div(a, b, rounding_mode="floor"), "fp_floordiv({0}, {1})",
            "_floordiv({0}, {1})"),

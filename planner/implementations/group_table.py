@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 
+from fuseplan.costmodel.devices import is_cpu
 from fuseplan.costmodel.work import Work
+from fuseplan.kernels.gpu.backend import unspelled
 from fuseplan.kernels.ir.backend import Backend, Target
 from fuseplan.planner.errors import failure_reason
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
@@ -50,8 +52,14 @@ class GroupTable:
     def lowered(self, group: Candidate) -> Lowered:
         """The group's kernel; NotLowerable says why there is none."""
         if group.ops not in self._lowered:
-            self._lowered[group.ops] = lower_group(self.graph, group.ops, self.numerics)
+            self._lowered[group.ops] = self._lower(group.ops)
         return self._lowered[group.ops]
+
+    def _lower(self, ops: tuple[str, ...]) -> Lowered:
+        lowered = lower_group(self.graph, ops, self.numerics)
+        if not is_cpu(self.device_type) and (op := unspelled(lowered.ir)):
+            raise NotLowerable(f"only kernels for CPUs have {op}")
+        return lowered
 
     def kernel(self, group: Candidate) -> Lowered | None:
         """The group's kernel; None for what only ATen can run: a matmul, or an op that writes to what it reads."""
@@ -66,7 +74,7 @@ class GroupTable:
         if self.is_anchor(Candidate(names, (), ())):
             return f"{self.graph.op(names[0]).op} by itself is a library's"
         try:
-            self._lowered[names] = lower_group(self.graph, names, self.numerics)
+            self._lowered[names] = self._lower(names)
             if self.dynamic is not None:
                 lower_group(self.dynamic, names, self.numerics)
         except Exception as error:  # whatever a group fails at, others of its region can be kernels

@@ -126,12 +126,45 @@ def _div(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     return a / argument(p, node, "other", 1, position, dtype)
 
 
-def _floor_divide_refuse(node: OpNode, specs: Specs) -> str | None:
-    """Integers by a number that is known: ATen raises where a divisor is zero, and rounds floats in another way."""
-    if node.attrs.get("rounding_mode", "floor") != "floor":
-        return f"rounding mode {node.attrs['rounding_mode']}"
-    if specs[node.outputs[0]].dtype not in INTEGERS:
-        return f"result of dtype {specs[node.outputs[0]].dtype}, only integers are supported"
+def _divided(mode: str) -> Build:
+    """The quotient rounded as the ``mode`` says; an argument of the same name takes its place."""
+
+    def compute(p: BodyBuilder, node: OpNode, a: Value, b: Value) -> Value:
+        if not a.dtype.startswith("float"):
+            return a.int_floordiv(b)
+        if node.attrs.get("rounding_mode", mode) == "trunc":
+            return _trunc(a / b)
+        left = a.fmod(b)
+        quotient = (a - left) / b
+        quotient = _against(left, b).where(quotient - 1.0, quotient)
+        whole = quotient.floor()
+        nearest = (quotient - whole > 0.5).where(whole + 1.0, whole)
+        # Zeros have the sign of the quotient; by zero, it is what it is.
+        return b.eq(0.0).where(a / b, quotient.eq(0.0).where(a / b * 0.0, nearest))
+
+    return of_two(compute)
+
+
+def _against(left: Value, b: Value) -> Value:
+    """Whether what is left of a division has not the sign of the divisor ``b``."""
+    return left.ne(0.0) & (left < 0.0).ne(b < 0.0)
+
+
+def _remainder(p: BodyBuilder, node: OpNode, a: Value, b: Value) -> Value:
+    """What is left, with the sign of the divisor."""
+    if not a.dtype.startswith("float"):
+        return a.int_remainder(b)
+    left = a.fmod(b)
+    return _against(left, b).where(left + b, left)
+
+
+def _division_refuse(node: OpNode, specs: Specs) -> str | None:
+    """Integers by a number that is known, rounded down: ATen raises where a divisor is zero."""
+    dtype = specs[node.outputs[0]].dtype
+    if dtype in FLOATS:
+        return None if node.attrs.get("rounding_mode", "floor") in ("floor", "trunc") else "rounds nothing"
+    if node.attrs.get("rounding_mode", "floor") != "floor" or dtype not in INTEGERS:
+        return f"rounding mode {node.attrs.get('rounding_mode')} of dtype {dtype}"
     divisor = node.attrs.get("other")
     return None if isinstance(divisor, int) and divisor else "the divisor is no number other than zero"
 
@@ -273,8 +306,8 @@ POINTWISE = {
     **_row("rsub.Scalar", _binary("sub", swapped=True), refuse=no_booleans),
     **_row("mul.Tensor mul.Scalar", _binary("mul")),
     **_row("div.Tensor div.Scalar true_divide.Tensor true_divide.Scalar", _div, refuse=float_result),
-    **_row("floor_divide floor_divide.Scalar div.Scalar_mode div.Tensor_mode", _binary("int_floordiv"),
-           refuse=_floor_divide_refuse),
+    **_row("floor_divide floor_divide.Scalar div.Scalar_mode div.Tensor_mode", _divided("floor"),
+           refuse=_division_refuse),
     **_row("maximum max.other", _binary("maximum")),
     **_row("minimum min.other", _binary("minimum")),
     **_row("pow.Tensor_Scalar", _power, refuse=float_result,
@@ -308,7 +341,8 @@ POINTWISE = {
     **_row("addcmul", _added("mul"), refuse=_floats_alone),
     **_row("addcdiv", _added("div"), refuse=_floats_alone),
     **_row("clamp.Tensor clamp_min.Tensor clamp_max.Tensor", _clamp_by_tensors, refuse=no_booleans),
-    **_row("remainder.Scalar", _binary("int_remainder"), refuse=_floor_divide_refuse),
+    **_row("remainder.Scalar remainder.Tensor remainder.Scalar_Tensor", of_two(_remainder), refuse=_division_refuse),
+    **_row("fmod.Scalar fmod.Tensor", _binary("fmod"), refuse=float_result),
     **_row("where.self where.ScalarSelf where.ScalarOther", _WHERE, rearranges=True, slow_on_cpu=3.0),
     **_row("where.Scalar", _WHERE, slow_on_cpu=3.0),
     **_row("masked_fill.Scalar masked_fill.Tensor", _masked_fill, refuse=_filled_refuse, rearranges=True,

@@ -197,6 +197,13 @@ SAMPLES: list[tuple[str, tuple[torch.Tensor, ...], dict[str, Any]]] = [
     ("aten.clamp_max.Tensor", (X, T), {}),
     ("aten.remainder.Scalar", (COUNTS - 4,), {"other": 3}),
     ("aten.remainder.Scalar", (COUNTS - 4,), {"other": -3}),
+    *((f"aten.{name}.Scalar", (X * 9,), {"other": divisor})
+      for name in ("remainder", "fmod", "floor_divide") for divisor in (0.75, -3)),
+    *((f"aten.{name}", (X * 9, T), {})
+      for name in ("remainder.Tensor", "fmod.Tensor", "floor_divide.default")),
+    ("aten.remainder.Scalar_Tensor", (X,), {"self": 5.0}),
+    *((f"aten.div.{kind}_mode", operands, {**number, "rounding_mode": mode}) for mode in ("floor", "trunc")
+      for kind, operands, number in (("Tensor", (X * 9, ROW), {}), ("Scalar", (X,), {"other": 0.3}))),
     ("aten.flip.default", (X,), {"dims": (0, -1)}),
     ("aten.flip.default", (T,), {"dims": (1,)}),
     ("aten.pixel_shuffle.default", (torch.randn(2, 12, 3, 5),), {"upscale_factor": 2}),

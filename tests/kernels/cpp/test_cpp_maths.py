@@ -142,6 +142,22 @@ def test_powers_are_within_an_ulp(backend: CppBackend) -> None:
     assert_powers(apply(backend, "pow", [base, exponent]), base, exponent)
 
 
+def test_what_divisions_leave_is_exact(backend: CppBackend) -> None:
+    """Of random bits, of whole multiples and their neighbours, and of quotients around those that vectors divide."""
+    generator = torch.Generator().manual_seed(2)
+    a, b = power_operands()
+    divisor = torch.randn(60_000, generator=generator)
+    steps = torch.exp2(torch.rand(60_000, generator=generator) * 26).round()
+    multiple = divisor * steps
+    beside = [multiple.nextafter(torch.tensor(to)) for to in (math.inf, -math.inf)]
+    a, b = torch.cat([a, multiple, *beside]), torch.cat([b, divisor, divisor, divisor])
+    # In float32 ATen's own gives NaN for large quotients.
+    actual, exact = apply(backend, "fmod", [a, b]), torch.fmod(a.double(), b.double()).float()
+    torch.testing.assert_close(actual, exact, rtol=0, atol=0, equal_nan=True)
+    zero = exact == 0
+    assert torch.equal(actual[zero].signbit(), exact[zero].signbit())
+
+
 @pytest.mark.parametrize("exponent", [4, 5, 11, 64, -2, -3, -7, 1.7, -0.25])
 @pytest.mark.parametrize("stored", ["float32", "float16"])
 def test_powers_with_a_known_exponent(

@@ -86,3 +86,37 @@ def test_conversions(dtype: torch.dtype, compiler: Compiler, tmp_path: Path) -> 
         torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
         real = ~expected.isnan()
         assert torch.equal(result[real].signbit(), expected[real].signbit())
+
+
+def float_graph(x: torch.Tensor, y: torch.Tensor) -> tuple[Builder, list[str]]:
+    """Functions whose code depends on the vectors: powers, divisions with a rest, flips, rolls, transposed operands."""
+    b = Builder(x=x, y=y, t=y.t().contiguous())
+    made = [b("aten.pow.Tensor_Tensor", "x", "y"), b("aten.pow.Tensor_Scalar", "x", exponent=5),
+            b("aten.pow.Tensor_Scalar", "y", exponent=-3), b("aten.fmod.Tensor", "x", "y"),
+            b("aten.remainder.Tensor", "x", "y"), b("aten.div.Tensor_mode", "x", "y", rounding_mode="floor"),
+            b("aten.floor.default", "x"), b("aten.ceil.default", "x"), b("aten.round.default", "x"),
+            b("aten.flip.default", "x", dims=[1]), b("aten.roll.default", "x", shifts=[3], dims=[1]),
+            b("aten.add.Tensor", "x", b("aten.t.default", "t"))]
+    return b, made
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_functions(dtype: torch.dtype, compiler: Compiler, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1.0, -1.0, 2.5, -0.5, 7.0, -3.0])
+    x, y = torch.randn(67, 131) * 5, torch.randn(67, 131) * 3
+    x[0, :121], y[0, :121] = special.repeat_interleave(11), special.repeat(11)
+    b, made = float_graph(x.to(dtype), y.to(dtype))
+    wide, _ = float_graph(x.to(dtype).double(), y.to(dtype).double())
+    backend = CppBackend(tmp_path)
+    for name in made:
+        lowered = lower(b.graph(name), [name], "fp32", (name,))
+        config = backend.default_config(lowered.ir, TARGET)
+        out, exact = torch.empty_like(b.tensors[name]), wide.tensors[name].to(dtype)
+        kernel = load_kernel(lowered.ir, backend.source(lowered.ir, config), run_settings(lowered.ir, config, TARGET),
+                             compiler, tmp_path)
+        kernel(*(b.tensors[value] for value in lowered.inputs), out)
+        torch.testing.assert_close(out, exact, rtol=torch.finfo(dtype).eps, atol=0, equal_nan=True,
+                                   msg=lambda text, name=name: f"{name}: {text}")
+        zero = exact == 0
+        assert torch.equal(out[zero].signbit(), exact[zero].signbit()), name

@@ -89,7 +89,6 @@ def test_every_recipe_has_a_sample() -> None:
           for kind, more in (("nearest", {}), ("bilinear", {"align_corners": False}))),
         ("aten.index.Tensor", (X, B), {"indices": (Ref(1),)}, "as many elements as are true"),
         ("aten.floor_divide.default", (COUNTS, MORE + 1), {}, "no number"),
-        ("aten.floor_divide.default", (X,), {"other": 2}, "only integers"),
         ("aten.div.Tensor_mode", (COUNTS,), {"other": 2, "rounding_mode": "trunc"}, "trunc"),
         ("aten.pad.default", (X,), {"pad": (1, 1), "mode": "reflect"}, "reflect"),
         ("aten.diff.default", (X,), {"n": 2}, "order 2"),

@@ -15,6 +15,8 @@ endif
 # Processes that run the tests: each holds PyTorch, starts others, and waits for them. On two cores three keep busy.
 JOBS ?= 3
 BIN := $(VENV)/bin
+# Python compiles what it imports; to compile all that is installed takes as long again as some downloads.
+PIP := $(BIN)/python -m pip install --quiet --no-compile
 # A file stays with one process, which makes its fixtures once; tests/conftest.py has long files begin.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
@@ -22,16 +24,16 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reor
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(PIP) --upgrade pip
 
 $(VENV)/.installed: $(BIN)/python pyproject.toml
-	$(if $(GPU),,$(BIN)/python -m pip install --quiet --retries 0 --timeout 15 --index-url $(CPU_INDEX) $(TORCH) 2>/dev/null ||) \
-	  $(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)]"
+	$(if $(GPU),,$(PIP) --retries 0 --timeout 15 --index-url $(CPU_INDEX) $(TORCH) 2>/dev/null ||) \
+	  $(PIP) $(TORCH)
+	$(PIP) --editable ".[$(EXTRAS)]"
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --editable ".[dev,docs]"
+	$(PIP) --editable ".[dev,docs]"
 	touch $@
 
 tune: $(VENV)/.installed

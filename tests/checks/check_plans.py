@@ -165,7 +165,7 @@ def loss_of(chosen: Sequence[Choice], best: Sequence[Choice], problem: RegionPro
 def check(session: Session, one: Small, tuner: Tuner, optimism: float) -> bool:
     """Look for a better partition of one region, and say what came of it; True when there is none."""
     start = time.monotonic()
-    prices = HopefulPrices(one.table, session.spec, tuner, part=one.part)
+    prices = HopefulPrices(one.table, session.spec, tuner)
     prices.optimism = optimism
     wanted = {(frozenset(one.plan.group_ops(group)), _kind(group)) for group in one.plan.record.groups}
     chosen = [

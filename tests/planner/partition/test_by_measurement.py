@@ -210,7 +210,7 @@ def test_the_check_of_plans_finds_the_best_partition_and_runs_it_beside_another(
     problem = region_problem(table, region, enumerate_candidates(graph, region, table.legal),
                              implementations_for("eager", (Named(),), TARGET))
     tuner = ScriptedTuner(Database(tmp_path / "t.db"), lambda subject: times_us[len(compute_nodes(subject))])
-    prices = HopefulPrices(table, None, tuner, part=region)  # type: ignore[arg-type]
+    prices = HopefulPrices(table, None, tuner)  # type: ignore[arg-type]
     best = best_of_all(problem, prices)
     whole = [one for one in problem.choices if len(one.group.ops) == 4]
     assert [len(one.group.ops) for one in best] == [2, 2]

@@ -110,7 +110,7 @@ def compile_chain(
 def compile_graph(
     module: fx.GraphModule, example_inputs: Sequence[Any], mode: InductorMode = "default"
 ) -> Callable[..., Any]:
-    """One of Dynamo's graphs as ``torch.compile`` runs it, with the random numbers that eager mode draws."""
+    """A traced graph by TorchInductor's code, with the random numbers that eager mode draws."""
     from torch._inductor.compile_fx import compile_fx
 
     with _ONE_AT_A_TIME:

@@ -103,7 +103,9 @@ def _compile(apart: Apart, options: DispatchOptions, tally: Tally) -> Callable[.
         lookup = look_up(session, traced.graph, on_miss, tally)
     finally:
         session.database.close()
-    whole = _by_inductor(gm, example_inputs, lookup.by_inductor, tally) if lookup.by_inductor is not None else None
+    whole = None
+    if lookup.by_inductor is not None:
+        whole = _by_inductor(traced.module, example_inputs, lookup.by_inductor, tally)
     call = whole or executable(
         traced, lookup.groups, session.target, tally, options.numerics, options.debug, options.in_place,
         unguarded=apart.parameters | apart.inner)
@@ -115,11 +117,11 @@ def _compile(apart: Apart, options: DispatchOptions, tally: Tally) -> Callable[.
 
 
 def _by_inductor(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], mode: inductor.InductorMode, tally: Tally
+    module: fx.GraphModule, example_inputs: Sequence[Any], mode: inductor.InductorMode, tally: Tally
 ) -> Callable[..., Any] | None:
-    """The graph as ``torch.compile`` runs it; None, counted, where that cannot be compiled here."""
+    """A traced graph by TorchInductor's code, as it was timed; None, counted, where that cannot be compiled here."""
     try:
-        call = inductor.compile_graph(gm, example_inputs, mode)
+        call = inductor.compile_graph(module, example_inputs, mode)
     except Exception as error:
         tally.note(f"no code of TorchInductor's for the whole graph: {failure_reason(error)}")
         return None

@@ -10,7 +10,7 @@ import pytest
 import report_samples as samples
 import torch
 from fast_tunes import count_instead_of_timing
-from torch import nn
+from torch import fx, nn
 
 from fuseplan.planner import explain, stats, tune
 from fuseplan.planner.implementations import inductor
@@ -46,6 +46,28 @@ def model() -> Counter:
     return Counter().eval()
 
 
+class Masked(nn.Module):
+    """Attention whose mask is causal, and is made in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.linear(x).view(2, 5, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        mask = torch.ones(5, 5, dtype=torch.bool).tril()
+        found = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return nn.functional.gelu(found) * 2
+
+
+def won(path: Path) -> None:
+    """Say that TorchInductor won all steps of a database."""
+    with Database(path, "write") as database:
+        for key, step in stored_steps(database).items():
+            told = replace(step, planned_us=50.0, inductor_us=40.0, by_inductor=True)
+            database.put_capture(f"step/{key}", asdict(told))
+
+
 @pytest.fixture(scope="module")
 def db(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A database with the plan of either model, and steps that Inductor won."""
@@ -54,10 +76,7 @@ def db(tmp_path_factory: pytest.TempPathFactory) -> Path:
         count_instead_of_timing(patch)
         for table in (False, True):
             tune(Counter(table).eval(), inputs(table), device="cpu", db=path)
-    with Database(path, "write") as database:
-        for key, step in stored_steps(database).items():
-            won = replace(step, planned_us=50.0, inductor_us=40.0, by_inductor=True)
-            database.put_capture(f"step/{key}", asdict(won))
+    won(path)
     assert any(one.best_us == 40.0 for one in stored_steps(Database(path)).values())
     return path
 
@@ -83,6 +102,30 @@ def test_dispatch_leaves_the_graph_to_it(model: Counter, db: Path) -> None:
     check(model, db)
     assert stats().whole_by_inductor == 1 and not stats().groups_fused and not stats().misses
     assert "1 graph as a whole by TorchInductor's code" in str(stats())
+
+
+def test_what_was_timed_is_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is timed as it is rewritten: attention without its mask, which is constant."""
+    model, x = Masked().eval(), torch.randn(2, 5, 16)
+    path = samples.known_machine(tmp_path / "tuning.db")
+    with pytest.MonkeyPatch.context() as patch:
+        count_instead_of_timing(patch)
+        tune(model, (x,), device="cpu", db=path)
+    won(path)
+    compile_graph, compiled = inductor.compile_graph, list[fx.GraphModule]()
+
+    def spied(module: fx.GraphModule, *args: Any) -> Any:
+        compiled.append(module)
+        return compile_graph(module, *args)
+
+    monkeypatch.setattr(inductor, "compile_graph", spied)
+    torch._dynamo.reset()
+    call = torch.compile(model, backend="fuseplan", options={"db": str(path)}, dynamic=False)
+    with torch.no_grad():
+        torch.testing.assert_close(call(x), model(x))
+    (module,) = compiled
+    (attention,) = (node for node in module.graph.nodes if "scaled_dot_product" in str(node.target))
+    assert len(attention.all_input_nodes) == 3
 
 
 def test_a_plan_for_eagers_roundings_does_not(model: Counter, db: Path) -> None:

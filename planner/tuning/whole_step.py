@@ -51,7 +51,8 @@ class StepTimes:
         gain_low, gain_high: The range of unfused over planned time in each of so many ``rounds``, without the tenth of
             them with the least and the tenth with the most.
         floor_us: What memory and arithmetic alone take; None where a peak is not known.
-        inductor_us: By TorchInductor's code, as plain ``torch.compile`` runs it; None where it was not timed.
+        inductor_us: By TorchInductor's code of the same graph; None where it was not timed. Plain ``torch.compile``
+            has a graph whose attention nobody rewrote, and may take longer.
         inductor_mode: Which mode of ``torch.compile`` that was.
         by_inductor: Whether that is faster beyond doubt, so that dispatch leaves the whole graph to it.
         alone: Its time over the plan's on a GPU, in a CUDA graph; None where that was not timed apart.

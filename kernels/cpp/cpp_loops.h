@@ -219,6 +219,11 @@ template <class V, class C, class F> FP_INLINE V scanned(V v, C& carried, C iden
     return Two::joined(low, Lanes::scanned(Two::part(v, 1), carried, identity, combine));
   }
 }
+// The same of what has no vector form.
+template <class V, class C, class F> FP_INLINE V scanned_in_turn(V v, C& carried, C, F combine) {
+  for (int i = 0; i < L; ++i) v[i] = carried = combine(carried, (C)v[i]);
+  return v;
+}
 template <class V> FP_INLINE V iota(i64 first, i64 step) {
   V v;
   for (int i = 0; i < L; ++i) v[i] = i;

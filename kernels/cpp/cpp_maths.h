@@ -81,6 +81,12 @@ FP_INLINE vd fp_sqrt(vd x) { return each(x, [](double t) { return __builtin_sqrt
 FP_INLINE vf fp_sqrt(vf x) { return each(x, [](float t) { return __builtin_sqrtf(t); }); }
 FP_INLINE vd fp_sqrt(vd x) { return each(x, [](double t) { return __builtin_sqrt(t); }); }
 #endif
+// log(exp(a) + exp(b)); of equal numbers, infinite ones too, the difference is 0.
+FP_INLINE double fp_logaddexp(double a, double b) {
+  double top = fp_maximum(a, b), gap = a == b ? 0.0 : fp_minimum(a, b) - top;
+  return top + __builtin_log1p(__builtin_exp(gap));
+}
+FP_INLINE vd fp_logaddexp(vd a, vd b) { return each(a, b, [](double x, double y) { return fp_logaddexp(x, y); }); }
 template <class T> FP_INLINE T fp_rsqrt(T x) { return 1.0f / fp_sqrt(x); }
 
 // -- vectors of float -------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ STORAGE_TYPE = {
     "float8_e4m3fn": "f8",
 }
 
-#: In which elements a scan is carried from column to column: sums of float32 in double precision, as in ATen.
+#: In which elements a scan is carried from column to column: float32 in double precision, as in ATen.
 CARRIED_TYPE = {"float32": "float64", "float64": "float64", "int64": "int64", "int32": "int64"}
 
 COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})

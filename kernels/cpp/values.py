@@ -218,7 +218,8 @@ class ValueWriter(ABC):
         """A scan's vector of columns; what it carries, in registers of ``kind``, is ``carried<v>``."""
         own, combine = self.kinds[value], f"[](auto x, auto y) {{ return {self.combined(value, 'x', 'y')}; }}"
         operand = self.operand(self.reduction(value).arg, own)
-        return f"scanned({operand}, carried{value}, {self.identity(value, kind)}, {combine})"
+        function = REDUCTIONS[self.reduction(value).kind].cpp_scan
+        return f"{function}({operand}, carried{value}, {self.identity(value, kind)}, {combine})"
 
     def identity(self, value: int, kind: str) -> str:
         """What a fold in registers of ``kind`` begins with."""

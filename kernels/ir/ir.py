@@ -159,7 +159,7 @@ class Reduce:
 
 @dataclass(frozen=True)
 class Scan:
-    """Fold ``arg`` over the columns of a row up to and with each one, with ``kind`` (``"sum"`` or ``"prod"``)."""
+    """Fold ``arg`` over the columns of a row up to and with each one, with ``kind`` (a key of ``REDUCTIONS``)."""
 
     dtype: RegisterType
     kind: str

@@ -39,14 +39,21 @@ class OpSpec:
 
 @dataclass(frozen=True)
 class ReductionSpec:
-    """A fold over the columns of a row: ``identity`` and ``combine`` (C++), ``tl_function`` (Triton), ``reference``."""
+    """A fold over the columns of a row, and the scan that is the fold of all columns so far."""
 
     name: str
     identity: float
     cpp_combine: str
     triton_combine: str
     triton_reduce: str
+    triton_scan: str
+    #: The fold of the last dimension, which stays; and the scan along a dimension.
     reference: Callable[[torch.Tensor], torch.Tensor]
+    reference_scan: Callable[[torch.Tensor, int], torch.Tensor]
+    #: Operations counted for each element.
+    flops: float = 1.0
+    #: The function of ``cpp_loops.h`` that scans a vector.
+    cpp_scan: str = "scanned"
 
 
 _NAN_MAX = "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"
@@ -111,14 +118,17 @@ OPS: dict[str, OpSpec] = {row.name: row for row in _ROWS}
 REDUCTIONS: dict[str, ReductionSpec] = {
     row.name: row
     for row in (
-        ReductionSpec("sum", 0.0, "({0} + {1})", "({0} + {1})", "tl.sum",
-                      lambda x: torch.sum(x, dim=-1, keepdim=True)),
-        ReductionSpec("max", -math.inf, "fp_maximum({0}, {1})", _NAN_MAX, "_row_max",
-                      lambda x: torch.amax(x, dim=-1, keepdim=True)),
-        ReductionSpec("min", math.inf, "fp_minimum({0}, {1})", _NAN_MIN, "_row_min",
-                      lambda x: torch.amin(x, dim=-1, keepdim=True)),
-        ReductionSpec("prod", 1.0, "({0} * {1})", "({0} * {1})", "_row_prod",
-                      lambda x: torch.prod(x, dim=-1, keepdim=True)),
+        ReductionSpec("sum", 0.0, "({0} + {1})", "({0} + {1})", "tl.sum", "tl.cumsum",
+                      lambda x: torch.sum(x, dim=-1, keepdim=True), torch.cumsum),
+        ReductionSpec("max", -math.inf, "fp_maximum({0}, {1})", _NAN_MAX, "_row_max", "_scan_max",
+                      lambda x: torch.amax(x, dim=-1, keepdim=True), lambda x, dim: torch.cummax(x, dim).values),
+        ReductionSpec("min", math.inf, "fp_minimum({0}, {1})", _NAN_MIN, "_row_min", "_scan_min",
+                      lambda x: torch.amin(x, dim=-1, keepdim=True), lambda x, dim: torch.cummin(x, dim).values),
+        ReductionSpec("prod", 1.0, "({0} * {1})", "({0} * {1})", "_row_prod", "tl.cumprod",
+                      lambda x: torch.prod(x, dim=-1, keepdim=True), torch.cumprod),
+        ReductionSpec("logaddexp", -math.inf, "fp_logaddexp({0}, {1})", "_logaddexp({0}, {1})", "_row_logaddexp",
+                      "_scan_logaddexp", lambda x: torch.logsumexp(x, dim=-1, keepdim=True), torch.logcumsumexp,
+                      flops=25.0, cpp_scan="scanned_in_turn"),
     )
 }
 

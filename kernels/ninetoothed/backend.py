@@ -49,7 +49,7 @@ class NinetoothedBackend(GpuBackend):
             if segment.products:
                 return "a matmul: its kernels are Triton's"
             if segment.has_scan():
-                return "a running sum or product of a row: ninetoothed has none"
+                return "a running sum or the like of a row: ninetoothed has none"
             if any(isinstance(instr, Reduce) and instr.kind == "prod" for instr in segment.body):
                 return "a product of all elements of a row: ninetoothed folds by its own functions only"
             if segment.has_reduction() and next_power_of_2(segment.cols) > MAX_PERSISTENT_COLS:

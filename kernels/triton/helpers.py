@@ -205,11 +205,27 @@ _PRODUCT = '''
 def _product(a, b):
     return a * b
 '''
+# Of equal numbers, infinite ones too, the difference is 0. As in _LOG1P, what 1 + share loses is added again.
+_LOGADDEXP = '''
+@triton.jit
+def _logaddexp(a, b):
+    """log(exp(a) + exp(b)); of what is NaN, NaN."""
+    top = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    share = _exp(tl.where(a == b, 0.0, tl.minimum(a, b) - top))
+    u = 1.0 + share
+    return top + (tl.log(u) + (share - (u - 1.0)) / u)
+'''
 _FOLD = '''
 @triton.jit
 def {name}(x, axis: tl.constexpr, keep_dims: tl.constexpr = False):
     """{title} along ``axis``; of what is NaN, NaN."""
     return tl.reduce(x, axis, {pair}, keep_dims=keep_dims)
+'''
+_SCAN = '''
+@triton.jit
+def {name}(x, axis: tl.constexpr):
+    """{title} up to and with each element along ``axis``; NaN after what is NaN."""
+    return tl.associative_scan(x, axis, {pair})
 '''
 
 #: Helper -> its source, each after what it calls.
@@ -224,6 +240,11 @@ _HELPERS = {
         _FOLD.format(name="_row_min", title="Minimum", pair="_smaller"),
         _PRODUCT,
         _FOLD.format(name="_row_prod", title="Product", pair="_product"),
+        _LOGADDEXP,
+        _FOLD.format(name="_row_logaddexp", title="Logarithm of the sum of exponentials", pair="_logaddexp"),
+        _SCAN.format(name="_scan_max", title="Maximum", pair="_larger"),
+        _SCAN.format(name="_scan_min", title="Minimum", pair="_smaller"),
+        _SCAN.format(name="_scan_logaddexp", title="Logarithm of the sum of exponentials", pair="_logaddexp"),
     )
 }
 

@@ -272,13 +272,13 @@ class SegmentEmitter(ValueEmitter):
     def scanned(self, value: int, instr: Scan) -> list[str]:
         if not self.tile.looped:
             return super().scanned(value, instr)
-        name, total, combine = self.name(value), f"acc{self.prefix}{value}", REDUCTIONS[instr.kind].triton_combine
+        name, total, spec = self.name(value), f"acc{self.prefix}{value}", REDUCTIONS[instr.kind]
         operand, axis = self.masked_operand(value), 0 if self.flat or self.turned else 1
         return [
             f"{name} = tl.broadcast_to({operand}, {self.shape(value, self.tile.cols)})",
             f"after{self.prefix}{value} = {self.folded(value, name)}",
-            f"{name} = {combine.format(total, f'tl.cum{instr.kind}({name}, {axis})')}",
-            f"{total} = {combine.format(total, f'after{self.prefix}{value}')}",
+            f"{name} = {spec.triton_combine.format(total, f'{spec.triton_scan}({name}, {axis})')}",
+            f"{total} = {spec.triton_combine.format(total, f'after{self.prefix}{value}')}",
         ]
 
     def _loop(self, phase: Phase, folds: Sequence[int], width: int) -> list[str]:

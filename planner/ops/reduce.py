@@ -266,10 +266,46 @@ def _scan(kind: str) -> Build:
     return build
 
 
-_scan_row = partial(rows, "scan", refuse=_scan_refuse, reduced_dim=_scanned_dims, effort="scan",
-                    walk=lambda node, specs: None, slow_on_cpu=_scan_slowness)
+def _extreme_so_far(kind: str) -> Build:
+    def build(p: BodyBuilder, node: OpNode, position: Position) -> Value:
+        return _with_extreme(kind, p, node, position)[1].to(result_type(p, node))
 
-SCANS = {**_scan_row("cumsum", _scan("sum")), **_scan_row("cumprod", _scan("prod"))}
+    return build
+
+
+def _with_extreme(kind: str, p: BodyBuilder, node: OpNode, position: Position) -> tuple[Value, Value]:
+    """The element at ``position``, booleans as integers, and the extreme of its row up to there."""
+    x, dims = p.pull(node.inputs[0], position), _scanned_dims(node, p.specs)
+    x = x.to("int32" if x.dtype == "bool" else x.dtype)
+    return x, p.scan(kind, node, position, dims[0], x) if dims else x
+
+
+def _position_so_far(kind: str) -> Build:
+    """Where that extreme was met: the last of equal elements, and of NaN, as in ATen."""
+
+    def build(p: BodyBuilder, node: OpNode, position: Position) -> Value:
+        dims = _scanned_dims(node, p.specs)
+        if not dims:
+            return p.const(0, "int64")
+        x, best = _with_extreme(kind, p, node, position)
+        hit = x.eq(best) | x.ne(x) if x.dtype.startswith("float") else x.eq(best)
+        extent = p.specs[node.inputs[0]].shape[dims[0]]
+        at = p.iota(position[dims[0]]).to("int32" if isinstance(extent, int) and extent < 2**31 else "int64")
+        return p.scan("max", node, position, dims[0], hit.where(at, 0)).to("int64")
+
+    return build
+
+
+_scan_row = partial(rows, "scan", reduced_dim=_scanned_dims, effort="scan", walk=lambda node, specs: None)
+_sum_row = partial(_scan_row, refuse=_scan_refuse, slow_on_cpu=_scan_slowness)
+
+SCANS = {
+    **_sum_row("cumsum", _scan("sum")),
+    **_sum_row("cumprod", _scan("prod")),
+    **_scan_row("cummax", _extreme_so_far("max"), others=(_position_so_far("max"),)),
+    **_scan_row("cummin", _extreme_so_far("min"), others=(_position_so_far("min"),)),
+    **_scan_row("logcumsumexp", _scan("logaddexp"), refuse=float_result),
+}
 
 
 def _normalised_dims(node: OpNode, specs: Specs) -> tuple[int, ...]:

@@ -172,8 +172,7 @@ def _evaluate(
         full = values[instr.arg].expand(space)
         return REDUCTIONS[instr.kind].reference(full).to(register(instr.dtype))
     if isinstance(instr, Scan):
-        running = {"sum": torch.cumsum, "prod": torch.cumprod}[instr.kind]
-        return running(values[instr.arg].expand(space), -1).to(register(instr.dtype))
+        return REDUCTIONS[instr.kind].reference_scan(values[instr.arg].expand(space), -1).to(register(instr.dtype))
     if isinstance(instr, Apply):
         return OPS[instr.op].reference(*(values[arg] for arg in instr.args)).to(register(instr.dtype))
     assert isinstance(instr, Load)

@@ -35,7 +35,7 @@ def _validate_body(ir: KernelIR, name: str, segment: Segment) -> None:
             raise ValueError(f"{where}: {instr.op} takes {op_spec(instr.op).arity} operands")
         if isinstance(instr, Reduce) and instr.kind not in REDUCTIONS:
             raise ValueError(f"{where}: unknown reduction {instr.kind}")
-        if isinstance(instr, Scan) and instr.kind not in ("sum", "prod"):
+        if isinstance(instr, Scan) and instr.kind not in REDUCTIONS:
             raise ValueError(f"{where}: unknown scan {instr.kind}")
         if isinstance(instr, Dot | RowValue) and not 0 <= instr.product < len(segment.products):
             raise ValueError(f"{where}: no product {instr.product}")

@@ -6,7 +6,8 @@ from fuseplan.kernels.gpu.overlap import OVERLAP, OVERLAP_CHOICES, default_overl
 from fuseplan.kernels.gpu.tile import Tile, chunk_width, live_words, next_power_of_2, programs, splits_of, tile_of
 from fuseplan.kernels.ir.backend import Config, Target, Tunable
 from fuseplan.kernels.ir.index import Size, is_static
-from fuseplan.kernels.ir.ir import ITEMSIZE, KernelIR, Load, Segment
+from fuseplan.kernels.ir.ir import ITEMSIZE, KernelIR, Load, Scan, Segment
+from fuseplan.kernels.ir.ops import REDUCTIONS
 from fuseplan.kernels.ir.reduction_loops import (
     folds_across,
     folds_in_parts,
@@ -302,6 +303,13 @@ def _walks_twice(ir: KernelIR, segment: Segment) -> bool:
     return not held and not segment.has_scan() and sweeps(segment, centre=True) > 1
 
 
+def _scans_wide(segment: Segment) -> bool:
+    """Whether a scan takes many registers for each number: two for eight bytes, or those of a fold of many operations.
+    """
+    many = any(isinstance(one, Scan) and REDUCTIONS[one.kind].flops > 1 for one in segment.body)
+    return many or (segment.has_scan() and max(ITEMSIZE[one.dtype] for one in segment.body) > 4)
+
+
 def _reducing_config(ir: KernelIR, target: Target, block: tuple[int, int], warps: int, most: int) -> Config:
     """A block, with warps from ``warps`` up to ``most`` until registers hold it, its default splits, and the first of
     all other choices.
@@ -334,7 +342,7 @@ def _default_across(ir: KernelIR, target: Target) -> Config:
         rows *= 2
     twice, most = _walks_twice(ir, main), 16
     # Twice the registers, and slower to scan; of one row or two, many threads scan a few elements each.
-    wide = scans and rows > _FEW_SCANNED and max(ITEMSIZE[one.dtype] for one in main.body) > 4
+    wide = rows > _FEW_SCANNED and _scans_wide(main)
     block = _SCANNED_BLOCK if wide else _LOOPED_TILE * (2 if twice else 1)
     block = min(block, rows * _shared_cols(ir, main, target))
     wanted = widest if held else max(32, block // rows)

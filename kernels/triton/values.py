@@ -251,7 +251,8 @@ class ValueEmitter(ABC):
         text = self.tensor(instr.arg)
         if not self.extent[instr.arg][1]:
             text = f"tl.broadcast_to({text}, {self.shape(value, self.tile.cols)})"
-        return [f"{self.name(value)} = {REDUCTIONS[instr.kind].triton_scan}({text}, {0 if self.flat or self.turned else 1})"]
+        axis = 0 if self.flat or self.turned else 1
+        return [f"{self.name(value)} = {REDUCTIONS[instr.kind].triton_scan}({text}, {axis})"]
 
     def shape(self, value: int, cols: int) -> tuple[int, ...]:
         """The shape of a tensor that has the rows of a value, and so many columns."""

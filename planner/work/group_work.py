@@ -14,7 +14,7 @@ from fuseplan.kernels.ir.backend import Config
 from fuseplan.kernels.ir.gathers import footprint, gathered_elements, value_axes
 from fuseplan.kernels.ir.index import Index
 from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, Buffer, Dot, KernelIR, Reduce, Scan, Segment, Store
-from fuseplan.kernels.ir.ops import op_spec
+from fuseplan.kernels.ir.ops import REDUCTIONS, op_spec
 from fuseplan.kernels.ir.reduction_loops import sweeps
 from fuseplan.kernels.ir.rewrite import ancestors
 from fuseplan.planner.graph.dataflow import DataflowGraph, OpNode
@@ -120,7 +120,7 @@ def _count_flops(segment: Segment, flops: dict[str, float]) -> None:
     for value in ancestors(segment.body, (*(store.value for store in segment.stores), *places)):
         instr, once_per_row = segment.body[value], segment.per_row[value]
         if isinstance(instr, Reduce | Scan):
-            unit, cost, count = "fp32", 1.0, elements
+            unit, cost, count = "fp32", REDUCTIONS[instr.kind].flops, elements
         elif isinstance(instr, Apply):
             spec = op_spec(instr.op)
             unit, cost, count = spec.unit, spec.flops, rows if once_per_row else elements

@@ -18,7 +18,7 @@ from fuseplan.kernels.cpp.row_vectors import RowVectors
 from fuseplan.kernels.ir.gathers import value_axes
 from fuseplan.kernels.ir.index import Index, evaluate
 from fuseplan.kernels.ir.ir import ITEMSIZE, Apply, Const, Instr, KernelIR, Load, Reduce, Scan, Segment, operands
-from fuseplan.kernels.ir.ops import op_spec
+from fuseplan.kernels.ir.ops import REDUCTIONS, op_spec
 from fuseplan.kernels.ir.reduction_loops import folds_across, reduction_depths, scans_in_parts, sweeps, with_totals
 from fuseplan.kernels.triton.config import DEFAULT_PERSISTENT_COLS, default_splits, full_tile, line_rows
 
@@ -123,7 +123,7 @@ def _instructions(instr: Instr) -> float:
         spec = op_spec(instr.op)
         # Its operations are counted beside this, as half an instruction each.
         return 1.0 - (spec.flops / 2 if spec.unit == "fp32" else 0.0)
-    return _SCAN if isinstance(instr, Scan) else 1.0
+    return _SCAN * REDUCTIONS[instr.kind].flops if isinstance(instr, Scan) else 1.0
 
 
 def _special(instr: Instr) -> float:
@@ -215,7 +215,8 @@ def _instruction_lanes(ir: KernelIR, segment: Segment, instr: Instr) -> float:
         moved = _moved_lanes(dtype, instr.index, segment.col_axis)
         return max(moved, _TWO) if instr.mask is not None else moved
     if isinstance(instr, Scan):
-        return _SCAN_ACROSS if isinstance(segment, RowVectors) else _SCAN_LANES
+        once = _SCAN_ACROSS if isinstance(segment, RowVectors) else _SCAN_LANES
+        return once * REDUCTIONS[instr.kind].flops
     if isinstance(instr, Apply) and op_spec(instr.op).unit == "sfu":
         return _POLYNOMIAL * op_spec(instr.op).flops
     return _TWO if ITEMSIZE[instr.dtype] == 8 or instr.dtype == "bool" else 1.0

@@ -92,4 +92,9 @@ def recipe_samples() -> list[Sample]:
         _sample("multiplied", "aten.prod.dim_int", integers(5, 37), dim=1),
         _sample("multiplied", "aten.prod.dim_int", floats(9, 5, 37), dim=0),
         _sample("folded_across", "aten.logsumexp.default", floats(3, 5, 4), dim=(0, 1, 2)),
+        _sample("scanned", "aten.cummax.default", holes, results=2, dim=1),
+        _sample("scanned", "aten.cummin.default", integers(45, 19), results=2, dim=0),
+        _sample("scanned", "aten.cummax.default", floats(2, 2100, dtype=half).round(), results=2, dim=-1),
+        _sample("scanned", "aten.logcumsumexp.default", floats(3, 129), dim=1),
+        _sample("scanned", "aten.logcumsumexp.default", holes.nan_to_num(-math.inf), dim=0),
     ]

@@ -21,10 +21,11 @@ from fuseplan.planner.lowering.lower import Lowered, lower
 
 #: Of rows, of columns that lie across memory, and of a transposed matrix; products; after folds of the row, and after
 #: one another; with values stored on the way and folds of what was scanned; of constants; with infinite numbers, none
-#: that is a number, and long tails of -inf; of 64 bits, integers and truth.
+#: that is a number, and long tails of -inf; of 64 bits, integers and truth; extremes with their positions, of
+#: equal numbers and NaN; and logarithms of sums of exponentials.
 SHARED_SCANS = ("rows", "across", "strided", "products", "sampling", "centred", "centred across",
                 "twice", "folded", "constants", "not a number", "tails", "doubles", "doubles across", "counts",
-                "counts across", "halves")
+                "counts across", "halves", "largest", "largest across", "smallest", "logarithms", "logarithms across")
 _DTYPES = {"doubles": torch.float64, "doubles across": torch.float64, "halves": torch.bfloat16}
 
 
@@ -34,7 +35,12 @@ def _input(name: str, length: int) -> torch.Tensor:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(_DTYPES.get(name, torch.float32))
     if name == "strided":
         return x.T
-    if name == "not a number":
+    if name in ("largest across", "logarithms across"):
+        x[length // 3, 1], x[length // 2, 2], x[2 * length // 3, 2], x[: length // 4, 3] = (
+            torch.nan, torch.inf, -torch.inf, -torch.inf)
+    if "largest" in name:
+        return x.mul(2).round()
+    if name in ("not a number", "smallest", "logarithms"):
         x[0, length // 2], x[1, length // 3], x[2, 2 * length // 3] = torch.nan, torch.inf, -torch.inf
     if name == "tails":  # as of logits that are sorted and cut off
         x[0, length // 4 :], x[1, 1:] = -torch.inf, -torch.inf
@@ -51,6 +57,10 @@ def built(name: str, length: int) -> tuple[Builder, tuple[str, ...]]:
     if name == "products":
         near_one = b("aten.add.Tensor", b("aten.mul.Tensor", "x", other=1e-3), other=1.0)
         return b, (running(near_one, "cumprod"),)
+    if "largest" in name or name == "smallest":
+        return b, b.many(f"aten.{'cummin' if name == 'smallest' else 'cummax'}.default", "x", dim=dim, outputs=2)
+    if "logarithms" in name:
+        return b, (running(b("aten.mul.Tensor", "x", other=3.0), "logcumsumexp"),)
     if name in ("sampling", "tails"):
         shares = running(b("aten.softmax.int", "x", dim=dim))
         return b, (shares, b("aten.gt.Scalar", shares, other=0.7))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, TensorHandle
+from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, ScanOps, TensorHandle
 
 from fuseplan.kernels.triton import values
 
@@ -23,6 +23,7 @@ def mend() -> None:
     round_to_nearest()
     patch_once()
     ReduceOps.generic_reduce = reduce_by_halves
+    ScanOps.generic_scan = scan_by_doubling
     interpreter._get_np_dtype = numpy_type(interpreter._get_np_dtype)
 
 
@@ -88,6 +89,18 @@ def reduce_by_halves(self: ReduceOps, given: tuple[Any, ...]) -> list[Any]:
     elif self.axis is None:
         arrays = [array.reshape((1,) * len(given[0].shape)) for array in arrays]
     return [self.to_tensor(array, one.dtype) for one, array in zip(given, arrays, strict=True)]
+
+
+def scan_by_doubling(self: ScanOps, given: tuple[Any, ...]) -> list[Any]:
+    """A scan by a function of ours: of all numbers and those 1, 2, 4, ... before them, not of one number at a time."""
+    (one,), axis = given, self.axis
+    array, step = one.handle.data, 1
+    at = np.arange(array.shape[axis]).reshape((-1,) + (1,) * (array.ndim - axis - 1))
+    while step < len(at):
+        before = self.to_tensor(np.roll(array, step, axis), one.dtype)
+        made = self.combine_fn.fn(before, self.to_tensor(array, one.dtype)).handle.data
+        array, step = np.where(at < step, array, made), 2 * step
+    return [self.to_tensor(array, one.dtype)]
 
 
 def numpy_type(original: Any) -> Any:

@@ -222,7 +222,7 @@ def test_a_region_that_is_sent_elsewhere_rounds_as_it_does_here() -> None:
         return high * high
 
     x = values(3, 64)
-    graph = traced(lambda x: (torch.logcumsumexp(x, 0), square(x)), x)
+    graph = traced(lambda x: (torch.asinh(x), square(x)), x)
     region = next(one for one in find_regions(graph) if graph.outputs[1] in one.outputs)
     alone = graph_from_json(graph_to_json(extract(graph, region)))
     assert alone.rounds and alone.rounds == graph.rounds

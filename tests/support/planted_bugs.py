@@ -15,6 +15,7 @@ CANONICAL = ("tests/planner/groups/test_canonical.py", "-k", "every_change or sa
 COMMANDS = ("tests/checks/check_commands.py", "--processes", "0", "-k", "wrong_hidden")
 OUT = ("tests/checks/check_commands.py", "--processes", "0", "-k", "patterns --out")
 SCANS = ("tests/planner/lowering/test_scans.py",)
+EXTREMES = ("tests/planner/lowering/test_running_extremes.py", "-k", "special")
 VERIFY = ("tests/search/timing/test_verify.py",)
 
 
@@ -103,6 +104,20 @@ BUGS = (
     Bug("a tail of -inf is no number (Triton)", "kernels/triton/segment.py",
         "base = self.name(top) if self.launches == 1 else", "base = self.name(top) if True else",
         ("tests/kernels/triton/test_shared_scans.py", "-k", "other_sizes")),
+    Bug("a running extreme stays at its first element", "planner/ops/reduce.py",
+        'p.scan("max", node, position', 'p.scan("min", node, position', EXTREMES),
+    Bug("a running extreme forgets where NaN was", "planner/ops/reduce.py",
+        'hit = x.eq(best) | x.ne(x) if x.dtype.startswith("float") else x.eq(best)\n        extent',
+        'hit = x.eq(best)\n        extent', EXTREMES),
+    Bug("a logarithm of two infinities is no number (C++)", "kernels/cpp/cpp_maths.h",
+        "gap = a == b ? 0.0 : fp_minimum(a, b) - top;", "gap = fp_minimum(a, b) - top;", EXTREMES),
+    Bug("a logarithm of two infinities is no number (Triton)", "kernels/triton/helpers.py",
+        "tl.where(a == b, 0.0, tl.minimum(a, b) - top)", "tl.minimum(a, b) - top",
+        ("tests/kernels/triton/test_shared_scans.py", "-k", "right_under_the_interpreter")),
+    Bug("a running extreme forgets NaN (Triton)", "kernels/triton/helpers.py",
+        'title="Maximum", pair="_larger"),\n        _SCAN.format(name="_scan_min"',
+        'title="Maximum", pair="tl.standard._elementwise_max"),\n        _SCAN.format(name="_scan_min"',
+        ("tests/kernels/triton/test_shared_scans.py", "-k", "right_under_the_interpreter")),
     Bug("rows are scanned again and again", "planner/ops/builder.py",
         "if any(extent != 1 and axis not in others for axis, extent in enumerate(space.rows)):", "if False:", SCANS),
     Bug("NaN agrees with any number", "search/timing/verify.py",

@@ -322,6 +322,10 @@ FP_INLINE vf fp_pow(vf x, vf y) {
   z = (x != x) | (y != y) ? x + y : z;
   return (x == 1.0f) | (y == 0.0f) | ((a == 1.0f) & (fp_abs(y) == infinity)) ? one : z;
 }
+// x^0.5: other than the square root, it is infinite for -infinity, and 0 for -0.
+FP_INLINE vf fp_root(vf x) {
+  return x == -__builtin_inff() ? splat<vf>(__builtin_inff()) : fp_sqrt(x + 0.0f);
+}
 // x^N for an integer N other than 0.
 template <int N, class D> FP_INLINE D product(D x) {
   if constexpr (N == 1) return x;
@@ -341,15 +345,42 @@ template <int N> FP_INLINE vf fp_power(vf x) {
 FP_INLINE float fp_fmod(float x, float y) { return __builtin_fmodf(x, y); }
 FP_INLINE double fp_fmod(double x, double y) { return __builtin_fmod(x, y); }
 FP_INLINE vd fp_fmod(vd x, vd y) { return each(x, y, [](double a, double b) { return __builtin_fmod(a, b); }); }
-FP_INLINE vf fp_fmod(vf x, vf y) {
-  const vf a = fp_abs(x), b = fp_abs(y), quotient = a / b, whole = fp_floor(quotient);
+// x - whole * y as if it was rounded once; where y is larger, x.
+FP_INLINE vf left_of(vf x, vf whole, vf y) {
 #if FP_FMA
-  vf left = a - whole * b;
+  const vf left = x - whole * y;
 #else
-  vf left = doubly([](auto p, auto q, auto r) __attribute__((always_inline)) { return p - q * r; }, a, whole, b);
+  const vf left = doubly([](auto p, auto q, auto r) __attribute__((always_inline)) { return p - q * r; }, x, whole, y);
 #endif
-  left = with_sign(a < b ? a : left < 0.0f ? left + b : left, x);
-  const vm far = (quotient >= 0x1p23f) & (a < __builtin_inff()) & (b > 0.0f);
+  return fp_abs(x) < fp_abs(y) ? x : left;
+}
+FP_INLINE vm is_far(vf quotient, vf x, vf y) {
+  return (fp_abs(quotient) >= 0x1p23f) & (fp_abs(x) < __builtin_inff()) & (y != 0.0f);
+}
+FP_INLINE vf fp_fmod(vf x, vf y) {
+  const vf a = fp_abs(x), b = fp_abs(y), quotient = a / b;
+  vf left = left_of(a, fp_floor(quotient), b);
+  left = with_sign(left < 0.0f ? left + b : left, x);
+  const vm far = is_far(quotient, x, y);
   if (any(far)) left = far ? each(x, y, [](float p, float q) { return __builtin_fmodf(p, q); }) : left;
   return left;
+}
+// The quotient rounded down, as ATen computes it.
+template <class T> FP_INLINE T floor_quotient(T x, T y) {
+  if (y == 0) return x / y;
+  const T left = fp_fmod(x, y);
+  const T quotient = (x - left) / y - ((left != 0) & ((left < 0) != (y < 0)) ? 1 : 0), whole = fp_floor(quotient);
+  return quotient == 0 ? x / y * 0 : quotient - whole > (T)0.5 ? whole + 1 : whole;
+}
+FP_INLINE float fp_floordiv(float x, float y) { return floor_quotient(x, y); }
+FP_INLINE double fp_floordiv(double x, double y) { return floor_quotient(x, y); }
+FP_INLINE vd fp_floordiv(vd x, vd y) { return each(x, y, floor_quotient<double>); }
+FP_INLINE vf fp_floordiv(vf x, vf y) {
+  const vf quotient = x / y;
+  const vf whole = fp_abs(x) < fp_abs(y) ? with_sign(vf{}, quotient) : fp_floor(quotient), left = left_of(x, whole, y);
+  vf down = (left != 0.0f) & ((left < 0.0f) != (y < 0.0f)) ? whole - 1.0f : whole;
+  down = y == 0.0f ? quotient : left != left ? left : down;
+  const vm far = is_far(quotient, x, y);
+  if (any(far)) down = far ? each(x, y, floor_quotient<float>) : down;
+  return down;
 }

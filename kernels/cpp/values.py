@@ -40,6 +40,7 @@ from fuseplan.kernels.ir.ops import REDUCTIONS, fold_identity, op_spec
 
 #: Largest integer exponent of a power that is written as products.
 _MOST_PRODUCTS = 64
+_ROOTS = {0.5: "fp_root", -0.5: "1.0f / fp_root"}
 _LOGIC = frozenset({"logical_and", "logical_or", "logical_not"})
 
 
@@ -186,8 +187,8 @@ class ValueWriter(ABC):
         if instr.op in _LOGIC:
             return _spell(instr.op, [self.operand(arg, "bool") for arg in instr.args])
         common = next(self.kinds[arg] for arg in instr.args if not self.per_row[arg])
-        if instr.op == "pow" and common == "float32" and (exponent := self._whole_exponent(instr)):
-            return f"fp_power<{exponent}>({self.operand(instr.args[0])})"
+        if instr.op == "pow" and common == "float32" and (power := self._known_power(instr)):
+            return f"{power}({self.operand(instr.args[0])})"
         if common == "bool":
             # A mask is 0 or -1 in its lanes: arithmetic and order need 0 or 1.
             result = _spell(instr.op, [f"({self.operand(arg)} & 1)" for arg in instr.args])
@@ -195,12 +196,13 @@ class ValueWriter(ABC):
         result = _spell(instr.op, [self.operand(arg, common) for arg in instr.args])
         return f"fp_mask({result})" if instr.op in COMPARISONS else result
 
-    def _whole_exponent(self, power: Apply) -> int:
-        """The exponent of a power that few products give; 0 for others."""
+    def _known_power(self, power: Apply) -> str:
+        """The function that is a power with a constant exponent; "" where there is none."""
         exponent = self.segment.body[power.args[1]]
-        if not isinstance(exponent, Const) or abs(exponent.value) > _MOST_PRODUCTS or exponent.value % 1:
-            return 0
-        return int(exponent.value)
+        if not isinstance(exponent, Const):
+            return ""
+        whole = exponent.value and abs(exponent.value) <= _MOST_PRODUCTS and not exponent.value % 1
+        return f"fp_power<{int(exponent.value)}>" if whole else _ROOTS.get(exponent.value, "")
 
     # -- folds ----------------------------------------------------------------------------------------------
 

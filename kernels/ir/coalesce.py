@@ -168,8 +168,8 @@ def _steps(index: Index, col_axis: int, cols: int) -> set[int]:
         (slope, offset), divisor = line, atom.divisor
         first, last = offset // divisor, (slope * (cols - 1) + offset) // divisor
         if abs(last - first) < MAX_PIECES:
-            found |= {-((offset - quotient * divisor) // slope) if slope > 0 else (offset - quotient * divisor) // -slope + 1
-                      for quotient in range(min(first, last) + 1, max(first, last) + 1)}
+            ends = [offset - quotient * divisor for quotient in range(min(first, last) + 1, max(first, last) + 1)]
+            found |= {-(end // slope) if slope > 0 else end // -slope + 1 for end in ends}
     return found
 
 

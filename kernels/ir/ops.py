@@ -74,6 +74,7 @@ _ROWS: tuple[OpSpec, ...] = (
     OpSpec("ceil", 1, torch.ceil, "fp_ceil({0})", "tl.ceil({0})"),
     OpSpec("round", 1, torch.round, "fp_round({0})", "_round({0})"),
     OpSpec("fmod", 2, torch.fmod, "fp_fmod({0}, {1})", "", flops=8.0),
+    OpSpec("floordiv", 2, lambda a, b: torch.div(a, b, rounding_mode="floor"), "fp_floordiv({0}, {1})", "", flops=8.0),
     # -- integers (operands int64 or int32) ---------------------------------------------------------------
     OpSpec("int_floordiv", 2, lambda a, b: torch.div(a, b, rounding_mode="floor"), "fp_floordiv({0}, {1})",
            "_floordiv({0}, {1})"),

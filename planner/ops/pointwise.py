@@ -86,6 +86,14 @@ def _shift(op: str) -> Build:
     return of_two(compute)
 
 
+def _power_factor(node: OpNode, specs: Specs) -> float:
+    """ATen, too, knows small exponents. So does it -2, as a quotient of floats."""
+    exponent = node.attrs["exponent"]
+    if exponent in _ROOTS or exponent in (0, 1, 2, 3, -2) or specs[node.outputs[0]].dtype == "float64":
+        return 1.0
+    return 1.5
+
+
 def _promoted(p: BodyBuilder, node: OpNode) -> RegisterType:
     """Register type in which a comparison's operands meet."""
     types = [register_type(p.specs[value].dtype) for value in node.inputs]
@@ -134,20 +142,15 @@ def _divided(mode: str) -> Build:
             return a.int_floordiv(b)
         if node.attrs.get("rounding_mode", mode) == "trunc":
             return _trunc(a / b)
-        left = a.fmod(b)
-        quotient = (a - left) / b
-        quotient = _against(left, b).where(quotient - 1.0, quotient)
-        whole = quotient.floor()
-        nearest = (quotient - whole > 0.5).where(whole + 1.0, whole)
-        # Zeros have the sign of the quotient; by zero, it is what it is.
-        return b.eq(0.0).where(a / b, quotient.eq(0.0).where(a / b * 0.0, nearest))
+        return a.floordiv(b)
 
     return of_two(compute)
 
 
-def _against(left: Value, b: Value) -> Value:
-    """Whether what is left of a division has not the sign of the divisor ``b``."""
-    return left.ne(0.0) & (left < 0.0).ne(b < 0.0)
+def _division_factor(node: OpNode, specs: Specs) -> float:
+    """Of floats in single precision or less, what a division leaves is computed one by one in ATen."""
+    rest = specs[node.outputs[0]].dtype in FLOATS[1:] and node.attrs.get("rounding_mode") != "trunc"
+    return 2.5 if rest else 1.0
 
 
 def _remainder(p: BodyBuilder, node: OpNode, a: Value, b: Value) -> Value:
@@ -155,7 +158,8 @@ def _remainder(p: BodyBuilder, node: OpNode, a: Value, b: Value) -> Value:
     if not a.dtype.startswith("float"):
         return a.int_remainder(b)
     left = a.fmod(b)
-    return _against(left, b).where(left + b, left)
+    against = left.ne(0.0) & (left < 0.0).ne(b < 0.0)
+    return against.where(left + b, left)
 
 
 def _division_refuse(node: OpNode, specs: Specs) -> str | None:
@@ -178,7 +182,9 @@ def _power(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     base, exponent = p.operand(node, 0, position, result_type(p, node)), node.attrs["exponent"]
     if exponent in (1, 2, 3):
         return reduce(mul, [base] * int(exponent))
-    if base.dtype.startswith("float") and exponent in _ROOTS:
+    # Roots of float16 are powers to ATen on CPUs: of -inf and -0.0 they differ. Back ends know the constant.
+    power = p.specs[node.outputs[0]].dtype == "float16" and exponent != -1
+    if base.dtype.startswith("float") and exponent in _ROOTS and not power:
         return base.space.apply(_ROOTS[exponent], base)
     return base.pow(exponent)
 
@@ -307,12 +313,11 @@ POINTWISE = {
     **_row("mul.Tensor mul.Scalar", _binary("mul")),
     **_row("div.Tensor div.Scalar true_divide.Tensor true_divide.Scalar", _div, refuse=float_result),
     **_row("floor_divide floor_divide.Scalar div.Scalar_mode div.Tensor_mode", _divided("floor"),
-           refuse=_division_refuse),
+           refuse=_division_refuse, slow_on_cpu=_division_factor),
     **_row("maximum max.other", _binary("maximum")),
     **_row("minimum min.other", _binary("minimum")),
-    **_row("pow.Tensor_Scalar", _power, refuse=float_result,
-           by_constant=True),
-    **_row("pow.Tensor_Tensor pow.Scalar", _binary("pow"), refuse=float_result),
+    **_row("pow.Tensor_Scalar", _power, refuse=float_result, by_constant=True, slow_on_cpu=_power_factor),
+    **_row("pow.Tensor_Tensor pow.Scalar", _binary("pow"), refuse=float_result, slow_on_cpu=1.5),
     **_each(lambda op: _binary(op, _promoted), "eq.Tensor eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar le.Tensor "
                                                "le.Scalar gt.Tensor gt.Scalar ge.Tensor ge.Scalar", slow_on_cpu=3.0),
     **_row("logical_and", _logical("logical_and")),
@@ -332,7 +337,9 @@ POINTWISE = {
     **_row("isposinf", _is_number(math.inf), refuse=_floats_alone),
     **_row("isneginf", _is_number(-math.inf), refuse=_floats_alone),
     **_row("sign sgn", of_one(_sign), refuse=no_booleans),
-    **_row("trunc fix", of_one(_trunc), refuse=no_booleans),
+    # In single precision ATen's has no vectors.
+    **_row("trunc fix", of_one(_trunc), refuse=no_booleans, slow_on_cpu=lambda node, specs: (
+        3.0 if specs[node.outputs[0]].dtype == "float32" else 1.0)),
     **_row("frac", of_one(lambda x: x - _trunc(x)), refuse=float_result),
     **_row("nan_to_num", _finite, refuse=_floats_alone),
     **_row("deg2rad", of_one(lambda x: x * (math.pi / 180)), refuse=_floats_alone),
@@ -341,8 +348,9 @@ POINTWISE = {
     **_row("addcmul", _added("mul"), refuse=_floats_alone),
     **_row("addcdiv", _added("div"), refuse=_floats_alone),
     **_row("clamp.Tensor clamp_min.Tensor clamp_max.Tensor", _clamp_by_tensors, refuse=no_booleans),
-    **_row("remainder.Scalar remainder.Tensor remainder.Scalar_Tensor", of_two(_remainder), refuse=_division_refuse),
-    **_row("fmod.Scalar fmod.Tensor", _binary("fmod"), refuse=float_result),
+    **_row("remainder.Scalar remainder.Tensor remainder.Scalar_Tensor", of_two(_remainder), refuse=_division_refuse,
+           slow_on_cpu=_division_factor),
+    **_row("fmod.Scalar fmod.Tensor", _binary("fmod"), refuse=float_result, slow_on_cpu=_division_factor),
     **_row("where.self where.ScalarSelf where.ScalarOther", _WHERE, rearranges=True, slow_on_cpu=3.0),
     **_row("where.Scalar", _WHERE, slow_on_cpu=3.0),
     **_row("masked_fill.Scalar masked_fill.Tensor", _masked_fill, refuse=_filled_refuse, rearranges=True,

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 import ir_samples as samples
 import pytest
 import torch
+from graphs import Builder
 
 from fuseplan.kernels.cpp.backend import CppBackend
 from fuseplan.kernels.ir.backend import Target
 from fuseplan.kernels.ir.index import Index
 from fuseplan.kernels.ir.ir import KernelIR
 from fuseplan.kernels.ir.ops import OPS, torch_dtype
+from fuseplan.planner.lowering.lower import lower
 
 REASON = CppBackend().unavailable()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")
@@ -128,11 +130,12 @@ def power_operands() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat(bases), torch.cat([corners.repeat(len(corners)), bits[1], steep, whole])
 
 
-def assert_powers(actual: torch.Tensor, base: torch.Tensor, exponent: torch.Tensor) -> None:
+def assert_powers(actual: torch.Tensor, base: torch.Tensor, exponent: torch.Tensor, most: float = 1.0) -> None:
     exact = torch.pow(base.double(), exponent.double())
     distance = ulps(actual, exact)
     worst = int(distance.argmax())
-    assert distance[worst] <= 1, f"{base[worst]} ** {exponent[worst]} = {actual[worst]}, exactly {exact[worst]}"
+    power = f"{base[worst]} ** {exponent.expand_as(base)[worst]}"
+    assert distance[worst] <= most, f"{power} = {actual[worst]}, exactly {exact[worst]}"
     zero = (actual == 0) & (exact == 0)
     assert torch.equal(actual[zero].signbit(), exact[zero].signbit())
 
@@ -156,9 +159,14 @@ def test_what_divisions_leave_is_exact(backend: CppBackend) -> None:
     torch.testing.assert_close(actual, exact, rtol=0, atol=0, equal_nan=True)
     zero = exact == 0
     assert torch.equal(actual[zero].signbit(), exact[zero].signbit())
+    rounded = apply(backend, "floordiv", [a, b])
+    exact = torch.div(a.double(), b.double(), rounding_mode="floor").float()
+    known = (torch.div(a, b).abs() < 2**22) | a.isinf() | b.eq(0) | b.isinf()  # one more or less than of others shows
+    torch.testing.assert_close(rounded[known], exact[known], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(rounded, torch.where(exact.isnan(), rounded, exact), equal_nan=True)
 
 
-@pytest.mark.parametrize("exponent", [4, 5, 11, 64, -2, -3, -7, 1.7, -0.25])
+@pytest.mark.parametrize("exponent", [4, 5, 11, 64, -2, -3, -7, 1.7, -0.25, 0.5, -0.5])
 @pytest.mark.parametrize("stored", ["float32", "float16"])
 def test_powers_with_a_known_exponent(
     backend: CppBackend, numbers: torch.Tensor, exponent: float, stored: str
@@ -169,9 +177,9 @@ def test_powers_with_a_known_exponent(
     b.store("y", b.at, b("pow", b.load("x", b.at), b.const(exponent, "float32")))
     ir = KernelIR(tuple(b.buffers), (b.segment(),))
     actual = backend.fused_callable(ir, backend.default_config(ir, TARGET), TARGET)(numbers)
-    exact = torch.pow(numbers.double(), exponent)
+    exact = torch.pow(numbers.double(), torch.full((), exponent, dtype=torch.float32).double())  # no root of ATen's
     if stored == "float32":
-        assert_powers(actual, numbers, torch.full((), exponent))
+        assert_powers(actual, numbers, torch.full((), exponent), 2.0 if exponent == -0.5 else 1.0)
     else:  # a few units of float32 beside a tie
         assert ulps(actual, exact).max() <= 0.51
 
@@ -277,3 +285,17 @@ def test_scalars_of_a_row_agree_with_vectors(backend: CppBackend) -> None:
     made = backend.fused_callable(ir, backend.default_config(ir, TARGET), TARGET)(values)
     for op, actual in zip(UNARY, made, strict=True):
         assert ulps(actual, OPS[op].reference(values.double()).expand(5, 40)).max() <= 2, op
+
+
+@pytest.mark.parametrize("exponent", [0.5, -0.5, -1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_roots_are_those_of_aten(backend: CppBackend, dtype: torch.dtype, exponent: float) -> None:
+    """Of negative infinity and zero they depend on the type."""
+    x = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, 4.0, -4.0, 0.25, 1e-6] * 4).to(dtype)
+    b = Builder(x=x)
+    root = b("aten.pow.Tensor_Scalar", "x", exponent=exponent)
+    ir = lower(b.graph(root), [root], "fp32", (root,)).ir
+    actual = backend.fused_callable(ir, backend.default_config(ir, TARGET), TARGET)(x)
+    torch.testing.assert_close(actual, b.tensors[root], equal_nan=True)
+    zero = actual == 0
+    assert torch.equal(actual[zero].signbit(), b.tensors[root][zero].signbit())

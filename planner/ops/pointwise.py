@@ -182,6 +182,8 @@ def _power(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     base, exponent = p.operand(node, 0, position, result_type(p, node)), node.attrs["exponent"]
     if exponent in (1, 2, 3):
         return reduce(mul, [base] * int(exponent))
+    if exponent == -2 and p.specs[node.outputs[0]].dtype in ("float32", "float64"):
+        return (base * base).reciprocal()
     # Roots of float16 are powers to ATen on CPUs: of -inf and -0.0 they differ. Back ends know the constant.
     power = p.specs[node.outputs[0]].dtype == "float16" and exponent != -1
     if base.dtype.startswith("float") and exponent in _ROOTS and not power:

@@ -69,7 +69,7 @@ SAMPLES: list[tuple[str, tuple[torch.Tensor, ...], dict[str, Any]]] = [
     ("aten.div.Tensor_mode", (COUNTS - 4,), {"other": -3, "rounding_mode": "floor"}),
     ("aten.rsub.Scalar", (X,), {"other": 1.0, "alpha": 3}),
     ("aten.rsub.Tensor", (X, T), {}),
-    *(("aten.pow.Tensor_Scalar", (P,), {"exponent": e}) for e in (2, 3, 1, 0.5, -0.5, -1, 1.7)),
+    *(("aten.pow.Tensor_Scalar", (P,), {"exponent": e}) for e in (2, 3, 1, 0.5, -0.5, -1, -2, 1.7)),
     ("aten.pow.Tensor_Tensor", (P, X), {}),
     ("aten.pow.Scalar", (X,), {"self": 2.0}),
     ("aten.gelu.default", (X,), {}),

@@ -1,0 +1,25 @@
+"""Ops that only kernels for CPUs have are in no group on a GPU, and other ops still are."""
+
+from __future__ import annotations
+
+import torch
+from graphs import Builder
+
+from fuseplan.kernels.ir.backend import Target
+from fuseplan.kernels.triton.backend import TritonBackend
+from fuseplan.planner.groups.candidates import Candidate
+from fuseplan.planner.implementations.group_table import GroupTable
+
+
+def test_a_remainder_of_floats_is_in_no_kernel_for_gpus() -> None:
+    b = Builder(x=torch.randn(3, 127))
+    twice = b("aten.add.Tensor", "x", "x")
+    left = b("aten.remainder.Scalar", twice, other=0.75)
+    graph = b.graph(b("aten.relu.default", left))
+    names = tuple(node.name for node in b.nodes)
+    on_cpu, on_gpu = (GroupTable(graph, "fp32", device) for device in ("cpu", "cuda"))
+    assert on_cpu.legal(names) is None
+    assert "only kernels for CPUs" in str(on_gpu.legal(names))
+    assert on_gpu.legal(names[:1]) is None and on_gpu.kernel(Candidate((left,), (), ())) is None
+    ir = on_cpu.lowered(Candidate(names, (), ())).ir
+    assert "fmod" in str(TritonBackend().refuse(ir, Target("cuda", "sm_90", 132)))

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 
 from fuseplan.kernels.cpp.contraction import Contraction
-from fuseplan.kernels.cpp.emitter import simplified_segments
+from fuseplan.kernels.cpp.emitter import simplified_segments, transposed_loads
 from fuseplan.kernels.cpp.entry import contraction_tasks, is_strided, is_tiled
 from fuseplan.kernels.cpp.launch import RunSettings
 from fuseplan.kernels.cpp.row_vectors import RowVectors, task_elements
-from fuseplan.kernels.cpp.transposed import transposed_loads
 from fuseplan.kernels.ir.backend import Config, Target, Tunable, checked
 from fuseplan.kernels.ir.gathers import gathered_elements
 from fuseplan.kernels.ir.index import is_static

@@ -17,8 +17,7 @@ from fuseplan.kernels.cpp.entry import checks_alone, entry_points, is_tiled, out
 from fuseplan.kernels.cpp.ranges import in_ranges, in_runs
 from fuseplan.kernels.cpp.row_vectors import RowVectors, as_row_vectors
 from fuseplan.kernels.cpp.row_vectors_emitter import RowVectorsWriter
-from fuseplan.kernels.cpp.transposed import block_pointer, in_blocks, transposed_loads
-from fuseplan.kernels.cpp.types import ELEMENT_TYPE, SCALAR_TYPE, VECTOR_TYPE, assign_registers, indent
+from fuseplan.kernels.cpp.types import ELEMENT_TYPE, SCALAR_TYPE, STORAGE_TYPE, VECTOR_TYPE, assign_registers, indent
 from fuseplan.kernels.cpp.values import ValueWriter, conversion
 from fuseplan.kernels.ir.backend import BuildError
 from fuseplan.kernels.ir.coalesce import coalesce, split_columns
@@ -31,6 +30,11 @@ from fuseplan.kernels.ir.reduction_loops import Phase, schedule
 _STACK_BYTES = 64 * 1024
 #: Lanes of the widest vectors (512 bits of float32).
 _MOST_LANES = 16
+#: Where rows, and not columns, of an operand lie side by side, it is read in blocks that are transposed in registers: the
+#: columns of a tile for as many rows as share lines of memory. Columns of a block, and how many more its rows have room
+#: for: the last vector of a row may begin before the block.
+_COLS, _ROOM = 128, 16
+_LINE_BYTES = 64
 
 
 def emit_cpp(ir: KernelIR, unroll: int = 2, stage: bool = False, stream: bool = False) -> str:
@@ -272,3 +276,52 @@ class _ColumnsWriter(ValueWriter):
         # A scan goes on from the vector before, and cannot begin earlier.
         ends = [part] if self.segment.has_scan() else [f"if (high >= L) {last}", f"else {part}"]
         return [*lines, "  if (j < high) {", *indent(indent(ends)), "  }", "}"]
+
+
+def transposed_loads(segment: Segment) -> tuple[int, ...]:
+    """The values of a segment without folds that are loaded so."""
+    inner = _inner_axis(segment)
+    if segment.has_reduction() or inner is None:
+        return ()
+    return tuple(
+        value for value, instr in enumerate(segment.body)
+        if isinstance(instr, Load) and instr.gather is None and instr.mask is None
+        and instr.index.is_affine_in(segment.col_axis) and instr.index.is_affine_in(inner)
+        and instr.index.coefficient(inner) == 1 and instr.index.coefficient(segment.col_axis) not in (0, 1, -1))
+
+
+def _inner_axis(segment: Segment) -> int | None:
+    """The row axis that changes from row to row."""
+    return next((axis for axis in reversed(range(segment.col_axis)) if segment.rows[axis] != 1), None)
+
+
+def block_pointer(value: int) -> str:
+    """Address of column 0 of a row of a block."""
+    return f"x{value} + (row - top) * {_COLS + _ROOM} - from"
+
+
+def in_blocks(writer: ValueWriter, first: list[str], rows: list[str]) -> list[str]:
+    """The loops over blocks: ``first`` are the coordinates of the first row, ``rows`` the statements of a row."""
+    inner, column, size = _inner_axis(writer.segment), writer.segment.col_axis, writer.size
+    assert inner is not None
+    arrays, fills = [], []
+    loads = {value: instr for value in writer.blocks if isinstance(instr := writer.segment.body[value], Load)}
+    height = _LINE_BYTES // min(ITEMSIZE[writer.buffers[load.buffer].dtype] for load in loads.values())
+    for value, load in loads.items():
+        kind = STORAGE_TYPE[writer.buffers[load.buffer].dtype]
+        arrays.append(f"alignas(64) {kind} x{value}[{height * (_COLS + _ROOM)}];")
+        place = f"b{load.buffer} + ({load.index.render(lambda a: 'from' if a == column else f'c{a}', size)})"
+        fills.append(f"transpose<{_COLS + _ROOM}>({place}, {size(load.index.coefficient(column))}, bottom - top, "
+                     f"high - from, x{value});")
+    extent = size(writer.segment.rows[inner])
+    return [
+        *arrays,
+        "const i64 stop = high;",
+        f"for (i64 left = low; left < stop; left += {_COLS}) {{",
+        f"  const i64 low = left, high = least(stop, left + {_COLS}), from = high >= L ? least(low, high - L) : low;",
+        "  i64 top = begin, bottom = begin;",
+        *indent([*first, "for (i64 row = begin; row < end; ++row) {", "  if (row == bottom) {",
+                 f"    top = row, bottom = row + least({height}, least(end - row, {extent} - c{inner}));",
+                 *indent(indent(fills)), "  }", *rows, "}"]),
+        "}",
+    ]

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from fuseplan.kernels.cpp.backend import CppBackend
-from fuseplan.kernels.cpp.emitter import simplified_segments
-from fuseplan.kernels.cpp.transposed import transposed_loads
+from fuseplan.kernels.cpp.emitter import simplified_segments, transposed_loads
 from fuseplan.kernels.ir.backend import Target
 from fuseplan.kernels.ir.index import Size, symbol
 from fuseplan.kernels.ir.ir import Buffer, KernelIR

@@ -55,12 +55,14 @@ def test_cpu_probe_measures_every_number(probed) -> None:
     assert device_spec(json.loads(spec.to_json())) == spec
 
 
+@pytest.mark.slow
 def test_cpu_probe_predicts(probed) -> None:
     spec, _, _ = probed
     work = Work({"fp32": 1e6, "sfu": 1e4}, dram_bytes=1e6, launches=1)
     assert 0 < lower_bound(work, spec, "kernel") <= predict(work, spec, "kernel") < math.inf
 
 
+@pytest.mark.slow
 def test_cpu_probe_reports_progress_and_restores_threads(probed) -> None:
     _, steps, _ = probed
     fractions = [fraction for fraction, _ in steps]

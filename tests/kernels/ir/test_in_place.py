@@ -184,6 +184,7 @@ def test_the_rule_allows_nothing_that_brute_force_forbids(
             assert trace.allows(len(ir.inputs) + target, source)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("looped", "rescaled"), [(False, False), (True, False), (True, True)])
 def test_the_rule_and_brute_force_agree_on_the_samples(looped: bool, rescaled: bool) -> None:
     agreed = 0

@@ -93,6 +93,7 @@ def _build(cache: Path) -> int:
     return answer(build_library(ANSWER, compiler, cache))
 
 
+@pytest.mark.slow
 def test_processes_building_the_same_kernel_agree(compiler: Compiler, tmp_path: Path) -> None:
     with multiprocessing.get_context("fork").Pool(3) as pool:
         assert pool.map(_build, [tmp_path] * 6) == [42] * 6

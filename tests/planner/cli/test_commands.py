@@ -84,6 +84,7 @@ def test_a_reader_that_has_had_enough_is_no_error(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.slow
 def test_a_closed_output_is_no_fault(tmp_path: Path) -> None:
     Database(tmp_path / "tuning.db").close()
     for closed, there, status in (">&-", True, 0), ("2>&-", False, 2), ("<&- >&- 2>&-", True, 0):

@@ -163,6 +163,7 @@ def test_truncation_keeps_both_halves_whole_and_says_what_is_left_out() -> None:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.integers(6, 14), st.integers(1, 5), st.integers(1, 10))
 def test_truncation_leaves_no_op_without_its_legal_groups(seed: int, size: int, largest: int, limit: int) -> None:

@@ -13,6 +13,7 @@ import fuseplan
 from fuseplan.search.store.database import Database
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "dtype", "capability", "calls"), [
     (1, torch.bfloat16, "AVX512", 2),
     (3, torch.float32, "AVX512", 2),

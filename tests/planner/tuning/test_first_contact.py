@@ -97,6 +97,7 @@ def test_tune_report_and_explain_work_in_this_order(
     assert again[0] == 0 and probes == ["cpu"]
 
 
+@pytest.mark.slow
 def test_report_and_explain_work_before_any_tune(plan: Run, shipped: Path, tmp_path: Path) -> None:
     db = tmp_path / "mine.db"
     Database(db).close()

@@ -33,6 +33,7 @@ def test_an_infinite_error_of_eager_mode_is_stored() -> None:
     assert codec.loads(TuningRecord, codec.dumps(record)) == record
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(names, configs, st.one_of(st.none(), amounts), texts)
 def test_trials_survive_json(backend: str, config: dict[str, int | str], us: float | None, reason: str) -> None:

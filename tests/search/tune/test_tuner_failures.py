@@ -198,6 +198,7 @@ def test_hanging_and_crashing_kernels_cost_only_their_config(db: Database, pool:
     assert record.measured == 3
 
 
+@pytest.mark.slow
 def test_one_pool_serves_many_subjects(db: Database, pool: WorkerPool) -> None:
     backend = FakeBackend(tiles=(16, 32), unrolls=(1, 2), best=(1, 1))
     with tuner(db, backend, executor=pool) as shared:

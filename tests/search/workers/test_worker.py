@@ -198,6 +198,7 @@ def test_what_a_hanging_job_started_ends_with_it(pool: WorkerPool, tmp_path: Pat
     wait_until_dead(int(note.read_text()))
 
 
+@pytest.mark.slow
 def test_a_killed_worker_reads_as_out_of_memory(pool: WorkerPool) -> None:
     outcome = pool.call(os.kill, pool.call(whoami, limit_s=LIMIT).value[0], signal.SIGKILL, limit_s=LIMIT)
     assert "SIGKILL (out of memory?)" in outcome.failure

@@ -30,9 +30,9 @@ from fuseplan.kernels.ir.reduction_loops import Phase, schedule
 _STACK_BYTES = 64 * 1024
 #: Lanes of the widest vectors (512 bits of float32).
 _MOST_LANES = 16
-#: Where rows, and not columns, of an operand lie side by side, it is read in blocks that are transposed in registers:
-#: the columns of a tile for as many rows as share lines of memory. Columns of a block, and how many more its rows have room
-#: for: the last vector of a row may begin before the block.
+#: An operand whose rows, and not columns, lie side by side is read in blocks that are transposed in registers: the
+#: columns of a tile, for as many rows as share lines of memory. Columns of a block, and how many more its rows have
+#: room for: the last vector of a row may begin before the block.
 _COLS, _ROOM = 128, 16
 _LINE_BYTES = 64
 

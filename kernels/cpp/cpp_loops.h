@@ -183,9 +183,9 @@ template <class V, class C> FP_INLINE typename lane<V>::type fold(V v, C combine
 }
 // A scan along the lanes, from what the columns before left in `carried`, in elements of that type.
 template <class C> struct Carrier {
-  enum { W = FP_VECTOR_BYTES / sizeof(C) };
-  typedef C wide __attribute__((vector_size(FP_VECTOR_BYTES)));
-  typedef i64 order __attribute__((vector_size(FP_VECTOR_BYTES)));
+  enum { W = L * sizeof(C) < FP_VECTOR_BYTES ? L : FP_VECTOR_BYTES / sizeof(C) };
+  typedef C wide __attribute__((vector_size(W * sizeof(C))));
+  typedef decltype(wide{} < wide{}) order;
   template <int Step> FP_INLINE wide moved(wide v, C identity) {  // lane i has what lane i - Step had
     wide none = identity - wide{};
 #if defined(__clang__)
@@ -203,6 +203,7 @@ template <class C> struct Carrier {
     total = combine(total, moved<1>(total, identity));
     if (W > 2) total = combine(total, moved<2 % W>(total, identity));
     if (W > 4) total = combine(total, moved<4 % W>(total, identity));
+    if (W > 8) total = combine(total, moved<8 % W>(total, identity));
     const C last = total[W - 1];
     total = combine(total, carried - wide{});
     carried = combine(carried, last);

@@ -36,8 +36,8 @@ STORAGE_TYPE = {
     "float8_e4m3fn": "f8",
 }
 
-#: In which elements a scan is carried from column to column: float32 in double precision, as in ATen.
-CARRIED_TYPE = {"float32": "float64", "float64": "float64", "int64": "int64", "int32": "int64"}
+#: In which elements a sum is carried from column to column: of float32 in double precision, as in ATen.
+_CARRIED_TYPE = {"float32": "float64", "float64": "float64", "int64": "int64", "int32": "int64"}
 
 COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 #: Ops whose bounds are among their results at the bounds of their operands.
@@ -89,6 +89,11 @@ def constant_text(kind: str, value: float | int | bool) -> str:
     if math.isinf(number):
         return f"{'-' if number < 0 else ''}__builtin_inf{suffix}()"
     return f"{number.hex()}{suffix}"
+
+
+def carried_type(kind: str, scan: Scan) -> str:
+    """In which registers a scan of those of ``kind`` is carried: extremes are no more exact in wider ones."""
+    return kind if scan.kind in ("max", "min") else _CARRIED_TYPE[kind]
 
 
 def indent(lines: Sequence[str]) -> list[str]:

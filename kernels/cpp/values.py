@@ -12,11 +12,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fuseplan.kernels.cpp.types import (
-    CARRIED_TYPE,
     COMPARISONS,
     SCALAR_TYPE,
     STORAGE_TYPE,
     VECTOR_TYPE,
+    carried_type,
     constant_text,
     cpp_size,
 )
@@ -166,7 +166,7 @@ class ValueWriter(ABC):
         if isinstance(instr, Round):
             return f"{_ROUNDS[instr.to]}({self.operand(instr.arg)})"
         if isinstance(instr, Scan):
-            return self.scanned(value, CARRIED_TYPE[kind])
+            return self.scanned(value, carried_type(kind, instr))
         assert isinstance(instr, Apply)
         return self._apply(instr, kind)
 
@@ -214,7 +214,7 @@ class ValueWriter(ABC):
     def scans(self, values: Iterable[int]) -> dict[int, str]:
         """The scans among some values, with the register type of what each carries."""
         found = {value: self.segment.body[value] for value in values}
-        return {value: CARRIED_TYPE[self.kinds[value]] for value, one in found.items() if isinstance(one, Scan)}
+        return {value: carried_type(self.kinds[value], one) for value, one in found.items() if isinstance(one, Scan)}
 
     def scanned(self, value: int, kind: str) -> str:
         """A scan's vector of columns; what it carries, in registers of ``kind``, is ``carried<v>``."""

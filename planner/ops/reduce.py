@@ -298,12 +298,14 @@ def _position_so_far(kind: str) -> Build:
 
 _scan_row = partial(rows, "scan", reduced_dim=_scanned_dims, effort="scan", walk=lambda node, specs: None)
 _sum_row = partial(_scan_row, refuse=_scan_refuse, slow_on_cpu=_scan_slowness)
+_extreme_row = partial(_scan_row, slow_on_cpu=lambda node, specs: (
+    1.2 if specs[node.inputs[0]].dtype in FLOATS else 1.0))
 
 SCANS = {
     **_sum_row("cumsum", _scan("sum")),
     **_sum_row("cumprod", _scan("prod")),
-    **_scan_row("cummax", _extreme_so_far("max"), others=(_position_so_far("max"),)),
-    **_scan_row("cummin", _extreme_so_far("min"), others=(_position_so_far("min"),)),
+    **_extreme_row("cummax", _extreme_so_far("max"), others=(_position_so_far("max"),)),
+    **_extreme_row("cummin", _extreme_so_far("min"), others=(_position_so_far("min"),)),
     **_scan_row("logcumsumexp", _scan("logaddexp"), refuse=float_result),
 }
 

@@ -145,6 +145,8 @@ _TWO = 2.0
 #: A scan along a vector in double precision: two halves, each widened, shifted and added three times, and narrowed; and
 #: one of vectors that are added one after the other.
 _SCAN_LANES, _SCAN_ACROSS = 24.0, 6.0
+#: The share of that which a scan takes that is carried in its own precision.
+_SCAN_OWN = 0.5
 #: The polynomial of a special function, for each operation that the op table counts.
 _POLYNOMIAL = 10.0
 #: An instruction outside the loop over columns, once a row: one that waits for its result, and a loop's beginning.
@@ -216,7 +218,7 @@ def _instruction_lanes(ir: KernelIR, segment: Segment, instr: Instr) -> float:
         return max(moved, _TWO) if instr.mask is not None else moved
     if isinstance(instr, Scan):
         once = _SCAN_ACROSS if isinstance(segment, RowVectors) else _SCAN_LANES
-        return once * REDUCTIONS[instr.kind].flops
+        return once * REDUCTIONS[instr.kind].flops * (_SCAN_OWN if instr.kind in ("max", "min") else 1.0)
     if isinstance(instr, Apply) and op_spec(instr.op).unit == "sfu":
         return _POLYNOMIAL * op_spec(instr.op).flops
     return _TWO if ITEMSIZE[instr.dtype] == 8 or instr.dtype == "bool" else 1.0

@@ -26,6 +26,8 @@ _STATEMENTS: Mapping[str, tuple[str, ...]] = {
     "aten.copy_.default": ("v0 = x0 + x0", "x1.copy_(v0)"),
     "aten.index_copy_.default": ("v0 = x0 + x0", "x1.index_copy_(0, x2, v0)"),
     "aten.max.dim": ("v0 = x0.max(-1)[0]", "v1 = x0.max(-1)[1] + 1"),
+    "aten.cummax.default": ("v0 = x0.cummax(-1)[0]", "v1 = x0.cummax(-1)[1] + 1"),
+    "aten.cummin.default": ("v0 = x0.cummin(-1)[0]", "v1 = x0.cummin(-1)[1] + 1"),
     "aten.min.dim": ("v0 = x0.min(-1)[0]", "v1 = x0.min(-1)[1] + 1"),
 }
 _OPERANDS = (X, X.flip(0), torch.tensor([2, 0, 1]))

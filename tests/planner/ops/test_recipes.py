@@ -39,7 +39,7 @@ def test_recipe_computes_the_aten_op(op: str, operands: tuple[torch.Tensor, ...]
 #: Ops that write to an operand: ``test_cache_writes.py`` has their samples.
 WRITES = ("aten.copy_.default", "aten.index_copy_.default")
 #: Ops with a value and its position as results.
-PAIRS = ("aten.max.dim", "aten.min.dim")
+PAIRS = ("aten.max.dim", "aten.min.dim", "aten.cummax.default", "aten.cummin.default")
 
 
 @pytest.mark.parametrize("op", PAIRS)
@@ -47,7 +47,8 @@ PAIRS = ("aten.max.dim", "aten.min.dim")
 @pytest.mark.parametrize("kept", [0, 1], ids=["value", "position"])
 def test_an_extreme_and_its_position(op: str, operand: torch.Tensor, kept: int) -> None:
     builder = Builder(x=operand)
-    values = builder.many(op, "x", outputs=2, dim=-1, keepdim=True)
+    kept_dim = {} if "cum" in op else {"keepdim": True}
+    values = builder.many(op, "x", outputs=2, dim=-1, **kept_dim)
     for wanted in (values, values[kept : kept + 1]):
         graph = builder.graph(*wanted)
         lowered = lower_group(graph, values[:1])

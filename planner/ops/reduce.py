@@ -1,4 +1,4 @@
-"""Recipes of ops that fold dimensions: sums, means, softmax, extremes' positions, normalisations, running sums."""
+"""Recipes of ops that fold dimensions: sums, means, softmax, extremes' positions, normalisations."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from fuseplan.kernels.ir.index import Index, Size, as_size, divides, product
 from fuseplan.kernels.ir.ir import RegisterType, register_type
 from fuseplan.planner.graph.dataflow import OpNode
 from fuseplan.planner.ops.builder import BodyBuilder, Value
-from fuseplan.planner.ops.op import FLOATS, HALVES, Build, Rows, Walk, float_result, no_booleans, result_type, rows
+from fuseplan.planner.ops.op import HALVES, Build, Rows, Walk, float_result, no_booleans, result_type, rows
 from fuseplan.planner.ops.positions import Position, Specs, is_channels_last, normalise_dim, reshape_position
 
 
-def _reduced_dims(node: OpNode, specs: Specs) -> tuple[int, ...]:
+def reduced_dims(node: OpNode, specs: Specs) -> tuple[int, ...]:
+    """The dimensions that an op names: all where it names none."""
     rank = len(specs[node.inputs[0]].shape)
     dims: Any = node.attrs.get("dim")
     if dims is None or dims == ():
@@ -59,9 +60,9 @@ def _float_type(p: BodyBuilder, node: OpNode) -> RegisterType:
     return "float64" if "float64" in dtypes else "float32"
 
 
-def _across(factor: float) -> Callable[[OpNode, Specs], float]:
+def across(factor: float) -> Callable[[OpNode, Specs], float]:
     """A factor of folds and scans along other dimensions than the last."""
-    return lambda node, specs: 1.0 if len(specs[node.inputs[0]].shape) - 1 in _reduced_dims(node, specs) else factor
+    return lambda node, specs: 1.0 if len(specs[node.inputs[0]].shape) - 1 in reduced_dims(node, specs) else factor
 
 
 def _plain_fold(kind: str) -> Build:
@@ -172,7 +173,7 @@ MAX_WRITTEN_OUT = 16
 def _short_dim(node: OpNode, specs: Specs) -> int | None:
     """The one dimension that a sum folds, if it is short and another than the last."""
     shape = specs[node.inputs[0]].shape
-    dims = _reduced_dims(node, specs)
+    dims = reduced_dims(node, specs)
     if len(dims) != 1 or dims[0] >= len(shape) - 1:  # a scalar has a dimension 0 to sum over, and no size
         return None
     extent = shape[dims[0]]
@@ -192,14 +193,14 @@ def _sum(p: BodyBuilder, node: OpNode, position: Position) -> Value:
     return reduce(add, [p.pull(source, (*position[:dim], Index(at), *rest)).to(dtype) for at in range(extent)])
 
 
-_fold_row = partial(rows, "reduction", reduced_dim=_reduced_dims, effort="fold")
+_fold_row = partial(rows, "reduction", reduced_dim=reduced_dims, effort="fold")
 _softmax_row = partial(_fold_row, refuse=float_result, effort="whole row")
 
 
 def _of_nothing(node: OpNode, specs: Specs) -> str | None:
     """Refuses an extreme of no element: ATen raises."""
     spec = specs[node.inputs[0]]
-    return "of no element" if any(spec.shape[dim] == 0 for dim in _reduced_dims(node, specs)) else None
+    return "of no element" if any(spec.shape[dim] == 0 for dim in reduced_dims(node, specs)) else None
 
 
 def _position_refuse(node: OpNode, specs: Specs) -> str | None:
@@ -220,7 +221,7 @@ def _extreme(kind: str) -> Rows:
 REDUCTIONS = {
     **_fold_row("prod.dim_int prod", _plain_fold("prod")),
     **_fold_row("sum.dim_IntList sum", _sum, reduced_dim=lambda node, specs: (
-        _reduced_dims(node, specs) if _short_dim(node, specs) is None else ())),
+        reduced_dims(node, specs) if _short_dim(node, specs) is None else ())),
     **_extreme("max"),
     **_extreme("min"),
     **_fold_row("adaptive_avg_pool2d", _mean, refuse=_pool_refuse, reduced_dim=partial(_last_dims, count=2)),
@@ -231,82 +232,10 @@ REDUCTIONS = {
                 effort="", slow_on_cpu=15.0),
     **_fold_row("any.dim any.dims any", _whether("max"), refuse=_whether_refuse, slow_on_cpu=4.0),
     **_fold_row("all.dim all.dims all", _whether("min"), refuse=_whether_refuse, slow_on_cpu=4.0),
-    **_fold_row("linalg_vector_norm", _norm, refuse=_norm_refuse, slow_on_cpu=_across(4.0)),
+    **_fold_row("linalg_vector_norm", _norm, refuse=_norm_refuse, slow_on_cpu=across(4.0)),
     **_softmax_row("logsumexp", _log_sum_exp, slow_on_cpu=2.0),
     **_softmax_row("softmax.int _softmax special_softmax", _softmax(log=False)),
     **_softmax_row("log_softmax.int _log_softmax", _softmax(log=True)),
-}
-
-
-def _scanned_dims(node: OpNode, specs: Specs) -> tuple[int, ...]:
-    """The dimension that a scan goes along; none of a single element."""
-    return tuple(dim for dim in _reduced_dims(node, specs) if specs[node.inputs[0]].shape[dim : dim + 1] != (1,))
-
-
-def _scan_refuse(node: OpNode, specs: Specs) -> str | None:
-    given, made = specs[node.inputs[0]].dtype, specs[node.outputs[0]].dtype
-    if made not in (*FLOATS, "int64", "int32") or (made in HALVES and given != made):
-        return f"of dtype {given} in dtype {made}"
-    return None
-
-
-def _scan_slowness(node: OpNode, specs: Specs) -> float:
-    along = 1.4 if specs[node.outputs[0]].dtype in FLOATS else 1.0
-    return max(along, _across(2.0)(node, specs))
-
-
-def _scan(kind: str) -> Build:
-    """What was met of a row, up to and with each of its elements."""
-
-    def build(p: BodyBuilder, node: OpNode, position: Position) -> Value:
-        x = p.pull(node.inputs[0], position).to(result_type(p, node))
-        dims = _scanned_dims(node, p.specs)
-        return p.scan(kind, node, position, dims[0], x) if dims else x
-
-    return build
-
-
-def _extreme_so_far(kind: str) -> Build:
-    def build(p: BodyBuilder, node: OpNode, position: Position) -> Value:
-        return _with_extreme(kind, p, node, position)[1].to(result_type(p, node))
-
-    return build
-
-
-def _with_extreme(kind: str, p: BodyBuilder, node: OpNode, position: Position) -> tuple[Value, Value]:
-    """The element at ``position``, booleans as integers, and the extreme of its row up to there."""
-    x, dims = p.pull(node.inputs[0], position), _scanned_dims(node, p.specs)
-    x = x.to("int32" if x.dtype == "bool" else x.dtype)
-    return x, p.scan(kind, node, position, dims[0], x) if dims else x
-
-
-def _position_so_far(kind: str) -> Build:
-    """Where that extreme was met: the last of equal elements, and of NaN, as in ATen."""
-
-    def build(p: BodyBuilder, node: OpNode, position: Position) -> Value:
-        dims = _scanned_dims(node, p.specs)
-        if not dims:
-            return p.const(0, "int64")
-        x, best = _with_extreme(kind, p, node, position)
-        hit = x.eq(best) | x.ne(x) if x.dtype.startswith("float") else x.eq(best)
-        extent = p.specs[node.inputs[0]].shape[dims[0]]
-        at = p.iota(position[dims[0]]).to("int32" if isinstance(extent, int) and extent < 2**31 else "int64")
-        return p.scan("max", node, position, dims[0], hit.where(at, 0)).to("int64")
-
-    return build
-
-
-_scan_row = partial(rows, "scan", reduced_dim=_scanned_dims, effort="scan", walk=lambda node, specs: None)
-_sum_row = partial(_scan_row, refuse=_scan_refuse, slow_on_cpu=_scan_slowness)
-_extreme_row = partial(_scan_row, slow_on_cpu=lambda node, specs: (
-    1.2 if specs[node.inputs[0]].dtype in FLOATS else 1.0))
-
-SCANS = {
-    **_sum_row("cumsum", _scan("sum")),
-    **_sum_row("cumprod", _scan("prod")),
-    **_extreme_row("cummax", _extreme_so_far("max"), others=(_position_so_far("max"),)),
-    **_extreme_row("cummin", _extreme_so_far("min"), others=(_position_so_far("min"),)),
-    **_scan_row("logcumsumexp", _scan("logaddexp"), refuse=float_result),
 }
 
 

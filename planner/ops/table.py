@@ -24,7 +24,8 @@ from fuseplan.planner.ops.op import DTYPES, FLOATS, INTEGERS, Op, rows
 from fuseplan.planner.ops.pointwise import POINTWISE
 from fuseplan.planner.ops.positions import Specs, reshape_is_view
 from fuseplan.planner.ops.rearrange import REARRANGEMENTS
-from fuseplan.planner.ops.reduce import NORMALISATIONS, REDUCTIONS, SCANS
+from fuseplan.planner.ops.reduce import NORMALISATIONS, REDUCTIONS
+from fuseplan.planner.ops.scan import SCANS
 from fuseplan.planner.ops.views import VIEWS
 from fuseplan.planner.ops.windows import POOLING
 

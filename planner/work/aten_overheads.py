@@ -33,6 +33,8 @@ _BLOCK, _WARP, _VECTOR = 512, 32, 4
 _SPATIAL_BLOCK, _SPATIAL_ROWS = 1024, 64
 #: Elements of a row that a block scans in a turn, and the steps of that; and of a thread that scans one across memory.
 _SCANNED_TURN, _SCAN_TURN_STEPS, _SCAN_ACROSS_STEPS = 1024, 20.0, 2.5
+#: Rows that are scanned at once: its blocks keep a multiprocessor as busy as one, of the 132 that an H200 has.
+_SCANNED_AT_ONCE = 132
 
 
 def aten_overheads(graph: DataflowGraph, node: OpNode) -> Work:
@@ -123,10 +125,11 @@ def _turns_across(graph: DataflowGraph, node: OpNode) -> float:
 def _scan_steps(graph: DataflowGraph, node: OpNode) -> float:
     """A block goes along a row, and a thread along one that lies across memory, as in ATen's ``ScanUtils.cuh``."""
     shape = _shape(graph, node.inputs[0]) or (1,)
-    row, *beside = shape[node.attrs["dim"] % len(shape):]
+    dim = node.attrs["dim"] % len(shape)
+    row, *beside = shape[dim:]
     if math.prod(beside) > 1:
         return _SCAN_ACROSS_STEPS * row
-    return _SCAN_TURN_STEPS * math.ceil(row / _SCANNED_TURN)
+    return _SCAN_TURN_STEPS * math.ceil(row / _SCANNED_TURN) * max(1.0, math.prod(shape[:dim]) / _SCANNED_AT_ONCE)
 
 
 def _floor_power_of_2(value: int) -> int:

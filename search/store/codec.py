@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import hashlib
 import itertools
 import json
@@ -79,6 +80,8 @@ def parse(text: object, what: str) -> Any:
     """
     if not isinstance(text, str):
         raise RecordError(f"{what}: expected text, found {type(text).__name__}")
+    collects = gc.isenabled()
+    gc.disable()  # deep in nested text, what a collection calls would have no stack left, and Python prints that
     try:
         found = json.loads(text, object_pairs_hook=_object, parse_constant=_no_number)
         if _HALF.search(text):  # perhaps half a character, which no file and no terminal can hold
@@ -88,6 +91,9 @@ def parse(text: object, what: str) -> Any:
         raise RecordError(f"{what} is not JSON (nested too deeply)") from None
     except ValueError as error:  # not JSON, or a number of more digits than Python reads
         raise RecordError(f"{what} is not JSON ({error})") from None
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import math
 
@@ -26,6 +27,40 @@ def test_records_survive_json() -> None:
         text = codec.dumps(record)
         assert codec.loads(cls, text) == record
         assert codec.dumps(codec.loads(cls, text)) == text
+
+
+class Ended:
+    """Garbage that only a collection finds; that calls some functions, one in the other."""
+
+    def __init__(self) -> None:
+        self.myself = self
+
+    def __del__(self) -> None:
+        self.call(40)
+
+    def call(self, more: int) -> None:
+        if more:
+            self.call(more - 1)
+
+
+def test_no_collection_runs_deep_in_nested_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At any depth: what it calls would have no stack left, and Python would say so on the terminal."""
+    failed: list[object] = []
+    monkeypatch.setattr("sys.unraisablehook", failed.append)
+    before = gc.get_threshold()
+    text = "[" * 5000 + "]" * 5000
+    try:
+        for depth in range(500, 1100, 10):
+            gc.set_threshold(1_000_000)
+            for _ in range(20):
+                Ended()
+            gc.set_threshold(gc.get_count()[0] + depth, 1, 1)
+            with pytest.raises(RecordError, match="nested too deeply"):
+                codec.parse(text, "it")
+    finally:
+        gc.set_threshold(*before)
+        gc.collect()
+    assert not failed and gc.isenabled()
 
 
 def test_an_infinite_error_of_eager_mode_is_stored() -> None:

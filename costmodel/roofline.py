@@ -44,14 +44,15 @@ def predict(work: Work, spec: DeviceSpec, mode: Mode, *, backend: str | None = N
     return max(terms.time_us, lower_bound(work, spec, mode))
 
 
-def lower_bound(work: Work, spec: DeviceSpec, mode: Mode) -> float:
-    """Microseconds that no kernel doing ``work`` can beat, as far as measurements tell.
+def lower_bound(work: Work, spec: DeviceSpec, mode: Mode, seen_gbps: float = 0.0) -> float:
+    """Microseconds that no kernel doing ``work`` can beat, as far as measurements tell; ``seen_gbps``: memory was read
+    at this speed later than ``spec`` was measured.
 
     Every term takes its ideal value: the shortest launch seen, the best bandwidth of any pattern at this footprint
     or a larger one, the highest rate of every unit with all units busy at once, and no byte read twice.
     """
     launch_us, host_us = _launch_us(work, spec, mode, best=True)
-    memory_us = transfer_us(work.dram_bytes, spec.bandwidth.ideal_gbps(work.dram_bytes))
+    memory_us = transfer_us(work.dram_bytes, max(spec.bandwidth.ideal_gbps(work.dram_bytes), seen_gbps))
     flops = dict(work.flops)
     if work.special and spec.identity.is_gpu:
         flops["sfu"] = work.special

@@ -18,14 +18,15 @@ from fuseplan.planner.work.group_work import moved_bytes, op_work
 from fuseplan.planner.work.library_work import read_bytes
 
 
-def floor_us(table: GroupTable, spec: DeviceSpec, mode: Mode) -> float | None:
+def floor_us(table: GroupTable, spec: DeviceSpec, mode: Mode, seen_gbps: float = 0.0) -> float | None:
     """Microseconds that no plan of a static graph can beat; None where a peak that it needs was not measured.
 
     One launch, and the larger of two times: the arithmetic of all ops, and each byte once of weights, caches and other
-    inputs read and of results written. Caches count whole: which of their rows a mask hides is data.
+    inputs read and of results written. Caches count whole: which of their rows a mask hides is data. Memory is as fast
+    as when it was probed, or as it was seen to be since (``seen_gbps``).
     """
     try:
-        return lower_bound(step_work(table), spec, mode)
+        return lower_bound(step_work(table), spec, mode, seen_gbps)
     except DeviceSpecError:
         return None
 

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 
+from fuseplan.costmodel.device import Mode
 from fuseplan.planner.cost.step_floor import floor_us
 from fuseplan.planner.graph.dataflow import DataflowGraph, Region
 from fuseplan.planner.groups.candidates import same_values
@@ -241,12 +242,13 @@ def _run(session: Session, graph: DataflowGraph, plan: GraphPlan, tuner: Tuner) 
 def _times(session: Session, ran: _Ran, contest: Contest) -> StepTimes:
     """The times of a step, of a run of both sides."""
     assert session.spec is not None
-    floor = floor_us(ran.table, session.spec, "graph" if session.settings.regime == "graph" else "eager")
     unfused, planned = (contest.time(side).median_us for side in (_UNFUSED, _PLANNED))
     low, high = contest.gain_range(_PLANNED, _UNFUSED)
     read = memory_bytes(session.target.l2_bytes) * 1e-3
     slow, fast = middle_range(read / one for one in contest.samples[MEMORY]) if MEMORY in contest.samples else (
         None, None)
+    mode: Mode = "graph" if session.settings.regime == "graph" else "eager"
+    floor = floor_us(ran.table, session.spec, mode, fast or 0.0)  # a machine's neighbours may have been busier before
     return StepTimes(
         unfused, planned, contest.noise, floor, now(), session.device, gain_low=low, gain_high=high,
         rounds=len(contest.samples[_PLANNED]), samples=contest.samples, read_low=slow, read_high=fast,

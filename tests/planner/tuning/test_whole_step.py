@@ -15,6 +15,7 @@ from reference_backend import ReferenceBackend
 from scripted_tuner import TARGET, ScriptedTuner
 
 from fuseplan.costmodel.device import Peak
+from fuseplan.planner.cost.step_floor import floor_us
 from fuseplan.planner.graph.dataflow import DataflowGraph, Ref
 from fuseplan.planner.graph.execute import run_node
 from fuseplan.planner.implementations.choices import implementations_for
@@ -280,6 +281,20 @@ def test_the_speed_of_memory_stands_beside_the_rounds(session: Session) -> None:
     found = measure_step(session, graph, planned(session, graph), bench)
     assert isinstance(found, StepTimes) and found.unfused_us / found.planned_us == 4.0
     assert (found.read_low, found.read_high) == pytest.approx((25.0, 50.0))
+
+
+def test_the_floor_has_memory_as_fast_as_it_was_seen(session: Session) -> None:
+    """A step is not below its floor where others used the memory while it was probed."""
+    _, graph = layers()
+    quick = replace(SPEC, peaks=dict.fromkeys(SPEC.peaks, Peak(1e18, 1e18)))
+    session = replace(session, target=replace(session.target, l2_bytes=2**26), spec=quick)
+    plan, table = planned(session, graph), GroupTable(graph, session.settings.numerics, "cpu")
+    first = measure_step(session, graph, plan, Bench({**TIMES, MEMORY: 1e12}))
+    assert isinstance(first, StepTimes) and first.floor_us == floor_us(table, quick, "eager")
+    measure_again(session, graph, plan, Bench({**TIMES, MEMORY: memory_bytes(2**26) * 1e-3 / 1e5}), first)
+    (again,) = stored_steps(session.database).values()
+    assert again.read_high == pytest.approx(1e5)
+    assert again.floor_us is not None and first.floor_us is not None and again.floor_us < first.floor_us
 
 
 def test_another_plan_or_number_of_layers_is_another_step(session: Session) -> None:

@@ -365,6 +365,14 @@ FP_INLINE vf fp_fmod(vf x, vf y) {
   if (any(far)) left = far ? each(x, y, [](float p, float q) { return __builtin_fmodf(p, q); }) : left;
   return left;
 }
+template <class T> FP_INLINE T trunc_quotient(T x, T y) {
+  const T quotient = x / y;
+  return quotient < 0 ? fp_ceil(quotient) : fp_floor(quotient);
+}
+FP_INLINE float fp_truncdiv(float x, float y) { return trunc_quotient(x, y); }
+FP_INLINE double fp_truncdiv(double x, double y) { return trunc_quotient(x, y); }
+FP_INLINE vf fp_truncdiv(vf x, vf y) { return trunc_quotient(x, y); }
+FP_INLINE vd fp_truncdiv(vd x, vd y) { return each(x, y, trunc_quotient<double>); }
 // The quotient rounded down, as ATen computes it.
 template <class T> FP_INLINE T floor_quotient(T x, T y) {
   if (y == 0) return x / y;

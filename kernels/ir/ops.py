@@ -75,6 +75,8 @@ _ROWS: tuple[OpSpec, ...] = (
     OpSpec("round", 1, torch.round, "fp_round({0})", "_round({0})"),
     OpSpec("fmod", 2, torch.fmod, "fp_fmod({0}, {1})", "", flops=8.0),
     OpSpec("floordiv", 2, lambda a, b: torch.div(a, b, rounding_mode="floor"), "fp_floordiv({0}, {1})", "", flops=8.0),
+    # Not the floor of Triton's quotient: that is not exactly rounded.
+    OpSpec("truncdiv", 2, lambda a, b: torch.div(a, b, rounding_mode="trunc"), "fp_truncdiv({0}, {1})", "", flops=4.0),
     # -- integers (operands int64 or int32) ---------------------------------------------------------------
     OpSpec("int_floordiv", 2, lambda a, b: torch.div(a, b, rounding_mode="floor"), "fp_floordiv({0}, {1})",
            "_floordiv({0}, {1})"),

@@ -141,7 +141,7 @@ def _divided(mode: str) -> Build:
         if not a.dtype.startswith("float"):
             return a.int_floordiv(b)
         if node.attrs.get("rounding_mode", mode) == "trunc":
-            return _trunc(a / b)
+            return a.truncdiv(b)
         return a.floordiv(b)
 
     return of_two(compute)

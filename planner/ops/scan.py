@@ -29,7 +29,7 @@ def _scan_slowness(node: OpNode, specs: Specs) -> float:
 
 
 def _scan(kind: str) -> Build:
-    """What was met of a row, up to and with each of its elements."""
+    """The fold of a row up to and with each of its elements."""
 
     def build(p: BodyBuilder, node: OpNode, position: Position) -> Value:
         x = p.pull(node.inputs[0], position).to(result_type(p, node))
@@ -54,7 +54,7 @@ def _with_extreme(kind: str, p: BodyBuilder, node: OpNode, position: Position) -
 
 
 def _position_so_far(kind: str) -> Build:
-    """Where that extreme was met: the last of equal elements, and of NaN, as in ATen."""
+    """The position of that extreme: the last of equal elements, or of NaN, as in ATen."""
 
     def build(p: BodyBuilder, node: OpNode, position: Position) -> Value:
         dims = _scanned_dims(node, p.specs)

@@ -72,9 +72,8 @@ class Screen(Document):
             self._print(part)
 
     def say(self, line: str, aside: bool = False) -> None:
-        """What else there is to say: not with ``--quiet``, and beside the answer where a program reads that.
-
-        ``aside``: standard output is a program's in any case.
+        """Print a line besides the answer, not with ``--quiet``: on standard error where a program reads the answer, or
+        with ``aside``.
         """
         if self.quiet:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from graphs import Builder
 
@@ -11,10 +12,16 @@ from fuseplan.planner.groups.candidates import Candidate
 from fuseplan.planner.implementations.group_table import GroupTable
 
 
-def test_a_remainder_of_floats_is_in_no_kernel_for_gpus() -> None:
+@pytest.mark.parametrize(("op", "attrs", "spelled"), [
+    ("aten.remainder.Scalar", {}, "fmod"),
+    ("aten.div.Scalar_mode", {"rounding_mode": "floor"}, "floordiv"),
+    ("aten.div.Scalar_mode", {"rounding_mode": "trunc"}, "truncdiv"),
+])
+def test_no_kernel_for_gpus_rounds_quotients(op: str, attrs: dict[str, str], spelled: str) -> None:
+    """Quotients are not exactly rounded there: a whole one may be rounded down to the number before it."""
     b = Builder(x=torch.randn(3, 127))
     twice = b("aten.add.Tensor", "x", "x")
-    left = b("aten.remainder.Scalar", twice, other=0.75)
+    left = b(op, twice, other=0.75, **attrs)
     graph = b.graph(b("aten.relu.default", left))
     names = tuple(node.name for node in b.nodes)
     on_cpu, on_gpu = (GroupTable(graph, "fp32", device) for device in ("cpu", "cuda"))
@@ -22,4 +29,4 @@ def test_a_remainder_of_floats_is_in_no_kernel_for_gpus() -> None:
     assert "only kernels for CPUs" in str(on_gpu.legal(names))
     assert on_gpu.legal(names[:1]) is None and on_gpu.kernel(Candidate((left,), (), ())) is None
     ir = on_cpu.lowered(Candidate(names, (), ())).ir
-    assert "fmod" in str(TritonBackend().refuse(ir, Target("cuda", "sm_90", 132)))
+    assert spelled in str(TritonBackend().refuse(ir, Target("cuda", "sm_90", 132)))
